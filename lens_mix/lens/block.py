@@ -18,13 +18,14 @@ from lens_mix.lens.autograd_graph import AutogradGraph
 from lens_mix.lens.batches import Batch, Prompt, pad
 from lens_mix.lens.changed_backward import BackwardRules, Rules, changed_backward
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
+from lens_mix.lens.components import FINAL_NORM, error_at_end
 from lens_mix.lens.continuation import last_residual_from, logits_from, unembedding_from
 from lens_mix.lens.copies import copies_within
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.hidden_keys import takes_masks
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, vocabulary
-from lens_mix.lens.replay import relative_error
+from lens_mix.lens.recorded import RecordedEnd
 from lens_mix.lens.rows import rows_at
 from lens_mix.lens.unembedding import Unembedding
 from lens_mix.lens.users_hooks import carries_users_hooks
@@ -378,12 +379,11 @@ class Block:
             return None
         norm = read_norm(module, self._lens.model.cfg)
         resid = self.final_residual[self.real_queries].to(self._lens.wide_dtype)
-        rebuilt = resid if norm is None else norm(resid)
-        normed = self.after_final_norm(self.final_residual)[self.real_queries]
-        error = relative_error(rebuilt, normed.to(resid.dtype))
+        normed = self.after_final_norm(self.final_residual)[self.real_queries].to(resid.dtype)
+        error = error_at_end(FINAL_NORM, RecordedEnd(resid[None], norm=norm, normed=normed[None]))
         if not error <= self._lens.tolerance:  # so that NaN is refused too
             raise UnsupportedModelError(
-                f"final norm: expected its parts to give its output within {self._lens.tolerance:.0e}, "
+                f"final norm: expected {FINAL_NORM.claim} within {self._lens.tolerance:.0e}, "
                 f"got a relative error of {error:.1e}"
             )
         return norm

@@ -78,8 +78,8 @@ class Component(Generic[R]):
         rebuild: computes it from the recorded tensors, [batch row ...]; None if one of them is missing, or if
             the anatomy has no formula for it. It raises `NotRebuilt` if shapes do not fit.
         compare_with: returns the recorded tensor, [batch row ...]; None if it was not recorded.
-        needed_for: what can't run without it: "hooks" (which every method needs), "algebra", or a name that
-            only some methods list in their `parts`.
+        needed_for: what can't run without it: "hooks" (which every method needs), "algebra", a name that
+            only some methods list in their `parts`, or "next_norm" (the norm that reads a block's output).
         checked_for: the engine, or the name in `parts`, for which it is compared again on a run's own
             prompts; "": for none.
         claim: what is expected on these prompts, for the error.
@@ -301,6 +301,10 @@ def _has_an_effect(block: RecordedBlock) -> bool:
     return writes and bool((_mixed_without_first_value(block) != _z(block)).any())
 
 
+def _normed(end: RecordedEnd) -> Tensor:
+    return end.resid_post if end.norm is None else end.norm(end.resid_post)
+
+
 def _logits(end: RecordedEnd) -> Tensor | None:
     return None if end.unembedding is None else end.unembedding(end.resid_post)
 
@@ -396,7 +400,25 @@ COMPONENTS: tuple[Component[RecordedBlock], ...] = (
     ZERO_VALUE,
 )
 
-# What is not of one block. These rows are evaluated for the methods that need them, on every prompt.
+# What is not of one block. Methods that need these rows evaluate them, on every prompt.
+NEXT_NORM: Component[RecordedEnd] = Component(
+    "next_norm",
+    "what the final norm reads, in a pass from the last block on",
+    "the last block's output",
+    lambda end: end.read,
+    lambda end: end.resid_post,
+    needed_for="next_norm",
+)
+FINAL_NORM = Component(
+    "final_norm",
+    "N(x), from the last residual stream",
+    "what the model's own final norm gives",
+    _normed,
+    lambda end: end.normed,
+    needed_for="next_norm",
+    checked_for="next_norm",
+    claim="its parts to give its output",
+)
 UNEMBEDDING = Component(
     UNEMBEDDING,
     "N(x) W_U + b_U, from the last residual stream",
@@ -406,3 +428,5 @@ UNEMBEDDING = Component(
     needed_for=UNEMBEDDING,
     checked_for=UNEMBEDDING,
 )
+
+END_COMPONENTS: tuple[Component[RecordedEnd], ...] = (NEXT_NORM, FINAL_NORM, UNEMBEDDING)

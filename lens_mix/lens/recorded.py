@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.hooks import HookPair, record
-from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.replay import first_tensor
 from lens_mix.lens.rows import rows_at
@@ -147,11 +147,17 @@ class RecordedEnd:
 
     Attributes:
         resid_post: the residual stream that leaves the last block.
+        read: what the model's final norm reads.
+        norm: the final norm; None if there is none.
+        normed: what the model's final norm gives.
         unembedding: final norm and unembedding.
         logits: the model's.
     """
 
     resid_post: Float[Tensor, "1 row d_model"]
+    read: Float[Tensor, "1 row d_model"] | None = None
+    norm: Norm | None = None
+    normed: Float[Tensor, "1 row d_model"] | None = None
     unembedding: Head | None = None
     logits: Float[Tensor, "1 row d_vocab"] | None = None
     real_rows: None = None

@@ -205,3 +205,34 @@ def test_a_fault_in_the_unembedding_is_found_by_its_row_alone(
     monkeypatch.setattr("lens_mix.lens.continuation.UNEMBEDDING", blind)
     assert lm.check(model, prompt).verification.unembedding_failure is None
     lm.run(model, prompt, "alti_logit")
+
+
+@MODELS
+def test_a_fault_in_the_final_norm_is_found_by_its_row_alone(
+    factory: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = a_model(factory, name)
+    method = lm.AtbFfResLn(next_norm=True)
+    expected = lm.run(model, prompt, method)
+    model.ln_final.register_forward_hook(lambda module, given, out: bent(out, 3))
+    with pytest.raises(lm.UnsupportedModelError, match="final norm: expected its parts to give its output"):
+        lm.run(model, prompt, method)
+    blind = dataclasses.replace(components.FINAL_NORM, rebuild=components.FINAL_NORM.compare_with)
+    monkeypatch.setattr("lens_mix.lens.block.FINAL_NORM", blind)
+    torch.testing.assert_close(lm.run(model, prompt, method).scores, expected.scores)
+
+
+@MODELS
+def test_a_fault_in_what_the_final_norm_reads_is_found_by_its_row_alone(
+    factory: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = a_model(factory, name)
+    last = model.cfg.n_layers - 1
+    model.ln_final.register_forward_pre_hook(lambda module, given: (bent(given[0], 3), *given[1:]))
+    (reason,) = lm.check(model, prompt).verification.next_norm_failures.values()
+    assert "final norm: expected the norm that TransformerLens maps to read what the last block" in reason
+    with pytest.raises(lm.UnsupportedModelError, match="final norm: expected the norm"):
+        lm.run(model, prompt, lm.AtbFfResLn(next_norm=True), layers=[last])
+    blind = dataclasses.replace(components.NEXT_NORM, rebuild=components.NEXT_NORM.compare_with)
+    monkeypatch.setattr("lens_mix.lens.verification.next_norms.NEXT_NORM", blind)
+    assert not lm.check(model, prompt).verification.next_norm_failures
