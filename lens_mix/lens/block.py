@@ -18,7 +18,7 @@ from lens_mix.lens.autograd_graph import AutogradGraph
 from lens_mix.lens.batches import Batch, Prompt, pad
 from lens_mix.lens.changed_backward import BackwardRules, Rules, changed_backward
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
-from lens_mix.lens.components import FINAL_NORM, error_at_end
+from lens_mix.lens.components import FINAL_NORM, measure_end
 from lens_mix.lens.continuation import last_residual_from, logits_from, unembedding_from
 from lens_mix.lens.copies import copies_within
 from lens_mix.lens.effort import Effort
@@ -380,7 +380,7 @@ class Block:
         norm = read_norm(module, self._lens.model.cfg)
         resid = self.final_residual[self.real_queries].to(self._lens.wide_dtype)
         normed = self.after_final_norm(self.final_residual)[self.real_queries].to(resid.dtype)
-        error = error_at_end(FINAL_NORM, RecordedEnd(resid[None], norm=norm, normed=normed[None]))
+        error = measure_end(FINAL_NORM, RecordedEnd(resid[None], norm=norm, normed=normed[None]))
         if not error <= self._lens.tolerance:  # so that NaN is refused too
             raise UnsupportedModelError(
                 f"final norm: expected {FINAL_NORM.claim} within {self._lens.tolerance:.0e}, "

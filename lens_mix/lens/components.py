@@ -2,7 +2,7 @@
 
 The verification of a model evaluates every row on a short prompt (`lens_mix.lens.verification.verify`). The check of
 a run's own prompts evaluates the rows that the asked methods need (`lens_mix.lens.verification.prompt_check`). Both use
-`measured`, and nothing else rebuilds a component.
+`measure`, and nothing else rebuilds a component.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from einops import einsum
@@ -113,19 +113,18 @@ class Component(Generic[R]):
 
     def error_of_sketch(self, recorded: R) -> float | None:
         """Return the same from the sketch of each row, without rebuilding the row itself."""
-        rebuild = None if self.sketched is None else self.rebuild(self.sketched(recorded))
-        expected = self.compare_with(recorded)
-        if rebuild is None or expected is None:
+        rebuilt = None if self.sketched is None else self.rebuild(self.sketched(recorded))
+        expected, real = self.compare_with(recorded), self._real(recorded)
+        if rebuilt is None or expected is None:
             return None
-        rebuild, expected = rebuild.flatten(2).flatten(0, 1), expected.flatten(2).flatten(0, 1)
-        real = self._real(recorded)
-        return sketched_error(rebuild, expected, None if real is None else real.flatten())
+        rebuilt, expected = (tensor.flatten(2).flatten(0, 1) for tensor in (rebuilt, expected))
+        return sketched_error(rebuilt, expected, None if real is None else real.flatten())
 
     def _real(self, recorded: R) -> Bool[Tensor, "batch row"] | None:
         return recorded.real_keys if self.of_keys else recorded.real_rows
 
 
-def measured(
+def measure(
     component: Component[RecordedBlock],
     block: RecordedBlock,
     places: Int[Tensor, "batch row"] | None = None,
@@ -161,7 +160,7 @@ def _largest(errors: Iterable[float | None]) -> float | None:
     return float(torch.tensor(found, dtype=torch.float64, device="cpu").max()) if found else None
 
 
-def error_at_end(row: Component[RecordedEnd], end: RecordedEnd) -> float:
+def measure_end(row: Component[RecordedEnd], end: RecordedEnd) -> float:
     """Return the largest relative error of a position; NaN if there is nothing to compare."""
     error = row.error(end)
     return math.nan if error is None else error
@@ -277,7 +276,7 @@ def _whole_block(block: RecordedBlock) -> Tensor | None:
 
 def _z_of_replay_without_first_value(block: RecordedBlock) -> Tensor:
     _require_mixable(block)
-    out, z = block.replayed([zero_values(block.layer, 0, attention=block.attention_template)])
+    out, z = block.replay_with([zero_values(block.layer, 0, attention=block.attention_template)])
     if z is None:
         raise NotRebuilt("the hook on z never fired")
     if bool((out == block.resid_post).all()) and _has_an_effect(block):
@@ -347,7 +346,7 @@ PROJECTION = Component(
     "the attention's output",
     _projected,
     lambda block: block.output("attention_out"),
-    # On the prompts of a run, whose clean pass does not record outputs within a block, BLOCK contains this.
+    # A run records no outputs within a block. On its prompts BLOCK contains this row and the next two.
     needed_for="algebra",
 )
 
@@ -400,7 +399,7 @@ COMPONENTS: tuple[Component[RecordedBlock], ...] = (
     ZERO_VALUE,
 )
 
-# What is not of one block. Methods that need these rows evaluate them, on every prompt.
+# What is not of one block. Methods that need the norm or the unembedding evaluate its row on every prompt.
 NEXT_NORM: Component[RecordedEnd] = Component(
     "next_norm",
     "what the final norm reads, in a pass from the last block on",
@@ -416,7 +415,6 @@ FINAL_NORM = Component(
     _normed,
     lambda end: end.normed,
     needed_for="next_norm",
-    checked_for="next_norm",
     claim="its parts to give its output",
 )
 UNEMBEDDING = Component(
@@ -426,7 +424,20 @@ UNEMBEDDING = Component(
     _logits,
     lambda end: end.logits,
     needed_for=UNEMBEDDING,
-    checked_for=UNEMBEDDING,
 )
 
 END_COMPONENTS: tuple[Component[RecordedEnd], ...] = (NEXT_NORM, FINAL_NORM, UNEMBEDDING)
+
+
+def names_needed_for(need: str) -> tuple[str, ...]:
+    """Return the components of a block that something needs (`Component.needed_for`)."""
+    return tuple(row.name for row in COMPONENTS if row.needed_for == need)
+
+
+def describe() -> str:
+    """Return the table as text, a line per component."""
+    rows: tuple[Component[Any], ...] = (*COMPONENTS, *END_COMPONENTS)
+    return "\n".join(f"    {row.name:<13} {row.formula}, against {row.recorded}" for row in rows)
+
+
+__doc__ = f"{__doc__}\n{describe()}\n"

@@ -110,7 +110,7 @@ class RecordedBlock:
         """Return what a module in the block gave; None if that was not recorded."""
         return self._of_positions(self.outputs[role]) if role in self.outputs else None
 
-    def replayed(self, fwd_hooks: Sequence[HookPair]) -> tuple[Tensor, Tensor | None]:
+    def replay_with(self, fwd_hooks: Sequence[HookPair]) -> tuple[Tensor, Tensor | None]:
         """Return the block's output and z of a replay with hooks; z is None if its hook never fired."""
         store: dict[str, Tensor] = {}
         name = self.clean.lens.stack.hook_name("z", self.layer)

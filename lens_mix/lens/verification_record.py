@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import WITH_KINK, BlockAnatomy
-from lens_mix.lens.components import ComponentError
+from lens_mix.lens.components import FEED_FORWARD, ComponentError, names_needed_for
 
-_HOOK_COMPONENTS = ("mixing", "zero_value")
-ALGEBRA_COMPONENTS = ("projection", "feed_forward", "residual", "block")
+_HOOK_COMPONENTS = names_needed_for("hooks")
+ALGEBRA_COMPONENTS = names_needed_for("algebra")
 UNEMBEDDING_UNVERIFIED = "unembedding: expected a verification of it, found none"
 
 
@@ -56,7 +56,7 @@ class Verification:
     def is_smooth(self) -> bool:
         """Whether all feed-forwards are verified, and none of them has a kink (ReLU) or chooses experts."""
         forwards = [block.feed_forward for block in self.anatomy.values() if block.feed_forward is not None]
-        verified = self.failure(("feed_forward",)) is None
+        verified = self.failure((FEED_FORWARD.name,)) is None
         return verified and all(each.activation not in WITH_KINK for each in forwards)
 
     @property

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import lens_mix as lm
-from lens_mix.lens import components
+from lens_mix.lens import components, verification_record
 from lens_mix.lens.recorded import RecordedBlock
 from lens_mix.session import Session
 from tests.matrix import build_or_skip
+from tests.source_tree import ROOT
 from tests.tiny_models import bridge, hooked_transformer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -121,7 +122,7 @@ def measured_on_the_prompt(model: Any, prompt: Tensor, row: Any) -> components.C
     session = Session(model, {"attention": lm.AttentionWeights()})
     with session.checked_pass([session.read(prompt)]) as checked:
         block = RecordedBlock(checked.clean, LAYER, checked.verification.anatomy[LAYER])
-        return components.measured(row, block, torch.tensor([[3, LENGTH - 1]]))
+        return components.measure(row, block, torch.tensor([[3, LENGTH - 1]]))
 
 
 def drop(monkeypatch: pytest.MonkeyPatch, component: str) -> None:
@@ -236,3 +237,19 @@ def test_a_fault_in_what_the_final_norm_reads_is_found_by_its_row_alone(
     blind = dataclasses.replace(components.NEXT_NORM, rebuild=components.NEXT_NORM.compare_with)
     monkeypatch.setattr("lens_mix.lens.verification.next_norms.NEXT_NORM", blind)
     assert not lm.check(model, prompt).verification.next_norm_failures
+
+
+def test_the_table_is_in_its_docstring_and_its_names_are_in_the_docs() -> None:
+    page = (ROOT / "docs" / "lens.md").read_text()
+    for row in (*components.COMPONENTS, *components.END_COMPONENTS):
+        assert f"{row.name:<13} {row.formula}, against {row.recorded}\n" in str(components.__doc__)
+    for row in components.COMPONENTS:
+        assert f"| `{row.name}` |" in page
+
+
+def test_methods_need_names_of_the_table() -> None:
+    names = {row.name for row in (*components.COMPONENTS, *components.END_COMPONENTS)}
+    for method in lm.METHODS.values():
+        assert set(method.parts) <= names
+    assert verification_record.ALGEBRA_COMPONENTS == ("projection", "feed_forward", "residual", "block")
+    assert components.names_needed_for("hooks") == ("mixing", "zero_value")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changes import forward_hook, forward_pre_hook
 from lens_mix.lens.clean_pass import CleanPass, StopForward
-from lens_mix.lens.components import NEXT_NORM, error_at_end
+from lens_mix.lens.components import NEXT_NORM, measure_end
 from lens_mix.lens.continuation import run_from, unembedding_from
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.recorded import RecordedEnd
@@ -75,7 +75,7 @@ def _reads_another(clean: CleanPass, norm: nn.Module) -> str | None:
     observation = f"reads {list(read[0].shape)}" if read else "never ran"
     if read and read[0].numel() == resid.numel():
         read_rows, rows = (tensor.reshape(resid.shape)[clean.real][None] for tensor in (read[0], resid))
-        error = error_at_end(NEXT_NORM, RecordedEnd(rows, read=read_rows))
+        error = measure_end(NEXT_NORM, RecordedEnd(rows, read=read_rows))
         if error <= lens.tolerance:
             return None
         observation += f", {error:.1e} off"

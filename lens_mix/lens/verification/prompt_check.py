@@ -1,7 +1,8 @@
-"""The check of a run's own prompts: whether the verified parts give what this clean pass recorded.
+"""The check of a run's own prompts: whether they have the components that the verification found.
 
-The verification was made on a short prompt, maybe some time ago. A hook that acts from position 20 on, or a weight
-edited behind torch's back, shows only here.
+The verification was made on a short prompt, maybe some time ago. A hook that acts from position 20 on, or a
+weight that was edited behind torch's back, shows only here. The rows of the same table that the asked methods
+need are evaluated (`lens_mix.lens.components`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lens_mix.lens.batches import pad
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
-from lens_mix.lens.components import COMPONENTS, VALUES, Component, ComponentError, measured
+from lens_mix.lens.components import COMPONENTS, VALUES, Component, ComponentError, measure
 from lens_mix.lens.recorded import RecordedBlock
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import spread
@@ -52,7 +53,7 @@ def find_mismatch(
         for component in COMPONENTS:
             if component.checked_for not in uses:
                 continue
-            entry = measured(component, block, every if layer in whole else sampled, by_sketch=True)
+            entry = measure(component, block, every if layer in whole else sampled, by_sketch=True)
             if _is_mismatch(entry):
                 return _mismatch(component, entry)
     return None
@@ -64,8 +65,12 @@ def _is_mismatch(entry: ComponentError) -> bool:
 
 
 def _mismatch(component: Component[RecordedBlock], entry: ComponentError) -> str:
-    got = entry.note if entry.error is None else f"a relative error of {entry.error:.1e}"
-    return f"block {entry.layer}: expected {component.claim} within {entry.tolerance:.0e}, got {got}"
+    if entry.error is None:
+        return f"block {entry.layer}: {entry.note}"
+    return (
+        f"block {entry.layer}: expected {component.claim} within {entry.tolerance:.0e}, got a relative error "
+        f"of {entry.error:.1e}"
+    )
 
 
 def describe_user_hooks(
@@ -81,7 +86,7 @@ def describe_user_hooks(
             factors = [round(factor, 4) for factor in clean.z_factors[layer].tolist()]
             edits[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
         block = RecordedBlock(clean, layer, verification.anatomy[layer])
-        if _is_mismatch(measured(VALUES, block, by_sketch=True)):
+        if _is_mismatch(measure(VALUES, block, by_sketch=True)):
             edits[layer].append("a hook or an adapter edits its values; they are taken as they are")
     return edits
 

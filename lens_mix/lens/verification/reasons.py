@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from lens_mix.lens.components import ComponentError
+from lens_mix.lens.components import FEED_FORWARD, MIXING, ComponentError
 
 _KNOWN_CHILDREN = ("ln", "attn", "self_attn", "cross_attn", "mlp", "hook", "_")
 _BEFORE = "before the output matrix"
@@ -21,7 +21,7 @@ def with_likely_cause(
     """A part of a verification, with what is likely to stand behind its failure in the note."""
     if entry.ok:
         return entry
-    if entry.component == "mixing":
+    if entry.component == MIXING.name:
         reasons = _mixing(attention, pattern)
     else:
         reasons = itertools.chain(_block(block, entry.component), _unreadable(attention))
@@ -79,7 +79,7 @@ def _block(block: nn.Module, part: str) -> Iterator[str]:
     if children:
         yield f"besides attention and feed-forward the block holds {children}; {_NEXT}"
     activation = getattr(getattr(getattr(block, "mlp", None), "original_component", None), "act_fn", None)
-    if part == "feed_forward" and activation is not None:
+    if part == FEED_FORWARD.name and activation is not None:
         yield f"the activation {type(activation).__name__} is not among those known; {_NEXT}"
 
 

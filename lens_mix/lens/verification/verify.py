@@ -1,21 +1,8 @@
-"""Believe nothing: rebuild every block from the parts it is thought to have, and compare.
+"""The verification of a model: every component of every block is rebuilt and compared.
 
-The verification runs on a short prompt (the first tokens of the user's), in one clean pass. Per block it
-measures, as the largest relative error of any position,
-
-    value         N1(x) W_V + b_V               against the value hook
-    mixing        pattern @ v                   against the hook on z
-    projection    z W_O + b_O                   against the attention's output
-    feed_forward  F(N2(mid))                    against the feed-forward's output
-    residual      the sums and norms around     against the block's output
-    block         everything, from x and the pattern alone, against the block's output
-    zero_value    the hook on z after zeroing one value vector, against pattern @ v without it
-
-Blocks of a hybrid that have no attention are just run.
-
-`mixing` and `zero_value` must hold for any method to run; the rest must hold for the algebra engine.
-Methods that split logits name one part more, `head`: final norm and unembedding, against the logits. It is
-no block's, and verified only where one of them is asked for.
+It runs on a short prompt (the first tokens of the user's), in one clean pass that records the outputs within
+the blocks too. It evaluates all rows of the table in `lens_mix.lens.components`. Blocks of a hybrid that have
+no attention are just run.
 """
 
 from __future__ import annotations
@@ -33,7 +20,7 @@ from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.changes import Changes
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
-from lens_mix.lens.components import COMPONENTS, FEED_FORWARD, MIXING, ComponentError, measured
+from lens_mix.lens.components import COMPONENTS, FEED_FORWARD, MIXING, ComponentError, measure
 from lens_mix.lens.cross import names_before_cross
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
@@ -113,7 +100,7 @@ def verify(lens: Lens, prompt: Prompt) -> Verification:
     below = None
     for layer in layers:
         block, errors = _read_block(clean, layer, _outputs(store, layer, points[layer], calls), below)
-        parts += [*errors, *(measured(row, block) for row in COMPONENTS if row.needs_replay)]
+        parts += [*errors, *(measure(row, block) for row in COMPONENTS if row.needs_replay)]
         anatomies[layer] = below = block.anatomy
         if block.z_factors is not None:
             factors[layer] = block.z_factors
@@ -218,7 +205,7 @@ def _with_activation(block: RecordedBlock, below: BlockAnatomy | None) -> Record
     for name in sorted(ACTIVATIONS, key=lambda name: name != likely):
         candidate = dataclasses.replace(feed_forward, activation=name)
         readings[name] = block.read_as(dataclasses.replace(block.anatomy, feed_forward=candidate))
-        entry = measured(FEED_FORWARD, readings[name])
+        entry = measure(FEED_FORWARD, readings[name])
         if entry.error is None:
             return block
         errors[name] = entry.error
@@ -231,7 +218,7 @@ def _with_activation(block: RecordedBlock, below: BlockAnatomy | None) -> Record
 
 
 def _part_errors(recorded: RecordedBlock) -> list[ComponentError]:
-    entries = [measured(row, recorded) for row in COMPONENTS if not row.needs_replay]
+    entries = [measure(row, recorded) for row in COMPONENTS if not row.needs_replay]
     if recorded.anatomy.is_written_down:
         return entries
     note = f"{recorded.anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
@@ -244,7 +231,7 @@ def _part_errors(recorded: RecordedBlock) -> list[ComponentError]:
 
 def _find_z_factors(block: RecordedBlock) -> Tensor | None:
     """Return z over pattern @ values per head, if z is that up to a factor per head other than 1."""
-    entry = measured(MIXING, block)
+    entry = measure(MIXING, block)
     if entry.error is None or entry.ok:
         return None
     mixed, z = MIXING.rebuild(block), MIXING.compare_with(block)
@@ -253,7 +240,7 @@ def _find_z_factors(block: RecordedBlock) -> Tensor | None:
     squares = mixed.square().sum(dim=(0, 1, 3))
     # By least squares; a head that mixes nothing has no factor to find.
     factors = torch.where(squares == 0, 1, (mixed * z).sum(dim=(0, 1, 3)) / squares)
-    return factors if measured(MIXING, block.scaled(factors)).ok else None
+    return factors if measure(MIXING, block.scaled(factors)).ok else None
 
 
 def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bool:
