@@ -249,12 +249,12 @@ def written_out_distances(block: Any, positions: int) -> torch.Tensor:
     per_head = torch.einsum("hqk,khd->hqkd", pattern, sent[0])
     dense = per_head.sum(0)
     index = torch.arange(positions)
-    dense[index, index] += vectors.resid_pre[0]
+    dense[index, index] += vectors.states.resid_pre[0]
     norm = block.anatomy.attention_residual
     if norm is not None:
         dense = (dense - dense.mean(-1, keepdim=True)) * norm.weight
-        dense = dense / norm.scale(vectors.summed)[0][:, None]
-    return (dense - vectors.mid[0][:, None]).abs().sum(-1)
+        dense = dense / norm.scale(vectors.states.attention_sum)[0][:, None]
+    return (dense - vectors.states.mid[0][:, None]).abs().sum(-1)
 
 
 if __name__ == "__main__":

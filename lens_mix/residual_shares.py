@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.vectors import attention_vectors
+from lens_mix.lens.states import states_of
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ class ResidualShares(VectorMethod):
         return [list(range(positions))]
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query 1"]:
-        vectors = attention_vectors(block)
-        return residual_shares(vectors.resid_pre, vectors.summed)[..., None]
+        states = states_of(block)
+        return residual_shares(states.resid_pre, states.attention_sum)[..., None]
 
 
 def residual_shares(

@@ -12,6 +12,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.algebra.definitions import residual_vectors, through_norm, value_vectors
+from lens_mix.hooks.mixing import mix
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.method import Method
 from lens_mix.statistics.passes import prompt_blocks
@@ -78,9 +79,9 @@ def heads_of(block: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def written_out(block: Any) -> WrittenOut:
-    """All stages up to the feed-forward; the true states come from the model's own z and the anatomy."""
+    """All stages up to the feed-forward; the true states come from `mix` and the anatomy."""
     anatomy, x = block.anatomy, block.resid_pre
-    attention_out = anatomy.value_path.project(block.recorded("z"))
+    attention_out = anatomy.value_path.project(mix(*heads_of(block)[:2]))
     without_norm = dataclasses.replace(anatomy, attention_residual=None)
     summed, mid = (one.after_attention(x, attention_out) for one in (without_norm, anatomy))
 

@@ -162,7 +162,7 @@ def test_a_user_can_put_a_methods_hooks_on_a_run_of_their_own():
     with torch.no_grad():
         model.run_with_hooks(prompt, fwd_hooks=lm.AttnRes().hooks(0, store))
     roles = {name.rsplit("hook_", 1)[1]: tensor.shape for name, tensor in store.items()}
-    assert sorted(roles) == ["pattern", "resid_pre", "v", "z"]
+    assert sorted(roles) == ["pattern", "resid_pre", "v"]
     store.clear()
     with torch.no_grad():
         model.run_with_hooks(prompt, fwd_hooks=lm.AttnRes().hooks(1, store, queries=torch.tensor([[-1, 2]])))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -39,6 +39,18 @@ _PRIMITIVES: dict[str, Activation] = {
     "relu": lambda x: x.clamp_min(0).square() / 2,
     "relu_squared": lambda x: x.clamp_min(0).pow(3) / 3,
 }
+
+
+def path_multipliers(
+    activation: str,
+    ends: Sequence[Float[Tensor, "*batch d_mlp"]],
+    starts: Sequence[Float[Tensor, "*batch d_mlp"]] | None = None,
+) -> tuple[Float[Tensor, "*batch d_mlp"], ...]:
+    """Return m of each pre-activation of a layer, of the gate's first; None: paths start at zero."""
+    if len(ends) == 1:
+        return (plain_multiplier(activation, ends[0], None if starts is None else starts[0]),)
+    (gate_start, up_start) = (None, None) if starts is None else starts
+    return gated_multipliers(activation, ends[0], gate_start, ends[1], up_start)
 
 
 def plain_multiplier(

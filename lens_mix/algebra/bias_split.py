@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.head_vectors import linear_part
-from lens_mix.lens.anatomy import Norm
+from lens_mix.lens.anatomy import LinearNorm
 
 Split = Literal["absdot", "abssim", "norm", "equal", "first", "dot", "drop"]
 SPLITS: tuple[str, ...] = ("absdot", "abssim", "norm", "equal", "first", "dot", "drop")
@@ -70,23 +68,12 @@ def through_linear(
     return split_bias(out, bias, rule, out)
 
 
-@dataclasses.dataclass(frozen=True)
-class HeldNorm:
-    """A norm, or None for none, held linear at the scale of the state that it really reads."""
-
-    norm: Norm | None
-    state: Float[Tensor, "batch query d"]
-
-    def output(self) -> Float[Tensor, "batch query d"]:
-        """What it makes of the state itself."""
-        return self.state if self.norm is None else self.norm(self.state)
-
-    def shares(
-        self, vectors: Float[Tensor, "batch query source d"], rule: Split, rows: slice = slice(None)
-    ) -> Float[Tensor, "batch query source d"]:
-        """Shares of these rows of the state -> shares of the norm's output, β handed out."""
-        if self.norm is None:
-            return vectors
-        out, scale = linear_part(self.norm, vectors), self.norm.scale(self.state[:, rows])[:, :, None]
-        out = out / scale if out is vectors else out.div_(scale)
-        return split_bias(out, self.norm.bias, rule, out)
+def through_linear_norm(
+    norm: LinearNorm,
+    vectors: Float[Tensor, "batch query source d"],
+    rule: Split,
+    rows: slice = slice(None),
+) -> Float[Tensor, "batch query source d"]:
+    """Shares of these rows of a state -> shares of the norm's output, its bias handed out."""
+    out = norm(vectors, rows)
+    return split_bias(out, norm.bias, rule, out)

@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.definitions import value_vectors
-from lens_mix.algebra.head_vectors import linear_part
 from lens_mix.algebra.vectors import value_path
-from lens_mix.lens.anatomy import Norm
+from lens_mix.lens.anatomy import LinearNorm
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.states import BlockStates, states_of
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -41,17 +41,11 @@ class BlockParts:
         """The block's output."""
         return self.keys.sum(2) + self.residual + self.biases + self.cross + self.feed_forward
 
-    def _through(self, norm: Norm | None) -> BlockParts:
-        """The parts of a norm's output: its linear part, with the scale of their sum; its bias is a bias."""
-        if norm is None:
-            return self
-        scale = norm.scale(self.total())
-        made = {
-            name: linear_part(norm, part) / (scale[:, :, None] if name == "keys" else scale)
-            for name, part in vars(self).items()
-        }
+    def _through(self, norm: LinearNorm) -> BlockParts:
+        """The parts of the output of a norm, held at their sum; its bias is a bias."""
+        made = {name: norm(part) for name, part in vars(self).items()}
         if norm.bias is not None:
-            made["biases"] = made["biases"] + norm.bias.to(scale.dtype)
+            made["biases"] = made["biases"] + norm.bias.to(made["biases"].dtype)
         return BlockParts(**made)
 
 
@@ -69,22 +63,21 @@ def block_parts(block: Block) -> BlockParts:
     """
     if block.is_cross:
         raise UnsupportedModelError("block_parts: expected self-attention (part='decoder'), got part='cross'")
-    anatomy, wide = block.anatomy, torch.promote_types(block.resid_post.dtype, torch.float32)
-    path, s = value_path(block), anatomy.residual_multiplier
-    pattern, value = block.recorded("pattern").to(wide), block.recorded("value").to(wide)
-    x = block.resid_pre.to(wide)
+    states = states_of(block, cross_out=block.cross_output())
+    path, s = value_path(block), block.anatomy.residual_multiplier
+    x, wide = states.resid_pre, states.resid_pre.dtype
+    pattern, value = states.pattern.to(wide), states.value.to(wide)
     keys = value_vectors(pattern, value, path.W_O.to(wide))
     zero = torch.zeros_like(x)
     b_O = zero if path.b_O is None else path.b_O.to(wide).expand_as(x)
-    branch = BlockParts(keys, zero, b_O, zero, zero)._through(anatomy.attention_branch)
-    mid = BlockParts(branch.keys * s, x, branch.biases * s, zero, zero)._through(anatomy.attention_residual)
-    cross = block.cross_output()
-    if cross is not None:
-        mid = dataclasses.replace(mid, cross=cross.to(wide))._through(anatomy.cross_residual)
-    return _with_feed_forward(block, mid, x)
+    branch = BlockParts(keys, zero, b_O, zero, zero)._through(states.attention_branch)
+    mid = BlockParts(branch.keys * s, x, branch.biases * s, zero, zero)._through(states.attention_residual)
+    if states.cross_out is not None:
+        mid = dataclasses.replace(mid, cross=states.cross_out)._through(states.cross_residual)
+    return _with_feed_forward(block, states, mid)
 
 
-def _with_feed_forward(block: Block, mid: BlockParts, x: Float[Tensor, "batch query d_model"]) -> BlockParts:
+def _with_feed_forward(block: Block, states: BlockStates, mid: BlockParts) -> BlockParts:
     anatomy = block.anatomy
     if anatomy.feed_forward_kind == "none":
         return mid
@@ -95,8 +88,6 @@ def _with_feed_forward(block: Block, mid: BlockParts, x: Float[Tensor, "batch qu
                 f"it, got {anatomy.feed_forward_kind!r}"
             )
         # Whatever it is, it added what is left.
-        return dataclasses.replace(mid, feed_forward=block.resid_post.to(x.dtype) - mid.total())
-    out = anatomy.feed_forward(anatomy.feed_forward_in(x, mid.total()))
-    added = out if anatomy.feed_forward_branch is None else anatomy.feed_forward_branch(out)
-    summed = dataclasses.replace(mid, feed_forward=added * anatomy.residual_multiplier)
-    return summed._through(anatomy.feed_forward_residual)
+        return dataclasses.replace(mid, feed_forward=block.resid_post.to(mid.residual.dtype) - mid.total())
+    summed = dataclasses.replace(mid, feed_forward=states.feed_forward_added)
+    return summed._through(states.feed_forward_residual)

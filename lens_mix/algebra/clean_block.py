@@ -19,6 +19,7 @@ from torch import Tensor
 from lens_mix.algebra.feed_forward_change import Neurons, neurons_of
 from lens_mix.algebra.head_vectors import through
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
+from lens_mix.lens.states import BlockStates
 
 # C c, 1/s' and s/s' - 1.
 _Changed = tuple[Float[Tensor, "key row d_model"], Float[Tensor, "key row 1"], Float[Tensor, "key row 1"]]
@@ -83,17 +84,13 @@ class CleanBlock:
     ) -> None:
         self.multiplier = anatomy.residual_multiplier
         branch, residual = anatomy.attention_branch, anatomy.attention_residual
-        feed_forward = anatomy.feed_forward
-        out = attention_out if branch is None else branch(attention_out)
-        total = resid_pre + (out * self.multiplier).to(resid_pre.dtype)
-        mid = total if residual is None else residual(total)
-        read = anatomy.feed_forward_in(resid_pre, mid)
+        feed_forward, states = anatomy.feed_forward, BlockStates(anatomy, resid_pre, attention_out)
         # That of a parallel block reads what enters the block, where nothing changes.
         reached = None if anatomy.parallel else feed_forward
         reads = None if reached is None else anatomy.feed_forward_input
         self._branch = _NormChange(branch, attention_out) if branch else None
-        on_residual = _NormChange(residual, total) if residual else None
-        self._input = _NormChange(reads, mid) if reads else None
+        on_residual = _NormChange(residual, states.attention_sum) if residual else None
+        self._input = _NormChange(reads, states.mid) if reads else None
         self._norms = [norm for norm in (self._branch, on_residual, self._input) if norm is not None]
         self.neurons: Sequence[Neurons] = ()
         if reached is not None:
@@ -101,16 +98,15 @@ class CleanBlock:
             inputs = [through(chain, norm.clean) for chain, norm in zip(chains, self._norms, strict=True)]
             # The norm whose output W_in reads, never the branch's; None where W_in reads the residual stream.
             last = self._input or on_residual
-            inputs = [x.to(attention_out.dtype) for x in (inputs if last else [*inputs, read])]
+            inputs = [x.to(attention_out.dtype) for x in (inputs if last else [*inputs, states.read])]
             shift, dtype = last.norm.bias if last else None, resid_pre.dtype
             self.neurons = neurons_of(reached, inputs, shift, dtype, widths)
         self.added = self._total = None
         branch, residual = anatomy.feed_forward_branch, anatomy.feed_forward_residual
-        if feed_forward is not None and (branch or residual):
-            added = feed_forward(read)
-            self.added = _NormChange(branch, added) if branch and self.neurons else None
-            added = added if branch is None else branch(added)
-            self._total = _NormChange(residual, mid + added * self.multiplier) if residual else None
+        if feed_forward is not None and branch and self.neurons:
+            self.added = _NormChange(branch, states.feed_forward_out)
+        if feed_forward is not None and residual:
+            self._total = _NormChange(residual, states.feed_forward_sum)
         self._final = _NormChange(final, resid_post) if final else None
         compared = resid_post if final is None else final(resid_post)
         self._size = torch.linalg.vector_norm(compared, dim=-1)

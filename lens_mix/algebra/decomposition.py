@@ -17,7 +17,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.algebra.bias_split import HeldNorm, Split
+from lens_mix.algebra.bias_split import Split, through_linear_norm
 from lens_mix.algebra.budget import budget_beside
 from lens_mix.algebra.definitions import head_vectors
 from lens_mix.algebra.linear_block import LinearBlock, Slope
@@ -36,12 +36,10 @@ class Shares:
 
     Attributes:
         vectors: the shares.
-        state: the residual stream itself.
         stops: per position, one more than the last source that has a share in it, in any prompt.
     """
 
     vectors: Float[Tensor, "batch pos source d_model"]
-    state: Float[Tensor, "batch pos d_model"]
     stops: Int[Tensor, " pos"]
 
 
@@ -72,7 +70,7 @@ class Decomposition:
         else:
             vectors = block.zeros(*block.queries.shape, block.real.shape[1], block.resid_pre.shape[-1])
         lengths = self.lengths(vectors)
-        return lengths, Shares(vectors, block.resid_post.to(vectors.dtype), self._stops)
+        return lengths, Shares(vectors, self._stops)
 
     def lengths(
         self, into: Float[Tensor, "batch query source d_model"] | None = None
@@ -92,7 +90,8 @@ class Decomposition:
 
     def _key_vectors(self) -> Float[Tensor, "batch key head d_model"]:
         """What each position's whole vector, b_V included, gives to a query by way of each head."""
-        value = self._block.recorded("value").to(self._linear.resid_pre.dtype)
+        states = self._linear.states
+        value = states.value.to(states.resid_pre.dtype)
         return head_vectors(value, value_path(self._block).W_O.to(value.dtype))
 
     def _read_values(self, entering: Shares) -> Float[Tensor, "batch value_head key source d_head"]:
@@ -100,10 +99,10 @@ class Decomposition:
         vectors, W_V = entering.vectors, value_path(self._block).W_V
         of_heads = rearrange(W_V.to(vectors.dtype), "head d_model d_head -> d_model (head d_head)")
         out = vectors.new_zeros(len(vectors), len(W_V), *vectors.shape[1:3], W_V.shape[2])
-        norm = HeldNorm(self._block.anatomy.attention_input, entering.state)
+        norm = self._linear.states.attention_input
         axes = "batch key source (head d_head) -> batch head key source d_head"
         for keys, stop in _chunks(entering.stops, self._pairs):
-            read = norm.shares(vectors[:, keys, :stop], self._rule, keys)
+            read = through_linear_norm(norm, vectors[:, keys, :stop], self._rule, keys)
             out[:, :, keys, :stop] = rearrange(read @ of_heads, axes, head=len(W_V))
         return out
 
@@ -114,14 +113,14 @@ class Decomposition:
         if self._entering is not None:
             vectors = self._entering.vectors[:, :, :stop]
             return vectors[:, rows] if self._block.every_query else vectors[batch, queries]
-        x = self._linear.resid_pre[:, rows]
+        x = self._linear.states.resid_pre[:, rows]
         out = x.new_zeros(*queries.shape, stop, x.shape[-1])
         out[batch, torch.arange(queries.shape[1], device=queries.device), queries] = x
         return out
 
     def _attention(self, rows: slice, stop: int) -> Float[Tensor, "batch query source d_model"]:
         """Shares of the attention's output: what each row got of each source by way of all keys."""
-        pattern = self._block.recorded("pattern")[:, :, rows, :stop].to(self._values.dtype)
+        pattern = self._linear.states.pattern[:, :, rows, :stop].to(self._values.dtype)
         if self._entering is None:
             axes = "batch head query key, batch key head d_model -> batch query key d_model"
             return einsum(pattern, self._values[:, :stop], axes).contiguous()

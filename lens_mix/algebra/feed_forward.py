@@ -13,7 +13,6 @@ W_in is applied once per key and head (`_ByHead`), and W_out, as it must be, onc
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.activations import gated_multipliers, plain_multiplier
+from lens_mix.algebra.activations import path_multipliers
 from lens_mix.algebra.budget import (
     NEURONS,
     attention_budget,
@@ -31,7 +30,6 @@ from lens_mix.algebra.budget import (
     hidden_bytes,
 )
 from lens_mix.algebra.folded_weights import folded, pays
-from lens_mix.algebra.head_vectors import linear_part
 from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.pair_norms import by_key
 from lens_mix.algebra.vectors import (
@@ -39,10 +37,10 @@ from lens_mix.algebra.vectors import (
     Vectors,
     attention_vectors,
     head_vectors,
-    shared,
     value_path,
 )
-from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
+from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, LinearNorm, Norm
+from lens_mix.lens.states import BlockStates, shared
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -60,35 +58,22 @@ class FeedForwardShares:
     """One block's feed-forward as one linear map per query.
 
     Attributes:
-        input_scale: what the norm before the feed-forward divides by, 1 without one.
+        states: the block's states, at which its norms are held.
+        feed_forward: its matrices.
         multipliers: (W_in, m) for a plain feed-forward; (W_gate, m_gate) and (W_in, m_up) for a gated one.
-        read: what the feed-forward truly reads.
-        mid: the true middle of the block.
+        W_out: in the dtype of the states.
     """
 
-    anatomy: BlockAnatomy
+    states: BlockStates
     feed_forward: FeedForward
-    input_scale: Float[Tensor, "batch query 1"]
     multipliers: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch query d_mlp"]], ...]
     W_out: Float[Tensor, "d_mlp d_model"]
-    read: Float[Tensor, "batch query d_model"]
-    mid: Float[Tensor, "batch query d_model"]
-
-    @functools.cached_property
-    def output(self) -> Float[Tensor, "batch query d_model"]:
-        """The true output of the feed-forward, biases included; only a norm behind it asks for it."""
-        return self.feed_forward(self.read)
-
-    @functools.cached_property
-    def summed(self) -> Float[Tensor, "batch query d_model"]:
-        """The true sum of residual stream and branch."""
-        return without_last_norm(self.anatomy).after_feed_forward(self.mid, self.output)
 
     def share(
         self, vectors: Float[Tensor, "batch query *key d_model"]
     ) -> Float[Tensor, "batch query *key d_model"]:
         """What the feed-forward makes of shares of what it reads (before its norm)."""
-        read = linear_part(self.anatomy.feed_forward_input, vectors) / _beside(self.input_scale, vectors)
+        read = self.states.feed_forward_input(vectors)
         (W, m), *others = self.multipliers
         hidden = (read @ W).mul_(_beside(m, vectors))
         for W, m in others:
@@ -99,22 +84,15 @@ class FeedForwardShares:
         self, shares: Float[Tensor, "batch row *key d_model"], rows: slice = slice(None)
     ) -> Float[Tensor, "batch row *key d_model"]:
         """What shares of the feed-forward's output, those of some rows, add to the residual stream."""
-        norm = self.anatomy.feed_forward_branch
-        if norm is not None:
-            shares = linear_part(norm, shares) / _beside(norm.scale(self.output)[:, rows], shares)
-        multiplier = self.anatomy.residual_multiplier
+        shares = self.states.feed_forward_branch(shares, rows)
+        multiplier = self.states.anatomy.residual_multiplier
         return shares if multiplier == 1 else shares * multiplier
 
     def after(self, vectors: Float[Tensor, "batch query d_model"]) -> Float[Tensor, "batch query d_model"]:
         """Shares of the middle of the block -> shares of its output, one vector per query."""
-        out = vectors if self.anatomy.parallel else vectors + self.joined(self.share(vectors))
-        norm = self.anatomy.feed_forward_residual
-        return out if norm is None else linear_part(norm, out) / norm.scale(self.summed)
-
-
-def without_last_norm(anatomy: BlockAnatomy) -> BlockAnatomy:
-    """A block that puts out the sum which its last norm reads."""
-    return dataclasses.replace(anatomy, feed_forward_residual=None)
+        parallel = self.states.anatomy.parallel
+        out = vectors if parallel else vectors + self.joined(self.share(vectors))
+        return self.states.feed_forward_residual(out)
 
 
 def _beside(of_query: Float[Tensor, "batch query width"], vectors: Tensor) -> Tensor:
@@ -124,19 +102,12 @@ def _beside(of_query: Float[Tensor, "batch query width"], vectors: Tensor) -> Te
 
 def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant) -> FeedForwardShares:
     """The block's feed-forward, plain or gated, at its true states; `biases` as in `AtbFf`."""
-    anatomy = block.anatomy
-    state = vectors.resid_pre if anatomy.parallel else vectors.mid
-    norm = anatomy.feed_forward_input
-    scale = torch.ones_like(state[..., :1]) if norm is None else norm.scale(state)
-    read = state if norm is None else norm(state)
-    without_biases = None
+    states, feed_forward, without_biases = vectors.states, _feed_forward(block), None
     if biases == "fixed":
-        shares = vectors.resid_pre if anatomy.parallel else vectors.normed.total
-        without_biases = linear_part(norm, shares) / scale
-    feed_forward = _feed_forward(block)
-    multipliers = _multipliers(feed_forward, read, without_biases)
-    W_out = feed_forward.W_out.to(state.dtype)
-    return FeedForwardShares(anatomy, feed_forward, scale, multipliers, W_out, read, vectors.mid)
+        shares = states.resid_pre if block.anatomy.parallel else vectors.normed.total
+        without_biases = states.feed_forward_input(shares)
+    multipliers = _multipliers(feed_forward, states, without_biases)
+    return FeedForwardShares(states, feed_forward, multipliers, feed_forward.W_out.to(states.read.dtype))
 
 
 def unsupported_feed_forward(anatomy: BlockAnatomy) -> str | None:
@@ -160,23 +131,17 @@ def _feed_forward(block: Block) -> FeedForward:
 
 
 def _multipliers(
-    feed_forward: FeedForward, read: Tensor, shares: Tensor | None
+    feed_forward: FeedForward, states: BlockStates, shares: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """(matrix, m) pairs; `shares` is the sum of all vectors' shares of `read`, None for paths from zero."""
-    dtype = read.dtype
-
-    def ends(W: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        end = (read @ W).double()  # m is a quotient of differences
-        end = end if bias is None else end + bias.double()
-        return end, None if shares is None else end - (shares @ W).double()
-
-    activation, W_in = feed_forward.activation, feed_forward.W_in.to(dtype)
-    of_W_in = ends(W_in, feed_forward.b_in)
-    if feed_forward.W_gate is None:
-        return ((W_in, plain_multiplier(activation, *of_W_in).to(dtype)),)
-    W_gate = feed_forward.W_gate.to(dtype)
-    gate, up = gated_multipliers(activation, *ends(W_gate, feed_forward.b_gate), *of_W_in)
-    return ((W_gate, gate.to(dtype)), (W_in, up.to(dtype)))
+    """(matrix, m) pairs; `shares` is the sum of all vectors' shares of what is read; None: paths from 0."""
+    dtype, activation = states.read.dtype, feed_forward.activation
+    matrices = [matrix.to(dtype) for matrix in feed_forward.input_matrices]
+    ends = [x.double() for x in states.pre_activations]  # m is a quotient of differences
+    starts = None
+    if shares is not None:
+        starts = [end - (shares @ W).double() for W, end in zip(matrices, ends, strict=True)]
+    multipliers = path_multipliers(activation, ends, starts)
+    return tuple((W, m.to(dtype)) for W, m in zip(matrices, multipliers, strict=True))
 
 
 # ------------------------------------------------------------------ the maps
@@ -217,26 +182,27 @@ def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMap
     heads.budget = attention_budget(block, heads, beside, least, "a map behind the feed-forward")
     vectors = attention_vectors(block, heads)
     shares = feed_forward_shares(block, vectors, biases)
-    norm = reading if anatomy.feed_forward_residual is None else anatomy.feed_forward_residual
+    last = shares.states.feed_forward_residual
+    if reading is not None and last.norm is None:
+        last = reading.linear_at(shares.states.feed_forward_sum)
     if anatomy.parallel:
-        return _parallel(vectors, shares, norm)
-    return _sequential(block, vectors.normed, shares, norm)
+        return _parallel(vectors, shares, last)
+    return _sequential(block, vectors.normed, shares, last)
 
 
-def _parallel(vectors: AttentionVectors, shares: FeedForwardShares, norm: Norm | None) -> FeedForwardMaps:
+def _parallel(vectors: AttentionVectors, shares: FeedForwardShares, last: LinearNorm) -> FeedForwardMaps:
     """The feed-forward reads the block's input: all it adds belongs to the diagonal."""
-    added = shares.share(vectors.resid_pre)
+    added = shares.share(shares.states.resid_pre)
     residual = vectors.normed.plus(shares.joined(added))
     output = torch.zeros_like(residual.pairs.norms)
     residual.pairs.put_diagonal(output, torch.linalg.vector_norm(added, dim=-1))
-    normed = residual if norm is None else residual.through(norm, shares.summed)
-    return FeedForwardMaps(output, residual.norms(), normed.norms())
+    return FeedForwardMaps(output, residual.norms(), residual.through(last).norms())
 
 
 def _sequential(
-    block: Block, vectors: Vectors, shares: FeedForwardShares, norm: Norm | None
+    block: Block, vectors: Vectors, shares: FeedForwardShares, last: LinearNorm
 ) -> FeedForwardMaps:
-    pairs, (batch, _, queries, keys) = vectors.pairs, vectors.pairs.pattern.shape
+    norm, pairs, (batch, _, queries, keys) = last.norm, vectors.pairs, vectors.pairs.pattern.shape
     maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]  # keys first, as chunks come
     by_head = None if pairs.writes_out else _ByHead(block, vectors, shares)
     pair_chunks = _written_out(vectors, shares) if by_head is None else by_head.chunks()
@@ -244,13 +210,15 @@ def _sequential(
         maps[0][:, chunk, rows] = torch.linalg.vector_norm(output, dim=-1)
         maps[1][:, chunk, rows] = torch.linalg.vector_norm(residual, dim=-1)
         if norm is not None:
-            maps[2][:, chunk, rows] = torch.linalg.vector_norm(linear_part(norm, residual), dim=-1)
+            maps[2][:, chunk, rows] = torch.linalg.vector_norm(norm.linear_part(residual), dim=-1)
     output = shares.share(vectors.diagonal)
-    residual = vectors.diagonal + shares.joined(output)
+    explicit = [output, vectors.diagonal + shares.joined(output)]
+    explicit += [] if norm is None else [norm.linear_part(explicit[-1])]
     results = [scores.transpose(1, 2) for scores in maps]
-    for result, explicit in zip(results, (output, residual, linear_part(norm, residual)), strict=True):
-        pairs.put_diagonal(result, torch.linalg.vector_norm(explicit, dim=-1))
-    normed = results[1] if norm is None else results[2] / norm.scale(shares.summed)
+    for result, diagonal in zip(results, explicit, strict=False):
+        pairs.put_diagonal(result, torch.linalg.vector_norm(diagonal, dim=-1))
+    # A row's scale is divided by once, not for each of its pairs.
+    normed = results[1] if norm is None else results[2] / last.scale
     return FeedForwardMaps(results[0], results[1], normed)
 
 
@@ -277,7 +245,8 @@ class _ByHead:
     def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares) -> None:
         self._pairs, self._scale, self._shares = vectors.pairs, vectors.scale, shares
         # What scales a row's vectors goes into its multipliers: once per row and neuron, not per pair.
-        self._multipliers = [m * (vectors.scale / shares.input_scale) for _, m in shares.multipliers]
+        norm_scale = shares.states.feed_forward_input.scale
+        self._multipliers = [m * (vectors.scale / norm_scale) for _, m in shares.multipliers]
         heads = vectors.pairs.heads
         vectors_in_all, path = heads.value.shape[:2].numel(), value_path(block)
         matrices, keep = [W for W, _ in shares.multipliers], block.max_memory is None
@@ -326,7 +295,8 @@ class _ByHead:
         if self._folded is not None:
             return [heads.times(matrices, keys) for matrices in self._folded]
         vectors = heads.times(heads.after(self._pairs.chain), keys)
-        read = linear_part(self._shares.anatomy.feed_forward_input, vectors)
+        norm = self._shares.states.anatomy.feed_forward_input
+        read = vectors if norm is None else norm.linear_part(vectors)
         return [read @ W for W, _ in self._shares.multipliers]
 
     def _output(

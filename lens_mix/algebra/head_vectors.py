@@ -16,23 +16,10 @@ from lens_mix.lens.anatomy import Norm, ValuePath
 Chain = tuple[Norm, ...]  # norms whose linear parts vectors have gone through, the first one first
 
 
-def linear_part(
-    norm: Norm | None, vectors: Float[Tensor, "*batch d_model"]
-) -> Float[Tensor, "*batch d_model"]:
-    """What a norm does to a share of its input, before the division: centring (LayerNorm) and γ, no β."""
-    if norm is None:
-        return vectors
-    weight = None if norm.weight is None else norm.weight.detach().to(vectors.dtype)
-    if norm.kind == "layer":
-        centred = vectors - vectors.mean(-1, keepdim=True)
-        return centred if weight is None else centred.mul_(weight)
-    return vectors if weight is None else vectors * weight
-
-
 def through(chain: Chain, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
     """The linear parts of several norms, one after another."""
     for norm in chain:
-        vectors = linear_part(norm, vectors)
+        vectors = norm.linear_part(vectors)
     return vectors
 
 

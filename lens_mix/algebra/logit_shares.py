@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.vectors import attention_vectors
+from lens_mix.lens.anatomy import LinearNorm
 from lens_mix.lens.unembedding import Unembedding
 
 if TYPE_CHECKING:
@@ -29,13 +30,7 @@ def through_head(
     """
     dtype = torch.promote_types(resid.dtype, torch.float32)
     columns, resid = columns.to(dtype), resid.to(dtype)
-    if unembedding.norm is None:
-        return columns
-    if unembedding.norm.weight is not None:
-        columns = columns * unembedding.norm.weight.to(dtype)
-    if unembedding.norm.kind == "layer":
-        columns = columns - columns.mean(-1, keepdim=True)
-    return columns / unembedding.norm.scale(resid)
+    return LinearNorm(unembedding.norm, resid).transposed(columns)
 
 
 def logit_shares(

@@ -36,8 +36,8 @@ from lens_mix.algebra.value_zeroing_pairs import (
     fitting,
 )
 from lens_mix.algebra.vectors import value_path
-from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import Norm
+from lens_mix.lens.states import states_of
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -89,8 +89,9 @@ class _Maps:
         self._sources = find_sources(attended, real, spans)
         # A norm on the branch comes before the multiplier (`CleanBlock.to_pre_activations`).
         self._place_sources(1.0 if anatomy.attention_branch else anatomy.residual_multiplier)
-        out = path.project(mix(self._pattern, value)).flatten(0, 1)
-        pre, post = (x[prompts].to(narrow).flatten(0, 1) for x in (block.resid_pre, block.resid_post))
+        states = states_of(block, prompts=prompts, dtype=narrow, attention_dtype=wide)
+        pre, out = states.resid_pre.flatten(0, 1), states.attention_out.flatten(0, 1)
+        post = block.resid_post[prompts].to(narrow).flatten(0, 1)
         pairs = sum(source.last - source.first for source in self._sources) * len(groups)
         # In a parallel block no change goes through the feed-forward.
         feed_forward = None if anatomy.parallel else anatomy.feed_forward

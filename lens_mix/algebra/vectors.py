@@ -19,21 +19,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.budget import attention_budget, chunk_size, chunks, written_out_bytes
-from lens_mix.algebra.head_vectors import Chain, HeadVectors, linear_part, through
+from lens_mix.algebra.head_vectors import Chain, HeadVectors, through
 from lens_mix.algebra.pair_norms import PairNorms, norms_by_factors
-from lens_mix.lens.anatomy import Norm, ValuePath
+from lens_mix.lens.anatomy import LinearNorm, Norm, ValuePath
+from lens_mix.lens.states import shared, states_of
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
-
-T = TypeVar("T")
 
 # So few rows are written out, a product with W_O per pair, which costs no more than one per key and head.
 _WRITTEN_OUT_QUERIES = 2
@@ -169,14 +168,14 @@ class Vectors:
         added = vectors if self._added is None else self._added + vectors
         return Vectors(self.pairs, self.scale, lambda: self.total + vectors, added)
 
-    def through(self, norm: Norm | None, state: Float[Tensor, "batch query d_model"]) -> Vectors:
-        """After a norm, held linear at `state`, which it really reads: γ ⊙ (F_ij - mean F_ij) / s_i."""
-        if norm is None:
+    def through(self, norm: LinearNorm) -> Vectors:
+        """After a norm, held at the state that it reads: γ ⊙ (F_ij - mean F_ij) / s_i."""
+        if norm.norm is None:
             return self
-        divisor = norm.scale(state)
-        added = None if self._added is None else linear_part(norm, self._added) / divisor
-        pairs, scale = self.pairs.through(norm), self.scale / divisor
-        return Vectors(pairs, scale, lambda: linear_part(norm, self.total) / divisor, added)
+        added = None if self._added is None else norm(self._added)
+        return Vectors(
+            self.pairs.through(norm.norm), self.scale / norm.scale, lambda: norm(self.total), added
+        )
 
     def norms(self) -> Float[Tensor, "batch query key"]:
         """‖F_ij‖."""
@@ -190,61 +189,33 @@ class Vectors:
 
 
 class AttentionVectors:
-    """One block's vectors up to the feed-forward, with the true states they are part of.
+    """One block's vectors up to the feed-forward, with the states that they are shares of.
 
     All is made when first asked for, at the asked rows.
     """
 
     def __init__(self, block: Block, heads: HeadVectors) -> None:
-        self.anatomy, self.resid_pre = block.anatomy, block.resid_pre.detach().to(heads.dtype)
+        self.states = states_of(block)
         queries = None if block.every_query else block.queries
-        self.pairs = Pairs(block.recorded("pattern").detach(), heads, queries, cross=block.is_cross)
-        self._z = block.recorded("z").detach()
+        self.pairs = Pairs(self.states.pattern, heads, queries, cross=block.is_cross)
 
     @functools.cached_property
     def attention(self) -> Vectors:
         """Σ_h a_ijh u_jh, shares of the attention's output (AttnN)."""
-        z, W_O = self._z, self.pairs.heads.matrices.flatten(0, 1)
-        one = torch.ones_like(self.resid_pre[..., :1])
-        return Vectors(self.pairs, one, lambda: z.to(W_O.dtype).flatten(2) @ W_O)
+        states = self.states
+        one = torch.ones_like(states.resid_pre[..., :1])
+        return Vectors(self.pairs, one, lambda: states.attention_total)
 
     @functools.cached_property
     def residual(self) -> Vectors:
         """What the attention branch adds, and the residual stream on the diagonal (AttnRes)."""
-        norm = self.anatomy.attention_branch
-        # The true output is made only where a norm reads it.
-        branch = self.attention if norm is None else self.attention.through(norm, self.attention_out)
-        return branch.times(self.anatomy.residual_multiplier).plus(self.resid_pre)
+        branch = self.attention.through(self.states.attention_branch)
+        return branch.times(self.states.anatomy.residual_multiplier).plus(self.states.resid_pre)
 
     @functools.cached_property
     def normed(self) -> Vectors:
         """After the norm on the residual stream, where the block has one (AttnResLn; post-norm)."""
-        norm = self.anatomy.attention_residual
-        return self.residual if norm is None else self.residual.through(norm, self.summed)
-
-    @functools.cached_property
-    def residual_share(self) -> Float[Tensor, "batch query d_model"]:
-        """The residual stream's own share of `mid`."""
-        norm = self.anatomy.attention_residual
-        return self.resid_pre if norm is None else linear_part(norm, self.resid_pre) / norm.scale(self.summed)
-
-    @functools.cached_property
-    def attention_out(self) -> Float[Tensor, "batch query d_model"]:
-        """The attention's output, with b_O."""
-        path, total = self.anatomy.value_path, self.attention.total
-        return total if path is None or path.b_O is None else total + path.b_O.detach().to(total.dtype)
-
-    @functools.cached_property
-    def summed(self) -> Float[Tensor, "batch query d_model"]:
-        """The true sum that `residual` are shares of."""
-        without_norm = dataclasses.replace(self.anatomy, attention_residual=None)
-        return without_norm.after_attention(self.resid_pre, self.attention_out)
-
-    @functools.cached_property
-    def mid(self) -> Float[Tensor, "batch query d_model"]:
-        """The true state that `normed` are shares of."""
-        norm = self.anatomy.attention_residual
-        return self.summed if norm is None else norm(self.summed)
+        return self.residual.through(self.states.attention_residual)
 
 
 def value_path(block: Block) -> ValuePath:
@@ -262,7 +233,7 @@ def head_vectors(block: Block) -> HeadVectors:
 
 
 def attention_vectors(block: Block, heads: HeadVectors | None = None) -> AttentionVectors:
-    """The block's vectors; needs "pattern", "value" and "z", and the attention's parts verified.
+    """The block's vectors; needs "pattern" and "value", and the attention's parts verified.
 
     The methods of one run share them, except under a memory bound.
 
@@ -282,14 +253,3 @@ def attention_vectors(block: Block, heads: HeadVectors | None = None) -> Attenti
         return AttentionVectors(block, vectors)
 
     return shared(block, "attention vectors", make)
-
-
-def shared(block: Block, name: object, make: Callable[[], T]) -> T:
-    """What `make` gives, once for all methods that map these rows of the block; not under a memory bound."""
-    if block.max_memory is not None:
-        return make()
-    # One run may want rows of one method and whole maps of another (`Method.takes_rows`).
-    known = block.cache.get((name, block.every_query))
-    if known is None or not (block.every_query or torch.equal(known[0], block.queries)):
-        known = block.cache[name, block.every_query] = (block.queries, make())
-    return known[1]

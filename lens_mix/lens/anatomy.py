@@ -16,10 +16,11 @@ encoder-decoder has the cross-attention branch between the two. Nothing here is 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from einops import einsum
@@ -46,6 +47,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # Those that are not smooth: their slope, or its slope, jumps at 0.
 WITH_KINK = frozenset({"relu", "relu_squared"})
 
+T = TypeVar("T")
+
+
+def constant(compute: Callable[[Any], T]) -> functools.cached_property[T]:
+    """Return a property that is computed when it is first read, and is a constant for autograd.
+
+    It is computed outside of inference mode, as autograd can't save what was made inside for a backward pass.
+    """
+
+    @functools.wraps(compute)
+    def without_gradients(owner: Any) -> T:
+        with torch.inference_mode(False), torch.no_grad():
+            return compute(owner)
+
+    return functools.cached_property(without_gradients)
+
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
@@ -66,13 +83,69 @@ class Norm:
         out = self._centred(x) / self.scale(x)
         return _plus(out if self.weight is None else out * self.weight.to(x.dtype), self.bias)
 
-    def linearised(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """The norm without its bias, its scale held: linear in `x` when differentiated."""
-        out = self._centred(x) / self.scale(x.detach())
-        return out if self.weight is None else out * self.weight.to(x.dtype)
+    def linear_at(self, state: Float[Tensor, "*batch d_model"]) -> LinearNorm:
+        """Return the norm with its scale held at a state: a linear map, without the bias."""
+        return LinearNorm(self, state)
+
+    def linear_part(self, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """Return the vectors centred (LayerNorm) and times the weight, not divided by any scale."""
+        weight = None if self.weight is None else self.weight.detach().to(vectors.dtype)
+        if self.kind == "layer":
+            centred = self._centred(vectors)
+            return centred if weight is None else centred.mul_(weight)
+        return vectors if weight is None else vectors * weight
 
     def _centred(self, x: Tensor) -> Tensor:
         return x - x.mean(-1, keepdim=True) if self.kind == "layer" else x
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinearNorm:
+    """A norm that divides by its scale at one state, whatever it is applied to; linear and differentiable.
+
+    Attributes:
+        norm: the norm; None for the identity.
+        state: what it is held at, usually what the norm reads in the clean pass.
+    """
+
+    norm: Norm | None
+    state: Float[Tensor, "*batch d_model"]
+
+    @constant
+    def scale(self) -> Float[Tensor, "*batch 1"]:
+        """What it divides by; 1 for the identity."""
+        return torch.ones_like(self.state[..., :1]) if self.norm is None else self.norm.scale(self.state)
+
+    @property
+    def bias(self) -> Float[Tensor, " d_model"] | None:
+        """The norm's bias, which is in no result: what hands it out adds it."""
+        return None if self.norm is None else self.norm.bias
+
+    def __call__(
+        self, vectors: Float[Tensor, "*batch d_model"], rows: slice = slice(None)
+    ) -> Float[Tensor, "*batch d_model"]:
+        """Return γ ⊙ (v - mean v) / scale (RMSNorm does not centre).
+
+        Args:
+            vectors: shares or changes of the state, or the state; with one axis more, several for each row.
+            rows: the rows that the vectors are of, on the second axis of the state.
+        """
+        if self.norm is None:
+            return vectors
+        scale = self.scale if rows == slice(None) else self.scale[:, rows]
+        scale = scale if vectors.ndim == scale.ndim else scale[..., None, :]
+        out = self.norm.linear_part(vectors)
+        return out / scale if out is vectors else out.div_(scale)
+
+    def transposed(self, directions: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """Return the directions whose products with vectors are those of `directions` with the results."""
+        if self.norm is None:
+            return directions
+        if self.norm.weight is not None:
+            directions = directions * self.norm.weight.detach().to(directions.dtype)
+        if self.norm.kind == "layer":
+            directions = directions - directions.mean(-1, keepdim=True)
+        return directions / self.scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +191,19 @@ class FeedForward:
         return [self.W_in] if self.W_gate is None else [self.W_gate, self.W_in]
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        activation = ACTIVATIONS[self.activation]
-        hidden = _affine(x, self.W_in, self.b_in)
-        if self.W_gate is None:
-            hidden = activation(hidden)
-        else:
-            hidden = activation(_affine(x, self.W_gate, self.b_gate)) * hidden
+        return self.output(self.pre_activations(x))
+
+    def pre_activations(self, x: Float[Tensor, "*batch d_model"]) -> list[Float[Tensor, "*batch d_mlp"]]:
+        """Return x times each of `input_matrices`, biases included."""
+        up = _affine(x, self.W_in, self.b_in)
+        return [up] if self.W_gate is None else [_affine(x, self.W_gate, self.b_gate), up]
+
+    def output(self, pre_activations: list[Float[Tensor, "*batch d_mlp"]]) -> Float[Tensor, "*batch d_model"]:
+        """Return the feed-forward's output from its pre-activations."""
+        first, *gated = pre_activations
+        hidden = ACTIVATIONS[self.activation](first)
+        for up in gated:
+            hidden = hidden * up
         return _affine(_plus(hidden, self.b_hidden), self.W_out, self.b_out)
 
 
@@ -190,9 +270,14 @@ class BlockAnatomy:
 
     def after_attention(self, x: Tensor, attention_out: Tensor, cross_out: Tensor | None = None) -> Tensor:
         """The residual stream after the attention branch (and the cross-attention branch)."""
-        branch = _apply(self.attention_branch, attention_out) * self.residual_multiplier
-        mid = _apply(self.attention_residual, x + branch)
+        mid = _apply(self.attention_residual, self.attention_sum(x, attention_out))
         return mid if cross_out is None else _apply(self.cross_residual, mid + cross_out)
+
+    def attention_sum(self, x: Tensor, attention_out: Tensor) -> Tensor:
+        """The sum of the residual stream and the attention branch, before any norm on it."""
+        branch = _apply(self.attention_branch, attention_out) * self.residual_multiplier
+        # Value Zeroing computes branches with a norm in a wider dtype.
+        return x + branch.to(x.dtype)
 
     def feed_forward_in(self, x: Tensor, mid: Tensor) -> Tensor:
         """What the feed-forward reads."""
@@ -202,8 +287,11 @@ class BlockAnatomy:
         """The block's output."""
         if feed_forward_out is None:
             return mid
-        branch = _apply(self.feed_forward_branch, feed_forward_out) * self.residual_multiplier
-        return _apply(self.feed_forward_residual, mid + branch)
+        return _apply(self.feed_forward_residual, mid + self.feed_forward_added(feed_forward_out))
+
+    def feed_forward_added(self, feed_forward_out: Tensor) -> Tensor:
+        """What the feed-forward's branch adds to the residual stream."""
+        return _apply(self.feed_forward_branch, feed_forward_out) * self.residual_multiplier
 
     @property
     def ends_in_norm(self) -> bool:

@@ -172,9 +172,9 @@ class ChangedRules:
                 continue
             norm = read_norm(module, lens.model.cfg)
             if norm is not None:
-                self._module(module, _LinearNorm(norm, self._constants), required=id(module) in required)
+                self._module(module, _NormRule(norm, self._constants), required=id(module) in required)
 
-    def _module(self, module: nn.Module, rule: Constant | _LinearNorm, required: bool = True) -> None:
+    def _module(self, module: nn.Module, rule: Constant | _NormRule, required: bool = True) -> None:
         """A rule on what a module of torch puts out."""
         acts = functools.partial(_on_module, rule) if isinstance(rule, Constant) else rule.on_module
         self.changes.append(forward_hook(module, acts, with_kwargs=True))
@@ -222,7 +222,7 @@ class ChangedRules:
 # where a hook acts there; biases, since some are seen in what a module puts out alone.
 
 
-class _LinearNorm(GradientCounter):
+class _NormRule(GradientCounter):
     """A norm with its scale held: centring and weight are what is differentiated."""
 
     def __init__(self, norm: Norm, constants: Tensor | None) -> None:
@@ -235,7 +235,7 @@ class _LinearNorm(GradientCounter):
             return None
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         self._require_alike(self._norm(wide.detach()), output)
-        linear = self._norm.linearised(wide)
+        linear = self._norm.linear_at(wide)(wide)
         if self._constants is not None and self._norm.bias is not None:
             linear = linear + beside(self._constants, output) * self._norm.bias.to(wide.dtype)
         return self.follow(with_gradient_of(linear, output))

@@ -62,8 +62,9 @@ class Alti(VectorMethod):
         heads.budget = attention_budget(block, heads, distance_bytes(block, heads), what="ALTI")
         vectors = attention_vectors(block, heads)
         order = 1 if self.distance == "l1" else 2
-        size = lengths(vectors.mid, order)[..., None]
-        nearer = (size - distances(vectors.normed, vectors.mid, order)).clamp_min(0)
+        mid = vectors.states.mid
+        size = lengths(mid, order)[..., None]
+        nearer = (size - distances(vectors.normed, mid, order)).clamp_min(0)
         return normalize_rows(nearer) if self.normalize else nearer
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lens_mix.algebra.definitions import norms, residual_vectors, through_norm
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors
-from lens_mix.lens.anatomy import Norm
+from lens_mix.lens.anatomy import LinearNorm, Norm
 from lens_mix.method import Method
 from lens_mix.methods.value_norms import VectorMethod
 
@@ -75,7 +75,7 @@ class AttnResLn(AttnRes):
         if not self.next_norm or anatomy.attention_residual is not None or anatomy.parallel:
             return attention.normed
         norm = anatomy.cross_input if anatomy.cross else anatomy.feed_forward_input
-        return attention.normed.through(norm, attention.mid)
+        return attention.normed.through(LinearNorm(norm, attention.states.mid))
 
 
 def attn_res(

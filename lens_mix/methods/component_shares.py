@@ -10,11 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.distances import lengths
-from lens_mix.algebra.feed_forward import without_last_norm
-from lens_mix.algebra.head_vectors import linear_part
-from lens_mix.algebra.vectors import AttentionVectors
 from lens_mix.arguments import instance
 from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.states import BlockStates
 from lens_mix.maps import MixingMap
 
 if TYPE_CHECKING:
@@ -108,17 +106,15 @@ def _select_rows(
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
-def record_shares(
-    block: Block, attention: AttentionVectors, shares: dict[str, Float[Tensor, "batch query"]]
-) -> None:
+def record_shares(block: Block, states: BlockStates, shares: dict[str, Float[Tensor, "batch query"]]) -> None:
     """Record each prompt's shares by the positions of its rows, without padding.
 
     Args:
         block: The block, whose record gets the shares.
-        attention: Its vectors up to the residual stream after attention.
+        states: Its clean states.
         shares: Those after the attention branch. Those of the block's output are added.
     """
-    shares = shares | _compute_output_shares(block, attention, "biases_mid" in shares)
+    shares = shares | _compute_output_shares(block, states, "biases_mid" in shares)
     for index, real in enumerate(block.real):
         is_real, place = real.tolist(), (real.cumsum(0) - 1).tolist()
         # A prompt with fewer rows than another repeats its last row, so a position may occur twice.
@@ -129,18 +125,17 @@ def record_shares(
 
 
 def _compute_output_shares(
-    block: Block, attention: AttentionVectors, biases: bool
+    block: Block, states: BlockStates, biases: bool
 ) -> dict[str, Float[Tensor, "batch query"]]:
     """Return the importance of the components of the block's output, or nothing if they are not known."""
-    anatomy, mid = block.anatomy, attention.mid
+    anatomy, mid = block.anatomy, states.mid
     if lacks_block_output(anatomy):
         return {}
     whole, norm, residual = block.resid_post.to(mid.dtype), anatomy.feed_forward_residual, mid
     added = torch.zeros_like(mid) if anatomy.feed_forward_kind == "none" else whole - mid
     if norm is not None and anatomy.feed_forward is not None:
-        output = anatomy.feed_forward(anatomy.feed_forward_in(attention.resid_pre, mid))
-        summed = without_last_norm(anatomy).after_feed_forward(mid, output)
-        residual, added = (linear_part(norm, part) / norm.scale(summed) for part in (mid, summed - mid))
+        last = states.feed_forward_residual
+        residual, added = last(mid), last(states.feed_forward_added)
     parts = {"resid_mid": residual, "mlp_out": added}
     if biases and norm is not None:
         parts["biases_post"] = whole - residual - added

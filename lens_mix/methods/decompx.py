@@ -101,12 +101,12 @@ class DecompX(VectorMethod):
         Args:
             blocks: All blocks of the mapped part.
         """
-        shares = state = None
+        shares = None
         for block in blocks:
-            stages = decomposed(block, self.biases, self.slope, shares, state)
+            stages = decomposed(block, self.biases, self.slope, shares, alone=shares is None)
             yield stages
             if self.scope == "stack":
-                shares, state = stages.output, block.resid_post.to(stages.output.dtype)
+                shares = stages.output
 
 
 @dataclasses.dataclass(frozen=True)

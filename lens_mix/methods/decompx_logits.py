@@ -10,9 +10,10 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.algebra.bias_split import HeldNorm, Split, through_linear
+from lens_mix.algebra.bias_split import Split, through_linear, through_linear_norm
 from lens_mix.algebra.decomposition import HIDDEN_ELEMENTS, carried, hidden_width
 from lens_mix.algebra.linear_block import decomposed
+from lens_mix.lens.anatomy import LinearNorm
 from lens_mix.methods.decompx import DecompX
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def logit_shares(
     if not block.is_last:
         raise ValueError(f"block: expected the last block, got block {block.layer}")
     head = block.unembedding()
-    read = HeldNorm(head.norm, block.resid_post.to(shares.dtype)).shares(shares, biases)
+    read = through_linear_norm(LinearNorm(head.norm, block.resid_post.to(shares.dtype)), shares, biases)
     W_U, b_U = head.W_U, head.b_U
     if tokens is not None:
         W_U, b_U = W_U[:, tokens], None if b_U is None else b_U[tokens]
@@ -86,17 +87,17 @@ def _propagate_backwards(
     """
     last, (batch, queries) = blocks[-1], blocks[-1].queries.shape
     dtype = torch.promote_types(last.resid_post.dtype, torch.float32)
-    entering = [None, *(block.resid_post.to(dtype) for block in blocks[:-1])]
     ones = torch.eye(queries * len(tokens), dtype=dtype, device=tokens.device)
     ones = ones.view(-1, 1, queries, 1, len(tokens)).expand(-1, batch, -1, -1, -1)
     out = []
     for gradient in ones.split(_count_logits_per_chunk(last)):
         shares = last.resid_post.to(dtype)[:, :, None].clone().requires_grad_()
         gradient = _pull_back(logit_shares(last, shares, tokens, "drop"), shares, gradient)
-        for block, state in zip(reversed(blocks), reversed(entering), strict=True):
+        for block in reversed(blocks):
             # At the input, each token's vector is the whole of what enters: one source with a factor of 1.
-            shares = ones.new_ones(*block.real.shape, 1) if state is None else state[:, :, None].clone()
-            stages = decomposed(block, method.biases, method.slope, shares.requires_grad_(), state)
+            alone, entering = block is blocks[0], block.whole_resid_pre.to(dtype)[:, :, None]
+            shares = ones.new_ones(*block.real.shape, 1) if alone else entering.clone()
+            stages = decomposed(block, method.biases, method.slope, shares.requires_grad_(), alone=alone)
             gradient = _pull_back(stages.output, shares, gradient)
         out.append(gradient[..., 0])
     axes = "(query token) batch source -> batch query source token"

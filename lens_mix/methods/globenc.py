@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lens_mix.algebra.budget import attention_budget, second_norm_bytes
 from lens_mix.algebra.definitions import norms, through_norm
-from lens_mix.algebra.feed_forward import without_last_norm
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors, head_vectors
-from lens_mix.lens.anatomy import BlockAnatomy, Norm
+from lens_mix.lens.anatomy import BlockAnatomy, LinearNorm, Norm
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
@@ -68,15 +67,11 @@ class GlobEnc(VectorMethod):
             block: The block.
             attention: Its vectors up to the residual stream after attention.
         """
-        anatomy = block.anatomy
-        if anatomy.feed_forward_residual is None:
-            state = block.resid_post.to(attention.resid_pre.dtype)
-            return attention.normed.through(block.next_norm(), state)
-        state = attention.mid
-        if anatomy.feed_forward is not None:
-            output = anatomy.feed_forward(anatomy.feed_forward_in(attention.resid_pre, attention.mid))
-            state = without_last_norm(anatomy).after_feed_forward(attention.mid, output)
-        return attention.normed.through(anatomy.feed_forward_residual, state)
+        states = attention.states
+        second = states.feed_forward_residual
+        if block.anatomy.feed_forward_residual is None:
+            second = LinearNorm(block.next_norm(), block.resid_post.to(states.resid_pre.dtype))
+        return attention.normed.through(second)
 
 
 def globenc(

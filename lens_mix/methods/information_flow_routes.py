@@ -74,16 +74,17 @@ class InformationFlowRoutes(VectorMethod):
         beside = route_bytes(block, heads)
         heads.budget = attention_budget(block, heads, beside, 2 * batch * step, self.name)
         attention = attention_vectors(block, heads)
-        scores = head_proximities(attention.normed, attention.mid, self.per_head)
-        near = {"resid_pre": proximity(attention.residual_share, attention.mid)}
+        states, mid = attention.states, attention.states.mid
+        scores = head_proximities(attention.normed, mid, self.per_head)
+        near = {"resid_pre": proximity(states.attention_residual(states.resid_pre), mid)}
         if self.biases == "part":
-            near["biases_mid"] = proximity(attention.mid - attention.normed.total, attention.mid)
+            near["biases_mid"] = proximity(mid - attention.normed.total, mid)
         from_keys = scores.sum(-1).sum(1) if self.per_head else scores.sum(-1)
         total = from_keys + sum(near.values())
         total = torch.where(total > 0, total, 1)
         scores.div_(total[:, None, :, None] if self.per_head else total[..., None])
         shares = {name: value / total for name, value in near.items()}
-        record_shares(block, attention, shares)
+        record_shares(block, states, shares)
         return _add_residual(block, scores, shares["resid_pre"])
 
 

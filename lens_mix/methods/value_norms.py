@@ -25,7 +25,7 @@ class VectorMethod(Method):
     """
 
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = frozenset({"pattern", "value", "z", "resid_pre"})
+    records: ClassVar[frozenset[str]] = frozenset({"pattern", "value", "resid_pre"})
     # The vectors up to the feed-forward need only these components, so experts need no verification.
     needs: ClassVar[frozenset[str]] = frozenset({"projection", "residual"})
 

@@ -106,7 +106,7 @@ def block_mixing_ratios(
     """Return the mixing ratios of one block by stage, without a vector for each pair of positions.
 
     Args:
-        block: a block whose clean pass recorded "pattern", "value" and "z".
+        block: a block whose clean pass recorded "pattern" and "value".
         stages: as in `mixing_ratios`.
     """
     vectors = attention_vectors(block)
@@ -125,7 +125,7 @@ def _compute_feed_forward_ratio(block: Block, vectors: AttentionVectors) -> Floa
     shares = feed_forward_shares(block, vectors, "on_path")
     total, diagonal = vectors.normed.total, vectors.normed.diagonal
     if block.anatomy.parallel:
-        added = shares.joined(shares.share(vectors.resid_pre))
+        added = shares.joined(shares.share(vectors.states.resid_pre))
         total, diagonal = total + added, diagonal + added
     diagonal_norm = torch.linalg.vector_norm(shares.after(diagonal), dim=-1)
     mixed = torch.linalg.vector_norm(shares.after(total - diagonal), dim=-1)

@@ -21,7 +21,7 @@ def test_a_norm_with_its_scale_held_is_linear(kind):
     x, weight = (torch.randn(3, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     norm = Norm(kind, weight[0], weight[1], 1e-5)
     leaf = x.clone().requires_grad_(True)
-    out = norm.linearised(leaf)
+    out = norm.linear_at(leaf)(leaf)
     torch.testing.assert_close(out + norm.bias, norm(x))
     (gradient,) = torch.autograd.grad(out[:, 2].sum(), leaf)
     torch.testing.assert_close((gradient * x).sum(-1), out.detach()[:, 2])
@@ -46,8 +46,7 @@ def test_a_norm_that_is_not_as_it_was_read_is_refused(monkeypatch):
     model = gpt2_like(torch.float64)
     ids = tokens(model, 1)
     before = lm.run(model, ids, "gim", queries=[-1]).scores
-    original = Norm.linearised
-    monkeypatch.setattr(Norm, "__call__", lambda self, x: 1.5 * original(self, x))
+    monkeypatch.setattr(Norm, "__call__", lambda self, x: 1.5 * self.linear_at(x)(x))
     with pytest.raises(lm.UnsupportedModelError, match="expected its parts to give its output within"):
         lm.run(model, ids, "gim", queries=[-1])
     monkeypatch.undo()

@@ -59,7 +59,7 @@ def test_distances_equal_alti_to_the_last_digit_with_its_quirk(bert, order, name
     blocks = prompt_blocks(model, methods=lm.Alti(), **inputs).blocks
     for layer, block in enumerate(blocks):
         vectors = attention_vectors(block)
-        found = distances(vectors.normed, vectors.mid - QUIRK, order)[0]
+        found = distances(vectors.normed, vectors.states.mid - QUIRK, order)[0]
         assert largest(-found, reference("alti_tiny_f64")[name][layer]) < 1e-10
 
 
@@ -68,10 +68,10 @@ def test_contributions_equal_alti_logit(gpt2):
     blocks = prompt_blocks(gpt2, known["input_ids"][0], lm.Alti()).blocks
     for layer, block in enumerate(blocks):
         vectors = attention_vectors(block)
-        assert largest(vectors.mid[0], known["attn_res_outputs"][layer]) < 1e-10
-        found = -distances(vectors.normed, vectors.mid - QUIRK, 1)[0]
+        assert largest(vectors.states.mid[0], known["attn_res_outputs"][layer]) < 1e-10
+        found = -distances(vectors.normed, vectors.states.mid - QUIRK, 1)[0]
         assert largest(found, known["contrib_l1"][layer]) < 1e-10
-        nearer = (found + vectors.mid[0].abs().sum(-1, keepdim=True)).clamp_min(0)
+        nearer = (found + vectors.states.mid[0].abs().sum(-1, keepdim=True)).clamp_min(0)
         assert largest(nearer / nearer.sum(-1, keepdim=True), known["alti_norm"][layer]) < 1e-10
     assert largest(lm.run(gpt2, known["input_ids"][0], "alti").scores, known["alti_norm"]) < 1e-5
 

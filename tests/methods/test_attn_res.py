@@ -56,8 +56,8 @@ def test_a_second_opinion_whose_vectors_add_up_to_the_true_states(case):
         vectors, definition = attention_vectors(block), written_out(block)
         assert largest(definition.residual[0], second.residual[:, :-1]) < 1e-10
         assert largest(definition.normed[0], second.normed[:, :-1]) < 1e-10
-        assert largest(second.residual.sum(1), vectors.summed[0]) < 1e-10
-        assert largest(second.normed.sum(1), vectors.mid[0]) < 1e-10
+        assert largest(second.residual.sum(1), vectors.states.attention_sum[0]) < 1e-10
+        assert largest(second.normed.sum(1), vectors.states.mid[0]) < 1e-10
 
 
 @CASES

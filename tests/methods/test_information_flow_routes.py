@@ -8,6 +8,7 @@ from lens_mix.algebra.definitions import head_parts, through_norm
 from lens_mix.algebra.distances import head_proximities
 from lens_mix.algebra.head_vectors import HeadVectors
 from lens_mix.algebra.vectors import Pairs, Vectors
+from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import ValuePath
 from lens_mix.methods.component_shares import part_shares
 from lens_mix.methods.information_flow_routes import importance
@@ -50,7 +51,7 @@ def test_proximities_of_heads_by_hand(bound):
 def definition(block, biases="whole"):
     """Return the importance of each head's vector of each key, and of the other components by name."""
     anatomy, x, path = block.anatomy, block.resid_pre, block.anatomy.value_path
-    attention_out = path.project(block.recorded("z"))
+    attention_out = path.project(mix(*heads_of(block)[:2]))
     true = written_out(block)
     parts = head_parts(*heads_of(block))
     shape = parts.shape

@@ -5,7 +5,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.algebra.definitions import head_parts
-from lens_mix.algebra.head_vectors import HeadVectors, linear_part
+from lens_mix.algebra.head_vectors import HeadVectors
 from lens_mix.algebra.pair_norms import _factor_norms, _gram, _qr_factor, by_key
 from lens_mix.algebra.vectors import Pairs, attention_vectors
 from lens_mix.lens.anatomy import Norm, ValuePath
@@ -99,7 +99,7 @@ def test_chunks_of_any_size_and_rows_give_the_same(budget, dtype, asked):
     assert largest(heads.norms(), vectors.norm(dim=-1)) < tolerance
     for number, stage in enumerate(stages):
         if number:
-            vectors = linear_part(layers[number - 1], vectors)
+            vectors = layers[number - 1].linear_part(vectors)
         dense = torch.einsum("bhqk,bkhd->bqkd", pattern.double(), vectors)
         own = dense.diagonal(dim1=1, dim2=2).transpose(1, 2)[:, rows]
         assert largest(stage.norms, dense.norm(dim=-1)[:, rows]) < tolerance

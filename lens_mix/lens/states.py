@@ -1,0 +1,226 @@
+"""The states of a block in the clean pass: each is computed once, for all methods of a run.
+
+The names follow the equations of `lens_mix.lens.anatomy`. Methods read states here and compute none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.hooks.mixing import mix
+from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, LinearNorm, Norm, constant
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+T = TypeVar("T")
+
+
+class BlockStates:
+    """The states of one block between its input and its output, and its norms held at them.
+
+    Args:
+        anatomy: what the block is made of.
+        resid_pre: what enters it; the states have this dtype.
+        attention_out: what its attention gave, before any norm; it may be wider.
+
+    Attributes:
+        anatomy, resid_pre: as given.
+        cross_out: the output of a decoder's cross-attention, before any norm; None without one.
+    """
+
+    cross_out: Float[Tensor, "*batch d_model"] | None = None
+
+    def __init__(
+        self,
+        anatomy: BlockAnatomy,
+        resid_pre: Float[Tensor, "*batch d_model"],
+        attention_out: Float[Tensor, "*batch d_model"],
+    ) -> None:
+        self.anatomy, self.resid_pre, self._attention_out = anatomy, resid_pre, attention_out
+
+    @property
+    def attention_out(self) -> Float[Tensor, "*batch d_model"]:
+        """The attention's output, with b_O, before any norm."""
+        return self._attention_out
+
+    @constant
+    def attention_sum(self) -> Float[Tensor, "*batch d_model"]:
+        """The sum of the residual stream and the attention branch, before any norm on it."""
+        return self.anatomy.attention_sum(self.resid_pre, self.attention_out)
+
+    @constant
+    def mid(self) -> Float[Tensor, "*batch d_model"]:
+        """The residual stream after the attention branch, before any cross-attention."""
+        norm = self.anatomy.attention_residual
+        return self.attention_sum if norm is None else norm(self.attention_sum)
+
+    @constant
+    def cross_sum(self) -> Float[Tensor, "*batch d_model"]:
+        """The sum of `mid` and the cross-attention, before any norm on it; `mid` without cross-attention."""
+        return self.mid if self.cross_out is None else self.mid + self.cross_out
+
+    @constant
+    def cross_mid(self) -> Float[Tensor, "*batch d_model"]:
+        """The residual stream that the feed-forward's branch is added to."""
+        norm = self.anatomy.cross_residual
+        return self.cross_sum if norm is None else norm(self.cross_sum)
+
+    @constant
+    def read(self) -> Float[Tensor, "*batch d_model"]:
+        """What the feed-forward reads, after its norm."""
+        return self.anatomy.feed_forward_in(self.resid_pre, self.cross_mid)
+
+    @constant
+    def pre_activations(self) -> list[Float[Tensor, "*batch d_mlp"]]:
+        """`read` times each input matrix of the feed-forward (the gate's first), biases included."""
+        return self._feed_forward.pre_activations(self.read)
+
+    @constant
+    def feed_forward_out(self) -> Float[Tensor, "*batch d_model"]:
+        """The feed-forward's output, before any norm."""
+        return self._feed_forward.output(self.pre_activations)
+
+    @constant
+    def feed_forward_added(self) -> Float[Tensor, "*batch d_model"]:
+        """What the feed-forward's branch adds to the residual stream."""
+        return self.anatomy.feed_forward_added(self.feed_forward_out)
+
+    @constant
+    def feed_forward_sum(self) -> Float[Tensor, "*batch d_model"]:
+        """The sum of the residual stream and the feed-forward's branch, before any norm on it."""
+        has_none = self.anatomy.feed_forward_kind == "none"
+        return self.cross_mid if has_none else self.cross_mid + self.feed_forward_added
+
+    # ------------------------------------------------------------------ norms, each held at what it reads
+
+    @functools.cached_property
+    def attention_branch(self) -> LinearNorm:
+        """The norm on the attention branch; this and the following are the identity without a norm."""
+        return self._linear(self.anatomy.attention_branch, lambda: self.attention_out)
+
+    @functools.cached_property
+    def attention_residual(self) -> LinearNorm:
+        """The norm on the residual stream after the attention."""
+        return self._linear(self.anatomy.attention_residual, lambda: self.attention_sum)
+
+    @functools.cached_property
+    def cross_residual(self) -> LinearNorm:
+        """The norm on the residual stream after the cross-attention."""
+        return self._linear(self.anatomy.cross_residual, lambda: self.cross_sum)
+
+    @functools.cached_property
+    def feed_forward_input(self) -> LinearNorm:
+        """The norm before the feed-forward."""
+        parallel = self.anatomy.parallel
+        return self._linear(
+            self.anatomy.feed_forward_input, lambda: self.resid_pre if parallel else self.cross_mid
+        )
+
+    @functools.cached_property
+    def feed_forward_branch(self) -> LinearNorm:
+        """The norm on the feed-forward's branch."""
+        return self._linear(self.anatomy.feed_forward_branch, lambda: self.feed_forward_out)
+
+    @functools.cached_property
+    def feed_forward_residual(self) -> LinearNorm:
+        """The norm on the residual stream after the feed-forward."""
+        return self._linear(self.anatomy.feed_forward_residual, lambda: self.feed_forward_sum)
+
+    def _linear(self, norm: Norm | None, state: Callable[[], Tensor]) -> LinearNorm:
+        # A state that no norm reads may be expensive, or unknown.
+        return LinearNorm(None, self.resid_pre) if norm is None else norm.linear_at(state())
+
+    @property
+    def _feed_forward(self) -> FeedForward:
+        if self.anatomy.feed_forward is None:
+            kind = self.anatomy.feed_forward_kind
+            raise ValueError(f"feed-forward: expected a plain or gated one, got {kind!r}")
+        return self.anatomy.feed_forward
+
+
+class CleanStates(BlockStates):
+    """The states of a block at its asked rows, from its recorded pattern and values; made by `states_of`.
+
+    Attributes:
+        pattern, value: as recorded, and detached.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        prompts: slice,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        cross_out: Float[Tensor, "batch query d_model"] | None,
+    ) -> None:
+        # No reference to the block, whose cache refers to its states: memory would be freed late.
+        dtype, self._attention_dtype = dtypes
+        self.anatomy, self.layer = block.anatomy, block.layer
+        self.pattern, self.value = (block.recorded(role)[prompts].detach() for role in ("pattern", "value"))
+        self.resid_pre = block.resid_pre[prompts].detach().to(dtype)
+        self.cross_out = None if cross_out is None else cross_out[prompts].to(dtype)
+        self._whole_resid_pre = block.whole_resid_pre[prompts].detach()
+
+    @constant
+    def attention_total(self) -> Float[Tensor, "batch query d_model"]:
+        """What all heads send to each row from all keys: the attention's output without b_O."""
+        path = self.anatomy.value_path
+        if path is None:
+            raise ValueError(f"block {self.layer}: expected value and output matrices, found none")
+        mixed = mix(self.pattern, self.value.to(self._attention_dtype)).flatten(2)
+        return mixed @ path.W_O.to(mixed.dtype).flatten(0, 1)
+
+    @constant
+    def attention_out(self) -> Float[Tensor, "batch query d_model"]:
+        """The attention's output, with b_O, before any norm."""
+        total, path = self.attention_total, self.anatomy.value_path
+        return total if path is None or path.b_O is None else total + path.b_O.to(total.dtype)
+
+    @functools.cached_property
+    def attention_input(self) -> LinearNorm:
+        """The norm before the attention, at all positions, since queries read keys that are not asked for."""
+        return LinearNorm(self.anatomy.attention_input, self._whole_resid_pre.to(self.resid_pre.dtype))
+
+
+def states_of(
+    block: Block,
+    *,
+    prompts: slice = slice(None),
+    dtype: torch.dtype | None = None,
+    attention_dtype: torch.dtype | None = None,
+    cross_out: Float[Tensor, "batch query d_model"] | None = None,
+) -> CleanStates:
+    """Return the states of a block, which the methods of one run share.
+
+    Args:
+        block: a block whose clean pass recorded "pattern" and "value", and whose attention is verified.
+        prompts: the prompts of the batch that are wanted.
+        dtype: the dtype of the states; None: the model's, float32 at least.
+        attention_dtype: the dtype of `attention_out`, where that is to be wider; None: that of the others.
+        cross_out: `Block.cross_output`, for states behind a decoder's cross-attention.
+    """
+    start, stop, _ = prompts.indices(len(block.batch))
+    dtype = dtype or torch.promote_types(block.resid_pre.dtype, torch.float32)
+    dtypes = (dtype, attention_dtype or dtype)
+    name = ("states", start, stop, dtypes, cross_out is None)
+    return shared(block, name, lambda: CleanStates(block, prompts, dtypes, cross_out))
+
+
+def shared(block: Block, name: object, make: Callable[[], T]) -> T:
+    """Return what `make` gives, once for all methods that map these rows of the block.
+
+    Under a memory bound nothing is kept, so that each method's memory can be counted.
+    """
+    if block.max_memory is not None:
+        return make()
+    # One run may want rows of one method and whole maps of another (`Method.takes_rows`).
+    known = block.cache.get((name, block.every_query))
+    if known is None or not (block.every_query or torch.equal(known[0], block.queries)):
+        known = block.cache[name, block.every_query] = (block.queries, make())
+    return known[1]
