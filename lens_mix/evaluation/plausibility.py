@@ -10,6 +10,7 @@ from typing import Any
 from lens_mix import targets
 from lens_mix.arguments import whole_number
 from lens_mix.evaluation.tasks import Case
+from lens_mix.lens.continuation import prompt_logits
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
 from lens_mix.lens.prompts import is_causal_model, read_prompt
@@ -148,7 +149,7 @@ def planted_facts(
         position = len(read_prompt(model, lens.model_class, before).tokens)
         answer = token_ids(model.tokenizer, word)
         # The whole prompt may be split into other tokens than its beginning, so the position is checked.
-        is_correct = int(tokens[position]) == answer[0] == int(lens.logits(tokens)[-1].argmax())
+        is_correct = int(tokens[position]) == answer[0] == int(prompt_logits(lens, tokens)[-1].argmax())
         cases += [Case(tokens, -1, (position,))] if is_correct else []
     if not cases:
         raise ValueError("model: expected one that finds planted facts, got none of its answers right")

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from lens_mix.arguments import flags, instance, number, pairs, several, whole_number
 from lens_mix.evaluation.head_importance import choose_method, list_targets
+from lens_mix.lens.continuation import prompt_logits
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
 from lens_mix.lens.prompts import device_of, read_prompt
@@ -295,7 +296,7 @@ def predict_by_token(
         classes: list[Hashable] = []
         lens = Lens(model)  # The model may have changed since, so each call makes a lens of its own.
         for example in examples:
-            by_position = lens.logits(list(example.tokens))
+            by_position = prompt_logits(lens, list(example.tokens))
             count = len(by_position)
             place = whole_number("position", position, -count, count - 1, "a position of every example")
             logits = by_position[place]

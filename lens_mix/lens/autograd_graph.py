@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from lens_mix.hooks import record_mixing
 from lens_mix.hooks.mixing import check_mixing
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import ChangedRules, Rules
-from lens_mix.lens.changes import Changes, forward_hook, forward_pre_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.replay import BlockCall, enter_with, first_tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,27 +43,25 @@ class AutogradGraph:
 
     Attributes:
         rules: as given.
-        resid_post: what the last block gave, in the graph; None before a pass.
     """
 
     def __init__(self, lens: Lens, anatomies: Sequence[BlockAnatomy], rules: Rules) -> None:
         self.rules, self._lens = rules, lens
-        self.resid_post: Float[Tensor, "batch pos d_model"] | None = None
-        self._changed = ChangedRules(lens, anatomies, rules)
+        self._changed = ChangedRules(lens, anatomies, rules, after=[lens.n_layers], leaf=True)
         template = lens.stack.attention_template
         self._recorded: dict[str, Tensor] = {}
         self._recording = [
             record_mixing(layer, self._recorded, attention=template) for layer in lens.stack.attention_layers
         ]
 
-    @contextlib.contextmanager
-    def built(self) -> Iterator[None]:
-        """Passes inside go by the rules, with gradients on; the first through the blocks is the graph's."""
-        pairs = [*self._changed.pairs, *self._recording]
-        first, last = self._lens.stack.blocks[0], self._lens.stack.blocks[-1]
-        ends = [forward_pre_hook(first, self._enter, with_kwargs=True), forward_hook(last, self._leave)]
-        with torch.enable_grad(), self._lens.hooked(pairs), Changes([*self._changed.changes, *ends]):
-            yield
+    @property
+    def resid_post(self) -> Float[Tensor, "batch pos d_model"] | None:
+        """What the last block gave, in the graph; None before a pass."""
+        return self._changed.streams.get(self._lens.n_layers)
+
+    def built(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose passes follow the rules; the first through the blocks is the graph's."""
+        return self._changed.applied(self._recording)
 
     def mixing(self, value: Float[Tensor, " 1"]) -> dict[int, Mixing]:
         """What every layer mixed, with the gradient of a number in the graph; the graph stays.
@@ -84,7 +79,7 @@ class AutogradGraph:
         recorded = {layer: self._recorded_of(layer) for layer in layers}
         mixed = {layer: z for layer, (_, _, z) in recorded.items() if z.requires_grad}
         # The leaf too, as the rules of the first block are only reached on the way to it.
-        inputs, one = [self._leaf, *mixed.values()], torch.ones_like(value)
+        inputs, one = [self._changed.streams[0], *mixed.values()], torch.ones_like(value)
         _, *gradients = torch.autograd.grad(value, inputs, one, allow_unused=True, retain_graph=True)
         gradient_of = dict(zip(mixed, gradients, strict=True))
         for layer in layers:
@@ -103,16 +98,6 @@ class AutogradGraph:
                 "transformers"
             )
         return self._recorded[pattern], self._recorded[value], self._recorded[z]
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The first block reads its residual stream as a leaf."""
-        if self.resid_post is not None:
-            return None
-        self._leaf = BlockCall(args, kwargs, None).resid_pre.detach().requires_grad_(True)
-        return enter_with(self._leaf)(module, args, kwargs)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.resid_post = first_tensor(output)
 
 
 def _checked(pattern: Tensor, values: Tensor, mixed: Tensor, gradient: Tensor) -> Mixing:

@@ -307,11 +307,7 @@ class Block:
         Raises:
             UnsupportedModelError: the block does not give its own output when run again without hooks.
         """
-        with self._lens.evaluation_mode():
-            replay = self._clean.replay(self.layer)
-            replay.prepare()
-            with self._lens.hooked(fwd_hooks):
-                return replay.run(rows)
+        return self._clean.replay(self.layer).run(fwd_hooks, rows)
 
     def cross_output(self) -> Float[Tensor, "batch query d_model"] | None:
         """What a decoder's cross-attention gave, before any norm, at the asked rows; None without one.

@@ -25,7 +25,7 @@ from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward, Norm, 
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
-from lens_mix.lens.replay import BlockCall, first_tensor, relative_error, with_first
+from lens_mix.lens.replay import BlockCall, enter_with, first_tensor, relative_error, with_first
 from lens_mix.lens.stacks import Stack
 from lens_mix.lens.unembedding import read_b_U
 
@@ -82,26 +82,22 @@ def changed_backward(
     Raises:
         UnsupportedModelError: a rule that no gradient went through, or a part that is not as it was read.
     """
-    changed = ChangedRules(lens, anatomies, rules, below=below, constants=constants, logits=logits)
-    streams: dict[int, Tensor] = {}
-    keeping = [
-        forward_pre_hook(lens.stack.blocks[n], functools.partial(_keep, streams, n), with_kwargs=True)
-        for n in after
-    ]
-    with lens.hooked(changed.pairs), Changes([*changed.changes, *keeping]):
-        yield streams
+    changed = ChangedRules(
+        lens, anatomies, rules, below=below, after=after, constants=constants, logits=logits
+    )
+    with changed.applied():
+        yield changed.streams
     changed.require_gradients()
 
 
-def _keep(streams: dict[int, Tensor], number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-    if torch.is_grad_enabled():
-        streams[number] = BlockCall(args, kwargs, None).resid_pre
-
-
 class ChangedRules:
-    """The hooks of one pass: of TransformerLens in `pairs`, of torch in `changes`.
+    """Rules on one model, for several passes; the arguments and errors are those of `changed_backward`.
 
-    Arguments and errors as of `changed_backward`.
+    Args:
+        leaf: whether the first pass starts from a leaf: the stream after 0 blocks, cut from what is below.
+
+    Attributes:
+        streams: the residual streams that passes with gradients leave, by the number of blocks before them.
     """
 
     def __init__(
@@ -111,12 +107,15 @@ class ChangedRules:
         rules: BackwardRules,
         *,
         below: Sequence[BlockAnatomy] | None = None,
+        after: Sequence[int] = (),
         constants: Float[Tensor, " row"] | None = None,
         logits: bool = True,
+        leaf: bool = False,
     ) -> None:
         self._lens, self._rules, self._constants = lens, rules, constants
-        self.pairs: list[HookPair] = []
-        self.changes: list[Change] = []
+        self.streams: dict[int, Float[Tensor, "row pos d_model"]] = {}
+        self._pairs: list[HookPair] = []
+        self._changes: list[Change] = []
         self._required: list[HookFunction | GradientCounter] = []
         for layer, anatomy in enumerate(anatomies):
             self._block(lens.stack, layer, anatomy)
@@ -126,6 +125,18 @@ class ChangedRules:
         self._norms(logits)
         if logits and constants is not None and (b_U := read_b_U(lens.model)) is not None:
             self._module(lens.model.unembed, Constant(b_U, constants, "unembed"))
+        if leaf:
+            self._changes.append(forward_pre_hook(lens.stack.blocks[0], self._enter, with_kwargs=True))
+        self._changes += [self._kept(number) for number in after]
+
+    @contextlib.contextmanager
+    def applied(self, fwd_hooks: Sequence[HookPair] = ()) -> Iterator[None]:
+        """Enter a context whose passes follow the rules where gradients are on.
+
+        `fwd_hooks` are further hooks of TransformerLens, put on after those of the rules.
+        """
+        with self._lens.hooked([*self._pairs, *fwd_hooks]), Changes(self._changes):
+            yield
 
     def require_gradients(self) -> None:
         """After the backward pass. Raises UnsupportedModelError: a rule that no gradient went through."""
@@ -135,6 +146,29 @@ class ChangedRules:
                 "a backward pass with changed rules: expected a gradient through "
                 f"{', '.join(idle[:5])}; got none"
             )
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Let the first block read its residual stream as a leaf; later passes leave the streams alone."""
+        if 0 in self.streams:
+            return None
+        leaf = self.streams[0] = BlockCall(args, kwargs, None).resid_pre.detach().requires_grad_(True)
+        return enter_with(leaf)(module, args, kwargs)
+
+    def _kept(self, number: int) -> Change:
+        """Return the change that keeps the stream after so many blocks."""
+        blocks = self._lens.stack.blocks
+
+        def enters(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.is_grad_enabled():
+                self.streams[number] = BlockCall(args, kwargs, None).resid_pre
+
+        def leaves(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                self.streams[number] = first_tensor(output)
+
+        if number == len(blocks):
+            return forward_hook(blocks[-1], leaves)
+        return forward_pre_hook(blocks[number], enters, with_kwargs=True)
 
     def _block(self, stack: Stack, layer: int, anatomy: BlockAnatomy) -> None:
         """One block's patterns, values, feed-forward, and the constants that it adds."""
@@ -177,13 +211,13 @@ class ChangedRules:
     def _module(self, module: nn.Module, rule: Constant | _NormRule, required: bool = True) -> None:
         """A rule on what a module of torch puts out."""
         acts = functools.partial(_on_module, rule) if isinstance(rule, Constant) else rule.on_module
-        self.changes.append(forward_hook(module, acts, with_kwargs=True))
+        self._changes.append(forward_hook(module, acts, with_kwargs=True))
         self._required += [rule] * required
 
     def _point(self, name: HookName, rule: HookFunction, required: bool = True) -> None:
         if isinstance(name, str) and name not in self._lens.hook_points:
             raise UnsupportedModelError(f"changed rules: expected a hook point {name!r}, found none")
-        self.pairs.append((name, rule))
+        self._pairs.append((name, rule))
         self._required += [rule] * required
 
     def _attention(self, layer: int, attention: str, values: bool = True) -> None:

@@ -114,19 +114,13 @@ class CleanPass:
             self.replays[layer] = BlockReplay(self.lens, layer, self.calls[layer], self.real)
         return self.replays[layer]
 
-    def repeated(self, layer: int, fwd_hooks: Sequence[HookPair]) -> Any:
-        """What block `layer` returns when it is called once more as in this pass, with hooks."""
-        call = self.calls[layer]
-        with self.lens.evaluation_mode(), self.lens.hooked(fwd_hooks):
-            return self.lens.stack.blocks[layer](*call.args, **call.kwargs)
-
     def with_whole_pattern(self, layer: int) -> CleanPass:
         """This pass with one layer's pattern alone recorded, at all rows: the block runs again for it."""
         whole = dataclasses.replace(self, recorded={}, attended={}, rows=None, cache={})
         template = self.lens.stack.attention_template
         pairs = record_attention(layer, whole.recorded, ["pattern"], attention=template)
         pairs.append(watch_pattern(layer, _watch_keys(layer, whole), attention=template))
-        whole.repeated(layer, pairs)
+        self.replay(layer).run(pairs)
         return whole
 
 

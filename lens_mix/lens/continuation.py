@@ -1,7 +1,8 @@
-"""The rest of the model, run from a block on, from the residual stream that a clean pass left there.
+"""Passes with interventions: the model run from a block on, or from its tokens.
 
-The blocks below are not run: each gives back what it gave in the clean pass. This holds on every class alike,
-where TransformerLens's own `start_at_layer` is missing or wrong on several.
+From a block on, a pass starts with the residual stream that a clean pass left there. The blocks below are
+not run: each returns its output of the clean pass. This works on every class, while TransformerLens's own
+`start_at_layer` is missing or wrong on several.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair
+from lens_mix.lens import known_faults
 from lens_mix.lens.anatomy import Norm
-from lens_mix.lens.batches import Batch
+from lens_mix.lens.batches import Batch, pad
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_method
 from lens_mix.lens.clean_pass import CleanPass, StopForward, stop_forward
 from lens_mix.lens.components import UNEMBEDDING, measure_end
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model import Lens
+from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
+from lens_mix.lens.prompts import pad_token, read_prompt
 from lens_mix.lens.recorded import RecordedEnd
 from lens_mix.lens.replay import BlockCall, captured_calls, enter_with, with_first
 from lens_mix.lens.tracebacks import failing_users_code
@@ -132,8 +136,7 @@ def run_from(
         enters = _entered_at(clean, lens.layer_index(layer), resid_pre, rows)
         batch = clean.batch if rows is None else clean.batch.select(rows)
     try:
-        with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes([*enters, *changes]):
-            return lens.forward(batch, return_type="logits")
+        return run_batch(lens, batch, fwd_hooks, gradients=gradients, changes=[*enters, *changes])
     except StopForward:
         raise
     except Exception as problem:
@@ -147,12 +150,37 @@ def run_from(
         ) from problem
 
 
+def run_batch(
+    lens: Lens,
+    batch: Batch,
+    fwd_hooks: Sequence[HookPair] = (),
+    *,
+    gradients: bool = False,
+    changes: Sequence[Change] = (),
+) -> Any:
+    """Return the model's output for a batch; the arguments are those of `run_from`."""
+    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes(changes):
+        return lens.forward(batch, return_type="logits")
+
+
+def prompt_logits(lens: Lens, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
+    """Return the logits of one prompt, as the user gave it.
+
+    Raises:
+        UnsupportedModelError: this release of TransformerLens computes wrong logits for such models.
+    """
+    wrong = known_faults.wrong_logits(lens.model_class, transformer_lens_version())
+    if wrong is not None:
+        raise UnsupportedModelError(wrong)
+    read = read_prompt(lens.model, lens.model_class, prompt)
+    return run_batch(lens, pad([read], pad_token(lens.model), "right"))[0]
+
+
 def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Tensor | None) -> list[Change]:
     """What makes a pass enter the model at a block."""
     lens, blocks = clean.lens, clean.lens.stack.blocks
     replay = clean.replay(start)
-    with lens.evaluation_mode():
-        replay.prepare()
+    replay.prepare()
     entries = [(blocks[start], slice(None))]
     if resid_pre is None:
         entry = clean.calls[start].resid_pre

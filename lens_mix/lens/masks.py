@@ -171,5 +171,5 @@ def _attended_without_queries(clean: CleanPass, layer: int) -> Bool[Tensor, "bat
     stack = clean.lens.stack
     store: dict[str, Tensor] = {}
     name = stack.hook_name("pattern", layer)
-    clean.repeated(layer, [zero_queries(layer, attention=stack.attention_template), record(store, name)])
+    clean.replay(layer).run([zero_queries(layer, attention=stack.attention_template), record(store, name)])
     return (store[name] != 0).any(dim=1)

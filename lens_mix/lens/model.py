@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
@@ -16,7 +15,7 @@ from lens_mix.hooks import AttentionHook, HookName, HookPair
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens import known_faults
 from lens_mix.lens.angles import angles_differ, forget_longer_passes, rotary_modules
-from lens_mix.lens.batches import Batch, pad
+from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Change, Changes, forward_pre_hook, hooked
 from lens_mix.lens.hidden_keys import HiddenKeys
 from lens_mix.lens.model_classes import (
@@ -30,8 +29,6 @@ from lens_mix.lens.prompts import (
     device_of,
     further_inputs,
     is_encoder_decoder,
-    pad_token,
-    read_prompt,
     wrapped_config,
 )
 from lens_mix.lens.stacks import Stack, stacks_of
@@ -252,15 +249,6 @@ class Lens:
         if self.dtype != torch.float64:
             return []
         return [forward_pre_hook(block, _lift_masks, with_kwargs=True) for block in self._all_blocks]
-
-    def logits(self, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
-        """The logits of one prompt, from a pass as maps are made of."""
-        wrong = known_faults.wrong_logits(self.model_class, transformer_lens_version())
-        if wrong is not None:
-            raise UnsupportedModelError(wrong)
-        read = read_prompt(self.model, self.model_class, prompt)
-        with self.evaluation_mode():
-            return self.forward(pad([read], pad_token(self.model), "right"))[0]
 
     def takes_input(self, name: str) -> bool:
         """Whether the forward pass takes a further input of that name."""

@@ -1,4 +1,4 @@
-"""Running one block again, batched, with hooks on, from the arguments of the clean pass.
+"""The replay: one block run again with hooks, in one copy or several, from the arguments of the clean pass.
 
 Called with the residual stream alone, many blocks of a TransformerBridge run without rotary angles and mask.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from lens_mix.hooks import HookPair
 from lens_mix.lens.changes import Change, forward_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
@@ -119,17 +120,35 @@ class BlockReplay:
     real: Bool[Tensor, "batch pos"]
     _expansion: _Expansion | None = dataclasses.field(default=None, init=False)
 
-    def run(self, rows: Int[Tensor, " row"]) -> Float[Tensor, "row pos d_model"]:
-        """The output for prompts of the clean batch."""
-        return self._run(rows, self._verified())
+    def run(
+        self, fwd_hooks: Sequence[HookPair] = (), rows: Int[Tensor, " row"] | None = None
+    ) -> Float[Tensor, "row pos d_model"]:
+        """Return the block's output when it is run again with hooks.
 
-    def prepare(self) -> None:
+        Args:
+            fwd_hooks: TransformerLens hooks, which see `[row, ...]` tensors.
+            rows: which prompt of the clean batch each copy is; None: the batch as it is, with the very
+                arguments of the clean pass.
+
+        Raises:
+            UnsupportedModelError: copies are wanted, and the block does not give its own output in copies.
+        """
+        expansion = None if rows is None else self.prepare()
+        with self.lens.evaluation_mode(), self.lens.hooked(fwd_hooks):
+            return self._run(rows, expansion)
+
+    def prepare(self) -> _Expansion:
         """Verify, once, that the block run again gives its own output; to be called without any hook on.
 
-        UnsupportedModelError if it does not.
+        Raises:
+            UnsupportedModelError: it does not.
         """
-        if self._expansion is not None:
-            return
+        if self._expansion is None:
+            with self.lens.evaluation_mode():
+                self._expansion = self._verified()
+        return self._expansion
+
+    def _verified(self) -> _Expansion:
         failures: list[str] = []
         for expansion in _EXPANSIONS:
             try:
@@ -140,8 +159,7 @@ class BlockReplay:
                 failures.append(f"{type(problem).__name__}: {str(problem)[:120]}")
                 continue
             if error <= self.lens.tolerance:
-                self._expansion = expansion
-                return
+                return expansion
             failures.append(f"relative error {error:.1e}")
         raise UnsupportedModelError(
             f"{self.lens.where(self.layer)}: run again from its captured arguments, the block should give "
@@ -150,13 +168,7 @@ class BlockReplay:
 
     def expand(self, value: Any, rows: Int[Tensor, " row"]) -> Any:
         """Tensors of the clean pass (alone, or in tuples and lists) for the given rows of its batch."""
-        return self._expand(value, rows, self._verified())
-
-    def _verified(self) -> _Expansion:
-        if self._expansion is None:
-            where = self.lens.where(self.layer)
-            raise RuntimeError(f"{where}: prepare() has to come before, without any hook on")
-        return self._expansion
+        return self._expand(value, rows, self.prepare())
 
     def _expand(self, value: Any, rows: Tensor, expansion: _Expansion) -> Any:
         if torch.is_tensor(value):
@@ -166,9 +178,11 @@ class BlockReplay:
         items = [self._expand(item, rows, expansion) for item in value]
         return items if isinstance(value, list) else tuple(items)
 
-    def _run(self, rows: Tensor, expansion: _Expansion) -> Tensor:
-        args = self._expand(self.call.args, rows, expansion)
-        kwargs = {name: self._expand(value, rows, expansion) for name, value in self.call.kwargs.items()}
+    def _run(self, rows: Tensor | None, expansion: _Expansion | None) -> Tensor:
+        args, kwargs = self.call.args, self.call.kwargs
+        if rows is not None and expansion is not None:
+            args = self._expand(args, rows, expansion)
+            kwargs = {name: self._expand(value, rows, expansion) for name, value in kwargs.items()}
         return first_tensor(self.lens.stack.blocks[self.layer](*args, **kwargs))
 
     def _error(self, expansion: _Expansion) -> float:

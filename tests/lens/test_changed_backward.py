@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.hooks import record
 from lens_mix.lens.anatomy import Norm
-from lens_mix.lens.changed_backward import changed_backward
+from lens_mix.lens.changed_backward import ChangedRules, Rules, changed_backward
 from lens_mix.lens.model import Lens
 from tests.matrix import build_or_skip
 from tests.tiny_models import bridge, gpt2_like, tokens
@@ -25,6 +26,27 @@ def test_a_norm_with_its_scale_held_is_linear(kind):
     torch.testing.assert_close(out + norm.bias, norm(x))
     (gradient,) = torch.autograd.grad(out[:, 2].sum(), leaf)
     torch.testing.assert_close((gradient * x).sum(-1), out.detach()[:, 2])
+
+
+def test_the_streams_of_a_pass_are_kept_from_a_leaf_to_the_last_block():
+    model = gpt2_like(torch.float64)
+    lens, ids = Lens(model), tokens(model, 1)
+    anatomies = list(lm.check(model).verification.anatomy.values())
+    changed = ChangedRules(lens, anatomies, Rules(), after=[1, lens.n_layers], leaf=True)
+    seen = {}
+    with lens.evaluation_mode(gradients=True), changed.applied([record(seen, "blocks.1.hook_resid_pre")]):
+        model(ids)
+        first = dict(changed.streams)
+        with torch.no_grad():
+            model(ids)
+    assert sorted(first) == [0, 1, lens.n_layers]
+    assert all(changed.streams[number] is stream for number, stream in first.items())
+    assert first[0].is_leaf
+    torch.testing.assert_close(seen["blocks.1.hook_resid_pre"], first[1].detach())
+    with pytest.raises(lm.UnsupportedModelError, match="expected a gradient through"):
+        changed.require_gradients()
+    (gradient,) = torch.autograd.grad(model.ln_final(first[lens.n_layers]).square().sum(), first[0])
+    assert bool((gradient != 0).any())
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "llama", "opt"])

@@ -36,9 +36,7 @@ def test_replay_gives_each_copy_its_own_prompt(label):
     rows = torch.tensor([1, 0, 0, 1, 1])
     for layer in range(lens.n_layers):
         replay = clean.replay(layer)
-        with lens.evaluation_mode():
-            replay.prepare()
-            out = replay.run(rows)
+        out = replay.run(rows=rows)
         real = replay.real[rows]
         torch.testing.assert_close(
             out[real], clean.calls[layer].resid_post[rows][real], atol=1e-10, rtol=1e-10
@@ -100,9 +98,7 @@ def test_batch_equal_to_heads_is_no_trap():
     assert len(clean.batch) == lens.n_heads
     replay = clean.replay(1)
     rows = torch.tensor([3, 3, 1, 0, 2])
-    with lens.evaluation_mode():
-        replay.prepare()
-        out = replay.run(rows)
+    out = replay.run(rows=rows)
     real = replay.real[rows]
     torch.testing.assert_close(out[real], clean.calls[1].resid_post[rows][real], atol=1e-10, rtol=1e-10)
 
