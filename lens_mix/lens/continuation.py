@@ -136,7 +136,7 @@ def run_from(
         enters = _entered_at(clean, lens.layer_index(layer), resid_pre, rows)
         batch = clean.batch if rows is None else clean.batch.select(rows)
     try:
-        return run_batch(lens, batch, fwd_hooks, gradients=gradients, changes=[*enters, *changes])
+        return _run_batch(lens, batch, fwd_hooks, gradients=gradients, changes=[*enters, *changes])
     except StopForward:
         raise
     except Exception as problem:
@@ -150,7 +150,7 @@ def run_from(
         ) from problem
 
 
-def run_batch(
+def _run_batch(
     lens: Lens,
     batch: Batch,
     fwd_hooks: Sequence[HookPair] = (),
@@ -173,7 +173,7 @@ def prompt_logits(lens: Lens, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
     if wrong is not None:
         raise UnsupportedModelError(wrong)
     read = read_prompt(lens.model, lens.model_class, prompt)
-    return run_batch(lens, pad([read], pad_token(lens.model), "right"))[0]
+    return _run_batch(lens, pad([read], pad_token(lens.model), "right"))[0]
 
 
 def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Tensor | None) -> list[Change]:
