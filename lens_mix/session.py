@@ -24,6 +24,7 @@ from lens_mix.lens.autograd_graph import AutogradGraph
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
+from lens_mix.lens.components import UNEMBEDDING
 from lens_mix.lens.cross import names_before_cross, streams_before_cross
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
@@ -39,7 +40,7 @@ from lens_mix.lens.verification.engines import choose_engine, find_obstacle, nee
 from lens_mix.lens.verification.kept import verification_of
 from lens_mix.lens.verification.prompt_check import describe_user_hooks, find_input_mismatch, find_mismatch
 from lens_mix.lens.verification.verify import padding_leaks
-from lens_mix.lens.verification_record import UNEMBEDDING, Verification
+from lens_mix.lens.verification_record import Verification
 from lens_mix.method import Method
 
 

@@ -359,7 +359,9 @@ def test_a_hook_that_acts_beyond_the_proofs_prompt_is_noticed(model):
         m = lm.run(model, prompt, "value_zeroing")
         assert m.provenance["engine"] == "hooks"
         for name in ALGEBRA[1:]:
-            with pytest.raises(lm.UnsupportedModelError, match="its parts to give its output on this prompt"):
+            with pytest.raises(
+                lm.UnsupportedModelError, match="its components to give its output on this prompt"
+            ):
                 lm.run(model, prompt, name)
     assert lm.run(model, prompt, "value_zeroing").provenance["engine"] == "algebra"
 

@@ -12,7 +12,7 @@ from lens_mix.statistics import cancel_effect, mixing_ratio
 from tests.tiny_models import gpt2_like, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NOT_ITS_PARTS = "expected its parts to give its output on this prompt"
+NOT_ITS_COMPONENTS = "expected its components to give its output on this prompt"
 
 
 def triple_from(start):
@@ -43,7 +43,7 @@ def test_a_hook_beyond_the_proofs_prompt_is_refused_whoever_reads(read):
     read(model, prompt)
     with (
         model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", triple_from(20))]),
-        pytest.raises(lm.UnsupportedModelError, match=NOT_ITS_PARTS),
+        pytest.raises(lm.UnsupportedModelError, match=NOT_ITS_COMPONENTS),
     ):
         read(model, prompt)
 

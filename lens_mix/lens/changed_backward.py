@@ -279,7 +279,7 @@ class _NormRule(GradientCounter):
         error = relative_error(rebuilt.detach(), output.detach())
         if not error <= accepted:
             raise UnsupportedModelError(
-                f"{self!r}: expected its parts to give its output within {accepted:.0e}, got a relative "
+                f"{self!r}: expected its components to give its output within {accepted:.0e}, got a relative "
                 f"error of {error:.1e}: its gradient can't be changed"
             )
 

@@ -37,14 +37,14 @@ class ComponentError:
 
     Attributes:
         layer: the block.
-        part: the component's name.
+        component: its name.
         error: the largest relative error of a position; None if the component can't be rebuilt.
         tolerance: the largest accepted error in the model's dtype.
         note: why there is no error, or what was found.
     """
 
     layer: int
-    part: str
+    component: str
     error: float | None
     tolerance: float
     note: str = ""
@@ -79,8 +79,8 @@ class Component(Generic[R]):
             the anatomy has no formula for it. It raises `NotRebuilt` if shapes do not fit.
         compare_with: returns the recorded tensor, [batch row ...]; None if it was not recorded.
         needed_for: what can't run without it: "hooks" (which every method needs), "algebra", a name that
-            only some methods list in their `parts`, or "next_norm" (the norm that reads a block's output).
-        checked_for: the engine, or the name in `parts`, for which it is compared again on a run's own
+            only some methods list in their `needs`, or "next_norm" (the norm that reads a block's output).
+        checked_for: the engine, or the name in `needs`, for which it is compared again on a run's own
             prompts; "": for none.
         claim: what is expected on these prompts, for the error.
         of_keys: whether it has a vector for every key instead of one for every row.
@@ -96,7 +96,7 @@ class Component(Generic[R]):
     compare_with: Callable[[R], Tensor | None]
     needed_for: str
     checked_for: str = ""
-    claim: str = "its parts to give its output on this prompt"
+    claim: str = "its components to give its output on this prompt"
     of_keys: bool = False
     needs_replay: bool = False
     sketched: Callable[[R], R] | None = None
@@ -310,11 +310,11 @@ def _logits(end: RecordedEnd) -> Tensor | None:
 
 # ------------------------------------------------------------------ the table
 
-# Names that a method lists in its `parts`. Most maps take the values that the pass recorded, which hooks may
+# Names that a method lists in its `needs`. Most maps take the values that the pass recorded, which hooks may
 # have edited; only a method that follows values back to the block's input needs VALUE (DecompX). A method
 # that splits logits needs UNEMBEDDING.
 VALUE = "value"
-UNEMBEDDING = "head"
+UNEMBEDDING = "unembedding"
 
 MIXING = Component(
     "mixing",
@@ -415,9 +415,9 @@ FINAL_NORM = Component(
     _normed,
     lambda end: end.normed,
     needed_for="next_norm",
-    claim="its parts to give its output",
+    claim="its components to give its output",
 )
-UNEMBEDDING = Component(
+LOGITS = Component(
     UNEMBEDDING,
     "N(x) W_U + b_U, from the last residual stream",
     "the logits",
@@ -426,7 +426,7 @@ UNEMBEDDING = Component(
     needed_for=UNEMBEDDING,
 )
 
-END_COMPONENTS: tuple[Component[RecordedEnd], ...] = (NEXT_NORM, FINAL_NORM, UNEMBEDDING)
+END_COMPONENTS: tuple[Component[RecordedEnd], ...] = (NEXT_NORM, FINAL_NORM, LOGITS)
 
 
 def names_needed_for(need: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.batches import Batch, pad
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_method
 from lens_mix.lens.clean_pass import CleanPass, StopForward, stop_forward
-from lens_mix.lens.components import UNEMBEDDING, measure_end
+from lens_mix.lens.components import LOGITS, measure_end
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.prompts import pad_token, read_prompt
@@ -91,7 +91,7 @@ def unembedding_from(clean: CleanPass, norm: Norm | None) -> Unembedding:
     if abs(scale - 1) > lens.tolerance:
         # Cohere and Granite multiply the logits by a constant.
         head = head.scaled(scale)
-    error = measure_end(UNEMBEDDING, RecordedEnd(resid, unembedding=head, logits=logits))
+    error = measure_end(LOGITS, RecordedEnd(resid, unembedding=head, logits=logits))
     if not error <= lens.tolerance:  # so that NaN is refused too
         raise UnsupportedModelError(
             "unembedding: expected logits = final norm, then unembedding; rebuilt logits are off by a relative "

@@ -13,9 +13,8 @@ from torch import Tensor
 from lens_mix.hooks import HookPair, record
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.clean_pass import CleanPass
-from lens_mix.lens.replay import first_tensor
 from lens_mix.lens.rows import rows_at
-from lens_mix.lens.unembedding import Head
+from lens_mix.lens.unembedding import Unembedding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +113,7 @@ class RecordedBlock:
         """Return the block's output and z of a replay with hooks; z is None if its hook never fired."""
         store: dict[str, Tensor] = {}
         name = self.clean.lens.stack.hook_name("z", self.layer)
-        out = first_tensor(self.clean.repeated(self.layer, [*fwd_hooks, record(store, name)]))
+        out = self.clean.replay(self.layer).run([*fwd_hooks, record(store, name)])
         return self._of_positions(out), self._of_positions(store[name]) if name in store else None
 
     @property
@@ -158,7 +157,7 @@ class RecordedEnd:
     read: Float[Tensor, "1 row d_model"] | None = None
     norm: Norm | None = None
     normed: Float[Tensor, "1 row d_model"] | None = None
-    unembedding: Head | None = None
+    unembedding: Unembedding | None = None
     logits: Float[Tensor, "1 row d_vocab"] | None = None
     real_rows: None = None
     real_keys: None = None

@@ -69,7 +69,7 @@ def test_a_norm_that_is_not_as_it_was_read_is_refused(monkeypatch):
     ids = tokens(model, 1)
     before = lm.run(model, ids, "gim", queries=[-1]).scores
     monkeypatch.setattr(Norm, "__call__", lambda self, x: 1.5 * self.linear_at(x)(x))
-    with pytest.raises(lm.UnsupportedModelError, match="expected its parts to give its output within"):
+    with pytest.raises(lm.UnsupportedModelError, match="expected its components to give its output within"):
         lm.run(model, ids, "gim", queries=[-1])
     monkeypatch.undo()
     torch.testing.assert_close(lm.run(model, ids, "gim", queries=[-1]).scores, before)

@@ -216,7 +216,9 @@ def test_a_fault_in_the_final_norm_is_found_by_its_row_alone(
     method = lm.AtbFfResLn(next_norm=True)
     expected = lm.run(model, prompt, method)
     model.ln_final.register_forward_hook(lambda module, given, out: bent(out, 3))
-    with pytest.raises(lm.UnsupportedModelError, match="final norm: expected its parts to give its output"):
+    with pytest.raises(
+        lm.UnsupportedModelError, match="final norm: expected its components to give its output"
+    ):
         lm.run(model, prompt, method)
     blind = dataclasses.replace(components.FINAL_NORM, rebuild=components.FINAL_NORM.compare_with)
     monkeypatch.setattr("lens_mix.lens.block.FINAL_NORM", blind)

@@ -433,9 +433,7 @@ def test_malformed_requests_get_an_answer(visited, capsys):
     answers = visited.answers(*cases, fetch=send_raw)
     for words, status, text in zip(cases, cases.values(), answers, strict=True):
         assert text.startswith(f"HTTP/1.0 {status}"), (words[:80], text[:80])
-        assert words.startswith((b"HEAD", b"GET http://localhost", b"GET http://127")) or message_in(
-            text
-        )
+        assert words.startswith((b"HEAD", b"GET http://localhost", b"GET http://127")) or message_in(text)
     # The server must not wait for bytes that are never sent.
     assert time.monotonic() - started < 8
     assert "Traceback" not in capsys.readouterr().err

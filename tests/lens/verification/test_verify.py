@@ -181,7 +181,9 @@ def test_a_hook_on_one_position_is_noticed_wherever_it_is(factory, name, where):
     found = lm.run(model, tokens, "value_zeroing")
     assert found.provenance["engine"] == "hooks"
     assert not torch.allclose(found.scores, before["value_zeroing"].scores)
-    with pytest.raises(UnsupportedModelError, match="expected its parts to give its output on this prompt"):
+    with pytest.raises(
+        UnsupportedModelError, match="expected its components to give its output on this prompt"
+    ):
         lm.run(model, tokens, "attn_res")
 
 
@@ -198,7 +200,9 @@ def test_a_hook_on_one_position_of_a_padded_batch_is_noticed(factory, name, side
         lm.run_many(model, [long, short], "value_zeroing", engine=engine, batch_size=2, padding_side=side)
         for engine in ("auto", "hooks")
     )
-    with pytest.raises(UnsupportedModelError, match="expected its parts to give its output on this prompt"):
+    with pytest.raises(
+        UnsupportedModelError, match="expected its components to give its output on this prompt"
+    ):
         list(lm.run_many(model, [long, short], "attn_res", batch_size=2, padding_side=side))
     for own, expected in zip(found, by_hooks, strict=True):
         assert own.provenance["engine"] == "hooks"
@@ -221,7 +225,9 @@ def test_a_forward_replaced_by_hand_is_noticed(factory, name):
 
     module.forward = forward
     assert lm.run(model, tokens, "value_zeroing").provenance["engine"] == "hooks"
-    with pytest.raises(UnsupportedModelError, match="expected its parts to give its output on this prompt"):
+    with pytest.raises(
+        UnsupportedModelError, match="expected its components to give its output on this prompt"
+    ):
         lm.run(model, tokens, "attn_res")
 
 
@@ -245,7 +251,9 @@ def test_a_forward_replaced_on_its_class_is_noticed(factory, name, monkeypatch):
 
     monkeypatch.setattr(kind, "forward", forward)
     for method in [*NEEDS_THE_FEED_FORWARD, "attn_res"]:
-        with pytest.raises(UnsupportedModelError, match="expected its parts to give its output on this prom"):
+        with pytest.raises(
+            UnsupportedModelError, match="expected its components to give its output on this prom"
+        ):
             lm.run(model, tokens, method)
     assert lm.run(model, tokens, "value_zeroing").provenance["engine"] == "hooks"
     lm.run(model, tokens, "atb_ff", queries=slice(0, 20))  # what is asked is as it was
@@ -264,7 +272,9 @@ def test_what_acts_inside_the_feed_forward_is_noticed_though_no_module_shows_it(
         return torch.cat([out[:, :21], 0 * out[:, 21:22], out[:, 22:]], dim=1) if out.shape[1] > 21 else out
 
     monkeypatch.setattr(torch.nn.functional, "silu", changed)
-    with pytest.raises(UnsupportedModelError, match="expected its parts to give its output on this prompt"):
+    with pytest.raises(
+        UnsupportedModelError, match="expected its components to give its output on this prompt"
+    ):
         lm.run(model, tokens, method, engine="algebra")
 
 
@@ -280,7 +290,9 @@ def test_globenc_relies_on_the_feed_forward_where_a_norm_reads_it(monkeypatch):
 
     lm.run(model, tokens, "globenc")
     monkeypatch.setattr(activation, "act", changed)
-    with pytest.raises(UnsupportedModelError, match="expected its parts to give its output on this prompt"):
+    with pytest.raises(
+        UnsupportedModelError, match="expected its components to give its output on this prompt"
+    ):
         lm.run(model, tokens, "globenc")
 
 
