@@ -27,7 +27,7 @@ from lens_mix.lens.sketch import random_vectors, sketched_error
 _CHUNK_ROWS = 512  # rows of all prompts that are rebuilt at once
 
 
-class NotRebuilt(Exception):
+class _NotRebuilt(Exception):
     """Raised by a row of the table, with the reason why its component can't be rebuilt."""
 
 
@@ -55,7 +55,7 @@ class ComponentError:
         return self.error is not None and self.error <= self.tolerance
 
 
-class Recorded(Protocol):
+class _Recorded(Protocol):
     """What a row of the table needs to know of the recorded tensors: which rows and keys count; None: all."""
 
     @property
@@ -64,7 +64,7 @@ class Recorded(Protocol):
     def real_keys(self) -> Bool[Tensor, "batch key"] | None: ...
 
 
-R = TypeVar("R", bound=Recorded)
+R = TypeVar("R", bound=_Recorded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Component(Generic[R]):
         formula: how it is rebuilt, in words.
         recorded: what that is compared with, in words.
         rebuild: computes it from the recorded tensors, [batch row ...]; None if one of them is missing, or if
-            the anatomy has no formula for it. It raises `NotRebuilt` if shapes do not fit.
+            the anatomy has no formula for it. It raises `_NotRebuilt` if shapes do not fit.
         compare_with: returns the recorded tensor, [batch row ...]; None if it was not recorded.
         needed_for: what can't run without it: "hooks" (which every method needs), "algebra", a name that
             only some methods list in their `needs`, or "next_norm" (the norm that reads a block's output).
@@ -108,7 +108,7 @@ class Component(Generic[R]):
             return None
         if rebuilt.shape != expected.shape:
             shapes = f"shape {list(rebuilt.shape)}, got {list(expected.shape)}"
-            raise NotRebuilt(f"expected {self.recorded} of {shapes}")
+            raise _NotRebuilt(f"expected {self.recorded} of {shapes}")
         return relative_error(rebuilt.flatten(2), expected.flatten(2), self._real(recorded))
 
     def error_of_sketch(self, recorded: R) -> float | None:
@@ -149,7 +149,7 @@ def measure(
         else:
             chunks = places.split(max(1, _CHUNK_ROWS // len(places)), dim=1)
             error = _largest(component.error(block.at(chunk)) for chunk in chunks)
-    except NotRebuilt as problem:
+    except _NotRebuilt as problem:
         note = str(problem)
     return ComponentError(block.layer, component.name, error, block.tolerance, note)
 
@@ -185,7 +185,7 @@ def _require_mixable(block: RecordedBlock) -> None:
     )
     if not fits:
         shapes = f"value {list(value.shape)}, pattern {list(block.pattern.shape)}, z {list(z.shape)}"
-        raise NotRebuilt(
+        raise _NotRebuilt(
             f"expected value [batch, key, head, d_head] and z [batch, query, head, d_head], got {shapes}"
         )
 
@@ -267,7 +267,7 @@ def _whole_block(block: RecordedBlock) -> Tensor | None:
     heads, _, d_head = path.W_V.shape
     if block.value.shape[2:] != (heads, d_head):
         shape = list(block.value.shape)
-        raise NotRebuilt(
+        raise _NotRebuilt(
             f"expected values of {heads} heads with {d_head} dimensions as W_V gives, got {shape}"
         )
     attention_out = path.project(mix(block.pattern, block.value))
@@ -278,9 +278,9 @@ def _z_of_replay_without_first_value(block: RecordedBlock) -> Tensor:
     _require_mixable(block)
     out, z = block.replay_with([zero_values(block.layer, 0, attention=block.attention_template)])
     if z is None:
-        raise NotRebuilt("the hook on z never fired")
+        raise _NotRebuilt("the hook on z never fired")
     if bool((out == block.resid_post).all()) and _has_an_effect(block):
-        raise NotRebuilt("the edit did not change the block's output")
+        raise _NotRebuilt("the edit did not change the block's output")
     return _by_head(block, z)
 
 

@@ -102,7 +102,7 @@ def failing_rows(model: Any, prompt: Tensor) -> set[str]:
     """The components that the verification does not verify, all of the layer with the fault."""
     failing = [entry for entry in lm.check(model, prompt).verification.components if not entry.ok]
     assert {entry.layer for entry in failing} <= {LAYER}
-    return {entry.part for entry in failing}
+    return {entry.component for entry in failing}
 
 
 def is_found_on_the_prompt(model: Any, prompt: Tensor, component: str) -> bool:
@@ -198,10 +198,10 @@ def test_a_fault_in_the_unembedding_is_found_by_its_row_alone(
     model, prompt = a_model(factory, name)
     bend_logits(model, LATE)
     assert lm.check(model, prompt).verification.unembedding_failure is None
-    with pytest.raises(lm.UnsupportedModelError, match="head: expected logits = final norm"):
+    with pytest.raises(lm.UnsupportedModelError, match="unembedding: expected logits = final norm"):
         lm.run(model, prompt, "alti_logit")
     bend_logits(model, 3)
-    assert "head: expected logits" in str(lm.check(model, prompt).verification.unembedding_failure)
+    assert "unembedding: expected logits" in str(lm.check(model, prompt).verification.unembedding_failure)
     blind = dataclasses.replace(components.UNEMBEDDING, rebuild=components.UNEMBEDDING.compare_with)
     monkeypatch.setattr("lens_mix.lens.continuation.UNEMBEDDING", blind)
     assert lm.check(model, prompt).verification.unembedding_failure is None
@@ -252,6 +252,6 @@ def test_the_table_is_in_its_docstring_and_its_names_are_in_the_docs() -> None:
 def test_methods_need_names_of_the_table() -> None:
     names = {row.name for row in (*components.COMPONENTS, *components.END_COMPONENTS)}
     for method in lm.METHODS.values():
-        assert set(method.parts) <= names
+        assert method.needs <= names | {"gradients", "causal", "position_ids"}
     assert verification_record.ALGEBRA_COMPONENTS == ("projection", "feed_forward", "residual", "block")
     assert components.names_needed_for("hooks") == ("mixing", "zero_value")

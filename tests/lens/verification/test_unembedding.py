@@ -7,7 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.lens.components import UNEMBEDDING
-from lens_mix.lens.verification.engines import needs_unembedding, refusal
+from lens_mix.lens.verification.engines import _find_reason_against, needs_unembedding
 from lens_mix.lens.verification_record import UNEMBEDDING_UNVERIFIED, Verification
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import available, bridge, hooked_transformer
@@ -71,8 +71,8 @@ def test_the_unembedding_is_verified_only_for_methods_that_split_logits(model, m
 def test_an_unembedding_that_was_not_compared_is_not_verified():
     verification = Verification((), {}, True)
     assert UNEMBEDDING in lm.AltiLogit.needs
-    assert refusal(verification, "algebra", lm.AltiLogit()) == UNEMBEDDING_UNVERIFIED
-    assert refusal(verification, "algebra", lm.Alti()) is None
+    assert _find_reason_against(verification, "algebra", lm.AltiLogit()) == UNEMBEDDING_UNVERIFIED
+    assert _find_reason_against(verification, "algebra", lm.Alti()) is None
 
 
 def test_check_says_it(model):
