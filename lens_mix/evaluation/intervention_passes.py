@@ -20,8 +20,7 @@ from lens_mix.lens.copies import copies_within
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection, read_selection
 from lens_mix.method import Method
-from lens_mix.methods import target_passes
-from lens_mix.methods.target_passes import BoundTarget
+from lens_mix.methods.bound_target import BoundTarget, bind
 from lens_mix.session import CheckedPass, Session
 from lens_mix.targets import TargetLike
 
@@ -90,27 +89,18 @@ class InterventionPasses:
 
     def batch(self, copies: int, tokens: Int[Tensor, "copy pos"] | None = None) -> Batch:
         """The prompt, as often; `tokens`: with these for the mapped stack."""
-        return self.first_block.altered_batch(self._rows(copies), tokens=tokens)
+        return self.first_block.altered_batch(self._index(copies), tokens=tokens)
 
     def values(
         self, copies: int, fwd_hooks: Sequence[HookPair] = (), **options: Any
     ) -> Float[Tensor, " copy"]:
-        """The target of as many copies of the prompt, with hooks in the blocks.
+        """Compute the target of as many copies of the prompt, with hooks in the blocks.
 
-        `options`: of `Block.logits`, as `batch`, an edited input, or `resid_pre` of the first block.
+        `options`: as in `BoundTarget.values` (`batch`, the altered copies; `resid_pre` of the first block).
         """
-        target, place = self.bound.target, self.bound.positions
-        options["rows"] = self._rows(copies)
-        if place is not None:
-            options["positions"] = place.expand(copies)
-        with torch.no_grad():
-            output = target_passes.output_of(self.first_block, target, fwd_hooks, **options)
-            # All are copies of one prompt: one part, without padding.
-            ((_, span, part),) = target_passes.parts(self.first_block, target, output, [0] * copies)
-            tokens = target_passes.tokens_read(target, options.get("batch"), slice(None), span)
-            return target_passes.evaluate(self.bound.functions[0], part, *tokens)
+        return self.bound.values(self._index(copies), fwd_hooks, **options)
 
-    def _rows(self, copies: int) -> Int[Tensor, " copy"]:
+    def _index(self, copies: int) -> Int[Tensor, " copy"]:
         return torch.zeros(copies, dtype=torch.long, device=self.checked.clean.real.device)
 
 
@@ -143,7 +133,7 @@ def intervention_passes(
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     with session.checked_pass([read]) as checked:
         first = checked.blocks("edits")[0]
-        yield InterventionPasses(checked, target_passes.bind(first, target), first)
+        yield InterventionPasses(checked, bind([first], target), first)
 
 
 def read_rows(rows: Any, length: int) -> tuple[dict[str, Float[Tensor, " key"]], bool]:

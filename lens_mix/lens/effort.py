@@ -75,6 +75,23 @@ def pair_passes(
     return Passes(counts, "products with the weights for each pair of tokens", cheaper)
 
 
+def row_passes(
+    blocks: Sequence[Block], each: float, reason: str, cheaper: str = "lm.input_map takes about five"
+) -> Passes:
+    """Return about how many forward passes the asked rows take.
+
+    Args:
+        blocks: those of the whole model.
+        each: the forward passes of one row.
+        reason: what they are for.
+        cheaper: what to ask for instead of one row; instead of several rows, the last one is cheaper.
+    """
+    rows = blocks[-1].real_queries.sum(dim=1)
+    if int(rows.max()) > 1:
+        cheaper = "queries=[-1] makes the last row alone"
+    return Passes([each * count for count in rows.tolist()], reason, cheaper)
+
+
 @dataclasses.dataclass
 class Effort:
     """The warnings and bars of one call about the passes that its methods take.

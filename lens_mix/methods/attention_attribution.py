@@ -15,10 +15,9 @@ from lens_mix.arguments import number, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
 from lens_mix.lens.effort import GRADIENT_PASS, Passes
 from lens_mix.method import Method
-from lens_mix.methods import target_passes
 from lens_mix.methods.baselines import check_baseline, describe_baseline, make_pattern_baseline
+from lens_mix.methods.bound_target import BoundTarget, TargetMethod, bind
 from lens_mix.methods.path_integral import Integral, Path
-from lens_mix.methods.target_passes import BoundTarget, TargetMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -116,7 +115,7 @@ class AttentionAttribution(TargetMethod):
         return self.of_stack([block])[0]
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
-        bound = target_passes.bind(blocks[-1], self.target)
+        bound = bind(blocks, self.target)
         layers = blocks[-1].with_bar(blocks, len(blocks), "layers")
         return [self._attribute_layer(block, bound) for block in layers]
 

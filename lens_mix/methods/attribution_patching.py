@@ -16,10 +16,10 @@ from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_attention
 from lens_mix.hooks.mixing import sink
 from lens_mix.lens.autograd_graph import AutogradGraph, Mixing
 from lens_mix.lens.changed_backward import Rules
-from lens_mix.lens.effort import GRADIENT_PASS, Passes
+from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.methods.bound_target import BoundRows, bind_rows
 from lens_mix.methods.replacements import TakesReplacements
-from lens_mix.methods.row_targets import RowTargets, bind_rows, row_passes
 from lens_mix.methods.side_by_side import SideBySide
 from lens_mix.targets import describe
 
@@ -149,28 +149,28 @@ class AttributionPatching(TakesReplacements):
             )
         rows = first.zeros(len(bound.functions), first.real.shape[1])
         rules = self.clean_rules([block.anatomy for block in blocks])
-        for prompt in bound.prompts.unique().tolist():
+        for prompt in bound.prompt_index.unique().tolist():
             if first.batch.prompts[prompt].inputs:
                 raise UnsupportedModelError(
                     "model inputs: expected tokens alone, because they run at repeated positions, got also "
                     f"{sorted(first.batch.prompts[prompt].inputs)}"
                 )
             graph = first.graph(prompt, rules)
-            rows_of_prompt = (bound.prompts == prompt).nonzero()[:, 0].tolist()
+            rows_of_prompt = (bound.prompt_index == prompt).nonzero()[:, 0].tolist()
             for row in first.with_bar(rows_of_prompt, len(rows_of_prompt), "rows"):
                 self._fill_row(rows[row], blocks, bound, row, graph)
-        return [bound.scattered(rows, blocks[-1])]
+        return [bound.scatter(rows, blocks[-1])]
 
     def _fill_row(
         self,
         scores: Float[Tensor, " pos"],
         blocks: Sequence[Block],
-        bound: RowTargets,
+        bound: BoundRows,
         row: int,
         graph: AutogradGraph,
     ) -> None:
         """Write one row of scores, from the tokens of its prompt up to the query."""
-        places = bound.first.real[bound.prompts[row]].nonzero()[:, 0]
+        places = bound.block.real[bound.prompt_index[row]].nonzero()[:, 0]
         places = places[places <= bound.queries[row]]
         layers = graph.mixing(bound.value_in(graph, row))
         mixing = {layer: whole.at(places) for layer, whole in layers.items()}
@@ -182,7 +182,7 @@ class AttributionPatching(TakesReplacements):
             chosen = torch.tensor([*sorted(strongest), last], dtype=torch.long, device="cpu")
             mixed = {layer: each.mixed for layer, each in mixing.items()}
             beside = SideBySide(blocks, bound, row, places, chosen, mixed, self.interventions)
-            changes = beside.compute_changes(self.stand_ins(bound.first, beside.tokens[chosen]).T)
+            changes = beside.compute_changes(self.stand_ins(bound.block, beside.tokens[chosen]).T)
             direct[chosen] = changes.abs().mean(0).to(direct.dtype)
         terms = {"direct": direct, "between": between, "all": direct + between}
         scores[places] = terms[self.paths].to(scores.dtype)

@@ -12,7 +12,7 @@ from lens_mix.arguments import one_of
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
-    from lens_mix.methods.row_targets import RowTargets
+    from lens_mix.methods.bound_target import BoundRows
 
 # A larger completeness gap than this share of F(x) - F(baseline) gets a note.
 LARGE_GAP = 0.1
@@ -135,7 +135,7 @@ def make_input_baseline(
 
 
 def note_convergence(
-    bound: RowTargets,
+    bound: BoundRows,
     scores: Float[Tensor, "row key"],
     start: Float[Tensor, " row"],
     n_steps: int,
@@ -154,7 +154,7 @@ def note_convergence(
     gaps = scores.sum(-1) - differences
     large = gaps.abs() > (LARGE_GAP * differences.abs()).clamp_min(1e-6)
     for prompt in range(len(last.batch)):
-        of_prompt = bound.prompts == prompt
+        of_prompt = bound.prompt_index == prompt
         last.detail(prompt, "convergence_delta", gaps[of_prompt].tolist())
         if count := int(large[of_prompt].sum()):
             worst = int((gaps.abs() * of_prompt).argmax())

@@ -15,10 +15,9 @@ from lens_mix.arguments import one_of, several, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import Activations
-from lens_mix.lens.effort import GRADIENT_PASS, Passes
+from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
 from lens_mix.method import Method
-from lens_mix.methods import target_passes
-from lens_mix.methods.row_targets import RowTargetMethod, RowTargets, bind_rows, row_passes
+from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, gradients_of
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class ChangedGradients(RowTargetMethod):
         scores, sums, constants = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if self.conserves:
             self._report_conservation(bound, sums, constants, blocks[-1])
-        return [bound.scattered(scores, blocks[-1])]
+        return [bound.scatter(scores, blocks[-1])]
 
     def _list_streams(self) -> list[int]:
         """Return after how many blocks relevance is read. 0 means at the embeddings."""
@@ -98,23 +97,23 @@ class ChangedGradients(RowTargetMethod):
         return list(range(whole_number("after_blocks", given, 0) + 1))
 
     def _compute_scores(
-        self, blocks: Sequence[Block], bound: RowTargets, rows: Tensor
+        self, blocks: Sequence[Block], bound: BoundRows, rows: Tensor
     ) -> tuple[Float[Tensor, "row key"], Float[Tensor, " row"], Float[Tensor, " row"]]:
         """Return some rows' scores, sums of g · x at the embeddings, and shares of the constants."""
-        x = bound.first.inputs[bound.prompts[rows]].detach().requires_grad_(True)
+        x = bound.block.inputs[bound.prompt_index[rows]].detach().requires_grad_(True)
         wide = torch.promote_types(x.dtype, torch.float32)
         ones = torch.ones(len(rows), dtype=wide, device=x.device, requires_grad=True)
         numbers = self._list_streams()
         after = [number for number in numbers if number]
         constants = ones if self.conserves else None
-        changed = bound.first.changed_backward(
-            self, blocks[1:], after=after, constants=constants, logits=bound.target.reads == "logits"
+        changed = bound.block.changed_backward(
+            self, blocks[1:], after=after, constants=constants, logits=bound.reads_logits
         )
         with torch.enable_grad(), changed as streams:
             # Adding 0 times the ones gives them a gradient even if nothing in the model is constant.
             values = bound.values(rows, resid_pre=x, gradients=True) + 0 * ones
             states = [x, *(streams[number] for number in after)]
-            *gradients, constant_shares = target_passes.gradients_of(values, [*states, ones])
+            *gradients, constant_shares = gradients_of(values, [*states, ones])
         products = [g.to(wide) * state.detach().to(wide) for g, state in zip(gradients, states, strict=True)]
         scores = self._read_out(products if 0 in numbers else products[1:])
         return scores, products[0].sum((-2, -1)), constant_shares
@@ -130,12 +129,12 @@ class ChangedGradients(RowTargetMethod):
         return (scores / torch.where(sizes > 0, sizes, 1)).mean(dim=0)
 
     @staticmethod
-    def _report_conservation(bound: RowTargets, sums: Tensor, constants: Tensor, last: Block) -> None:
+    def _report_conservation(bound: BoundRows, sums: Tensor, constants: Tensor, last: Block) -> None:
         """Record each row's conservation gap and share of the constants, with a note on large gaps."""
         gaps = sums + constants - bound.clean.to(sums.dtype)
         sizes = sums.abs() + constants.abs()
         for prompt in range(len(last.batch)):
-            of_prompt = bound.prompts == prompt
+            of_prompt = bound.prompt_index == prompt
             last.detail(prompt, "conservation_gap", gaps[of_prompt].tolist())
             last.detail(prompt, "constant_share", constants[of_prompt].tolist())
             large = (gaps.abs() > _CONSERVATION_TOLERANCE * sizes)[of_prompt]

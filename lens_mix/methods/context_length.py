@@ -11,8 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.lens.effort import Passes
-from lens_mix.methods import target_passes
-from lens_mix.methods.row_targets import RowTargetMethod, RowTargets, bind_rows
+from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, evaluate, read_output
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -60,14 +59,14 @@ class ContextLength(RowTargetMethod):
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound = bind_rows(blocks, self.target)
-        scores = bound.first.zeros(len(bound.functions), bound.first.real.shape[1])
-        for prompt in bound.prompts.unique().tolist():
+        scores = bound.block.zeros(len(bound.functions), bound.block.real.shape[1])
+        for prompt in bound.prompt_index.unique().tolist():
             self._fill_rows(scores, bound, prompt)
-        return [bound.scattered(scores, blocks[-1])]
+        return [bound.scatter(scores, blocks[-1])]
 
-    def _fill_rows(self, scores: Float[Tensor, "row key"], bound: RowTargets, prompt: int) -> None:
+    def _fill_rows(self, scores: Float[Tensor, "row key"], bound: BoundRows, prompt: int) -> None:
         """Write the rows of one prompt into the scores."""
-        first, rows = bound.first, (bound.prompts == prompt).nonzero()[:, 0]
+        first, rows = bound.block, (bound.prompt_index == prompt).nonzero()[:, 0]
         places = first.real[prompt].nonzero()[:, 0]
         queries = bound.queries[rows] - places[0]
         prefix = self._count_prefix(first, prompt)
@@ -94,15 +93,15 @@ class ContextLength(RowTargetMethod):
 
     @staticmethod
     def _compute_values(
-        bound: RowTargets, rows: Tensor, prompt: int, prefix: int, starts: Int[Tensor, " start"]
+        bound: BoundRows, rows: Tensor, prompt: int, prefix: int, starts: Int[Tensor, " start"]
     ) -> Float[Tensor, "row start"]:
         """Return the target of some rows of a prompt, for contexts that start at `starts`."""
-        first, whole = bound.first, bound.first.own_tokens(prompt)
+        first, whole = bound.block, bound.block.own_tokens(prompt)
         batch = first.prompts_with(prompt, [torch.cat([whole[:prefix], whole[s:]]) for s in starts.tolist()])
         positions, queries = None, bound.queries[rows] - first.real[prompt].int().argmax()
         if bound.reads_one_position:
             positions = queries - starts + prefix
-        output = target_passes.output_of(first, bound.target, positions=positions, batch=batch)
+        output = read_output(first, bound.target, positions=positions, batch=batch)
         has_cut = positions is None and output.ndim == 3
         if has_cut:
             # Targets use the positions of the whole prompt, so the output is moved back to them. What was cut
@@ -117,7 +116,7 @@ class ContextLength(RowTargetMethod):
             for number, row in enumerate(rows.tolist()):
                 uncut = starts <= queries[number]
                 if bool(uncut.any()):
-                    value = target_passes.evaluate(bound.functions[row], output[uncut])
+                    value = evaluate(bound.functions[row], output[uncut])
                     values[number, uncut] = value.to(values.dtype)
         except ValueError as problem:
             if not has_cut:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from einops import reduce
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, add_to_pattern, must_fire
 from lens_mix.method import Method
-from lens_mix.methods import target_passes
-from lens_mix.methods.target_passes import BoundTarget, TargetMethod
+from lens_mix.methods.bound_target import BoundTarget, TargetMethod, bind, gradients_of
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
@@ -59,11 +58,8 @@ class GradientAttention(TargetMethod):
         return self.of_stack([block])[0]
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
-        bound = target_passes.bind(blocks[-1], self.target)
-        lowest = min(blocks, key=lambda block: block.layer)
-        rows = torch.arange(len(lowest.batch), device=lowest.resid_pre.device)
-        chunks = rows.split(lowest.gradient_rows(len(rows), logits=bound.reads_logits))
-        gradients = torch.cat([self._compute_gradients(blocks, lowest, bound, chunk) for chunk in chunks])
+        bound = bind(blocks, self.target)
+        gradients = torch.cat([self._compute_gradients(blocks, bound, chunk) for chunk in bound.chunks()])
         maps = []
         for place, block in enumerate(blocks):
             for prompt, value in enumerate(bound.clean.tolist()):
@@ -74,7 +70,11 @@ class GradientAttention(TargetMethod):
         return maps
 
     def interventions(
-        self, layer: int, addition: Float[Tensor, "row head query key"], *, attention: str = DEFAULT_ATTENTION
+        self,
+        layer: int,
+        addition: Float[Tensor, "example head query key"],
+        *,
+        attention: str = DEFAULT_ATTENTION,
     ) -> list[HookPair]:
         """Return the hooks that make a pass differentiable with respect to one layer's pattern.
 
@@ -93,12 +93,12 @@ class GradientAttention(TargetMethod):
         return [add_to_pattern(layer, addition, attention=attention)]
 
     def _compute_gradients(
-        self, blocks: Sequence[Block], lowest: Block, bound: BoundTarget, rows: Tensor
-    ) -> Float[Tensor, "row layer head query key"]:
+        self, blocks: Sequence[Block], bound: BoundTarget, chunk: Int[Tensor, " example"]
+    ) -> Float[Tensor, "example layer head query key"]:
         """Return the total derivative of the target with respect to each block's asked rows, by one pass."""
-        leaves = [torch.zeros_like(block.recorded("pattern")[rows]).requires_grad_(True) for block in blocks]
+        leaves = [torch.zeros_like(block.recorded("pattern")[chunk]).requires_grad_(True) for block in blocks]
         additions = [
-            _expand_to_all_rows(block, leaf, rows) for block, leaf in zip(blocks, leaves, strict=True)
+            _expand_to_all_rows(block, leaf, chunk) for block, leaf in zip(blocks, leaves, strict=True)
         ]
         pairs = [
             pair
@@ -106,16 +106,18 @@ class GradientAttention(TargetMethod):
             for pair in self.interventions(block.layer, addition, attention=block.attention_template)
         ]
         with must_fire(*pairs) as hooks:
-            value = target_passes.values(lowest, bound, hooks, rows, gradients=True)
-        gradients = target_passes.gradients_of(value, leaves)
+            values = bound.values(chunk, hooks, gradients=True)
+        gradients = gradients_of(values, leaves)
         return torch.stack(gradients, dim=1).to(torch.promote_types(gradients[0].dtype, torch.float32))
 
 
-def _expand_to_all_rows(block: Block, leaf: Float[Tensor, "row head query key"], rows: Tensor) -> Tensor:
+def _expand_to_all_rows(
+    block: Block, leaf: Float[Tensor, "example head query key"], chunk: Int[Tensor, " example"]
+) -> Float[Tensor, "example head all_queries key"]:
     """Return a leaf of the asked rows as an addition to the whole pattern, with 0 in all other rows."""
     if block.every_query:
         return leaf
-    index = block.queries[rows][:, None, :, None].expand_as(leaf)
+    index = block.queries[chunk][:, None, :, None].expand_as(leaf)
     with torch.enable_grad():
         return leaf.new_zeros(*leaf.shape[:2], block.real.shape[1], leaf.shape[3]).scatter(2, index, leaf)
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.arguments import one_of, whole_number
-from lens_mix.lens.effort import GRADIENT_PASS, Passes
+from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
 from lens_mix.method import Method
 from lens_mix.methods import baselines
-from lens_mix.methods.row_targets import RowTargetMethod, RowTargets, bind_rows, row_passes
+from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
@@ -103,17 +103,17 @@ class InputGradients(RowTargetMethod):
         scores, start = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if self.score == "integrated":
             baselines.note_convergence(bound, scores, start, self.n_steps, last)
-        return [bound.scattered(scores, last)]
+        return [bound.scatter(scores, last)]
 
     def _compute_scores(
-        self, bound: RowTargets, rows: Tensor
+        self, bound: BoundRows, rows: Tensor
     ) -> tuple[Float[Tensor, "row key"], Float[Tensor, " row"]]:
         """Return the scores of some rows, and F at the baseline."""
-        prompts, gradient = bound.prompts[rows], functools.partial(bound.gradients, rows)
-        x = bound.first.inputs[prompts]
+        prompts, gradient = bound.prompt_index[rows], functools.partial(bound.gradients, rows)
+        x = bound.block.inputs[prompts]
         if self.score == "integrated":
             points, weights = quadrature(self.method, self.n_steps)
-            baseline = baselines.make_input_baseline(self.baseline, x, bound.first.real_inputs[prompts])
+            baseline = baselines.make_input_baseline(self.baseline, x, bound.block.real_inputs[prompts])
             start = bound.values(rows, resid_pre=baseline)
             return integrated_gradients(gradient, x, baseline, points, weights), start
         score = gradient_norm if self.score == "norm" else gradient_times_input

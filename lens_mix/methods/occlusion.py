@@ -16,8 +16,8 @@ from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, ze
 from lens_mix.lens.effort import Passes
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.method import Method
+from lens_mix.methods.bound_target import bind_rows
 from lens_mix.methods.replacements import Copies, TakesReplacements
-from lens_mix.methods.row_targets import bind_rows
 from lens_mix.targets import as_target
 
 if TYPE_CHECKING:
@@ -101,15 +101,15 @@ class Occlusion(TakesReplacements):
             of_chunk = copies.chunk(chunk)
             batch, pairs = of_chunk.taken_out(self.by, blocks, self.interventions)
             with torch.no_grad(), must_fire(*pairs) as hooks:
-                changes = bound.of_copies(of_chunk.prompts, hooks, batch=batch, distributions=by_kl)
+                changes = bound.values_by_row(of_chunk.prompts, hooks, batch=batch, distributions=by_kl)
                 for row, of_prompt, changed in changes:
                     change = self._change(clean[row], changed)
                     scores[row].index_add_(0, of_chunk.positions[of_prompt], change.to(scores.dtype))
         if self.by == "mask":
             # In any layer, because behind a window or a chunk a row may see more in a higher layer.
             attended = torch.stack([block.with_every_query().attended for block in blocks]).any(0)
-            scores[attended.sum(-1)[bound.prompts, bound.queries] < 2] = 0
-        return [bound.scattered(scores / copies.repeats, last)]
+            scores[attended.sum(-1)[bound.prompt_index, bound.queries] < 2] = 0
+        return [bound.scatter(scores / copies.repeats, last)]
 
     def interventions(
         self, layer: int, position: int | slice | Tensor, *, attention: str = DEFAULT_ATTENTION

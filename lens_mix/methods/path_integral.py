@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lens_mix.algebra.quadrature import NestedRules
 from lens_mix.hooks import HookPair, must_fire
-from lens_mix.methods import target_passes
 from lens_mix.methods.baselines import LARGE_GAP
-from lens_mix.methods.target_passes import BoundTarget
+from lens_mix.methods.bound_target import BoundTarget, gradients_of
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -63,8 +62,8 @@ class Path:
         leaf = (self.baseline[prompts] + scale * self.difference[prompts]).detach().requires_grad_(True)
         pairs = self.interventions(self.block.layer, leaf, attention=self.block.attention_template)
         with must_fire(*pairs) as hooks:
-            values = target_passes.values(self.block, self.bound, hooks, prompts, gradients=True)
-        return values.detach(), target_passes.gradients_of(values, [leaf])[0]
+            values = self.bound.values(prompts, hooks, block=self.block, gradients=True)
+        return values.detach(), gradients_of(values, [leaf])[0]
 
     def chunks(self, rows: int) -> Iterator[slice]:
         """Return slices over `rows` rows, with as many rows in each as memory allows."""

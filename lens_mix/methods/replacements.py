@@ -13,7 +13,7 @@ from torch import Tensor
 from lens_mix.arguments import several, whole_number
 from lens_mix.hooks import HookPair
 from lens_mix.lens.batches import Batch
-from lens_mix.methods.row_targets import RowTargetMethod
+from lens_mix.methods.bound_target import RowTargetMethod
 from lens_mix.targets import Context
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from lens_mix.hooks import HookPair, must_fire, record_attention
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import relative_error
-from lens_mix.methods import target_passes
-from lens_mix.methods.row_targets import RowTargets
+from lens_mix.methods.bound_target import BoundRows, evaluate
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -101,7 +100,7 @@ class SideBySide:
     """
 
     blocks: Sequence[Block]
-    bound: RowTargets
+    bound: BoundRows
     row: int
     token_positions: Int[Tensor, " pos"]
     chosen: Int[Tensor, " chosen"]
@@ -111,7 +110,7 @@ class SideBySide:
     @property
     def tokens(self) -> Int[Tensor, " pos"]:
         """Return the tokens up to the query."""
-        return self.bound.first.tokens[self.bound.prompts[self.row], self.token_positions]
+        return self.bound.block.tokens[self.bound.prompt_index[self.row], self.token_positions]
 
     def compute_changes(self, others: Int[Tensor, "set chosen"]) -> Float[Tensor, "set chosen"]:
         """Return how much the target of each replacement differs from that of the clean pass.
@@ -123,7 +122,7 @@ class SideBySide:
             UnsupportedModelError: As in `compute_targets`, and if user hooks act on some positions only.
             ValueError: As in `compute_targets`.
         """
-        first, clean = self.bound.first, self.bound.clean[self.row]
+        first, clean = self.bound.block, self.bound.clean[self.row]
         if first.carries_users_hooks:
             # A hook on certain positions misses the replacements. Tokens that replace themselves detect that.
             error = float((self.compute_targets(self.tokens[self.chosen][None]) - clean).abs().max())
@@ -149,8 +148,8 @@ class SideBySide:
             UnsupportedModelError: The interventions have no effect, or change the prompt's own tokens.
             ValueError: The pass needs more memory than `max_memory`.
         """
-        first, layout = self.bound.first, Layout.of(len(self.token_positions), self.chosen, len(others))
-        prompt = int(self.bound.prompts[self.row])
+        first, layout = self.bound.block, Layout.of(len(self.token_positions), self.chosen, len(others))
+        prompt = int(self.bound.prompt_index[self.row])
         whole = int(first.real[prompt].sum())
         if first.angles_differ(len(self.token_positions), whole):
             # If the angles depend on the largest position, the pass needs the same one as the clean pass.
@@ -173,7 +172,7 @@ class SideBySide:
         for block, (name, _) in zip(self.blocks, controls, strict=True):
             _check_control(recorded[str(name)][0], self.mixed[block.layer])
         as_prompt = logits[:, None].expand(-1, int(first.real[prompt].sum()), -1)
-        values = target_passes.evaluate(self.bound.functions[self.row], as_prompt)
+        values = evaluate(self.bound.functions[self.row], as_prompt)
         return values.unflatten(0, (-1, len(self.chosen)))
 
 

@@ -12,7 +12,7 @@ from lens_mix.hooks import must_fire, record_mixing, zero_values
 from lens_mix.lens.autograd_graph import Mixing
 from lens_mix.lens.model import Lens
 from lens_mix.methods.attribution_patching import hidden_effects, hidden_key_effects
-from lens_mix.methods.row_targets import bind_rows
+from lens_mix.methods.bound_target import bind_rows
 from lens_mix.methods.side_by_side import Layout
 from lens_mix.statistics.passes import prompt_blocks
 from tests.matrix import build_or_skip, cases, prompt_of, slow, wide_cases

@@ -1,0 +1,457 @@
+"""A target bound to a clean pass: its value for each example or each row, in this pass and in others."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lens_mix.method import Method
+from lens_mix.targets import Context, Target, TargetFunction, TargetLike, as_target, describe, predicted
+
+if TYPE_CHECKING:
+    from lens_mix.hooks import HookPair
+    from lens_mix.lens.autograd_graph import AutogradGraph
+    from lens_mix.lens.batches import Batch
+    from lens_mix.lens.block import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetMethod(Method):
+    """The base class of the methods that explain a target."""
+
+    engines: ClassVar[tuple[str, ...]] = ("hooks",)
+
+    target: TargetLike = dataclasses.field(default_factory=predicted)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        as_target(self.target)
+
+    def parameters(self) -> dict[str, object]:
+        return {**super().parameters(), "target": describe(as_target(self.target))}
+
+    def takes_rows(self, engine: str) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTargetMethod(TargetMethod):
+    """The base class of the methods with one map, of the whole model, that explains a target at each row."""
+
+    residual: ClassVar[float] = 0.0
+    kind: ClassVar[Literal["layer", "input"]] = "input"
+    whole_model: ClassVar[bool] = True
+
+    target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="log_probability"))
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundTarget:
+    """A target bound to a clean pass: one number for each example, or for each row (`BoundRows`).
+
+    Attributes:
+        block: the block from which passes run, unless another is named.
+        target: the target.
+        spans: for each example, its own positions, without padding, in the output that the target reads.
+        functions: for each number, the function from the output of its example, [copy ...], to [copy].
+        prompt_index: for each number, the index of its prompt; numbers of one prompt are contiguous.
+        clean: for each number, its value in the clean pass.
+        positions: for each number, the only position of the batch's logits that it reads; None if any number
+            reads several.
+    """
+
+    block: Block
+    target: Target
+    spans: tuple[slice, ...]
+    functions: tuple[TargetFunction, ...]
+    prompt_index: Int[Tensor, " number"]
+    clean: Float[Tensor, " number"]
+    positions: Int[Tensor, " number"] | None
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the target reads the model's logits; otherwise it reads the last residual stream."""
+        return self.target.reads == "logits"
+
+    @property
+    def is_probability(self) -> bool:
+        """Whether the target is known to be between 0 and 1."""
+        return getattr(self.target, "of", None) == "probability"
+
+    def chunks(self, largest: int | None = None) -> Iterator[Int[Tensor, " chunk"]]:
+        """Yield the indices of the numbers, as many at a time as fit in memory with gradients.
+
+        Args:
+            largest: the most at a time; None: only memory bounds them.
+        """
+        index = torch.arange(len(self.functions), device=self.prompt_index.device)
+        step = self.block.gradient_rows(len(index), logits=self.reads_logits)
+        chunks = index.split(step if largest is None else min(step, largest))
+        yield from self.block.with_bar(chunks, len(chunks), "chunks")
+
+    def values(
+        self,
+        index: Int[Tensor, " copy"],
+        fwd_hooks: Sequence[HookPair] = (),
+        *,
+        block: Block | None = None,
+        batch: Batch | None = None,
+        gradients: bool = False,
+        **options: Any,
+    ) -> Float[Tensor, " copy"]:
+        """Compute numbers in a pass with interventions, with one copy of its example for each.
+
+        Args:
+            index: which number each copy is for; repeats are allowed.
+            fwd_hooks: TransformerLens hooks, which get `[copy, ...]` tensors.
+            block: the block from which the pass runs; None: `self.block`.
+            batch: the copies, if their tokens or masks are not those of the clean pass.
+            gradients: build the autograd graph.
+            options: `resid_pre` or `resid_post`, as in `Block.logits`.
+        """
+        index = index.to(self.prompt_index.device)
+        copies = self.prompt_index[index]
+        if self.positions is not None:
+            options["positions"] = self.positions[index]
+        options |= {"rows": copies, "batch": batch, "gradients": gradients}
+        values = []
+        with torch.set_grad_enabled(gradients):
+            output = read_output(block or self.block, self.target, fwd_hooks, **options)
+            for number, chosen in _runs(index):
+                span = self.spans[int(self.prompt_index[number])]
+                tokens = self._tokens_read(batch, chosen, span)
+                values.append(evaluate(self.functions[number], _at(output[chosen], span), *tokens))
+            return torch.cat(values)
+
+    def _tokens_read(self, batch: Batch | None, copies: slice, span: slice) -> tuple[Tensor, ...]:
+        """Return the tokens of altered copies for `evaluate`; nothing if the target does not read them."""
+        return (batch.tokens[copies, span],) if batch is not None and self.target.reads_tokens else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundRows(BoundTarget):
+    """A target bound to the asked rows of a clean pass: one number for each row of every prompt.
+
+    Attributes:
+        queries: for each row, its position in the padded batch.
+        query_index: for each row, its index on the map's query axis.
+    """
+
+    queries: Int[Tensor, " row"]
+    query_index: Int[Tensor, " row"]
+
+    @property
+    def reads_one_position(self) -> bool:
+        """Whether each prompt has a single row, and its target reads the logits at this row alone."""
+        if self.positions is None or len(self.prompt_index.unique()) < len(self.prompt_index):
+            return False
+        return torch.equal(self.positions, self.queries)
+
+    def value_in(self, graph: AutogradGraph, number: int) -> Float[Tensor, " 1"]:
+        """Compute one number as a node of its prompt's autograd graph."""
+        index = torch.tensor([number], dtype=torch.long, device=self.prompt_index.device)
+        with graph.built():
+            return self.values(index, resid_post=graph.resid_post, gradients=True)
+
+    def gradients(
+        self, index: Int[Tensor, " copy"], resid_pre: Float[Tensor, "copy pos d_model"]
+    ) -> Float[Tensor, "copy pos d_model"]:
+        """Compute the gradient of numbers with respect to the input of the first block."""
+        leaf = resid_pre.detach().requires_grad_(True)
+        return gradients_of(self.values(index, resid_pre=leaf, gradients=True), [leaf])[0]
+
+    def values_by_row(
+        self,
+        prompt_index: Int[Tensor, " copy"],
+        fwd_hooks: Sequence[HookPair] = (),
+        *,
+        batch: Batch | None = None,
+        distributions: bool = False,
+    ) -> Iterator[tuple[int, slice, Float[Tensor, " copy *d_vocab"]]]:
+        """Yield, for each row, which copies are of its prompt, and the row's number in each of them.
+
+        All rows of a prompt are read from the same copies.
+
+        Args:
+            prompt_index: the prompt of each copy; copies of one prompt are contiguous.
+            fwd_hooks, batch: as in `values`.
+            distributions: yield the log probabilities of all tokens at the row instead of its number.
+        """
+        positions = None
+        if self.reads_one_position:
+            query_of_prompt = self.queries.new_zeros(len(self.block.batch))
+            query_of_prompt[self.prompt_index] = self.queries
+            positions = query_of_prompt[prompt_index]
+        output = read_output(
+            self.block, self.target, fwd_hooks, positions=positions, rows=prompt_index, batch=batch
+        )
+        for prompt, copies in _runs(prompt_index):
+            span = self.spans[prompt]
+            own, tokens = _at(output[copies], span), self._tokens_read(batch, copies, span)
+            for row in (self.prompt_index == prompt).nonzero()[:, 0].tolist():
+                if distributions:
+                    yield row, copies, _log_probabilities(own, int(self.queries[row]) - span.start)
+                else:
+                    yield row, copies, evaluate(self.functions[row], own, *tokens)
+
+    @torch.no_grad()
+    def distributions(self) -> Float[Tensor, "row d_vocab"]:
+        """Compute the log probabilities of all tokens at each row of the clean pass."""
+        by_row = self.values_by_row(self.prompt_index.unique(), distributions=True)
+        return torch.cat([log_probabilities for _, _, log_probabilities in by_row])
+
+    def scatter(self, by_row: Float[Tensor, "row key"], last: Block) -> Float[Tensor, "batch query key"]:
+        """Return scores of rows as a map with the rows of the block `last`; rows of padding are 0."""
+        scores = by_row.new_zeros(*last.queries.shape, by_row.shape[-1])
+        scores[self.prompt_index, self.query_index] = by_row
+        return scores
+
+
+def bind(blocks: Sequence[Block], target: TargetLike) -> BoundTarget:
+    """Bind a target to every example of a clean pass.
+
+    Args:
+        blocks: passes run from the first one; the clean values are computed from the last, which is cheaper.
+        target: the target.
+
+    Raises:
+        TypeError, ValueError: the target does not fit a prompt.
+        RuntimeError: torch's inference mode is on.
+    """
+    bound, _ = _bound(blocks, target, lambda read, context, prompt, start: {0: read})
+    return bound
+
+
+def bind_rows(blocks: Sequence[Block], target: TargetLike) -> BoundRows:
+    """Bind a target to the rows of the last block, at whose positions it is read instead of its own.
+
+    A target without a position (a class, a loss of the whole prompt, a callable) is one number of the prompt,
+    so that a single row has to be asked for.
+
+    Args:
+        blocks: as in `bind`.
+        target: the target.
+
+    Raises:
+        TypeError, ValueError: the target does not fit a prompt or the rows.
+        RuntimeError: torch's inference mode is on.
+    """
+    last = blocks[-1]
+    bound, query_index = _bound(blocks, target, functools.partial(_targets_at_rows, last))
+    return BoundRows(
+        **vars(bound), queries=last.queries[bound.prompt_index, query_index], query_index=query_index
+    )
+
+
+@torch.no_grad()
+def _bound(
+    blocks: Sequence[Block],
+    target: TargetLike,
+    targets_of: Callable[[Target, Context, int, int], dict[int, Target]],
+) -> tuple[BoundTarget, Int[Tensor, " number"]]:
+    """Return the bound target, and the index of each number among those of its prompt.
+
+    Args:
+        blocks, target: as in `bind`.
+        targets_of: returns the targets of one prompt by their index, from the target, the prompt's context,
+            its index and its first position in the batch.
+    """
+    read = as_target(target)
+    spans: list[slice] = []
+    functions: list[TargetFunction] = []
+    clean: list[Tensor] = []
+    positions: list[int] = []
+    index: list[tuple[int, int]] = []
+    for prompt, (span, context) in enumerate(_contexts(blocks[-1], read)):
+        spans.append(span)
+        for within, placed in targets_of(read, context, prompt, span.start).items():
+            functions.append(placed.of_prompt(context))
+            clean.append(evaluate(functions[-1], context.output))
+            position = placed.reads_position(context)
+            positions += [] if position is None else [position + span.start]
+            index.append((prompt, within))
+    device = clean[0].device
+    prompt_index, within_prompt = torch.tensor(index, dtype=torch.long, device=device).unbind(1)
+    every = torch.tensor(positions, dtype=torch.long, device=device)
+    narrow = every if len(every) == len(functions) else None
+    bound = BoundTarget(
+        blocks[0], read, tuple(spans), tuple(functions), prompt_index, torch.cat(clean), narrow
+    )
+    return bound, within_prompt
+
+
+def _contexts(block: Block, target: Target) -> Iterator[tuple[slice, Context]]:
+    """Yield each example's own positions in the clean output, and what a target may know of the example.
+
+    The row that the target explains by default is recorded for the prompt's map.
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "attribution needs gradients: expected to be outside torch.inference_mode, got it switched on "
+            "(torch.no_grad is fine)"
+        )
+    reads_logits, batch = target.reads == "logits", block.batch
+    tokens, given = (block.logits_tokens, {}) if reads_logits else (block.tokens, batch.inputs)
+    # Further inputs belong to the source of an encoder-decoder, whichever part is mapped.
+    has_source = not reads_logits and batch.target is not None and block.tokens is block.logits_tokens
+    output = read_output(block, target)
+    for prompt, real in enumerate(block.logits_real if reads_logits else block.real):
+        places = real.nonzero()[:, 0]
+        span = slice(int(places[0]), int(places[-1]) + 1)
+        own = batch.real[prompt] if has_source else span
+        context = Context(
+            tokens[prompt, span],
+            _at(output[prompt : prompt + 1], span),
+            block.tokenizer,
+            {name: value[prompt, own] for name, value in given.items()},
+            source=batch.tokens[prompt, own] if has_source else None,
+            as_target=reads_logits and batch.target is not None,
+        )
+        block.set_default_row(prompt, target.default_row(context))
+        yield span, context
+
+
+def _targets_at_rows(
+    last: Block, target: Target, context: Context, prompt: int, start: int
+) -> dict[int, Target]:
+    """Return the target at each asked row of a prompt, by the row's index on the query axis."""
+    query_index = last.real_queries[prompt].nonzero()[:, 0].tolist()
+    places = [int(last.queries[prompt, index]) - start for index in query_index]
+    at_rows = {}
+    for index, place in zip(query_index, places, strict=True):
+        at_rows[index] = _target_at(target, place, context, len(set(places)))
+        if at_rows[index] is target and place < len(context.tokens) - 1:
+            _require_whole_prompt(target, context, last, (prompt, index))
+    return at_rows
+
+
+def _target_at(target: Target, place: int, context: Context, rows: int) -> Target:
+    """Return the target as it is read at the position of a row."""
+    placed, reads = target.at_row(place, context), target.reads_position(context)
+    if placed is not None:
+        return placed
+    if rows > 1 or reads not in (None, place):
+        where = "one row (queries=[-1])" if reads is None else f"the row of the position it reads ({reads})"
+        raise ValueError(
+            f"target: {type(target).__name__.lstrip('_')} explains one number of the prompt, whatever the "
+            f"row; expected {where}, got {rows} rows{'' if rows > 1 else f', of position {place}'}"
+        )
+    return target
+
+
+def _require_whole_prompt(target: Target, context: Context, last: Block, row: tuple[int, int]) -> None:
+    """Raise a ValueError if a classifier is explained in a row that does not see the prompt's end.
+
+    A classifier of a causal model looks for the token that it reads in the whole prompt.
+
+    Args:
+        row: the prompt, and the row's index on the query axis.
+    """
+    if target.reads_position(context) is not None or target.default_row(context) is None:
+        return
+    query = int(last.queries[row])
+    if not bool(last.attended[row][query + 1 :].any()):
+        raise ValueError(
+            f"target: {type(target).__name__.lstrip('_')} explains one number of the whole prompt; expected "
+            f"the last row (queries=[-1]), got a row (position {query}) that does not see what comes after it"
+        )
+
+
+def read_output(
+    block: Block,
+    target: Target,
+    fwd_hooks: Sequence[HookPair] = (),
+    *,
+    positions: Int[Tensor, " copy"] | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return the output that a target reads, from a pass that runs from a block on.
+
+    Args:
+        positions: for each copy, the only position whose logits are computed; None: all.
+        options: as in `Block.logits`.
+    """
+    if target.reads == "logits":
+        logits = block.logits(fwd_hooks, positions=positions, **options)
+        # A view has the one position's logits at every position, because targets index as in the whole.
+        return logits if positions is None else logits.expand(-1, block.logits_real.shape[1], -1)
+    after = getattr(target, "after_final_norm", False)
+    return block.last_residual(fwd_hooks, after_final_norm=after, **options)
+
+
+def evaluate(
+    function: Callable[..., Tensor], output: Float[Tensor, " copy *axes"], *tokens: Int[Tensor, "copy pos"]
+) -> Float[Tensor, " copy"]:
+    """Return the target's value for each copy.
+
+    Args:
+        tokens: the tokens of the copies, if the target reads them.
+
+    Raises:
+        TypeError, ValueError: the function does not return a tensor [copy] of finite numbers.
+    """
+    values = function(output, *tokens)
+    if not torch.is_tensor(values) or not values.is_floating_point():
+        got = f"a tensor of {values.dtype}" if torch.is_tensor(values) else type(values).__name__
+        raise TypeError(f"target: expected a tensor [copy] of real numbers, got {got}")
+    if tuple(values.shape) != (len(output),):
+        expected = f"expected one number per copy, shape ({len(output)},)"
+        raise ValueError(f"target: {expected}, got {tuple(values.shape)}")
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"target: expected finite values, got NaN or infinity{_why_not_finite(output)}")
+    return values
+
+
+def _why_not_finite(output: Tensor) -> str:
+    if not bool(output.isnan().any()):
+        return ""
+    reason = ": the output of the model, which it reads, has NaN"
+    if output.dtype == torch.float64:
+        reason += "; in float64 some models (MPT) give NaN if a position sees only masked ones: use float32"
+    return reason
+
+
+def gradients_of(values: Float[Tensor, " copy"], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Compute the gradient of each copy's target with respect to each leaf.
+
+    Raises:
+        ValueError: the target has no gradient with respect to a leaf.
+    """
+    gradients: Sequence[Tensor | None] = [None]
+    if values.requires_grad:
+        gradients = torch.autograd.grad(values, list(leaves), torch.ones_like(values), allow_unused=True)
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) < len(leaves):
+        raise ValueError(
+            "target: expected a differentiable function of the output, got values without a gradient "
+            "(a detach, an argmax or a no_grad inside?)"
+        )
+    return present
+
+
+def _runs(index: Int[Tensor, " copy"]) -> Iterator[tuple[int, slice]]:
+    """Yield each number that an index repeats in a row, and the slice of these repeats."""
+    start = 0
+    for number, repeats in itertools.groupby(index.tolist()):
+        stop = start + len(list(repeats))
+        yield number, slice(start, stop)
+        start = stop
+
+
+def _at(output: Float[Tensor, " copy *whole"], span: slice) -> Float[Tensor, " copy *axes"]:
+    """Return an example's own positions of an output, as a view; a classifier's output has no positions."""
+    return output[:, span] if output.ndim == 3 else output
+
+
+def _log_probabilities(
+    output: Float[Tensor, "copy *pos d_vocab"], place: int
+) -> Float[Tensor, "copy d_vocab"]:
+    logits = output if output.ndim == 2 else output[:, place]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
