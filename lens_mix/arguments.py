@@ -12,7 +12,7 @@ import numbers
 import operator
 import os
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -201,6 +201,14 @@ def groups_of_positions(name: str, groups: Any) -> list[list[int]]:
     if len(set(positions)) != len(positions):
         raise ValueError(f"{name}: expected each position in one group at most, got {listed}")
     return listed
+
+
+def groups_within(name: str, groups: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Return groups of positions, all of them below `count`."""
+    outside = [position for group in groups for position in group if position >= count]
+    if outside:
+        raise ValueError(f"{name}: expected positions 0..{count - 1}, got {outside}")
+    return [list(group) for group in groups]
 
 
 def _list_whole_numbers(name: str, values: Any) -> list[int]:

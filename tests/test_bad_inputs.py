@@ -237,9 +237,13 @@ def methods() -> Iterator[Case]:
         lm.ValueZeroing, "heads", ("01", 1.5, [1.5], [True], ["0"], {1.5: [0]}, {0: "1"}, {-1: [0]}, [-1])
     )
     yield from each(lm.ValueZeroing, "heads", ([], [0, 0], {"0": [1]}, 10**30))
-    yield from each(
-        lm.ValueZeroing, "spans", ("ab", 3, [], [[]], [[1.5]], [3], [[0], [0]], [[-1]], {0: [1]}, True)
-    )
+    for method in (lm.ValueZeroing, lm.Occlusion):
+        no_spans = ("ab", 3, [], [[]], [[1.5]], [3], [[0], [0]], [[-1]], {0: [1]}, True)
+        yield from each(method, "spans", no_spans)
+    for method in (lm.Occlusion, lm.AttributionPatching):
+        yield from each(method, "replacements", (" the", 3, [], [1.5], [-1], [None], {0: 1}, True))
+        yield from each(method, "n_samples", (*NO_WHOLE, 0, None))
+        yield from each(method, "seed", (*NO_WHOLE, -1, None))
     yield from each(lm.AttentionAttribution, "target", (3, "Paris", None, [1]))
     yield from each(lm.GradientAttention, "target", (3, "Paris", None))
     yield from each(lm.AttentionAttribution, "n_steps", ("20", 1.5, True, 0, -1, 10**9, NAN, [20]))
@@ -520,6 +524,10 @@ def scaled() -> Iterator[Case]:
     yield from each(evaluation.SampleTokens, "among", (3, "a", [], [1.5], [-1], {}))
     yield from each(evaluation.SampleTokens, "samples", (*NO_WHOLE, None, 0))
     yield from each(evaluation.SampleTokens, "seed", (*NO_WHOLE, None, -1))
+    yield from each(evaluation.SampleTokens, "draw", NO_CHOICE)
+    yield from each(evaluation.ReplaceTokens, "own", NO_CHOICE, tokens=3)
+    score = functools.partial(evaluation.Importance, [PROMPT])
+    yield from each(score, "occlusion", (lm.Occlusion(spans=[[0, 1]]),))
     keep = with_model(evaluation.keep_cells, prompt=prompt, maps=map_of())
     others = (map_of(heads=3), map_of().select_queries([0]), map_of(kind="input"), map_of(layers=[0, 7]))
     yield from each(keep, "maps", (*NO_MAP, {}, {"a": None}, *others))

@@ -36,6 +36,7 @@ FLOORS = {
     "recommended": 7,
     "residual_shares": 5,
     "registry": 5,
+    "removal": 4,
     "testing": 8,
     "version": 0,
     "view": 7,

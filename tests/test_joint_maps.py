@@ -131,6 +131,37 @@ def test_replaced_tokens_equal_loops_over_transformers_alone(name, measure):
     torch.testing.assert_close(few.scores[0, 0], found.scores[0, -1])
 
 
+@pytest.mark.parametrize("name", BRIDGES)
+def test_replaced_groups_of_both_sides_equal_loops_over_transformers_alone(name):
+    model = model_of(name)
+    pair = tuple(side.clone() for side in prompt_of(model))
+    count = pair[0].shape[1]
+    wrapped = wrapped_model(name, torch.float64)
+    wrapped.set_attn_implementation("eager")
+
+    def log_p(tokens):
+        with torch.no_grad():
+            source, target = tokens[None, :count], tokens[None, count:]
+            return wrapped(input_ids=source, decoder_input_ids=target).logits[0].log_softmax(-1)
+
+    tokens, spans = torch.cat(pair, 1)[0], [(0, 2), (count, count + 1), (1, count + 2)]
+    clean = log_p(tokens)
+    predicted = clean.argmax(-1, keepdim=True)
+    columns = []
+    for span in spans:
+        other = tokens.clone()
+        for position in span:
+            other[position] = 4 if tokens[position] == 3 else 3
+        columns.append((clean - log_p(other)).gather(-1, predicted)[:, 0])
+    found = lm.run(model, pair, lm.Occlusion(replacements=[3], spans=spans), part="joint")
+    torch.testing.assert_close(found.scores[0], torch.stack(columns, -1), atol=1e-6, rtol=0)
+    # Padding on either side changes nothing.
+    pairs, method = [pair, (pair[0], pair[1][:, :4])], lm.Occlusion(replacements=[3], spans=spans)
+    for one, m in zip(pairs, lm.run_many(model, pairs, method, part="joint"), strict=True):
+        alone = lm.run(model, one, method, part="joint")
+        torch.testing.assert_close(m.scores, alone.scores, atol=1e-8, rtol=1e-6)
+
+
 @pytest.fixture
 def float64_softmax(monkeypatch):
     """T5's, in transformers and in the Bridge, is made in float32 whatever the model's dtype."""
@@ -225,7 +256,7 @@ def test_what_is_refused_in_words():
     for method in ("attention", "alti", "value_zeroing", "attribution_patching"):
         with pytest.raises(lm.UnsupportedModelError, match=r"does not speak of part='joint'; lm\.joint"):
             lm.run(model, pair, method, part="joint")
-    with pytest.raises(lm.UnsupportedModelError, match="by='mask' can't take a source token out"):
+    with pytest.raises(lm.UnsupportedModelError, match="by='mask' can't remove a source token"):
         lm.run(model, pair, lm.Occlusion(by="mask"), part="joint")
     with pytest.raises(ValueError, match=r"after_blocks: expected 0 with part='joint'"):
         lm.run(model, pair, lm.Gim(after_blocks=1), part="joint")

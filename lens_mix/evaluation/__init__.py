@@ -34,7 +34,6 @@ from lens_mix.evaluation.probing import (
     residuals_at,
 )
 from lens_mix.evaluation.pruning import PruningCurves, pruning_curves
-from lens_mix.evaluation.removal import Drop, Removal, ReplaceTokens, SampleTokens, ZeroValues
 from lens_mix.evaluation.soft import SoftFaithfulness, soft_faithfulness
 from lens_mix.evaluation.tasks import Case, Cells, Cues, Importance, Removals, Task
 from lens_mix.evaluation.triggers import (
@@ -46,6 +45,7 @@ from lens_mix.evaluation.triggers import (
     predict_by_token,
     trigger_report,
 )
+from lens_mix.removal import Drop, MaskKeys, Removal, ReplaceTokens, SampleTokens, ZeroValues
 
 __all__ = [
     "AlignmentErrors",
@@ -61,6 +61,7 @@ __all__ = [
     "Importance",
     "Interval",
     "Leaderboard",
+    "MaskKeys",
     "Probing",
     "ProbingAgreement",
     "PruningCurves",

@@ -19,9 +19,9 @@ from lens_mix.evaluation.intervention_passes import (
     intervention_passes,
     read_rows,
 )
-from lens_mix.evaluation.removal import Removal, as_removal
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
+from lens_mix.removal import Removal, as_removal
 from lens_mix.targets import TargetLike
 
 if TYPE_CHECKING:
@@ -122,8 +122,9 @@ def removal_curves(
         prompt: As in `lm.run`.
         rows: Scores over all positions of the prompt [key], a row of an input map that explains the target.
             Or several rows by name, which share the bounds and all passes.
-        removal: "sample" (a token drawn at random), "drop" (the attention mask), "zero_values" (in every
-            layer), or a `Removal` with parameters: `ReplaceTokens(" the")`, `SampleTokens(samples=4)`.
+        removal: "sample" (a token drawn at random), "drop" (the model's attention mask), "mask" (hidden in
+            the attention alone), "zero_values" (in every layer), or a `Removal` with parameters:
+            `ReplaceTokens(" the")`, `SampleTokens(samples=4)`.
         target: What is measured. None: the log probability of the prediction at the last position. (The paper
             uses a probability: `lm.targets.predicted()`.)
         positions: The positions that are ranked and removed. None: all that the target's position can see,
@@ -183,7 +184,7 @@ class _CachedTarget:
                 removed[
                     row, [position for bit, position in enumerate(self._ranked_positions) if taken >> bit & 1]
                 ] = True
-            values = self._removal.values(self._passes, removed)
+            values = self._passes.values_without(self._removal, removed)
             self._known.update(zip(new, values.double().tolist(), strict=True))
         return [self._known[taken] for taken in sets]
 

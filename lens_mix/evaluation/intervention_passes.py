@@ -8,19 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix import targets
 from lens_mix.arguments import instance, real_tensor
 from lens_mix.hooks import HookPair
-from lens_mix.lens.batches import Batch
 from lens_mix.lens.block import Block
 from lens_mix.lens.copies import copies_within
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection, read_selection
 from lens_mix.method import Method
 from lens_mix.methods.bound_target import BoundTarget, bind
+from lens_mix.removal import Removal
 from lens_mix.session import CheckedPass, Session
 from lens_mix.targets import TargetLike
 
@@ -87,10 +87,6 @@ class InterventionPasses:
             logits = 1 if self.bound.positions is not None else self.first_block.logits_tokens.shape[1]
         return copies_within(session.lens, session.max_memory, positions, logits=logits)
 
-    def batch(self, copies: int, tokens: Int[Tensor, "copy pos"] | None = None) -> Batch:
-        """The prompt, as often; `tokens`: with these for the mapped stack."""
-        return self.first_block.altered_batch(self._index(copies), tokens=tokens)
-
     def values(
         self, copies: int, fwd_hooks: Sequence[HookPair] = (), **options: Any
     ) -> Float[Tensor, " copy"]:
@@ -99,6 +95,24 @@ class InterventionPasses:
         `options`: as in `BoundTarget.values` (`batch`, the altered copies; `resid_pre` of the first block).
         """
         return self.bound.values(self._index(copies), fwd_hooks, **options)
+
+    def values_without(self, removal: Removal, removed: Bool[Tensor, "group pos"]) -> Float[Tensor, " group"]:
+        """Compute the target without each group of positions, the mean over the samples of a removal.
+
+        Args:
+            removal: how the positions of a group are removed, all at once.
+            removed: for each group, its positions in the prompt.
+        """
+        block = self.first_block
+        inputs = torch.zeros(len(removed), block.real.shape[1], dtype=torch.bool, device=block.real.device)
+        inputs[:, block.real[0]] = removed.to(inputs.device)
+        copies = removal.copies(block, self._index(len(inputs)), inputs)
+        step, values = 1 if removal.runs_alone(block, inputs) else self.at_once, []
+        for start in range(0, len(copies), step):
+            chunk = copies.at(slice(start, start + step))
+            with removal.changes(block, chunk) as (batch, hooks):
+                values.append(self.values(len(chunk), hooks, batch=batch))
+        return torch.cat(values).unflatten(0, (-1, copies.samples)).mean(1)
 
     def _index(self, copies: int) -> Int[Tensor, " copy"]:
         return torch.zeros(copies, dtype=torch.long, device=self.checked.clean.real.device)

@@ -23,9 +23,9 @@ from lens_mix.evaluation.agreement import (
 )
 from lens_mix.evaluation.cells import Operator, keep_cells
 from lens_mix.evaluation.curves import removal_curves
-from lens_mix.evaluation.removal import Removal
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.methods.occlusion import Occlusion
+from lens_mix.removal import Removal
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
 
@@ -119,7 +119,7 @@ class Importance(RowTask):
 
     Args:
         prompts: As in `lm.run`.
-        occlusion: The removal of tokens.
+        occlusion: The removal of each token, and its measure.
         leave_out: Positions that are not scored. The default is the first (a causal model's sink).
         query: The position of the row.
     """
@@ -134,6 +134,11 @@ class Importance(RowTask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", several("prompts", self.prompts, "several prompts", least=1))
+        if self.occlusion.spans is not None:
+            raise ValueError(
+                "occlusion: expected one without spans, because the rows of maps have a score per token, got "
+                f"spans={self.occlusion.spans}"
+            )
 
     def cases(self, model: TransformerLensModel) -> list[Case]:
         return [Case(prompt, whole_number("query", self.query)) for prompt in self.prompts]
@@ -226,7 +231,7 @@ class Removals(_PromptTask):
 
     Args:
         prompts: As in `lm.run`.
-        removal: "sample", "drop", "zero_values", or a `Removal`.
+        removal: "sample", "drop", "mask", "zero_values", or a `Removal`.
         exact: As in `removal_curves`.
         beam: As in `removal_curves`.
     """

@@ -214,8 +214,9 @@ class Block:
 
     @property
     def d_vocab(self) -> int:
-        """How many tokens the model knows; of the joint part both stacks."""
-        read = ("prompt", "target") if self.is_joint else ("prompt",)
+        """How many tokens the model knows on the side that is mapped; for the joint part, on both sides."""
+        side = "target" if self._lens.stack.reads_target else "prompt"
+        read = ("prompt", "target") if self.is_joint else (side,)
         return min(vocabulary(self._lens.model, name) for name in read)
 
     def rows_of(self, tensor: Tensor, axis: int = 1) -> Tensor:

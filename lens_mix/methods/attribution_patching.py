@@ -11,16 +11,16 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.arguments import one_of, whole_number
+from lens_mix.arguments import one_of, several, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_attention
 from lens_mix.hooks.mixing import sink
 from lens_mix.lens.autograd_graph import AutogradGraph, Mixing
 from lens_mix.lens.changed_backward import Rules
 from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.methods.bound_target import BoundRows, bind_rows
-from lens_mix.methods.replacements import TakesReplacements
+from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows
 from lens_mix.methods.side_by_side import SideBySide
+from lens_mix.removal import replacement
 from lens_mix.targets import describe
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttributionPatching(TakesReplacements):
+class AttributionPatching(RowTargetMethod):
     """Estimate what replacing each token would do to the output, from a few passes per row.
 
     Measuring it takes one pass per token (`Occlusion`). score[query, key] adds two estimates of the change of
@@ -97,6 +97,10 @@ class AttributionPatching(TakesReplacements):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.replacements is not None:
+            listed = several("replacements", self.replacements, "tokens", least=1)
+            object.__setattr__(self, "replacements", listed)
+        replacement(self.replacements, self.n_samples, self.seed)
         whole_number("n_exact", self.n_exact, 0)
         one_of("paths", self.paths, ("all", "direct", "between"))
 
@@ -182,7 +186,8 @@ class AttributionPatching(TakesReplacements):
             chosen = torch.tensor([*sorted(strongest), last], dtype=torch.long, device="cpu")
             mixed = {layer: each.mixed for layer, each in mixing.items()}
             beside = SideBySide(blocks, bound, row, places, chosen, mixed, self.interventions)
-            changes = beside.compute_changes(self.stand_ins(bound.block, beside.tokens[chosen]).T)
+            removal = replacement(self.replacements, self.n_samples, self.seed)
+            changes = beside.compute_changes(removal.others(bound.block, beside.tokens[chosen]))
             direct[chosen] = changes.abs().mean(0).to(direct.dtype)
         terms = {"direct": direct, "between": between, "all": direct + between}
         scores[places] = terms[self.paths].to(scores.dtype)

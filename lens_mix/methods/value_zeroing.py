@@ -14,7 +14,7 @@ from torch import Tensor
 from lens_mix.algebra.distances import distance
 from lens_mix.algebra.value_zeroing import value_zeroing_maps
 from lens_mix.algebra.value_zeroing_pairs import find_sources
-from lens_mix.arguments import groups_of_positions, heads_by_layer, number, one_of
+from lens_mix.arguments import groups_of_positions, groups_within, heads_by_layer, number, one_of
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.effort import Passes, pair_passes
@@ -100,12 +100,7 @@ class ValueZeroing(Method):
                 raise ValueError(f"heads: expected query heads 0..{n_heads - 1}, got {outside}")
 
     def key_groups(self, positions: int) -> list[list[int]] | None:
-        if self.spans is None:
-            return None
-        outside = [p for span in self.spans for p in span if p >= positions]
-        if outside:
-            raise ValueError(f"spans: expected positions 0..{positions - 1}, got {outside}")
-        return [list(span) for span in self.spans]
+        return None if self.spans is None else groups_within("spans", self.spans, positions)
 
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         if anatomy.cross:

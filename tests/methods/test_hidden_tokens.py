@@ -65,18 +65,18 @@ _FLOAT32_ONLY = ("xglm",)
 
 
 @contextlib.contextmanager
-def hidden_in_every_softmax(key: int | None, length: int, sinks: int) -> Iterator[None]:
-    """Hide a key in square attention of that length (and sinks), for rows that see another key."""
+def hidden_in_every_softmax(keys: list[int], length: int, sinks: int) -> Iterator[None]:
+    """Hide keys in square attention of that length (and sinks), for rows that see another key."""
     own = {torch.nn.functional: torch.nn.functional.softmax, torch: torch.softmax}
 
     def edited(softmax: Any) -> Any:
         def apply(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if key is not None and scores.shape[-2:] == (length, length + sinks):
+            if keys and scores.shape[-2:] == (length, length + sinks):
                 visible = scores > scores.amax(-1, keepdim=True) - 1e4 + 100
-                visible[..., key] = False
-                column = scores[..., key].masked_fill(visible.any(-1), -torch.inf)
+                visible[..., keys] = False
+                columns = scores[..., keys].masked_fill(visible.any(-1, keepdim=True), -torch.inf)
                 scores = scores.clone()
-                scores[..., key] = column
+                scores[..., keys] = columns
             return softmax(scores, *args, **kwargs)
 
         return apply
@@ -90,15 +90,19 @@ def hidden_in_every_softmax(key: int | None, length: int, sinks: int) -> Iterato
             owner.softmax = softmax
 
 
-def expected_losses(model: Any, inputs: dict[str, Tensor], length: int) -> Tensor:
+def expected_losses(
+    model: Any, inputs: dict[str, Tensor], length: int, groups: list[list[int]] | None = None
+) -> Tensor:
+    groups = [[key] for key in range(length)] if groups is None else groups
     sinks = any("sinks" in name for name, _ in model.named_parameters())
 
     def log_probabilities(key: int | None) -> Tensor:
-        with torch.no_grad(), hidden_in_every_softmax(key, length, int(sinks)):
+        keys = [] if key is None else groups[key]
+        with torch.no_grad(), hidden_in_every_softmax(keys, length, int(sinks)):
             return model(**inputs, use_cache=False).logits[0].log_softmax(-1)
 
     predicted = log_probabilities(None).argmax(-1, keepdim=True)
-    return lost_without_key(lambda key: log_probabilities(key).gather(-1, predicted)[None, :, 0], length)
+    return lost_without_key(lambda key: log_probabilities(key).gather(-1, predicted)[None, :, 0], len(groups))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,6 +129,27 @@ def test_a_hidden_token_changes_nothing_but_the_softmax(name, dtype):
             pytest.skip("no T5 before TransformerLens 4")
         raise
     # Some softmaxes of transformers are always in float32.
+    torch.testing.assert_close(found, expected.to(found), atol=2e-5, rtol=2e-4)
+    assert float(found[-1].abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert", "opt", "bloom", "bart", "t5"])
+def test_a_hidden_group_changes_nothing_but_the_softmax(name):
+    """In an encoder-decoder, of its decoder."""
+    model, reference = build_or_skip(bridge, name, torch.float64), wrapped_model(name, torch.float64)
+    reference.set_attn_implementation("eager")
+    tokens, spans = prompt_of(model), [[0, 1], [2], [3, 4]]
+    pair = isinstance(tokens, tuple)
+    read = tokens[1] if pair else tokens
+    inputs = {"input_ids": tokens[0], "decoder_input_ids": read} if pair else {"input_ids": tokens}
+    expected = expected_losses(reference, inputs, read.shape[-1], spans)
+    method = lm.Occlusion(by="mask", spans=spans)
+    try:
+        found = lm.run(model, tokens, method, part="decoder" if pair else None).scores[0]
+    except lm.UnsupportedModelError as problem:
+        if name == "t5" and "cannot run T5" in str(problem):
+            pytest.skip("no T5 before TransformerLens 4")
+        raise
     torch.testing.assert_close(found, expected.to(found), atol=2e-5, rtol=2e-4)
     assert float(found[-1].abs().max()) > 1e-3
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.hooks import mask_keys, zero_values
 from lens_mix.methods.occlusion import lost_without_key
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import available, bridge, hooked_encoder, hooked_transformer
@@ -108,12 +109,89 @@ def test_edits_on_a_run_of_ones_own_give_the_scores(build, by):
     assert float(found.abs().max()) > 1e-3
 
 
+SPANS = [(0, 2), (1,), (4, 5)]
+
+
+@pytest.mark.parametrize("measure", ["difference", "absolute", "kl"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_replaced_groups_against_the_wrapped_model(name, measure):
+    model = build_or_skip(bridge, name, torch.float64)
+    tokens = prompt_of(model).flatten()
+    tokens[2] = 3
+    clean = log_probabilities(model, tokens)
+    predicted = clean.argmax(-1)
+    expected = torch.zeros(len(tokens), len(SPANS), dtype=torch.float64)
+    for key, span in enumerate(SPANS):
+        for token in (3, 5):
+            other = tokens.clone()
+            for position in span:
+                other[position] = token + (tokens[position] == token)
+            changed = log_probabilities(model, other)
+            lost = at_tokens(clean - changed, predicted)
+            lost = lost.abs() if measure == "absolute" else lost
+            lost = (clean.exp() * (clean - changed)).sum(-1) if measure == "kl" else lost
+            expected[:, key] += lost / 2
+    found = lm.run(model, tokens, lm.Occlusion(replacements=[3, 5], measure=measure, spans=SPANS))
+    torch.testing.assert_close(found.scores[0], expected, atol=1e-6, rtol=0)
+    assert float(expected.abs().max()) > 1e-3
+    assert len(found.key_tokens) == len(SPANS)
+    assert not found.causal
+    assert found.parameters["spans"] == [list(span) for span in SPANS]
+
+
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: " ".join([build[0].__name__, *build[1:]]))
+@pytest.mark.parametrize("by", ["values", "mask"])
+def test_groups_without_values_and_hidden_groups_against_whole_passes(build, by):
+    model, hook = model_or_skip(*build), zero_values if by == "values" else mask_keys
+    tokens = prompt_of(model).flatten()
+    predicted = model(tokens[None])[0].argmax(-1)
+
+    def target(key):
+        layers = () if key is None else range(model.cfg.n_layers)
+        hooks = [hook(layer, positions=SPANS[key]) for layer in layers]
+        with torch.no_grad():
+            logits = model.run_with_hooks(tokens[None], fwd_hooks=hooks)[0]
+        return at_tokens(logits.log_softmax(-1), predicted)[None]
+
+    expected = lost_without_key(target, len(SPANS))
+    found = lm.run(model, tokens, lm.Occlusion(by=by, spans=SPANS)).scores[0]
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    assert float(found.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("by", ["replace", "values", "mask"])
+def test_groups_of_one_token_are_tokens(by):
+    """In the decoder of an encoder-decoder too."""
+    for model, part in (
+        (build_or_skip(bridge, "gpt2", torch.float64), None),
+        (build_or_skip(bridge, "bart", torch.float64), "decoder"),
+    ):
+        options = {"part": part, "queries": [-1]}
+        whole = lm.run(model, prompt_of(model), lm.Occlusion(by=by), **options).scores
+        method = lm.Occlusion(by=by, spans=[[3], [0]])
+        groups = lm.run(model, prompt_of(model), method, **options).scores
+        torch.testing.assert_close(groups, whole[..., [3, 0]], atol=1e-10, rtol=0)
+
+
+def test_groups_that_a_row_can_not_see_have_no_score():
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    for by in ("replace", "values", "mask"):
+        found = lm.run(model, prompt_of(model), lm.Occlusion(by=by, spans=[(1, 3), (2, 5)])).scores[0]
+        assert (found[:1, 0] == 0).all()
+        assert (found[:2, 1] == 0).all()
+        # Some of the group is enough.
+        assert abs(float(found[2, 0])) > 1e-6
+        assert abs(float(found[3, 1])) > 1e-6
+
+
 def test_nothing_is_edited_where_tokens_are_replaced():
     assert lm.Occlusion().interventions(0, 2) == []
 
 
-@pytest.mark.parametrize("method", [lm.Occlusion(by=by) for by in ("replace", "mask", "values")])
-def test_rows_and_batches(method):
+@pytest.mark.parametrize("spans", [None, [(0, 1), (3,)]])
+@pytest.mark.parametrize("by", ["replace", "mask", "values"])
+def test_rows_and_batches(by, spans):
+    method = lm.Occlusion(by=by, spans=spans)
     model = build_or_skip(bridge, "llama", torch.float64)
     prompts = [prompt_of(model, length, seed) for length, seed in ((7, 1), (4, 2), (6, 3))]
     alone = [lm.run(model, prompt, method) for prompt in prompts]
@@ -155,6 +233,8 @@ def test_a_target_of_the_users_explains_one_row():
         ({"replacements": [1], "by": "mask"}, "for by='replace' only"),
         ({"replacements": []}, "replacements"),
         ({"n_samples": 0}, "n_samples"),
+        ({"spans": []}, "spans: expected at least one"),
+        ({"spans": [(0, 1), (1, 2)]}, "each position in one group"),
         ({"measure": "kl", "target": lm.targets.head(lambda resid: resid[:, 0, 0])}, "'kl' compares"),
     ],
 )
@@ -167,6 +247,13 @@ def test_replacements_that_the_model_does_not_know():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     with pytest.raises(ValueError, match="replacements: expected"):
         lm.run(model, prompt_of(model), lm.Occlusion(replacements=[10**6]))
+
+
+@pytest.mark.parametrize("by", ["replace", "mask", "values"])
+def test_positions_that_the_prompt_does_not_have(by):
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    with pytest.raises(ValueError, match=r"spans: expected positions 0\.\.6, got \[9\]"):
+        lm.run(model, prompt_of(model), lm.Occlusion(by=by, spans=[(0, 9)]))
 
 
 def test_one_token():

@@ -6,16 +6,22 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.evaluation import Drop, ReplaceTokens, SampleTokens, ZeroValues, removal_curves
+from lens_mix.evaluation import Drop, MaskKeys, ReplaceTokens, SampleTokens, ZeroValues, removal_curves
 from lens_mix.evaluation.intervention_passes import intervention_passes
-from lens_mix.hooks import zero_values
+from lens_mix.hooks import mask_keys, zero_values
+from lens_mix.removal import each_group
+from lens_mix.session import Session
 from tests import tiny_models
 from tests.hugging_face_oracle import Reference, edited_values
 from tests.matrix import build_or_skip, cases, prompt_of
 from tests.tiny_models import bridge, hooked_transformer, wrapped_model
 
 LOGIT = lm.targets.logit(7)
-PROMPT_LENGTH = 6
+
+
+@pytest.fixture(scope="module")
+def prompt(model):
+    return tiny_models.tokens(model, 1, 6)[0]
 
 
 def sets(length: int, *removed: list[int]) -> torch.Tensor:
@@ -27,7 +33,7 @@ def sets(length: int, *removed: list[int]) -> torch.Tensor:
 
 def values(model, prompt, removal, *removed: list[int], target=LOGIT, **options) -> list[float]:
     with intervention_passes(model, prompt, target, **options) as passes:
-        return removal.values(passes, sets(passes.length, *removed)).tolist()
+        return passes.values_without(removal, sets(passes.length, *removed)).tolist()
 
 
 def logit(model, tokens) -> float:
@@ -63,14 +69,76 @@ def test_sampled_tokens_are_the_same_in_every_set(model, prompt):
 def test_what_is_drawn(model, prompt):
     """Neither special tokens nor the position's own; from the tokens given, where some are."""
     with intervention_passes(model, prompt, LOGIT) as passes:
-        fills = SampleTokens(samples=2000)._fills(passes)
+        fills = SampleTokens(samples=2000).others(passes.first_block, prompt)
         assert not torch.isin(fills, torch.tensor([0, 1, 2])).any()
         assert not (fills == prompt).any()
         for position in range(6):
             assert set(fills[:, position].tolist()) == set(range(3, 50)) - {int(prompt[position])}
         own = [int(prompt[0]), 40, 41]
-        fills = SampleTokens(among=own, samples=50)._fills(passes)
+        fills = SampleTokens(among=own, samples=50).others(passes.first_block, prompt)
         assert set(fills[:, 0].tolist()) == {40, 41}
+
+
+def test_what_is_drawn_per_sample(model, prompt):
+    """A sample is one token for all positions, no two alike; in the place of that token comes the next."""
+    with intervention_passes(model, prompt, LOGIT) as passes:
+        removal = SampleTokens(samples=60, seed=3, draw="per_sample")
+        others = removal.others(passes.first_block, prompt)
+    # Special tokens are 0, 1 and 2; there are no more samples than other tokens.
+    drawn = 3 + torch.randperm(47, generator=torch.Generator().manual_seed(3))[:, None]
+    following = torch.where(drawn == 49, 3, drawn + 1)
+    assert torch.equal(others, torch.where(drawn == prompt, following, drawn))
+
+
+def test_what_is_drawn_per_position(model, prompt):
+    with intervention_passes(model, prompt, LOGIT) as passes:
+        others = SampleTokens(samples=2, seed=3).others(passes.first_block, prompt)
+    drawn = 3 + torch.randint(47, (2, 6), generator=torch.Generator().manual_seed(3))
+    following = torch.where(drawn == 49, 3, drawn + 1)
+    assert torch.equal(others, torch.where(drawn == prompt, following, drawn))
+
+
+def test_a_given_token_that_stands_there_is_kept_or_the_next(model, prompt):
+    with intervention_passes(model, prompt, LOGIT) as passes:
+        block, own = passes.first_block, int(prompt[2])
+        assert ReplaceTokens([own, 49]).others(block, prompt).tolist() == [[own] * 6, [49] * 6]
+        expected = torch.where(prompt == own, own + 1, own)
+        assert torch.equal(ReplaceTokens(own, own="next").others(block, prompt)[0], expected)
+        # After the last number of the vocabulary comes the first.
+        assert ReplaceTokens(49, own="next").others(block, torch.tensor([49, 5])).tolist() == [[0, 49]]
+
+
+def test_samples_of_a_batch_are_those_of_each_prompt_alone(model, prompt):
+    """Whatever padding stands beside it."""
+    for removal in (SampleTokens(samples=2, seed=4), ReplaceTokens([8, 9])):
+        session = Session(model, {"occlusion": lm.Occlusion()})
+        with session.checked_pass([session.read(prompt), session.read(prompt[:4])]) as checked:
+            block = checked.blocks("occlusion")[0]
+            prompt_index, removed, keys = each_group(block.real_inputs, [(0, 1), (3,)])
+            assert prompt_index.tolist() == [0, 0, 1, 1]
+            assert keys.tolist() == [0, 1, 0, 1]
+            copies = removal.copies(block, prompt_index, removed)
+            with removal.changes(block, copies) as (batch, hooks):
+                assert not hooks
+                alone = removal.others(block, prompt[:4])
+                assert batch.tokens[4].tolist()[:4] == [*alone[0, :2].tolist(), *prompt[2:4].tolist()]
+                assert batch.tokens[7].tolist()[:4] == [*prompt[:3].tolist(), int(alone[1, 3])]
+
+
+def test_groups_without_spans_are_the_prompts_own_positions():
+    real = torch.tensor([[True, True, False], [False, True, True]])
+    prompt_index, removed, keys = each_group(real, None)
+    assert prompt_index.tolist() == [0, 0, 1, 1]
+    assert keys.tolist() == [0, 1, 1, 2]
+    assert removed.nonzero()[:, 1].tolist() == [0, 1, 1, 2]
+    _, removed, keys = each_group(real, [(1,), (0, 1)])
+    assert removed.tolist() == [
+        [False, True, False],
+        [True, True, False],
+        [False, False, True],
+        [False, True, True],
+    ]
+    assert keys.tolist() == [0, 1, 0, 1]
 
 
 def test_values_are_zeroed_in_every_layer(model, prompt):
@@ -80,6 +148,18 @@ def test_values_are_zeroed_in_every_layer(model, prompt):
         with torch.no_grad():
             expected = model.run_with_hooks(prompt[None], fwd_hooks=hooks)[0, -1, 7]
         assert value == pytest.approx(float(expected), abs=1e-9)
+
+
+def test_keys_are_masked_in_every_layer(model, prompt):
+    some = ([], [0], [1, 4], [0, 1, 2, 3, 4])
+    found = values(model, prompt, MaskKeys(), *some)
+    for positions, value in zip(some, found, strict=True):
+        hooks = [mask_keys(layer, positions=positions) for layer in range(2)] if positions else []
+        with torch.no_grad():
+            expected = model.run_with_hooks(prompt[None], fwd_hooks=hooks)[0, -1, 7]
+        assert value == pytest.approx(float(expected), abs=1e-9)
+    curve = removal_curves(model, prompt, torch.arange(6.0), removal="mask", target=LOGIT, positions=[1, 4])
+    assert curve.deletion[-1] == pytest.approx(found[2], abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
@@ -137,7 +217,7 @@ def test_the_position_of_the_target_can_not_be_dropped(model, prompt):
         removal_curves(model, prompt, torch.arange(6.0), removal="drop", positions=[1, 5])
 
 
-@pytest.mark.parametrize("removal", [ReplaceTokens(8), SampleTokens(), ZeroValues()], ids=str)
+@pytest.mark.parametrize("removal", [ReplaceTokens(8), SampleTokens(), ZeroValues(), MaskKeys()], ids=str)
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
 def test_every_model_takes_every_removal(case, removal):
     """Nothing removed: the clean target. Removed one by one or in one batch: the same."""
@@ -194,7 +274,7 @@ def test_head_of_ones_own(model, prompt):
 
 def test_little_memory_gives_the_same(model, prompt):
     every = [list(range(count)) for count in range(6)]
-    for removal in (ReplaceTokens(8), ZeroValues(), Drop()):
+    for removal in (ReplaceTokens(8), ZeroValues(), MaskKeys(), Drop()):
         expected = values(model, prompt, removal, *every[:5])
         found = values(model, prompt, removal, *every[:5], max_memory=400_000)
         assert found == pytest.approx(expected, abs=1e-9)
@@ -209,5 +289,9 @@ def test_refusals(model, prompt):
         values(model, prompt, SampleTokens(among=[70]), [0])
     with pytest.raises(ValueError, match="samples: expected a whole number, 1 or more"):
         SampleTokens(samples=0)
+    with pytest.raises(ValueError, match="draw: expected 'per_position' or 'per_sample'"):
+        SampleTokens(draw="alike")
+    with pytest.raises(ValueError, match="own: expected 'kept' or 'next'"):
+        ReplaceTokens(3, own="drop")
     with pytest.raises(TypeError, match="tokens: expected"):
         ReplaceTokens(1.5)

@@ -1,0 +1,395 @@
+"""Removals: ways to take groups of positions (a token, a span, a sentence) out of a model's passes.
+
+A removal replaces the tokens of a group, hides the group by a mask, or zeroes its value vectors.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lens_mix.arguments import one_of, several, whole_number
+from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, watch_pattern, zero_values
+from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.targets import Context
+
+if TYPE_CHECKING:
+    from lens_mix.lens.batches import Batch
+    from lens_mix.lens.block import Block
+
+# What changes a pass: the copies as another batch (None: they are their prompts), and hooks.
+Changed = tuple["Batch | None", list[HookPair]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Copies of prompts, each without a group of positions; `Removal.copies` makes them.
+
+    Attributes:
+        prompt_index: for each copy, the index of its prompt in the batch.
+        removed: for each copy, which positions of `Block.input_tokens` are removed, all at once.
+        sample: for each copy, the index of the sample of other tokens that it gets.
+        others: for each sample, the token that each position gets if it is removed: its own one if the
+            removal replaces no tokens.
+    """
+
+    prompt_index: Int[Tensor, " copy"]
+    removed: Bool[Tensor, "copy input"]
+    sample: Int[Tensor, " copy"]
+    others: Int[Tensor, "sample batch input"]
+
+    def __len__(self) -> int:
+        return len(self.prompt_index)
+
+    @property
+    def samples(self) -> int:
+        """How many neighbouring copies each group has."""
+        return len(self.others)
+
+    def at(self, chunk: slice) -> Copies:
+        """Return some of the copies."""
+        return Copies(self.prompt_index[chunk], self.removed[chunk], self.sample[chunk], self.others)
+
+
+@dataclasses.dataclass(frozen=True)
+class Removal(abc.ABC):
+    """How a group of positions of the mapped part is removed from a pass.
+
+    Class attributes:
+        keeps_target: whether the position that the target reads can't be removed.
+    """
+
+    keeps_target: ClassVar[bool] = False
+
+    def copies(
+        self, block: Block, prompt_index: Int[Tensor, " group"], removed: Bool[Tensor, "group input"]
+    ) -> Copies:
+        """Return the copies without each group, as many for each as the removal has samples.
+
+        Args:
+            block: the model's first block, as are all blocks below.
+            prompt_index: for each group, the index of its prompt.
+            removed: for each group, its positions in `Block.input_tokens`.
+        """
+        return Copies(prompt_index, removed, torch.zeros_like(prompt_index), block.input_tokens[None])
+
+    @abc.abstractmethod
+    def changes(self, block: Block, copies: Copies) -> contextlib.AbstractContextManager[Changed]:
+        """Yield the batch and the hooks of a pass over copies, and check afterwards that they acted.
+
+        Raises:
+            UnsupportedModelError: the model can't be changed in this way.
+            RuntimeError: a hook did not act in the pass.
+        """
+
+    def interventions(
+        self, layer: int, position: int | slice | Tensor, *, attention: str = DEFAULT_ATTENTION
+    ) -> list[HookPair]:
+        """Return the hooks that remove positions in one layer; none if the removal changes the batch.
+
+        Args: as in `lens_mix.hooks.zero_values`.
+        """
+        return []
+
+    def runs_alone(self, block: Block, removed: Bool[Tensor, "group input"]) -> bool:
+        """Return whether the copies without these groups have to run one at a time."""
+        return False
+
+    def _every_layer(self, block: Block, removed: Bool[Tensor, "copy input"]) -> list[HookPair]:
+        layers = range(block.n_layers)
+        pairs = (self.interventions(layer, removed, attention=block.attention_template) for layer in layers)
+        return [pair for of_layer in pairs for pair in of_layer]
+
+
+class OtherTokens(Removal):
+    """The base class of removals by replacement: each removed position gets another token.
+
+    A measure is the mean over the samples of other tokens.
+    """
+
+    @abc.abstractmethod
+    def others(self, block: Block, tokens: Int[Tensor, " pos"]) -> Int[Tensor, "sample pos"]:
+        """Return what takes the place of each token of a prompt, for each sample.
+
+        Raises:
+            TypeError, ValueError: a given token is not one of the model's.
+        """
+
+    def copies(
+        self, block: Block, prompt_index: Int[Tensor, " group"], removed: Bool[Tensor, "group input"]
+    ) -> Copies:
+        tokens, real = block.input_tokens, block.real_inputs
+        by_prompt = []
+        for own, is_own in zip(tokens, real, strict=True):
+            others = self.others(block, own[is_own])
+            padded = own.repeat(len(others), 1)
+            padded[:, is_own] = others
+            by_prompt.append(padded)
+        others = torch.stack(by_prompt, dim=1)
+        sample = torch.arange(len(others), device=prompt_index.device).repeat(len(prompt_index))
+        prompt_index, removed = (each.repeat_interleave(len(others), 0) for each in (prompt_index, removed))
+        return Copies(prompt_index, removed, sample, others)
+
+    @contextlib.contextmanager
+    def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
+        others = copies.others[copies.sample, copies.prompt_index]
+        tokens = torch.where(copies.removed, others, block.input_tokens[copies.prompt_index])
+        yield block.altered_batch(copies.prompt_index, tokens=tokens), []
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplaceTokens(OtherTokens):
+    """Replace every removed token by a given one; with several, each is a sample.
+
+    The prompt stays a prompt that the model can read, but says something else: what is measured is the
+    difference to these tokens, and a token that fits as well is "unimportant".
+
+    Attributes:
+        tokens: a token (its text, leading space included, or its number) or several; each takes all places,
+            and the target is averaged over them.
+        own: what a token becomes that is itself the given one: "kept", so that nothing changes there, or
+            "next", the next number of the vocabulary, as in `lens_mix.Occlusion`.
+        argument: the name of `tokens` in errors.
+    """
+
+    tokens: str | int | Sequence[str | int]
+    own: Literal["kept", "next"] = "kept"
+    argument: str = dataclasses.field(default="tokens", repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        one_of("own", self.own, ("kept", "next"))
+        listed = several(self.argument, self.tokens, "tokens", 1, alone=True)
+        checked = [one if isinstance(one, str) else whole_number(self.argument, one, 0) for one in listed]
+        object.__setattr__(self, "tokens", tuple(checked))
+
+    def others(self, block: Block, tokens: Int[Tensor, " pos"]) -> Int[Tensor, "sample pos"]:
+        # Only the width of the logits is read.
+        logits = torch.empty(1, block.d_vocab, dtype=torch.float32, device="meta")
+        as_target = _is_decoder(block) and not block.is_joint
+        context = Context(tokens, logits, block.tokenizer, as_target=as_target)
+        listed = [context.token_id(one, self.argument) for one in several("tokens", self.tokens, "tokens")]
+        given = torch.tensor(listed, dtype=torch.long, device=tokens.device)[:, None]
+        if self.own == "kept":
+            return given.expand(-1, len(tokens))
+        return torch.where(given == tokens, (given + 1) % block.d_vocab, given)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleTokens(OtherTokens):
+    """Replace every removed token by one drawn at random; a position gets the same one in every group.
+
+    Attributes:
+        among: the token numbers to draw from, alike; None: the vocabulary but for special tokens. In the
+            place of a position's own token comes the next one of these, where there is another.
+        samples: how many draws the target is averaged over.
+        seed: of the draws.
+        draw: "per_position": each position of each sample has a token of its own, drawn with repetition.
+            "per_sample": a sample is one token for all positions, and no two samples are alike; fewer than
+            `samples` if there are fewer tokens. `lens_mix.Occlusion` draws so.
+    """
+
+    among: Sequence[int] | None = None
+    samples: int = 1
+    seed: int = 0
+    draw: Literal["per_position", "per_sample"] = "per_position"
+
+    def __post_init__(self) -> None:
+        whole_number("samples", self.samples, 1)
+        whole_number("seed", self.seed, 0)
+        one_of("draw", self.draw, ("per_position", "per_sample"))
+        if self.among is not None:
+            listed = several("among", self.among, "token numbers", 1)
+            object.__setattr__(self, "among", tuple(whole_number("among", one, 0) for one in listed))
+
+    def others(self, block: Block, tokens: Int[Tensor, " pos"]) -> Int[Tensor, "sample pos"]:
+        pool = self._pool(block)
+        # On the processor, so that a seed draws the same tokens on every device.
+        generator = torch.Generator().manual_seed(self.seed)
+        if self.draw == "per_sample":
+            drawn = torch.randperm(len(pool), generator=generator, device="cpu")[: self.samples, None]
+        else:
+            shape = (self.samples, len(tokens))
+            drawn = torch.randint(len(pool), shape, generator=generator, device="cpu")
+        is_own = pool[drawn] == tokens.cpu()
+        return pool[(drawn + is_own.long()) % len(pool)].to(tokens.device)
+
+    def _pool(self, block: Block) -> Int[Tensor, " token"]:
+        """Return the tokens to draw from, ascending."""
+        size = block.d_vocab
+        if self.among is not None:
+            checked = [whole_number("among", token, 0, size - 1) for token in self.among]
+            return torch.tensor(checked, dtype=torch.long, device="cpu").unique()
+        special = list(getattr(block.tokenizer, "all_special_ids", ()))
+        pool = torch.arange(size, device="cpu")
+        return pool[~torch.isin(pool, torch.tensor(special, dtype=torch.long, device="cpu"))]
+
+
+def replacement(tokens: Sequence[str | int] | None, samples: int, seed: int) -> ReplaceTokens | SampleTokens:
+    """Return the removal that the arguments `replacements`, `n_samples` and `seed` of a method name.
+
+    A token is never replaced by itself, and all positions get the same tokens.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range, or of a wrong type.
+    """
+    whole_number("n_samples", samples, 1)
+    whole_number("seed", seed, 0)
+    if tokens is None:
+        return SampleTokens(samples=samples, seed=seed, draw="per_sample")
+    return ReplaceTokens(tokens, own="next", argument="replacements")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop(Removal):
+    """Hide removed positions by the model's attention mask, as it hides padding.
+
+    TransformerLens counts the positions of most models along the mask, so that the rest closes up, as if the
+    tokens had been cut out; where a model has no such count (HookedEncoder), every token keeps its place. The
+    position that the target reads would keep its residual stream, and is never removed.
+    """
+
+    keeps_target: ClassVar[bool] = True
+
+    @contextlib.contextmanager
+    def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
+        if _is_decoder(block):
+            raise UnsupportedModelError(
+                "Drop: the decoder's side of an encoder-decoder takes no mask; use ReplaceTokens, "
+                "SampleTokens or ZeroValues"
+            )
+        batch = block.batch.select(copies.prompt_index)
+        stays = batch.real & ~copies.removed
+        leaks: list[float] = []
+        note = functools.partial(_note_leak, hidden=copies.removed, stays=stays, leaks=leaks)
+        layers = range(block.n_layers)
+        hooks = [watch_pattern(layer, note, attention=block.attention_template) for layer in layers]
+        yield dataclasses.replace(batch, real=stays), hooks
+        # A model that ignores its mask would give a curve as if nothing had been removed.
+        if len(leaks) < block.n_layers or max(leaks) > 0:
+            raise UnsupportedModelError(
+                "Drop: expected the attention mask to hide what is removed, got attention to it "
+                f"(weight {max(leaks, default=0.0):.1e}); use ReplaceTokens, SampleTokens or ZeroValues"
+            )
+
+    def runs_alone(self, block: Block, removed: Bool[Tensor, "group input"]) -> bool:
+        # Rotary angles may depend on how many tokens are left.
+        left = (block.real_inputs & ~removed).sum(-1)
+        return block.angles_differ(int(left.min()), int(left.max()))
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskKeys(Removal):
+    """Hide removed positions in the attention of every layer: no position attends to them.
+
+    Nothing else changes: all tokens keep their positions, however the model counts them. A removed position
+    keeps its own residual stream. A row that has no other key to see keeps what it saw.
+    """
+
+    @contextlib.contextmanager
+    def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
+        if self._acts_on(block):
+            with must_fire(*self._every_layer(block, copies.removed)) as hooks:
+                yield None, hooks
+        else:
+            yield block.altered_batch(copies.prompt_index, masked=copies.removed), []
+
+    def interventions(
+        self, layer: int, position: int | slice | Tensor, *, attention: str = DEFAULT_ATTENTION
+    ) -> list[HookPair]:
+        return [mask_keys(layer, position, attention=attention)]
+
+    def _acts_on(self, block: Block) -> bool:
+        """Return whether hooks can share weights out anew before they mix; if not, the mask hides a key."""
+        pairs = self.interventions(block.layer, 0, attention=block.attention_template)
+        try:
+            block.replay(block.real.new_zeros(1, dtype=torch.long), pairs)
+        except RuntimeError:
+            return False
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroValues(Removal):
+    """Zero the value vectors of removed positions in every layer of the part.
+
+    They are still attended to, but pass on nothing; their own residual stream goes on. Patterns are not
+    frozen: above the first layer they change with what the queries and keys have lost.
+    """
+
+    @contextlib.contextmanager
+    def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
+        with must_fire(*self._every_layer(block, copies.removed)) as hooks:
+            yield None, hooks
+
+    def interventions(
+        self, layer: int, position: int | slice | Tensor, *, attention: str = DEFAULT_ATTENTION
+    ) -> list[HookPair]:
+        return [zero_values(layer, position, attention=attention)]
+
+
+_NAMED: dict[str, type[Removal]] = {
+    "drop": Drop,
+    "mask": MaskKeys,
+    "sample": SampleTokens,
+    "zero_values": ZeroValues,
+}
+
+
+def as_removal(removal: Any) -> Removal:
+    """Return a removal as it is, or one of `_NAMED` with its defaults.
+
+    Raises:
+        TypeError, ValueError: it is neither.
+    """
+    if isinstance(removal, str) and removal in _NAMED:
+        return _NAMED[removal]()
+    if isinstance(removal, Removal):
+        return removal
+    expected = f"removal: expected one of {sorted(_NAMED)} or a Removal (ReplaceTokens(' the'), say)"
+    error = ValueError if isinstance(removal, str) else TypeError
+    raise error(f"{expected}, got {removal!r}")
+
+
+def each_group(
+    real: Bool[Tensor, "batch input"], spans: Sequence[Sequence[int]] | None
+) -> tuple[Int[Tensor, " group"], Bool[Tensor, "group input"], Int[Tensor, " group"]]:
+    """Return the groups of every prompt: the prompt's index, the group's positions, and its key on the map.
+
+    Args:
+        real: which positions of the padded batch are the prompts' own.
+        spans: groups of positions, counted without padding; None: each position alone, which is its own key.
+    """
+    groups = torch.diag_embed(real)
+    if spans is not None:
+        groups = torch.zeros(len(real), len(spans), real.shape[1], dtype=torch.bool, device=real.device)
+        for prompt, is_real in enumerate(real):
+            places = is_real.nonzero()[:, 0]
+            for key, span in enumerate(spans):
+                groups[prompt, key, places[list(span)]] = True
+    # Without spans, the positions of padding have no group.
+    prompt_index, keys = groups.any(-1).nonzero().unbind(-1)
+    return prompt_index, groups[prompt_index, keys], keys
+
+
+def _is_decoder(block: Block) -> bool:
+    """Return whether the mapped part reads the target of an encoder-decoder."""
+    return block.batch.target is not None and block.tokens is block.logits_tokens
+
+
+def _note_leak(
+    pattern: Float[Tensor, "copy head query key"],
+    hidden: Bool[Tensor, "copy key"],
+    stays: Bool[Tensor, "copy query"],
+    leaks: list[float],
+) -> None:
+    """Note the largest weight of what stays on what is hidden."""
+    leaking = stays[:, :, None] & hidden[:, None, :]
+    leaks.append(float(pattern.abs().amax(1).masked_fill(~leaking, 0).max()))
