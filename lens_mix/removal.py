@@ -31,7 +31,7 @@ Changed = tuple["Batch | None", list[HookPair]]
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Copies of prompts, each without a group of positions; `Removal.copies` makes them.
+    """Copies of prompts, each without a group of positions; `Removal.make_copies` makes them.
 
     Attributes:
         prompt_index: for each copy, the index of its prompt in the batch.
@@ -69,7 +69,7 @@ class Removal(abc.ABC):
 
     keeps_target: ClassVar[bool] = False
 
-    def copies(
+    def make_copies(
         self, block: Block, prompt_index: Int[Tensor, " group"], removed: Bool[Tensor, "group input"]
     ) -> Copies:
         """Return the copies without each group, as many for each as the removal has samples.
@@ -123,7 +123,7 @@ class OtherTokens(Removal):
             TypeError, ValueError: a given token is not one of the model's.
         """
 
-    def copies(
+    def make_copies(
         self, block: Block, prompt_index: Int[Tensor, " group"], removed: Bool[Tensor, "group input"]
     ) -> Copies:
         tokens, real = block.input_tokens, block.real_inputs

@@ -117,7 +117,7 @@ def test_samples_of_a_batch_are_those_of_each_prompt_alone(model, prompt):
             prompt_index, removed, keys = each_group(block.real_inputs, [(0, 1), (3,)])
             assert prompt_index.tolist() == [0, 0, 1, 1]
             assert keys.tolist() == [0, 1, 0, 1]
-            copies = removal.copies(block, prompt_index, removed)
+            copies = removal.make_copies(block, prompt_index, removed)
             with removal.changes(block, copies) as (batch, hooks):
                 assert not hooks
                 alone = removal.others(block, prompt[:4])

@@ -106,7 +106,7 @@ class InterventionPasses:
         block = self.first_block
         inputs = torch.zeros(len(removed), block.real.shape[1], dtype=torch.bool, device=block.real.device)
         inputs[:, block.real[0]] = removed.to(inputs.device)
-        copies = removal.copies(block, self._index(len(inputs)), inputs)
+        copies = removal.make_copies(block, self._index(len(inputs)), inputs)
         step, values = 1 if removal.runs_alone(block, inputs) else self.at_once, []
         for start in range(0, len(copies), step):
             chunk = copies.at(slice(start, start + step))

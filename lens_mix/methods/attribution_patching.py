@@ -140,9 +140,9 @@ class AttributionPatching(RowTargetMethod):
     def passes(self, blocks: Sequence[Block]) -> Passes:
         positions = blocks[0].real.shape[1]
         beside = 0 if self.paths == "between" else 1 + 2 * min(self.n_exact + 1, positions) / positions
-        stand_ins = self.n_samples if self.replacements is None else len(self.replacements)
-        reason = f"a backward pass and a pass with {stand_ins} replacements for each row"
-        return row_passes(blocks, GRADIENT_PASS + stand_ins * beside, reason, "fewer replacements take fewer")
+        samples = self.n_samples if self.replacements is None else len(self.replacements)
+        reason = f"a backward pass and a pass with {samples} replacements for each row"
+        return row_passes(blocks, GRADIENT_PASS + samples * beside, reason, "fewer replacements take fewer")
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, bound = blocks[0], bind_rows(blocks, self.target)

@@ -112,7 +112,7 @@ class Occlusion(RowTargetMethod):
         by_kl = self.measure == "kl"
         clean = bound.distributions() if by_kl else bound.clean
         prompt_index, removed, keys = each_group(first.real_inputs, self.spans)
-        copies = self._removal.copies(first, prompt_index, removed)
+        copies = self._removal.make_copies(first, prompt_index, removed)
         keys = keys.repeat_interleave(copies.samples)
         scores = first.zeros(len(clean), removed.shape[1] if self.spans is None else len(self.spans))
         for chunk in first.chunks(len(copies), logits=not bound.reads_one_position):

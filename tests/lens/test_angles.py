@@ -121,7 +121,7 @@ def test_tokens_that_are_dropped_shorten_the_prompt(kind):
     removed = torch.zeros(3, 12, dtype=torch.bool)
     removed[1, 2], removed[2, 1:7] = True, True
     with intervention_passes(model, tokens, LOG_PROBABILITY) as passes:
-        found = Drop().values(passes, removed)
+        found = passes.values_without(Drop(), removed)
     for value, gone in zip(found, removed, strict=True):
         left = fresh(tokens[~gone]).logits[0, -1].log_softmax(-1)[5]
         assert float(value) == pytest.approx(float(left), abs=1e-5)
