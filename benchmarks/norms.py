@@ -33,7 +33,7 @@ from lens_mix.methods.atb_ff import AtbFfResLn
 from lens_mix.methods.attn_res import AttnResLn
 from lens_mix.methods.value_norms import ValueNorms
 from lens_mix.statistics.mixing_ratio import block_mixing_ratios
-from lens_mix.statistics.passes import prompt_blocks
+from lens_mix.statistics.passes import run_prompt
 
 QUICK, FULL = (32, 128), (32, 128, 512, 1024)
 # Above this number of positions the straightforward versions take minutes, and tens of gigabytes.
@@ -71,7 +71,7 @@ def seven(model: Any, tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     """Return all seven outputs of every block."""
     outputs = []
     with torch.no_grad():
-        for block in prompt_blocks(model, tokens, AttnResLn()).blocks:
+        for block in run_prompt(model, tokens, AttnResLn()).blocks:
             vectors = attention_vectors(block)
             outputs.append(
                 {
@@ -88,7 +88,7 @@ def seven(model: Any, tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
 def seven_written_out(model: Any, tokens: torch.Tensor) -> None:
     """Compute the same from query × key × d_model vectors."""
     with torch.no_grad():
-        for block in prompt_blocks(model, tokens, AttnResLn()).blocks:
+        for block in run_prompt(model, tokens, AttnResLn()).blocks:
             vectors = attention_vectors(block)
             sent = vectors.pairs.heads.times(vectors.pairs.heads.matrices)
             length = torch.linalg.vector_norm(sent, dim=-1)
@@ -176,7 +176,7 @@ def peak_resident() -> float:
 def block_of(model: Any, positions: int, method: Method) -> Any:
     """Return the middle block of a clean pass."""
     with torch.no_grad():
-        return prompt_blocks(model, random_tokens(model, positions), method).blocks[6]
+        return run_prompt(model, random_tokens(model, positions), method).blocks[6]
 
 
 def after_feed_forward(model: Any, positions: int, repeats: int) -> None:
@@ -220,7 +220,7 @@ def l1_distances(model: Any, positions: int, repeats: int) -> None:
     """Print the time of ALTI's distances, beside vectors per head."""
     # All blocks run in a row, because gigabytes of pair vectors would leave no warm cache for a single block.
     with torch.no_grad():
-        blocks = prompt_blocks(model, random_tokens(model, positions), Alti()).blocks
+        blocks = run_prompt(model, random_tokens(model, positions), Alti()).blocks
 
     def factors() -> None:
         with torch.no_grad():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lens_mix.arguments import instance, real_tensor, several
+from lens_mix.arguments import check_instance, check_items, check_real_tensor
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
@@ -40,7 +40,7 @@ def run_again(
         TypeError: If `mixing_map` is not a `MixingMap`.
         ValueError: If it does not come from a run, or if its record does not fully describe the method.
     """
-    record = instance("mixing_map", mixing_map, MixingMap, "a MixingMap").provenance
+    record = check_instance("mixing_map", mixing_map, MixingMap, "a MixingMap").provenance
     if "token_ids" not in record:
         raise ValueError(
             "mixing_map: expected a map that lm.run made, with token_ids in its provenance, got a map of "
@@ -64,7 +64,9 @@ def run_again(
         "layers": None if is_aggregated else mixing_map.layer_labels,
         "part": record.get("part"),
     }
-    inputs = instance('provenance["inputs"]', record.get("inputs", {}), dict, "a dict of numbers by name")
+    inputs = check_instance(
+        'provenance["inputs"]', record.get("inputs", {}), dict, "a dict of numbers by name"
+    )
     recorded |= {name: _read_numbers(inputs, name) for name in inputs}
     method = _make_method(mixing_map) if method is None else method
     if record.get("engine") in method.engines and len(method.engines) > 1:
@@ -80,7 +82,9 @@ def _read_numbers(record: dict[str, Any], name: str) -> Tensor:
         ValueError: If the list is empty.
     """
     try:
-        numbers = real_tensor(f"provenance[{name!r}]", several(name, record.get(name), "numbers", least=1))
+        numbers = check_real_tensor(
+            f"provenance[{name!r}]", check_items(name, record.get(name), "numbers", least=1)
+        )
     except (TypeError, ValueError) as problem:
         expected = f"mixing_map: expected a record whose {name} is a list of numbers, as lm.run writes it"
         raise type(problem)(f"{expected}; {problem}") from problem

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 
-def shown(value: object) -> str:
+def describe_value(value: object) -> str:
     """Return a short description of a value, for errors."""
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{type(value).__name__} of {value.dtype}, shape {tuple(value.shape)}"
@@ -31,7 +31,7 @@ def shown(value: object) -> str:
     return shortener.repr(value)
 
 
-def whole_number(
+def check_whole_number(
     name: str, value: Any, least: int | None = None, largest: int | None = None, what: str = "a whole number"
 ) -> int:
     """Return an integer of any library, or a scalar tensor of one, as an int.
@@ -57,21 +57,21 @@ def whole_number(
             raise TypeError
         whole = operator.index(value)
     except TypeError:
-        raise TypeError(f"{expected}, got {shown(value)}") from None
+        raise TypeError(f"{expected}, got {describe_value(value)}") from None
     if (least is not None and whole < least) or (largest is not None and whole > largest):
-        raise ValueError(f"{expected}, got {shown(whole)}")
+        raise ValueError(f"{expected}, got {describe_value(whole)}")
     return whole
 
 
-def whole_slice(name: str, value: slice) -> slice:
+def check_slice(name: str, value: slice) -> slice:
     """Return the slice, if its bounds are whole numbers; raise a TypeError otherwise."""
     for bound in (value.start, value.stop, value.step):
         if bound is not None:
-            whole_number(name, bound, what="a slice of whole numbers")
+            check_whole_number(name, bound, what="a slice of whole numbers")
     return value
 
 
-def number(
+def check_number(
     name: str, value: Any, least: float = -math.inf, largest: float = math.inf, above: bool = False
 ) -> float:
     """Return a finite real number of any library, or a scalar tensor of one, as a float.
@@ -93,39 +93,39 @@ def number(
     expected = f"{name}: expected a {'finite ' if largest == math.inf else ''}number{bounds}"
     scalar = value.item() if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta else value
     if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
-        raise TypeError(f"{expected}, got {shown(value)}")
+        raise TypeError(f"{expected}, got {describe_value(value)}")
     try:
         real = float(scalar)
     except OverflowError:
         real = math.inf
     if not math.isfinite(real) or not least <= real <= largest or (above and real == least):
-        raise ValueError(f"{expected}, got {shown(scalar)}")
+        raise ValueError(f"{expected}, got {describe_value(scalar)}")
     return real
 
 
-def flags(**arguments: Any) -> None:
+def check_flags(**arguments: Any) -> None:
     """Raise a TypeError unless each argument is True or False, because text such as "false" would be true."""
     for name, value in arguments.items():
         if not isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"{name}: expected True or False, got {shown(value)}")
+            raise TypeError(f"{name}: expected True or False, got {describe_value(value)}")
 
 
-def one_of(name: str, value: Any, choices: Collection[str]) -> None:
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
     """Raise a ValueError unless the value is one of some strings."""
     if not isinstance(value, str) or value not in choices:
         *others, last = map(repr, choices)
         expected = f"{', '.join(others)} or {last}" if len(others) < 3 else f"one of {list(choices)}"
-        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
+        raise ValueError(f"{name}: expected {expected}, got {describe_value(value)}")
 
 
-def instance(name: str, value: Any, kind: Any, expected: str) -> Any:
+def check_instance(name: str, value: Any, kind: Any, expected: str) -> Any:
     """Return the value if it has a type, which `expected` describes; raise a TypeError otherwise."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name}: expected {expected}, got {shown(value)}")
+        raise TypeError(f"{name}: expected {expected}, got {describe_value(value)}")
     return value
 
 
-def several(
+def check_items(
     name: str, values: Any, what: str, least: int = 0, kind: Any = object, alone: bool = False
 ) -> list[Any]:
     """Return the items of an iterable as a list. A string or a mapping is not an iterable here.
@@ -145,26 +145,26 @@ def several(
     is_single = isinstance(values, (str, bytes, Mapping)) or getattr(values, "ndim", 1) == 0
     is_single = is_single or not isinstance(values, Iterable)
     if is_single and not alone:
-        raise TypeError(f"{name}: expected {what}, got {shown(values)}")
+        raise TypeError(f"{name}: expected {what}, got {describe_value(values)}")
     listed = [values] if is_single else list(values)
     if len(listed) < least:
         count = ("one", "two")[least - 1]
         raise ValueError(f"{name}: expected at least {count} ({what}), got {len(listed) or 'none'}")
     for item in listed:
-        instance(name, item, kind, what)
+        check_instance(name, item, kind, what)
     return listed
 
 
-def pairs(name: str, values: Any, what: str) -> list[tuple[Any, Any]]:
+def check_pairs(name: str, values: Any, what: str) -> list[tuple[Any, Any]]:
     """Return tuples or lists of two items as a list of tuples; raise a TypeError for anything else."""
-    listed = several(name, values, what)
+    listed = check_items(name, values, what)
     for pair in listed:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"{name}: expected {what}, got {shown(pair)}")
+            raise TypeError(f"{name}: expected {what}, got {describe_value(pair)}")
     return [(first, second) for first, second in listed]
 
 
-def heads_by_layer(heads: Any) -> Any:
+def check_heads(heads: Any) -> Any:
     """Return heads as a list, or as a dict of lists by layer; None means all heads.
 
     Args:
@@ -178,7 +178,7 @@ def heads_by_layer(heads: Any) -> Any:
         return None
     if isinstance(heads, Mapping):
         return {
-            whole_number("heads (layer)", layer, 0): heads_by_layer(layer_heads)
+            check_whole_number("heads (layer)", layer, 0): check_heads(layer_heads)
             for layer, layer_heads in heads.items()
         }
     listed = _list_whole_numbers("heads", heads)
@@ -187,7 +187,7 @@ def heads_by_layer(heads: Any) -> Any:
     return listed
 
 
-def groups_of_positions(name: str, groups: Any) -> list[list[int]]:
+def check_groups(name: str, groups: Any) -> list[list[int]]:
     """Return groups of positions as lists.
 
     Raises:
@@ -195,7 +195,8 @@ def groups_of_positions(name: str, groups: Any) -> list[list[int]]:
         ValueError: If a position is below 0 or in two groups, a group is empty, or there are none.
     """
     listed = [
-        _list_whole_numbers(name, group) for group in several(name, groups, "groups of positions", least=1)
+        _list_whole_numbers(name, group)
+        for group in check_items(name, groups, "groups of positions", least=1)
     ]
     positions = [position for group in listed for position in group]
     if len(set(positions)) != len(positions):
@@ -212,11 +213,11 @@ def groups_within(name: str, groups: Sequence[Sequence[int]], count: int) -> lis
 
 
 def _list_whole_numbers(name: str, values: Any) -> list[int]:
-    items = several(name, values, "whole numbers in a list", least=1)
-    return [whole_number(name, item, 0) for item in items]
+    items = check_items(name, values, "whole numbers in a list", least=1)
+    return [check_whole_number(name, item, 0) for item in items]
 
 
-def plain_tensor(name: str, tensor: Tensor) -> Tensor:
+def check_dense_tensor(name: str, tensor: Tensor) -> Tensor:
     """Return the tensor, if torch can compute with it.
 
     Raises:
@@ -229,7 +230,7 @@ def plain_tensor(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def real_tensor(name: str, values: Any) -> Tensor:
+def check_real_tensor(name: str, values: Any) -> Tensor:
     """Return real numbers as a detached tensor.
 
     Args:
@@ -253,12 +254,12 @@ def real_tensor(name: str, values: Any) -> Tensor:
                 values = torch.from_numpy(array)
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"{expected}, got {error}") from error
-    if plain_tensor(name, values).is_complex():
+    if check_dense_tensor(name, values).is_complex():
         raise TypeError(f"{name}: expected real numbers, got {values.dtype}")
     return values.detach()
 
 
-def file_path(name: str, path: Any, write: bool = False) -> str:
+def check_file_path(name: str, path: Any, write: bool = False) -> str:
     """Return the path of a file as a string.
 
     Args:
@@ -271,7 +272,7 @@ def file_path(name: str, path: Any, write: bool = False) -> str:
         ValueError: If it is the path of a folder, or cannot be the path of a file.
         FileNotFoundError: If the file, or the folder to write to, does not exist.
     """
-    text = os.fspath(instance(name, path, (str, os.PathLike), "a path"))
+    text = os.fspath(check_instance(name, path, (str, os.PathLike), "a path"))
     is_folder = "\0" not in str(text) and os.path.isdir(text)
     if is_folder or not text or "\0" in str(text):
         raise ValueError(
@@ -288,5 +289,5 @@ def check_columns(name: str, table: Any, columns: Iterable[str]) -> None:
     columns = list(columns)
     missing = [column for column in columns if column not in getattr(table, "columns", ())]
     if missing:
-        got = f"{shown(table)}, missing {missing}"
+        got = f"{describe_value(table)}, missing {missing}"
         raise ValueError(f"{name}: expected a table with the columns {columns}, got {got}")

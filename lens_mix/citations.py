@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib import resources
 
-from lens_mix.arguments import one_of
+from lens_mix.arguments import check_choice
 from lens_mix.registry import all_methods
 
 _AGGREGATIONS = dict.fromkeys(("flow", "rollout"), "abnar-zuidema-2020-quantifying")
@@ -21,7 +21,7 @@ def citation(name: str) -> str:
         ValueError: If there is no such method or aggregation, or if the method does not cite a paper.
     """
     keys = {label: getattr(method, "citation", "") for label, method in all_methods().items()} | _AGGREGATIONS
-    one_of("name", name, sorted(keys))
+    check_choice("name", name, sorted(keys))
     if not keys[name]:
         raise ValueError(
             f"name: expected a method with a paper, got {name!r}, which cites none; write the BibTeX in its "

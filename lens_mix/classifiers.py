@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lens_mix.arguments import shown, whole_number
+from lens_mix.arguments import check_whole_number, describe_value
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens.changes import Changes, forward_hook, forward_pre_hook, replaced_method
 from lens_mix.lens.state import all_modules, evaluation_mode
@@ -110,8 +110,8 @@ def find_label(model: PreTrainedModel, label: Any, name: str) -> int | None:
         shortener = reprlib.Repr()
         shortener.maxlist = 20
         expected = shortener.repr(list(names))
-        raise ValueError(f"{name}: expected one of {expected}, got {shown(label)}{suggestion}")
-    return names[label] if isinstance(label, str) else whole_number(name, label, 0, count - 1)
+        raise ValueError(f"{name}: expected one of {expected}, got {describe_value(label)}{suggestion}")
+    return names[label] if isinstance(label, str) else check_whole_number(name, label, 0, count - 1)
 
 
 def _list_labels(model: PreTrainedModel) -> tuple[dict[str, int], int]:

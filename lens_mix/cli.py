@@ -172,7 +172,7 @@ def evaluate(
 ) -> None:
     """Score methods on one task: --prompts, --blimp or --planted."""
     from lens_mix import evaluation, runner
-    from lens_mix.arguments import file_path
+    from lens_mix.arguments import check_file_path
 
     given = [name for name, value in (("prompts", prompts), ("blimp", blimp), ("planted", planted)) if value]
     if len(given) != 1:
@@ -187,7 +187,7 @@ def evaluate(
     runner.read_methods(methods.split(","))
     lines = _read_prompts(prompts) if prompts is not None else []
     if blimp is not None:
-        file_path("--blimp", blimp)
+        check_file_path("--blimp", blimp)
     loaded = _load(model)
     task: evaluation.Task
     if lines:
@@ -214,10 +214,10 @@ def evaluate(
 
 def _read_prompts(path: Path) -> list[str]:
     """Return the lines of a text file, without blank ones."""
-    from lens_mix.arguments import file_path
+    from lens_mix.arguments import check_file_path
 
     try:
-        text = Path(file_path("--prompts", path)).read_text(encoding="utf-8")
+        text = Path(check_file_path("--prompts", path)).read_text(encoding="utf-8")
     except UnicodeDecodeError as problem:
         raise ValueError(f"--prompts: expected a text file in UTF-8, got {path}: {problem}") from problem
     lines = [line for line in text.splitlines() if line.strip()]
@@ -228,9 +228,9 @@ def _read_prompts(path: Path) -> list[str]:
 
 def _check_writable(option: str, path: Path) -> None:
     """Raise an error unless a file can be written at the path."""
-    from lens_mix.arguments import file_path
+    from lens_mix.arguments import check_file_path
 
-    file_path(option, path, write=True)
+    check_file_path(option, path, write=True)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise PermissionError(f"{option}: expected a file that can be written, got {path}")
 

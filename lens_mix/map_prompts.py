@@ -20,7 +20,7 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.maps import MixingMap
-from lens_mix.maps.characters import joined
+from lens_mix.maps.characters import join_tokens
 from lens_mix.method import RESIDUAL_KEY, Method
 from lens_mix.residual_shares import ResidualShares
 from lens_mix.session import CheckedPass, Session
@@ -34,9 +34,9 @@ T = TypeVar("T")
 _ByLayer = dict[str, dict[int, T]]
 
 
-def measuring(methods: Mapping[str, Method]) -> dict[str, Method]:
+def find_measuring_method(methods: Mapping[str, Method]) -> dict[str, Method]:
     """Return the method that measures residual shares, by its label, if some map of `methods` needs them."""
-    is_needed = any(method.scope == "layer" and not method.holds_residual for method in methods.values())
+    is_needed = any(method.scope == "layer" and not method.includes_residual for method in methods.values())
     return {_MEASURED: ResidualShares()} if is_needed else {}
 
 
@@ -78,7 +78,7 @@ def _add_shares(methods: Mapping[str, Method], maps: dict[str, MixingMap]) -> di
         return maps
     shares = maps.pop(_MEASURED).scores[..., 0]
     for label, mixing_map in maps.items():
-        if mixing_map.kind == "layer" and not methods[label].holds_residual:
+        if mixing_map.kind == "layer" and not methods[label].includes_residual:
             maps[label] = mixing_map.replace(residual_shares=shares)
     return maps
 
@@ -174,7 +174,7 @@ class _Record:
         joint, real_keys = stack.source is not None, clean.real_keys[index]
         keys = (clean.real_inputs[index] if joint else real_keys).nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
-        residual_key = stack.is_cross and method.holds_residual
+        residual_key = stack.is_cross and method.includes_residual
         scores = self._select_scores(label, index, keys, layers, groups, residual_key)
         prompt_mask = self._make_mask(method, index, real_keys.nonzero()[:, 0], layers)
         prompt_mask = prompt_mask.with_own_key() if residual_key else prompt_mask
@@ -187,7 +187,7 @@ class _Record:
         key_tokens = self._checked_pass.key_tokens(index)
         if groups is not None:
             all_tokens = tokens if key_tokens is None else key_tokens
-            key_tokens = [joined([all_tokens[position] for position in group]) for group in groups]
+            key_tokens = [join_tokens([all_tokens[position] for position in group]) for group in groups]
         has_sink = method.has_unit_rows and provenance.has_sink(scores, clean.lens.dtype)
         prompt_record = provenance.of_prompt(prompt) | {"engine": self._checked_pass.engines[label]}
         if has_sink:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.arguments import flags
+from lens_mix.arguments import check_flags
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, record_attention
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import Rules
@@ -35,7 +35,7 @@ class Method:
             the map holds the attention branch only, 0 where it already holds the residual.
         engines: the ways to compute it, fastest first. "recorded" reads the clean pass, "hooks" intervenes
             and runs blocks again, "algebra" uses the verified components of a block.
-        holds_residual: whether the map's diagonal includes the residual stream. On cross-attention such a map
+        includes_residual: whether the map's diagonal includes the residual stream. On cross-attention such a map
             has one more key after the source's positions, `RESIDUAL_KEY`.
         has_unit_rows: whether rows sum to 1, unless an attention sink took some of their weight.
         scope: "layer": a map of one block. "stack": an input map, from a block down to the tokens. "model":
@@ -52,7 +52,7 @@ class Method:
     name: ClassVar[str]
     residual: ClassVar[float]
     engines: ClassVar[tuple[str, ...]]
-    holds_residual: ClassVar[bool] = False
+    includes_residual: ClassVar[bool] = False
     has_unit_rows: ClassVar[bool] = False
     scope: ClassVar[Scope] = "layer"
     parts: ClassVar[frozenset[str]] = frozenset({"encoder", "decoder"})
@@ -62,7 +62,7 @@ class Method:
 
     def __post_init__(self) -> None:
         switches = [field.name for field in dataclasses.fields(self) if isinstance(field.default, bool)]
-        flags(**{name: getattr(self, name) for name in switches})
+        check_flags(**{name: getattr(self, name) for name in switches})
 
     def hooks(
         self,

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterable
 from typing import TypeVar, get_args
 
-from lens_mix.arguments import shown
+from lens_mix.arguments import describe_value
 from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.components import UNEMBEDDING, VALUE
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
@@ -131,7 +131,9 @@ def check_attributes(method: object) -> type[Method]:
         ValueError: If a class attribute is missing or wrong.
     """
     if not isinstance(method, type) or not issubclass(method, Method) or method is Method:
-        raise TypeError(f"method: expected a class derived from lens_mix.Method, got {shown(method)}")
+        raise TypeError(
+            f"method: expected a class derived from lens_mix.Method, got {describe_value(method)}"
+        )
     where = method.__name__
     for name, (what, example) in _REQUIRED.items():
         if not hasattr(method, name):

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lens_mix.arguments import one_of, several, whole_number
+from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, watch_pattern, zero_values
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.targets import Context
@@ -165,9 +165,11 @@ class ReplaceTokens(OtherTokens):
     argument: str = dataclasses.field(default="tokens", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        one_of("own", self.own, ("kept", "next"))
-        listed = several(self.argument, self.tokens, "tokens", 1, alone=True)
-        checked = [one if isinstance(one, str) else whole_number(self.argument, one, 0) for one in listed]
+        check_choice("own", self.own, ("kept", "next"))
+        listed = check_items(self.argument, self.tokens, "tokens", 1, alone=True)
+        checked = [
+            one if isinstance(one, str) else check_whole_number(self.argument, one, 0) for one in listed
+        ]
         object.__setattr__(self, "tokens", tuple(checked))
 
     def others(self, block: Block, tokens: Int[Tensor, " pos"]) -> Int[Tensor, "sample pos"]:
@@ -175,7 +177,9 @@ class ReplaceTokens(OtherTokens):
         logits = torch.empty(1, block.d_vocab, dtype=torch.float32, device="meta")
         as_target = _is_decoder(block) and not block.is_joint
         context = Context(tokens, logits, block.tokenizer, as_target=as_target)
-        listed = [context.token_id(one, self.argument) for one in several("tokens", self.tokens, "tokens")]
+        listed = [
+            context.token_id(one, self.argument) for one in check_items("tokens", self.tokens, "tokens")
+        ]
         given = torch.tensor(listed, dtype=torch.long, device=tokens.device)[:, None]
         if self.own == "kept":
             return given.expand(-1, len(tokens))
@@ -202,12 +206,12 @@ class SampleTokens(OtherTokens):
     draw: Literal["per_position", "per_sample"] = "per_position"
 
     def __post_init__(self) -> None:
-        whole_number("samples", self.samples, 1)
-        whole_number("seed", self.seed, 0)
-        one_of("draw", self.draw, ("per_position", "per_sample"))
+        check_whole_number("samples", self.samples, 1)
+        check_whole_number("seed", self.seed, 0)
+        check_choice("draw", self.draw, ("per_position", "per_sample"))
         if self.among is not None:
-            listed = several("among", self.among, "token numbers", 1)
-            object.__setattr__(self, "among", tuple(whole_number("among", one, 0) for one in listed))
+            listed = check_items("among", self.among, "token numbers", 1)
+            object.__setattr__(self, "among", tuple(check_whole_number("among", one, 0) for one in listed))
 
     def others(self, block: Block, tokens: Int[Tensor, " pos"]) -> Int[Tensor, "sample pos"]:
         pool = self._pool(block)
@@ -225,7 +229,7 @@ class SampleTokens(OtherTokens):
         """Return the tokens to draw from, ascending."""
         size = block.d_vocab
         if self.among is not None:
-            checked = [whole_number("among", token, 0, size - 1) for token in self.among]
+            checked = [check_whole_number("among", token, 0, size - 1) for token in self.among]
             return torch.tensor(checked, dtype=torch.long, device="cpu").unique()
         special = list(getattr(block.tokenizer, "all_special_ids", ()))
         pool = torch.arange(size, device="cpu")
@@ -240,8 +244,8 @@ def replacement(tokens: Sequence[str | int] | None, samples: int, seed: int) -> 
     Raises:
         TypeError, ValueError: an argument is out of range, or of a wrong type.
     """
-    whole_number("n_samples", samples, 1)
-    whole_number("seed", seed, 0)
+    check_whole_number("n_samples", samples, 1)
+    check_whole_number("seed", seed, 0)
     if tokens is None:
         return SampleTokens(samples=samples, seed=seed, draw="per_sample")
     return ReplaceTokens(tokens, own="next", argument="replacements")

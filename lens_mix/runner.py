@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lens_mix.arguments import flags, one_of, shown, whole_number
+from lens_mix.arguments import check_choice, check_flags, check_whole_number, describe_value
 from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
@@ -19,7 +19,7 @@ from lens_mix.lens.parts import parts_of
 from lens_mix.lens.prompts import is_causal_model, of_encoding
 from lens_mix.lens.rows import Selection
 from lens_mix.lens.verification.support import Support, any_tokens, support_table
-from lens_mix.map_prompts import map_prompts, measuring
+from lens_mix.map_prompts import find_measuring_method, map_prompts
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.registry import all_methods, check_attributes
@@ -178,9 +178,11 @@ def run_many(
         prompts, attention_mask, inputs = of_encoding(prompts, attention_mask, inputs)
     is_single_prompt = isinstance(prompts, (str, bytes, Mapping)) or getattr(prompts, "ndim", 1) == 0
     if is_single_prompt or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts: expected several prompts, got {shown(prompts)}; use run for one prompt")
-    batch_size = whole_number("batch_size", batch_size, 1)
-    one_of("padding_side", padding_side, ("left", "right"))
+        raise TypeError(
+            f"prompts: expected several prompts, got {describe_value(prompts)}; use run for one prompt"
+        )
+    batch_size = check_whole_number("batch_size", batch_size, 1)
+    check_choice("padding_side", padding_side, ("left", "right"))
     _check_flags(residual_shares, progress)
     selection: dict[str, Any] = {
         "queries": queries,
@@ -233,9 +235,9 @@ def run_many(
 
 
 def _check_flags(residual_shares: Any, progress: Any) -> None:
-    flags(residual_shares=residual_shares)
+    check_flags(residual_shares=residual_shares)
     if progress is not None:
-        flags(progress=progress)
+        check_flags(progress=progress)
 
 
 def _make_session(
@@ -249,7 +251,7 @@ def _make_session(
     labelled, is_single = read_methods(methods)
     # The measured residual has an engine of its own, whatever engine is asked for.
     selection["engine"] = dict.fromkeys(labelled, selection["engine"])
-    labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
+    labelled |= find_measuring_method(labelled) if residual_shares and part != "cross" else {}
     return Session(model, labelled, part=part, **selection), is_single
 
 

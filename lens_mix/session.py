@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix.algebra.large_product import by_onednn
-from lens_mix.arguments import whole_number
+from lens_mix.arguments import check_whole_number
 from lens_mix.hooks import record_all, record_attention
 from lens_mix.hooks.record import RESID_PRE
 from lens_mix.lens.autograd_graph import AutogradGraph
@@ -79,7 +79,7 @@ class Session:
         with LibraryErrors(model):
             lens = Lens(model, part)
         if max_memory is not None:
-            max_memory = whole_number("max_memory", max_memory, 1, what="a number of bytes")
+            max_memory = check_whole_number("max_memory", max_memory, 1, what="a number of bytes")
         for method in methods.values():
             method.check(lens.n_heads, lens.n_layers, lens.stack.attention_layers)
             reason = find_obstacle(lens, method)

@@ -15,9 +15,9 @@ from typing import Any
 
 import pandas as pd
 
-from lens_mix.arguments import file_path
+from lens_mix.arguments import check_file_path
 
-__all__ = ["Table", "read_cell", "read_csv", "written_cell"]
+__all__ = ["Table", "format_cell", "read_cell", "read_csv"]
 
 # A spreadsheet computes a cell that starts like this, and `"` starts a JSON string.
 _STARTS = re.compile(r'\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|"')
@@ -31,7 +31,7 @@ _NO_TEXT = re.compile(
 )
 
 
-def written_cell(text: str) -> str:
+def format_cell(text: str) -> str:
     """Return the cell for a text: the text itself, or a JSON string if a reader might misread it."""
     if not (_STARTS.match(text) or _CONTROL.search(text) or _NO_TEXT.fullmatch(text.strip())):
         return text
@@ -39,17 +39,17 @@ def written_cell(text: str) -> str:
 
 
 def read_cell(cell: str) -> str:
-    """Return the text that `written_cell` wrote as `cell`; any other cell is returned unchanged."""
+    """Return the text that `format_cell` wrote as `cell`; any other cell is returned unchanged."""
     try:
         text = json.loads(cell) if cell.startswith('"') else cell
     except ValueError:
         return cell
-    return text if isinstance(text, str) and written_cell(text) == cell else cell
+    return text if isinstance(text, str) and format_cell(text) == cell else cell
 
 
 def are_written(cells: Iterable[str]) -> bool:
-    """Return whether `written_cell` could have written all these cells."""
-    return all(written_cell(read_cell(cell)) == cell for cell in cells)
+    """Return whether `format_cell` could have written all these cells."""
+    return all(format_cell(read_cell(cell)) == cell for cell in cells)
 
 
 def read_csv(path: str | os.PathLike[str], **options: Any) -> Table:
@@ -59,7 +59,7 @@ def read_csv(path: str | os.PathLike[str], **options: Any) -> Table:
         path: The path of the file.
         options: The options of `pandas.read_csv`.
     """
-    return Table(_convert_cells(pd.read_csv(file_path("path", path), **options), read_cell))
+    return Table(_convert_cells(pd.read_csv(check_file_path("path", path), **options), read_cell))
 
 
 class Table(pd.DataFrame):
@@ -75,11 +75,11 @@ class Table(pd.DataFrame):
 
     def to_csv(self, *arguments: Any, **options: Any) -> Any:
         """Write CSV as `pandas.DataFrame.to_csv` does, for `lens_mix.tables.read_csv` to read."""
-        return _convert_cells(self, written_cell).to_csv(*arguments, **options)
+        return _convert_cells(self, format_cell).to_csv(*arguments, **options)
 
     def to_excel(self, *arguments: Any, **options: Any) -> Any:
         """Write a sheet as `pandas.DataFrame.to_excel` does, without formulas."""
-        return _convert_cells(self, written_cell).to_excel(*arguments, **options)
+        return _convert_cells(self, format_cell).to_excel(*arguments, **options)
 
 
 class Column(pd.Series):

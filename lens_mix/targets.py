@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix import classifiers
-from lens_mix.arguments import flags, instance, one_of, shown, whole_number
+from lens_mix.arguments import check_choice, check_flags, check_instance, check_whole_number, describe_value
 from lens_mix.lens import texts
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Context:
             ValueError: If there is no such token, the text is several tokens, or the model has no tokenizer.
         """
         if not isinstance(token, str):
-            return whole_number(name, token, 0, self.output.shape[-1] - 1)
+            return check_whole_number(name, token, 0, self.output.shape[-1] - 1)
         if self.tokenizer is None:
             raise ValueError(
                 f"{name}: expected the number of a token, because the model has no tokenizer, got {token!r}"
@@ -110,7 +110,7 @@ class Context:
             ValueError: If there is no such position.
         """
         count = len(self.tokens)
-        return whole_number("position", position, -count, count - 1) % count
+        return check_whole_number("position", position, -count, count - 1) % count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,7 +382,7 @@ def predicted(position: int = -1, of: Measure = "probability") -> Target:
             `[batch, class]`.
         of: The measure: "probability" (0 to 1), "log_probability" or "logit".
     """
-    return _Token(None, whole_number("position", position), _check_measure(of))
+    return _Token(None, check_whole_number("position", position), _check_measure(of))
 
 
 def token(token: str | int, position: int = -1, of: Measure = "probability") -> Target:
@@ -395,28 +395,30 @@ def token(token: str | int, position: int = -1, of: Measure = "probability") -> 
         position: The position of the prediction (negative: from the end).
         of: The measure: "probability" (0 to 1), "log_probability" or "logit".
     """
-    return _Token(_check_token("token", token), whole_number("position", position), _check_measure(of))
+    return _Token(_check_token("token", token), check_whole_number("position", position), _check_measure(of))
 
 
 def probability(token: str | int | None = None, position: int = -1) -> Target:
     """Return the target for the probability, 0 to 1, of a token, or of the predicted token if it is None."""
-    return _Token(_check_optional_token("token", token), whole_number("position", position), "probability")
+    return _Token(
+        _check_optional_token("token", token), check_whole_number("position", position), "probability"
+    )
 
 
 def logit(token: str | int | None = None, position: int = -1) -> Target:
     """Return the target for the logit of a token, or of the predicted token if it is None."""
-    return _Token(_check_optional_token("token", token), whole_number("position", position), "logit")
+    return _Token(_check_optional_token("token", token), check_whole_number("position", position), "logit")
 
 
 def logit_difference(good: str | int, bad: str | int, position: int = -1) -> Target:
     """Return the target logit(good) - logit(bad), which is positive if the model prefers `good`."""
-    position = whole_number("position", position)
+    position = check_whole_number("position", position)
     return _LogitDifference(_check_token("good", good), _check_token("bad", bad), position)
 
 
 def class_(k: int | None = None, of: Measure = "probability") -> Target:
     """Return the target for class `k` (None: the predicted class) of a model with output `[batch, class]`."""
-    return _Class(None if k is None else whole_number("k", k, 0), _check_measure(of))
+    return _Class(None if k is None else check_whole_number("k", k, 0), _check_measure(of))
 
 
 def loss(label: str | int | None = None, position: int = -1) -> Target:
@@ -428,7 +430,7 @@ def loss(label: str | int | None = None, position: int = -1) -> Target:
         position: The position of the prediction. It is ignored if `label` is None, or if the output is
             `[batch, class]`.
     """
-    return _Loss(_check_optional_token("label", label), whole_number("position", position))
+    return _Loss(_check_optional_token("label", label), check_whole_number("position", position))
 
 
 def masked_token(
@@ -441,7 +443,7 @@ def masked_token(
         position: The position. None: that of the only mask.
         of: The measure: "probability" (0 to 1), "log_probability" or "logit".
     """
-    checked_position = None if position is None else whole_number("position", position)
+    checked_position = None if position is None else check_whole_number("position", position)
     return _MaskedToken(_check_optional_token("token", token), checked_position, _check_measure(of))
 
 
@@ -457,8 +459,8 @@ def head(function: TargetFunction, after_final_norm: bool = False) -> Target:
         after_final_norm: Whether to apply the model's final norm first, if it has one. A run raises an error
             if the final norm was not found although the model may have one.
     """
-    instance("function", function, Callable, "a callable on the last residual")
-    flags(after_final_norm=after_final_norm)
+    check_instance("function", function, Callable, "a callable on the last residual")
+    check_flags(after_final_norm=after_final_norm)
     return Head(function, after_final_norm)
 
 
@@ -517,7 +519,7 @@ def hf_classifier(
     of = _check_measure(of)
     of = "logit" if classifiers.gives_values(hf_model) else of
     is_multi_label = classifiers.takes_several(hf_model)
-    checked_position = None if position is None else whole_number("position", position)
+    checked_position = None if position is None else check_whole_number("position", position)
     return _HfClassifier(hf_model, index, None, of, checked_position, is_multi_label)
 
 
@@ -539,8 +541,8 @@ def class_difference(
     """
     if hf_model is None:
         if position is not None:
-            raise ValueError(f"position: expected None without hf_model, got {shown(position)}")
-        numbers = (whole_number("good", good, 0), whole_number("bad", bad, 0))
+            raise ValueError(f"position: expected None without hf_model, got {describe_value(position)}")
+        numbers = (check_whole_number("good", good, 0), check_whole_number("bad", bad, 0))
         difference: Target = _ClassDifference(*numbers)
     else:
         classifiers.check_classifier(hf_model)
@@ -550,16 +552,18 @@ def class_difference(
                 "the end of an answer; explain one of them with lm.targets.hf_classifier"
             )
         numbers = (_find_class(hf_model, good, "good"), _find_class(hf_model, bad, "bad"))
-        checked_position = None if position is None else whole_number("position", position)
+        checked_position = None if position is None else check_whole_number("position", position)
         difference = _HfClassifier(hf_model, *numbers, "logit", checked_position)
     if numbers[0] == numbers[1]:
-        raise ValueError(f"good, bad: expected two different classes, got {shown(good)} and {shown(bad)}")
+        raise ValueError(
+            f"good, bad: expected two different classes, got {describe_value(good)} and {describe_value(bad)}"
+        )
     return difference
 
 
 def _find_class(hf_model: PreTrainedModel, label: Any, name: str) -> int:
     if not isinstance(label, str):
-        whole_number(name, label, 0, what="a class's name or number")
+        check_whole_number(name, label, 0, what="a class's name or number")
     number = classifiers.find_label(hf_model, label, name)
     assert number is not None
     return number
@@ -657,12 +661,16 @@ def _measure(logits: Float[Tensor, "copy *pos d_vocab"], of: Measure) -> Float[T
 
 
 def _check_measure(of: Measure) -> Measure:
-    one_of("of", of, get_args(Measure))
+    check_choice("of", of, get_args(Measure))
     return of
 
 
 def _check_token(name: str, token: Any) -> str | int:
-    return token if isinstance(token, str) else whole_number(name, token, 0, what="a token's text or number")
+    return (
+        token
+        if isinstance(token, str)
+        else check_whole_number(name, token, 0, what="a token's text or number")
+    )
 
 
 def _check_optional_token(name: str, token: Any) -> str | int | None:

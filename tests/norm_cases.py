@@ -15,7 +15,7 @@ from lens_mix.algebra.definitions import residual_vectors, through_norm, value_v
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.method import Method
-from lens_mix.statistics.passes import prompt_blocks
+from lens_mix.statistics.passes import run_prompt
 from tests.matrix import Case, cases, prompt_of, slow, wide_cases
 
 # The wide sweep is of the newest release; XGLM of Hugging Face does not run in float64.
@@ -58,7 +58,7 @@ def read_by_a_norm(blocks: Any) -> Any:
 def _checked_pass(case: Case) -> Any:
     # All methods of the family need the same tensors recorded, so one clean pass serves every test.
     model = case.build(torch.float64)
-    return prompt_blocks(model, prompt_of(model), lm.AttnRes(), part=case.part).blocks
+    return run_prompt(model, prompt_of(model), lm.AttnRes(), part=case.part).blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,7 +61,7 @@ def test_with_inputs_and_pairs():
         cross = lm.run(bridge("t5"), (TOKENS, TOKENS[:3]), "attention", part="cross")
         assert torch.equal(lm.run_again(bridge("t5"), cross).scores, cross.scores)
         # The rows of the cross map are the target's tokens, so the default row is the target's last.
-        assert cross.meant_query == 2
+        assert cross.default_query_position == 2
         joint = lm.joint(lm.run(bridge("t5"), (TOKENS, TOKENS[:3]), "attention", part="all"))
         with pytest.raises(ValueError, match=r"got a map of lm.joint; compute it again with"):
             lm.run_again(bridge("t5"), joint)

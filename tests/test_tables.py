@@ -12,7 +12,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.lens.verification.support import Support  # a table with free text
-from lens_mix.tables import Table, are_written, read_cell, read_csv, written_cell
+from lens_mix.tables import Table, are_written, format_cell, read_cell, read_csv
 from tests.source_tree import LIBRARY
 
 # What pandas reads as no value, a truth value or a number; what breaks lines and cells; what spreadsheets
@@ -131,18 +131,18 @@ def test_read_csv_gives_the_table_back(tmp_path):
 
 def test_cells_are_changed_where_they_have_to_be():
     for text in (" Tower", "é", "日本", "the", "a,b", "'s", "[CLS]", "👩\u200d🚀[1/2]", "1/2"):
-        assert written_cell(text) == text
-    assert written_cell("NA") == '"NA"'
-    assert written_cell("a\r") == '"a\\r"'
+        assert format_cell(text) == text
+    assert format_cell("NA") == '"NA"'
+    assert format_cell("a\r") == '"a\\r"'
     assert [read_cell(cell) for cell in ('"NA"', '"Hello"', '"a', '"1" x')] == [
         "NA",
         '"Hello"',
         '"a',
         '"1" x',
     ]
-    assert are_written(map(written_cell, NASTY))
+    assert are_written(map(format_cell, NASTY))
     assert not are_written(["NA"])
-    assert len({written_cell(text) for text in NASTY}) == len(set(NASTY))
+    assert len({format_cell(text) for text in NASTY}) == len(set(NASTY))
 
 
 @pytest.mark.parametrize("token", [1.5, None, True, float("nan")])
@@ -209,4 +209,4 @@ def test_the_page_writes_cells_alike():
     done = subprocess.run(
         ["node", "-e", script], input=json.dumps(NASTY), capture_output=True, text=True, check=True
     )
-    assert json.loads(done.stdout) == [written_cell(text) for text in NASTY]
+    assert json.loads(done.stdout) == [format_cell(text) for text in NASTY]

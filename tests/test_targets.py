@@ -251,11 +251,11 @@ def test_the_targets_row_is_the_one_that_is_meant(model):
     ]:
         found = lm.run(model, TOKENS, lm.GradientAttention(target=target))
         assert found.default_query == expected
-        assert found.meant_query == (5 if expected is None else expected)
+        assert found.default_query_position == (5 if expected is None else expected)
     rows = lm.run(model, TOKENS, lm.InputGradients(target=targets.token("w9", position=2)))
-    assert (rows.default_query, rows.select_queries([4]).meant_query) == (2, 4)
+    assert (rows.default_query, rows.select_queries([4]).default_query_position) == (2, 4)
     assert lm.run(model, TOKENS, "attention").default_query is None
-    assert lm.rollout(lm.run(model, TOKENS, "attention"), drop_bos=True).meant_query == 4
+    assert lm.rollout(lm.run(model, TOKENS, "attention"), drop_bos=True).default_query_position == 4
 
 
 @pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")
@@ -263,6 +263,6 @@ def test_the_first_row_of_an_encoder():
     found = lm.run(bridge("bert"), TOKENS, "attention")
     assert found.default_query == 0
     assert found.top(2) == found.top(2, query=0)
-    assert lm.rollout(found).meant_query == 0
+    assert lm.rollout(found).default_query_position == 0
     target = lm.targets.masked_token(9, position=3)
     assert lm.run(bridge("bert"), TOKENS, lm.GradientAttention(target=target)).default_query == 3

@@ -16,7 +16,7 @@ import torch
 import lens_mix as lm
 from lens_mix.lens.model_classes import transformer_lens_version
 from lens_mix.methods import METHODS
-from lens_mix.statistics.passes import prompt_blocks
+from lens_mix.statistics.passes import run_prompt
 from tests.hugging_face_oracle import Reference, attention_attribution, gradient_attention
 from tests.matrix import cases, prompt_of, wide_cases
 from tests.norm_oracle import norms, oracle
@@ -206,7 +206,7 @@ def test_norm_based_maps_agree_with_vectors_that_hugging_face_confirms(label):
 
 def blocks_of(label):
     model = model_of(label)
-    return prompt_blocks(model, prompt_of(model), lm.AttnRes(), part=CASES[label].part).blocks
+    return run_prompt(model, prompt_of(model), lm.AttnRes(), part=CASES[label].part).blocks
 
 
 @pytest.mark.parametrize("label", [label for label in RUNNING if not label.endswith("coder")])

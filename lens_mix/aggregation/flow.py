@@ -21,7 +21,7 @@ from lens_mix.aggregation.max_flow import Solver
 from lens_mix.aggregation.products import Residual
 from lens_mix.aggregation.receptive_field import estimate_residual, null_maps
 from lens_mix.aggregation.rollout import (
-    holds_residual,
+    includes_residual,
     later_start_note,
     layers_to_mix,
     looks_causal_note,
@@ -29,7 +29,7 @@ from lens_mix.aggregation.rollout import (
     reached_inputs,
     require_no_joint,
 )
-from lens_mix.arguments import flags, one_of, whole_number
+from lens_mix.arguments import check_choice, check_flags, check_whole_number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import normalise_rows
 from lens_mix.maps.positions import as_positions
@@ -87,14 +87,14 @@ def flow(
         TypeError: As in `rollout`.
         ValueError: As in `rollout`, or if there is no such query or solver, or fewer than 1 process.
     """
-    flags(normalize=normalize, receptive_field=receptive_field, drop_bos=drop_bos, progress=progress)
+    check_flags(normalize=normalize, receptive_field=receptive_field, drop_bos=drop_bos, progress=progress)
     stack, visible, weight, row_weights = capacity_stack(
         mixing_map, residual, to_layer=layer, drop_bos=drop_bos
     )
-    one_of("solver", solver, ("scipy", "networkx"))
+    check_choice("solver", solver, ("scipy", "networkx"))
     if receptive_field:
         require_no_joint(stack, "receptive_field")
-    processes = whole_number("processes", processes, 1)
+    processes = check_whole_number("processes", processes, 1)
     chosen = as_positions(slice(None) if queries is None else queries, len(stack.tokens))
     levels = list(range(1, len(stack.scores) + 1)) if layer is None else [len(stack.scores)]
     work: dict[str, Any] = {"solver": solver, "processes": processes, "progress": progress}
@@ -108,7 +108,7 @@ def flow(
         null = torch.full(stack.scores.shape[:-1], weight, dtype=torch.float64, device="cpu")
         if isinstance(row_weights, Tensor):
             null = row_weights.cpu().mean(-1, keepdim=True).expand(null.shape)
-        if holds_residual(stack):
+        if includes_residual(stack):
             null = estimate_residual(stack.scores.cpu(), visible.cpu(), weight)
         scores = _normalise_by_null(scores, visible.cpu(), null, levels, chosen, work)
     if normalize:

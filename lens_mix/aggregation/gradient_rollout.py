@@ -6,7 +6,7 @@ import torch
 
 from lens_mix.aggregation.products import cumulative
 from lens_mix.aggregation.rollout import reached_inputs, require_chain, require_no_joint, to_float64
-from lens_mix.arguments import flags
+from lens_mix.arguments import check_flags
 from lens_mix.maps import MixingMap
 
 
@@ -30,7 +30,7 @@ def gradient_rollout(mixing_map: MixingMap, *, normalize: bool = False) -> Mixin
         TypeError: As in `lm.rollout`.
         ValueError: As in `lm.rollout`.
     """
-    flags(normalize=normalize)
+    check_flags(normalize=normalize)
     require_chain(mixing_map, "gradient_rollout")
     require_no_joint(mixing_map, "gradient_rollout")
     mixing_map.require_no_gaps()

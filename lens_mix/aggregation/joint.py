@@ -15,7 +15,7 @@ from lens_mix.aggregation.rollout import (
     residual_weight,
     to_float64,
 )
-from lens_mix.arguments import flags, instance, shown
+from lens_mix.arguments import check_flags, check_instance, describe_value
 from lens_mix.lens.parts import PARTS
 from lens_mix.maps import MixingMap
 from lens_mix.method import RESIDUAL_KEY
@@ -59,7 +59,7 @@ def joint(
         ValueError: If the parts do not fit each other, rows or layers are missing, a score is below 0, or
             nothing of the target remains because cross-attention has no residual.
     """
-    flags(encoder=encoder)
+    check_flags(encoder=encoder)
     parts = check_parts(maps)
     has_own_key, cross = _has_own_key(parts["cross"]), parts["cross"]
     weights = {name: residual_weight(part, _select_residual(residual, name)) for name, part in parts.items()}
@@ -125,7 +125,7 @@ def check_parts(maps: Mapping[str, MixingMap]) -> dict[str, MixingMap]:
         TypeError: If `maps` is not a dict of maps.
         ValueError: If the parts do not fit each other, or if rows or layers are missing.
     """
-    instance("maps", maps, Mapping, 'a dict of three maps (lm.run(..., part="all") with one method)')
+    check_instance("maps", maps, Mapping, 'a dict of three maps (lm.run(..., part="all") with one method)')
     if set(maps) != set(PARTS) or not all(isinstance(part, MixingMap) for part in maps.values()):
         raise ValueError(
             f"maps: expected one MixingMap for each of {list(PARTS)} "
@@ -135,7 +135,7 @@ def check_parts(maps: Mapping[str, MixingMap]) -> dict[str, MixingMap]:
     parts = {name: maps[name] for name in PARTS}
     cross = parts["cross"]
     if cross.kind != "layer" or cross.key_tokens is None:
-        raise ValueError(f"maps['cross']: expected layer maps with key_tokens, got {shown(cross)}")
+        raise ValueError(f"maps['cross']: expected layer maps with key_tokens, got {describe_value(cross)}")
     for name, part in parts.items():
         if name == "cross":
             part.require_every_row("joint", "maps['cross']")

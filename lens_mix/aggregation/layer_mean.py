@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lens_mix.aggregation.rollout import require_layer_maps, to_float64
-from lens_mix.arguments import flags
+from lens_mix.arguments import check_flags
 from lens_mix.maps import MixingMap
 
 
@@ -27,7 +27,7 @@ def layer_mean(mixing_map: MixingMap, *, normalize: bool = False) -> MixingMap:
         TypeError: If `mixing_map` is not a `MixingMap`.
         ValueError: If it does not contain layer maps, or if a score is below 0 with `normalize`.
     """
-    flags(normalize=normalize)
+    check_flags(normalize=normalize)
     require_layer_maps(mixing_map, "layer_mean")
     merged = mixing_map.replace(scores=to_float64(mixing_map.scores)).merge_heads()
     if normalize:

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.aggregation.products import Product, Residual, add_residual, compose, cumulative, log_matmul
-from lens_mix.arguments import one_of
+from lens_mix.arguments import check_choice
 
 
 def normalise_rollout(
@@ -52,7 +52,7 @@ def normalise_rollout(
     Raises:
         ValueError: If there is no such arithmetic.
     """
-    one_of("arithmetic", arithmetic, ("auto", "float64", "log"))
+    check_choice("arithmetic", arithmetic, ("auto", "float64", "log"))
     null = null_maps(visible, residual)
     largest = float(torch.as_tensor(residual, dtype=torch.float64, device="cpu").max())
     targets = _make_targets(reachable(visible, largest), residual)

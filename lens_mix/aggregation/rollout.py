@@ -12,7 +12,7 @@ from torch import Tensor
 from lens_mix.aggregation.collapse import collapse_notes
 from lens_mix.aggregation.products import Residual, add_residual, cumulative, lower_product
 from lens_mix.aggregation.receptive_field import estimate_residual, normalise_rollout, reachable
-from lens_mix.arguments import flags, instance, number
+from lens_mix.arguments import check_flags, check_instance, check_number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import add_empty_rows_note, require_no_negative
 from lens_mix.maps.checks import as_residual
@@ -75,7 +75,7 @@ def rollout(
             none, or is "measured" although the map has no measured shares. If `total_mixing` is below 0, or
             is given together with `residual`. If the map has no heads for `per_head`.
     """
-    flags(receptive_field=receptive_field, per_head=per_head, drop_bos=drop_bos)
+    check_flags(receptive_field=receptive_field, per_head=per_head, drop_bos=drop_bos)
     if receptive_field and isinstance(mixing_map, MixingMap):
         require_no_joint(mixing_map, "receptive_field")
     chosen, weights = _select_layers_and_weights(
@@ -95,7 +95,7 @@ def rollout(
     product = lower_product if chosen.causal else torch.matmul
     if receptive_field:
         visible = chosen.visible().to(maps.device)
-        contains_residual = has_one_weight and holds_residual(chosen)
+        contains_residual = has_one_weight and includes_residual(chosen)
         null = estimate_residual(maps, visible, largest) if contains_residual else row_weights
         scores = normalise_rollout(maps, visible, null, heads, product=product)
     else:
@@ -134,7 +134,7 @@ def _select_layers_and_weights(
         raise ValueError(
             f"total_mixing: expected residual=None, because both set the weight, got residual={residual!r}"
         )
-    total = number("total_mixing", total_mixing, 0)
+    total = check_number("total_mixing", total_mixing, 0)
     return chosen, max(0.0, 1 - total / len(chosen.layer_labels))
 
 
@@ -146,7 +146,7 @@ def _measured_residual(chosen: MixingMap) -> Residual:
     """
     if chosen.residual_shares is not None:
         return to_float64(chosen.residual_shares)
-    if holds_residual(chosen):
+    if includes_residual(chosen):
         return 0.0
     raise ValueError(
         "residual: expected a map with measured residual shares for 'measured', got one without; measure "
@@ -154,10 +154,10 @@ def _measured_residual(chosen: MixingMap) -> Residual:
     )
 
 
-def holds_residual(chosen: MixingMap) -> bool:
+def includes_residual(chosen: MixingMap) -> bool:
     """Return whether the map's diagonal already contains the residual stream, so that none is mixed in."""
     method = METHODS.get(chosen.method)
-    return chosen.residual == 0 and (method is None or method.holds_residual)
+    return chosen.residual == 0 and (method is None or method.includes_residual)
 
 
 class MixedLayers(NamedTuple):
@@ -259,7 +259,7 @@ def require_layer_maps(mixing_map: MixingMap, purpose: str) -> None:
         TypeError: If it is not a `MixingMap`.
         ValueError: If it is an input map.
     """
-    instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
+    check_instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     if mixing_map.kind != "layer":
         raise ValueError(
             f"mixing_map: expected layer maps for {purpose}, got kind {mixing_map.kind!r}, which already "

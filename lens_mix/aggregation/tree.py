@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.aggregation.rollout import require_chain, to_float64
-from lens_mix.arguments import flags, number, one_of, shown
+from lens_mix.arguments import check_choice, check_flags, check_number, describe_value
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import Dropped, find_query, kept_positions
 
@@ -69,9 +69,9 @@ def attribution_tree(
         ValueError: As in `lm.rollout`, or if an option is out of range, or there is no positive score.
     """
     require_chain(mixing_map, "attribution_tree")
-    threshold, cost = number("threshold", threshold, 0, 1), number("cost", cost, 0)
-    one_of("order", order, ("score", "position"))
-    flags(within_layer=within_layer)
+    threshold, cost = check_number("threshold", threshold, 0, 1), check_number("cost", cost, 0)
+    check_choice("order", order, ("score", "position"))
+    check_flags(within_layer=within_layer)
     scores = to_float64(mixing_map.scores)
     scores = scores.sum(1) if mixing_map.has_heads else scores
     ordinary = torch.zeros(len(mixing_map.tokens), dtype=torch.bool, device="cpu")
@@ -208,7 +208,9 @@ def _make_rich_tree(tree: networkx.DiGraph) -> rich.tree.Tree:
     import rich.tree
 
     if "root" not in getattr(tree, "graph", ()):
-        raise ValueError(f"tree: expected a graph of attribution_tree (with a root), got {shown(tree)}")
+        raise ValueError(
+            f"tree: expected a graph of attribution_tree (with a root), got {describe_value(tree)}"
+        )
 
     def write_label(node: Any) -> rich.text.Text:
         values = tree.nodes[node]

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from numpy.polynomial import legendre
 from torch import Tensor
 
-from lens_mix.arguments import one_of, whole_number
+from lens_mix.arguments import check_choice, check_whole_number
 
 RULES = ("gauss_legendre", "riemann_left", "riemann_right", "riemann_middle", "trapezoid")
 # captum's names for two of them
@@ -24,7 +24,7 @@ _MOST_STEPS = 2_000
 def rule_name(method: str) -> str:
     """The rule's name here; captum's spellings are known too. Raises ValueError: no such rule."""
     name = _ALIASES.get(method, method) if isinstance(method, str) else method
-    one_of("method", name, RULES)
+    check_choice("method", name, RULES)
     return name
 
 
@@ -41,7 +41,7 @@ def quadrature(method: str, n_steps: int) -> tuple[Float[Tensor, " point"], Floa
     """
     name = rule_name(method)
     least = 2 if name == "trapezoid" else 1
-    n_steps = whole_number("n_steps", n_steps, least, _MOST_STEPS)
+    n_steps = check_whole_number("n_steps", n_steps, least, _MOST_STEPS)
     if name == "gauss_legendre":
         nodes, masses = legendre.leggauss(n_steps)
         return torch.from_numpy((nodes + 1) / 2), torch.from_numpy(masses / 2)

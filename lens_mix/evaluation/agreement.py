@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.arguments import number, real_tensor, whole_number
+from lens_mix.arguments import check_number, check_real_tensor, check_whole_number
 from lens_mix.statistics import ranks
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def top_k_overlap(row: Float[Tensor, " key"], other: Float[Tensor, " key"], k: i
         TypeError: As in `spearman`.
         ValueError: As in `spearman`, or k is below 1.
     """
-    k = whole_number("k", k, 1)
+    k = check_whole_number("k", k, 1)
     x, y = _read_rows(row=row, other=other)
     return float((_share_in_top(x, k) * _share_in_top(y, k)).sum() / k) if len(x) >= k else math.nan
 
@@ -224,8 +224,8 @@ def bootstrap(
         TypeError: `values` or `against` is not a series of numbers.
         ValueError: A number is infinite, an option is out of range, or `against` has another length.
     """
-    draws, seed = whole_number("draws", draws, 1), whole_number("seed", seed, 0)
-    confidence = number("confidence", confidence, 0, 1)
+    draws, seed = check_whole_number("draws", draws, 1), check_whole_number("seed", seed, 0)
+    confidence = check_number("confidence", confidence, 0, 1)
     given = _read_series("values", values)
     if against is not None:
         other = _read_series("against", against)
@@ -279,7 +279,7 @@ def _read_rows(**given: Any) -> list[np.ndarray]:
 
 
 def _read_series(name: str, values: Any) -> np.ndarray:
-    tensor = real_tensor(name, values)
+    tensor = check_real_tensor(name, values)
     if tensor.ndim != 1:
         raise ValueError(f"{name}: expected a 1-D tensor, got shape {list(tensor.shape)}")
     series = tensor.to("cpu", torch.float64).numpy()
@@ -290,7 +290,7 @@ def _read_series(name: str, values: Any) -> np.ndarray:
 
 def _read_scores_and_relevant(row: Any, relevant: Any) -> tuple[np.ndarray, np.ndarray]:
     (scores,) = _read_rows(row=row)
-    marks = real_tensor("relevant", relevant)
+    marks = check_real_tensor("relevant", relevant)
     if marks.dtype != torch.bool or tuple(marks.shape) != scores.shape:
         raise ValueError(
             f"relevant: expected one boolean per key, [{len(scores)}], got {marks.dtype} of shape "

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import instance, one_of, several, whole_number
+from lens_mix.arguments import check_choice, check_instance, check_items, check_whole_number
 from lens_mix.maps import MixingMap
 
 Link = tuple[int, int]
@@ -58,16 +58,16 @@ def align(
         ValueError: A position is outside the map or occurs twice, a word has no tokens, the map lacks the row
             of a target word, or `head` is given for a map without heads.
     """
-    instance("cross", cross, MixingMap, "a MixingMap")
+    check_instance("cross", cross, MixingMap, "a MixingMap")
     if head is not None and not cross.has_heads:
         raise ValueError("head: expected None, because the map has no heads; ask for per_head=True")
     merged = cross.merge_heads() if head is None else cross
     scores = merged.scores[merged.layer_index(layer)]
     if head is not None:
-        if not -len(scores) <= (head := whole_number("head", head)) < len(scores):
+        if not -len(scores) <= (head := check_whole_number("head", head)) < len(scores):
             raise ValueError(f"head: expected one of {len(scores)} heads, from 0, got {head}")
         scores = scores[head]
-    one_of("rows", rows, ("AWI", "AWO"))
+    check_choice("rows", rows, ("AWI", "AWO"))
     offset = 1 if rows == "AWO" else 0
     pieces = _read_word_positions("target_words", target_words, len(cross.tokens), first=offset)
     row_of_position = {position: row for row, position in enumerate(cross.query_positions)}
@@ -115,8 +115,8 @@ def align_words(
 def _read_word_positions(name: str, words: object, count: int, first: int = 0, empty: bool = False) -> Words:
     """Return lists of positions from `first` to below `count`, in which each position occurs once."""
     read: list[list[int]] = []
-    for word in several(name, words, "a list of positions per word"):
-        places = [whole_number(name, place, first) for place in several(name, word, "positions")]
+    for word in check_items(name, words, "a list of positions per word"):
+        places = [check_whole_number(name, place, first) for place in check_items(name, word, "positions")]
         if not places and not empty:
             raise ValueError(f"{name}: expected one position or more per word, got none for word {len(read)}")
         read.append(places)
@@ -137,5 +137,5 @@ def diagonal(source: int, target: int) -> frozenset[Link]:
         source: The number of source words.
         target: The number of target words.
     """
-    source, target = whole_number("source", source, 1), whole_number("target", target, 0)
+    source, target = check_whole_number("source", source, 1), check_whole_number("target", target, 0)
     return frozenset(((2 * word + 1) * source // (2 * target), word) for word in range(target))

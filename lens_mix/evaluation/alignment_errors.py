@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from lens_mix.arguments import whole_number
+from lens_mix.arguments import check_whole_number
 from lens_mix.evaluation.agreement import Interval, bootstrap
 from lens_mix.evaluation.alignment import Link
 
@@ -39,7 +39,7 @@ def read_gold(path: str | os.PathLike[str], first: int = 1) -> list[GoldAlignmen
     Raises:
         ValueError: Something is not a link, or a word has a number below `first`. The error names the line.
     """
-    first = whole_number("first", first, 0)
+    first = check_whole_number("first", first, 0)
     with open(path, encoding="utf-8") as file:
         return [_parse_gold_line(line, number, first) for number, line in enumerate(file, 1)]
 

@@ -12,7 +12,7 @@ from lens_mix.aggregation.flow import flow
 from lens_mix.aggregation.gradient_rollout import gradient_rollout
 from lens_mix.aggregation.layer_mean import layer_mean
 from lens_mix.aggregation.rollout import rollout
-from lens_mix.arguments import several
+from lens_mix.arguments import check_items
 from lens_mix.maps import MixingMap
 from lens_mix.methods.alti_logit import AltiLogit
 
@@ -43,7 +43,7 @@ def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> di
         "mean": layer_mean,
         "last": lambda m: m.merge_heads().layer(-1).replace(kind="input"),
     }
-    names = several("aggregations", asked, "names of aggregations", least=1, kind=str, alone=True)
+    names = check_items("aggregations", asked, "names of aggregations", least=1, kind=str, alone=True)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"aggregations: expected some of {list(known)}, or functions by name; got {unknown}")

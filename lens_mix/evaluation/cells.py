@@ -13,7 +13,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.arguments import flags, instance, number, one_of, several, whole_number
+from lens_mix.arguments import (
+    check_choice,
+    check_flags,
+    check_instance,
+    check_items,
+    check_number,
+    check_whole_number,
+)
 from lens_mix.evaluation.intervention_passes import FLAT, InterventionPasses, intervention_passes
 from lens_mix.evaluation.kept_cells import Job, RankedCells, Visible, kept_pattern
 from lens_mix.hooks import freeze_pattern, must_fire
@@ -155,13 +162,13 @@ def keep_cells(
         UnsupportedModelError: Patterns and values do not give the model's attention, so that a cell cannot be
             removed, or keeping all cells does not give the clean target.
     """
-    one_of("operator", operator, ("zero", "mean"))
-    flags(keep_diagonal=keep_diagonal)
-    seed = whole_number("seed", seed, 0)
-    listed = several("fractions", fractions, "numbers from 0 to 1")
-    asked = sorted({0.0, 1.0, *(number("fractions", one, 0, 1) for one in listed)})
+    check_choice("operator", operator, ("zero", "mean"))
+    check_flags(keep_diagonal=keep_diagonal)
+    seed = check_whole_number("seed", seed, 0)
+    listed = check_items("fractions", fractions, "numbers from 0 to 1")
+    asked = sorted({0.0, 1.0, *(check_number("fractions", one, 0, 1) for one in listed)})
     named = {"map": maps} if isinstance(maps, MixingMap) else maps
-    instance("maps", named, Mapping, "a MixingMap, or several by name")
+    check_instance("maps", named, Mapping, "a MixingMap, or several by name")
     if not named:
         raise ValueError("maps: expected at least one map by its name, got none")
     with intervention_passes(model, prompt, target, **options) as passes:
@@ -196,7 +203,7 @@ def pool_cells(curves: Sequence[CellFaithfulness]) -> CellFaithfulness:
         TypeError: A curve is not a `CellFaithfulness`.
         ValueError: There are no curves, or they differ in map, operator or number of fractions.
     """
-    listed = several("curves", curves, "curves of one map", least=1, kind=CellFaithfulness)
+    listed = check_items("curves", curves, "curves of one map", least=1, kind=CellFaithfulness)
     settings = {(one.name, one.operator, len(one.shares)) for one in listed}
     if len(settings) > 1:
         raise ValueError(
@@ -258,7 +265,7 @@ def _compute_values(
 
 def _check_map(name: str, given: Any, passes: InterventionPasses) -> None:
     lens, argument = passes.checked.session.lens, f"maps[{name!r}]"
-    mixing: MixingMap = instance(argument, given, MixingMap, "a MixingMap")
+    mixing: MixingMap = check_instance(argument, given, MixingMap, "a MixingMap")
     if mixing.kind != "layer" or mixing.key_tokens is not None:
         raise ValueError(
             f"{argument}: expected a map of single layers over the prompt's own tokens, got kind "

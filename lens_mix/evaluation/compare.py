@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import instance, several, whole_number
+from lens_mix.arguments import check_instance, check_items, check_whole_number
 from lens_mix.evaluation.agreement import spearman, top_k_overlap
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import Queries, as_positions, shortened
+from lens_mix.maps.positions import Queries, as_positions, shorten
 
 if TYPE_CHECKING:
     import pandas
@@ -57,7 +57,7 @@ def compare(
         ValueError: There are fewer than two maps, their tokens differ, layer maps and input maps are mixed,
             or two maps have no row or layer in common.
     """
-    k = whole_number("k", k, 1)
+    k = check_whole_number("k", k, 1)
     named = _read_maps(maps)
     records = []
     for (first, one), (second, other) in itertools.combinations(named.items(), 2):
@@ -85,14 +85,14 @@ def _read_maps(maps: Mapping[str, MixingMap] | Sequence[MixingMap]) -> dict[str,
     if isinstance(maps, Mapping):
         named = dict(maps)
     else:
-        listed = [maps] if isinstance(maps, MixingMap) else several("maps", maps, what)
+        listed = [maps] if isinstance(maps, MixingMap) else check_items("maps", maps, what)
         names = [getattr(each, "method", "") for each in listed]
         named = {
             name if names.count(name) == 1 else f"{name} ({place})": each
             for place, (name, each) in enumerate(zip(names, listed, strict=True))
         }
     for name, each in named.items():
-        instance(f"maps[{name!r}]", each, MixingMap, "a MixingMap")
+        check_instance(f"maps[{name!r}]", each, MixingMap, "a MixingMap")
     if len(named) < 2:
         raise ValueError(f"maps: expected two or more to compare ({what}), got {len(named)}")
     return {name: each.merge_heads() for name, each in named.items()}
@@ -121,8 +121,8 @@ def _select_common_layers(
     common = [label for label in one.layer_labels if label in other.layer_labels]
     if not common:
         raise ValueError(
-            f"maps: expected a layer in common, got {first!r} with {shortened(one.layer_labels)} and "
-            f"{second!r} with {shortened(other.layer_labels)}"
+            f"maps: expected a layer in common, got {first!r} with {shorten(one.layer_labels)} and "
+            f"{second!r} with {shorten(other.layer_labels)}"
         )
     return one.select_layers(common), other.select_layers(common)
 
@@ -134,8 +134,8 @@ def _find_common_rows(one: MixingMap, other: MixingMap, queries: Queries | None)
     common = [position for position in one.query_positions if position in other.query_positions]
     if not common:
         raise ValueError(
-            f"maps: expected a row that both have, got those of {shortened(one.query_positions)} and of "
-            f"{shortened(other.query_positions)}"
+            f"maps: expected a row that both have, got those of {shorten(one.query_positions)} and of "
+            f"{shorten(other.query_positions)}"
         )
     return common
 

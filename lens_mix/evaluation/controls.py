@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import whole_number
+from lens_mix.arguments import check_whole_number
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps import MixingMap
@@ -61,7 +61,7 @@ def randomised(model: TransformerLensModel, *, seed: int = 0, part: str | None =
     Raises:
         UnsupportedModelError: The weights are offloaded.
     """
-    generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
+    generator = torch.Generator().manual_seed(check_whole_number("seed", seed, 0))
     lens = Lens(model, part)
     matrices = {
         id(parameter): parameter

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lens_mix.arguments import whole_number
+from lens_mix.arguments import check_whole_number
 from lens_mix.evaluation.intervention_passes import (
     FLAT,
     InterventionPasses,
@@ -145,10 +145,10 @@ def removal_curves(
     """
     chosen_removal = as_removal(removal)
     exact, beam = (
-        whole_number("exact", exact, 0, 20),
-        whole_number("beam", beam, 0),
+        check_whole_number("exact", exact, 0, 20),
+        check_whole_number("beam", beam, 0),
     )  # 2^20 sets: a million passes.
-    seed = whole_number("seed", seed, 0)
+    seed = check_whole_number("seed", seed, 0)
     with intervention_passes(model, prompt, target, **options) as passes:
         named, single = read_rows(rows, passes.length)
         ranked_positions = _read_positions(passes, chosen_removal, positions)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lens_mix.arguments import instance
+from lens_mix.arguments import check_instance
 from lens_mix.files import replacing
 
 # The first line of a file is a JSON object with this key, whose value is the header of the evaluation.
@@ -50,7 +50,7 @@ class FinishedCases:
         self._path = None
         if path is None:
             return
-        self._path = Path(instance("resume", path, str | os.PathLike, "the path of a file"))
+        self._path = Path(check_instance("resume", path, str | os.PathLike, "the path of a file"))
         text = _read_text(self._path)
         first, *lines = text.split("\n")
         if _is_cut_header(first, lines):

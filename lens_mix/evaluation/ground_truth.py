@@ -22,7 +22,7 @@ from lens_mix.aggregation.flow import flow
 from lens_mix.aggregation.gradient_rollout import gradient_rollout
 from lens_mix.aggregation.layer_mean import layer_mean
 from lens_mix.aggregation.rollout import rollout
-from lens_mix.arguments import flags, instance, several
+from lens_mix.arguments import check_flags, check_instance, check_items
 from lens_mix.evaluation.agreement import bootstrap
 from lens_mix.evaluation.candidates import Aggregation
 from lens_mix.evaluation.constructed import ConstructedModel, Routes, constructed_models
@@ -56,7 +56,7 @@ def roc_area(scores: Float[Tensor, "*shape"], truth: Bool[Tensor, "*shape"]) -> 
         TypeError: An argument is not a tensor, or `truth` is not boolean.
         ValueError: The shapes differ, or a score is not finite.
     """
-    instance("scores", scores, Tensor, "a tensor")
+    check_instance("scores", scores, Tensor, "a tensor")
     if not isinstance(truth, Tensor) or truth.dtype != torch.bool:
         got = truth.dtype if isinstance(truth, Tensor) else type(truth).__name__
         raise TypeError(f"truth: expected a tensor of True and False, got {got}")
@@ -145,10 +145,10 @@ def score_constructed(
         TypeError: A model is not a constructed model, or a number has the wrong type.
         ValueError: A method is unknown, or a number is out of range.
     """
-    flags(progress=progress)
+    check_flags(progress=progress)
     labelled, _ = read_methods(list(METHODS) if methods is None else methods)
     chosen = list(constructed_models().values()) if models is None else models
-    chosen = several("models", chosen, "constructed models", 1, ConstructedModel)
+    chosen = check_items("models", chosen, "constructed models", 1, ConstructedModel)
     from lens_mix.tables import Table
 
     rows: list[dict[str, Any]] = []

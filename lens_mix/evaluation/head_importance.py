@@ -15,7 +15,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix import targets as targets_module
-from lens_mix.arguments import flags, instance, number, one_of, pairs, real_tensor, several, whole_number
+from lens_mix.arguments import (
+    check_choice,
+    check_flags,
+    check_instance,
+    check_items,
+    check_number,
+    check_pairs,
+    check_real_tensor,
+    check_whole_number,
+)
 from lens_mix.hooks import must_fire, prune_heads
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
@@ -55,13 +64,13 @@ class HeadImportance:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        scores = real_tensor("scores", self.scores).to("cpu", torch.float64)
+        scores = check_real_tensor("scores", self.scores).to("cpu", torch.float64)
         if scores.ndim != 2 or scores.numel() == 0:
             raise ValueError(f"scores: expected shape [layer, head], got {list(scores.shape)}")
         if not bool(torch.isfinite(scores).all()):
             raise ValueError("scores: expected finite numbers, got NaN or infinity")
         object.__setattr__(self, "scores", scores)
-        object.__setattr__(self, "examples", whole_number("examples", self.examples, 0))
+        object.__setattr__(self, "examples", check_whole_number("examples", self.examples, 0))
 
     def ranking(self) -> list[Head]:
         """Return (layer, head) pairs, the least important first. Ties are ordered by layer, then head."""
@@ -70,7 +79,7 @@ class HeadImportance:
 
     def top(self, k: int = 5) -> list[tuple[int, int, float]]:
         """Return the `k` most important heads as (layer, head, score)."""
-        best = self.ranking()[::-1][: whole_number("k", k, 1)]
+        best = self.ranking()[::-1][: check_whole_number("k", k, 1)]
         return [(*layer_and_head, self.scores[layer_and_head].item()) for layer_and_head in best]
 
     def correlation(self, other: HeadImportance, how: Statistic = "pearson") -> float:
@@ -84,8 +93,8 @@ class HeadImportance:
             TypeError: `other` is not a `HeadImportance`.
             ValueError: The shapes differ, the statistic is unknown, or scores are constant.
         """
-        one_of("how", how, ("pearson", "spearman"))
-        instance("other", other, HeadImportance, "a HeadImportance")
+        check_choice("how", how, ("pearson", "spearman"))
+        check_instance("other", other, HeadImportance, "a HeadImportance")
         if self.scores.shape != other.scores.shape:
             raise ValueError(
                 f"other: expected scores of shape {list(self.scores.shape)}, got {list(other.scores.shape)}"
@@ -157,18 +166,18 @@ def head_importance(
         ValueError: There are no prompts, an option is unknown, or the number of targets does not fit.
         UnsupportedModelError: Some blocks of the model have no heads (a hybrid), or as in `lm.run`.
     """
-    one_of("by", by, ("attribution", "attention", "taylor"))
-    flags(progress=progress)
+    check_choice("by", by, ("attribution", "attention", "taylor"))
+    check_flags(progress=progress)
     if method is not None and by != "attribution":
         raise ValueError(f"method: applies to by='attribution' only, got by={by!r}")
-    prompts = several("prompts", prompts, "several prompts", least=1)
+    prompts = check_items("prompts", prompts, "several prompts", least=1)
     by_prompt = list_targets("prompts", prompts, targets)
     part = open_with_heads_in_every_block(model, part, "head_importance").stack.name
     if "layers" in options:
         raise ValueError(
             "layers: expected none, because importances have a row for every layer; cut the scores"
         )
-    one_of("statistic", statistic, ("max", "mean"))
+    check_choice("statistic", statistic, ("max", "mean"))
     values = []
     warned: collections.Counter[str] = collections.Counter()
     for prompt, target in zip(tqdm(prompts, disable=not progress, desc=by), by_prompt, strict=True):
@@ -210,12 +219,12 @@ def pruned(model: TransformerLensModel, heads: Iterable[Head], *, part: str | No
     """
     lens = Lens(model, part)
     by_layer: dict[int, list[int]] = collections.defaultdict(list)
-    for layer, head in pairs("heads", heads, "(layer, head) pairs"):
-        layer = whole_number("heads", layer, 0, lens.n_layers - 1, "layers")
+    for layer, head in check_pairs("heads", heads, "(layer, head) pairs"):
+        layer = check_whole_number("heads", layer, 0, lens.n_layers - 1, "layers")
         if layer not in lens.stack.attention_layers:
             gaps = lens.stack.gaps
             raise ValueError(f"heads: expected heads of blocks that have some, got layer {layer} ({gaps})")
-        by_layer[layer].append(whole_number("heads", head, 0, lens.n_heads - 1, "heads"))
+        by_layer[layer].append(check_whole_number("heads", head, 0, lens.n_heads - 1, "heads"))
     reason = verification_of(lens, read_prompt(model, lens.model_class, any_prompt(model))).hooks_failure
     if reason is not None:
         raise UnsupportedModelError(f"pruned can't run on this model: {reason}")
@@ -248,8 +257,8 @@ def ablation_importance(
         RuntimeError: The metric does not run the model.
         UnsupportedModelError: As in `head_importance`.
     """
-    flags(progress=progress)
-    examples = whole_number("examples", examples, 0)
+    check_flags(progress=progress)
+    examples = check_whole_number("examples", examples, 0)
     lens = open_with_heads_in_every_block(model, part, "ablation_importance")
     whole = measure_model(metric, model)
     scores = torch.zeros(lens.n_layers, lens.n_heads, dtype=torch.float64, device="cpu")
@@ -287,8 +296,8 @@ def measure_model(metric: Metric, model: TransformerLensModel) -> float:
         TypeError: The metric is not a function, or its value is not a number.
         ValueError: Its value is not finite.
     """
-    instance("metric", metric, Callable, "a function of the model")
-    return number("metric", metric(model))
+    check_instance("metric", metric, Callable, "a function of the model")
+    return check_number("metric", metric(model))
 
 
 def importance_correlations(
@@ -307,8 +316,8 @@ def importance_correlations(
     from lens_mix.tables import Table
 
     expected = "two HeadImportances or more, by their names"
-    instance("importances", importances, Mapping, expected)
-    several("importances", importances.values(), expected, least=2, kind=HeadImportance)
+    check_instance("importances", importances, Mapping, expected)
+    check_items("importances", importances.values(), expected, least=2, kind=HeadImportance)
     table = [[one.correlation(other, how) for other in importances.values()] for one in importances.values()]
     return Table(table, index=list(importances), columns=list(importances))
 
@@ -331,6 +340,6 @@ def choose_method(by: str, target: TargetLike | None, method: AttentionAttributi
         target = targets_module.loss() if target is None else target
         return GradientAttention(target=target, per_head=True, rectify=False)
     if method is not None:
-        instance("method", method, AttentionAttribution, "an AttentionAttribution")
+        check_instance("method", method, AttentionAttribution, "an AttentionAttribution")
     method = dataclasses.replace(method or AttentionAttribution(), per_head=True)
     return method if target is None else dataclasses.replace(method, target=target)

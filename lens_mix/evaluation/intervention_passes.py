@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix import targets
-from lens_mix.arguments import instance, real_tensor
+from lens_mix.arguments import check_instance, check_real_tensor
 from lens_mix.hooks import HookPair
 from lens_mix.lens.block import Block
 from lens_mix.lens.copies import copies_within
@@ -162,8 +162,8 @@ def read_rows(rows: Any, length: int) -> tuple[dict[str, Float[Tensor, " key"]],
         raise ValueError("rows: expected at least one row by its name, got none")
     read = {}
     for name, row in named.items():
-        instance("rows", name, str, "names of rows")
-        tensor = real_tensor(f"rows[{name!r}]", row).to("cpu", torch.float64)
+        check_instance("rows", name, str, "names of rows")
+        tensor = check_real_tensor(f"rows[{name!r}]", row).to("cpu", torch.float64)
         if tuple(tensor.shape) != (length,):
             raise ValueError(
                 f"rows[{name!r}]: expected one score per position of the prompt, [{length}], got shape "

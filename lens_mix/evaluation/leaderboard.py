@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from lens_mix.arguments import flags, instance, one_of
+from lens_mix.arguments import check_choice, check_flags, check_instance
 from lens_mix.evaluation.agreement import bootstrap
 from lens_mix.evaluation.candidates import (
     AS_IT_IS,
@@ -80,7 +80,7 @@ class Leaderboard:
         frame = self.to_dataframe()
         base = None
         if against is not None:
-            one_of("against", against, sorted(set(frame["method"])))
+            check_choice("against", against, sorted(set(frame["method"])))
             # If the method has several aggregations, the first one is the base of the differences.
             base = frame[frame["method"] == against].drop_duplicates("case").set_index("case")
         rows = []
@@ -116,7 +116,7 @@ class Leaderboard:
         from lens_mix.view.leaderboard_figure import leaderboard_figure
 
         chosen = self.metrics[0] if metric is None else metric
-        one_of("metric", chosen, self.metrics)
+        check_choice("metric", chosen, self.metrics)
         return leaderboard_figure(
             self.table(None).sort_values(chosen), chosen, f"{self.model}: {self.task['task']}"
         )
@@ -158,8 +158,8 @@ def evaluate(
         ValueError: As in `lm.run`, or `resume` is not a file of this evaluation. With `resume` also if
             weights are not in memory, or if functions and objects cannot be compared in another process.
     """
-    flags(randomised_model=randomised_model, progress=progress)
-    instance("task", task, Task, "a task of lens_mix.evaluation")
+    check_flags(randomised_model=randomised_model, progress=progress)
+    check_instance("task", task, Task, "a task of lens_mix.evaluation")
     if options.get("part") == "all":
         Lens(model, "all")  # It raises an error that lists the parts.
     chosen, by_name = read_methods(methods)[0], aggregations_by_name(aggregations)

@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 from lens_mix import targets
-from lens_mix.arguments import whole_number
+from lens_mix.arguments import check_whole_number
 from lens_mix.evaluation.tasks import Case
 from lens_mix.lens.continuation import prompt_logits
 from lens_mix.lens.model import Lens
@@ -136,11 +136,11 @@ def planted_facts(
     Raises:
         ValueError: The model predicts none of the answers.
     """
-    lens, draw, cases = Lens(model), random.Random(whole_number("seed", seed, 0)), []
-    for _ in range(whole_number("count", count, 1)):
+    lens, draw, cases = Lens(model), random.Random(check_whole_number("seed", seed, 0)), []
+    for _ in range(check_whole_number("count", count, 1)):
         template, words = draw.choice(_FACTS)
         name, word = draw.choice(_NAMES), draw.choice(words)
-        others = draw.sample(_FILLERS, whole_number("sentences", sentences, 0, len(_FILLERS)))
+        others = draw.sample(_FILLERS, check_whole_number("sentences", sentences, 0, len(_FILLERS)))
         place = draw.randrange(len(others) + 1)
         fact, question = template.format(name, word), template.split("{1}")[0].format(name)
         before = " ".join([*others[:place], fact.removesuffix(f"{word}.")])

@@ -16,11 +16,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.arguments import instance, number, real_tensor, several, whole_number
+from lens_mix.arguments import (
+    check_instance,
+    check_items,
+    check_number,
+    check_real_tensor,
+    check_whole_number,
+)
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
 from lens_mix.methods.attention import AttentionWeights
-from lens_mix.statistics.passes import each_prompt
+from lens_mix.statistics.passes import iterate_prompts
 from lens_mix.statistics.ranks import spearman
 
 if TYPE_CHECKING:
@@ -97,8 +103,8 @@ def residuals_at(
     """
     if "queries" in options:
         raise TypeError("queries: expected the rows as `positions`, got queries too; leave them out")
-    prompts = several("prompts", prompts, "several prompts", least=1)
-    given = several("positions", positions, "a position for each prompt", alone=True)
+    prompts = check_items("prompts", prompts, "several prompts", least=1)
+    given = check_items("positions", positions, "a position for each prompt", alone=True)
     per_prompt = given * len(prompts) if len(given) == 1 else given
     if len(per_prompt) != len(prompts):
         raise ValueError(
@@ -106,7 +112,7 @@ def residuals_at(
         )
     states = []
     for prompt, position in zip(prompts, per_prompt, strict=True):
-        for checked in each_prompt(
+        for checked in iterate_prompts(
             model, [prompt], AttentionWeights(), queries=[position], layers=layers, **options
         ):
             states.append(torch.stack([block.resid_post[0, 0] for block in checked.blocks]))
@@ -140,13 +146,16 @@ def probe_layers(
         TypeError: An argument has the wrong type.
         ValueError: Lengths differ, there are fewer than two values to fit to, or a number is out of range.
     """
-    states = real_tensor("states", states).to("cpu", torch.float64)
+    states = check_real_tensor("states", states).to("cpu", torch.float64)
     if states.ndim != 3 or not bool(torch.isfinite(states).all()):
         raise ValueError(f"states: expected finite [layer, prompt, d_model], got {list(states.shape)}")
     count = states.shape[1]
     labels, type_numbers = _number_values("values", values, count), _number_values("types", types, count)
-    held_out, penalty = number("held_out", held_out, 0, 1), number("penalty", penalty, 0, above=True)
-    draw = torch.Generator("cpu").manual_seed(whole_number("seed", seed))
+    held_out, penalty = (
+        check_number("held_out", held_out, 0, 1),
+        check_number("penalty", penalty, 0, above=True),
+    )
+    draw = torch.Generator("cpu").manual_seed(check_whole_number("seed", seed))
     order = torch.randperm(count, generator=draw, device="cpu")
     measured, fitted = order.tensor_split([round(held_out * count)])
     if len(measured) == 0 or len(labels[fitted].unique()) < 2:
@@ -186,8 +195,8 @@ def probing_agreement(probing: Probing, mixed: Float[Tensor, "layer prompt"]) ->
         TypeError: An argument has the wrong type.
         ValueError: The shape of `mixed` does not fit, or a number is not finite.
     """
-    instance("probing", probing, Probing, "a Probing, as probe_layers returns it")
-    mixed = real_tensor("mixed", mixed).to("cpu", torch.float64)
+    check_instance("probing", probing, Probing, "a Probing, as probe_layers returns it")
+    mixed = check_real_tensor("mixed", mixed).to("cpu", torch.float64)
     layers = len(probing.evidence)
     if mixed.ndim != 2 or len(mixed) != layers or mixed.shape[1] <= int(probing.held_out.max()):
         raise ValueError(
@@ -211,7 +220,9 @@ def probing_agreement(probing: Probing, mixed: Float[Tensor, "layer prompt"]) ->
 
 def _number_values(name: str, values: Sequence[Hashable], count: int) -> Int[Tensor, " prompt"]:
     """Return the number of each value, from 0, in the order in which values first occur."""
-    listed = values.tolist() if isinstance(values, Tensor) else several(name, values, "one for each prompt")
+    listed = (
+        values.tolist() if isinstance(values, Tensor) else check_items(name, values, "one for each prompt")
+    )
     if len(listed) != count:
         raise ValueError(f"{name}: expected one for each of {count} prompts, got {len(listed)}")
     numbers = {value: index for index, value in enumerate(dict.fromkeys(listed))}

@@ -12,7 +12,15 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lens_mix.arguments import flags, instance, number, one_of, real_tensor, several, whole_number
+from lens_mix.arguments import (
+    check_choice,
+    check_flags,
+    check_instance,
+    check_items,
+    check_number,
+    check_real_tensor,
+    check_whole_number,
+)
 from lens_mix.evaluation.head_importance import (
     Head,
     HeadImportance,
@@ -116,13 +124,16 @@ def pruning_curves(
     """
     lens = open_with_heads_in_every_block(model, part, "pruning_curves")
     total = lens.n_layers * lens.n_heads
-    given = several("fractions", fractions, "ascending shares from 0 to 1", least=1)
-    fractions = [number("fractions", fraction, 0, 1) for fraction in given]
+    given = check_items("fractions", fractions, "ascending shares from 0 to 1", least=1)
+    fractions = [check_number("fractions", fraction, 0, 1) for fraction in given]
     if not all(lower < upper for lower, upper in itertools.pairwise(fractions)):
         raise ValueError(f"fractions: expected ascending shares from 0 to 1, got {fractions}")
-    one_of("remove", remove, ("least", "most"))
-    flags(progress=progress)
-    random, seed = whole_number("random", random, 0), whole_number("seed", seed, -(2**63), 2**63 - 1)
+    check_choice("remove", remove, ("least", "most"))
+    check_flags(progress=progress)
+    random, seed = (
+        check_whole_number("random", random, 0),
+        check_whole_number("seed", seed, -(2**63), 2**63 - 1),
+    )
     orders = _order_heads(rankings, lens, remove, random, seed)
     removed = tuple(round(fraction * total) for fraction in fractions)
     results: dict[frozenset[Head], float] = {}
@@ -150,7 +161,7 @@ def pruning_curves(
 def _order_heads(
     rankings: Mapping[str, HeadImportance | Tensor], lens: Lens, remove: str, random: int, seed: int
 ) -> dict[str, list[list[Head]]]:
-    instance("rankings", rankings, Mapping, "a dict of importances by their names")
+    check_instance("rankings", rankings, Mapping, "a dict of importances by their names")
     if not rankings and random < 1:
         raise ValueError("rankings: expected at least one, got none (and random=0)")
     if "random" in rankings:
@@ -158,7 +169,7 @@ def _order_heads(
     orders: dict[str, list[list[Head]]] = {}
     for name, given in rankings.items():
         label = f"rankings[{name!r}]"
-        scores = given.scores if isinstance(given, HeadImportance) else real_tensor(label, given)
+        scores = given.scores if isinstance(given, HeadImportance) else check_real_tensor(label, given)
         expected, shape = [lens.n_layers, lens.n_heads], list(scores.shape)
         if shape != expected:
             raise ValueError(f"{label}: expected shape {expected}, got {shape}")

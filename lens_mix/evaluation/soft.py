@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix import targets
-from lens_mix.arguments import number, whole_number
+from lens_mix.arguments import check_number, check_whole_number
 from lens_mix.evaluation.intervention_passes import InterventionPasses, intervention_passes, read_rows
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
@@ -109,10 +109,10 @@ def soft_faithfulness(
         ValueError: An argument is out of range, or the target is not a probability.
         UnsupportedModelError: The verification of the model fails.
     """
-    retained = number("retained", retained, 0, 1, above=True)
+    retained = check_number("retained", retained, 0, 1, above=True)
     if retained == 1:
         raise ValueError("retained: expected a number above 0 and below 1, got 1: everything would stay")
-    samples, seed = whole_number("samples", samples, 1), whole_number("seed", seed, 0)
+    samples, seed = check_whole_number("samples", samples, 1), check_whole_number("seed", seed, 0)
     target = targets.predicted() if target is None else target
     with intervention_passes(model, prompt, target, **options) as passes:
         if not passes.bound.is_probability:

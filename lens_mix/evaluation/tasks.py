@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import several, whole_number
+from lens_mix.arguments import check_items, check_whole_number
 from lens_mix.evaluation.agreement import (
     average_precision,
     mass_accuracy,
@@ -133,7 +133,7 @@ class Importance(RowTask):
     query: int = -1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompts", several("prompts", self.prompts, "several prompts", least=1))
+        object.__setattr__(self, "prompts", check_items("prompts", self.prompts, "several prompts", least=1))
         if self.occlusion.spans is not None:
             raise ValueError(
                 "occlusion: expected one without spans, because the rows of maps have a score per token, got "
@@ -141,7 +141,7 @@ class Importance(RowTask):
             )
 
     def cases(self, model: TransformerLensModel) -> list[Case]:
-        return [Case(prompt, whole_number("query", self.query)) for prompt in self.prompts]
+        return [Case(prompt, check_whole_number("query", self.query)) for prompt in self.prompts]
 
     def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
         mixing_map = run(model, case.prompt, self.occlusion, queries=[case.query], progress=None, **options)
@@ -186,7 +186,7 @@ class Cues(RowTask):
     leave_out: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        cases = several("given", self.given, "cases", least=1, kind=Case)
+        cases = check_items("given", self.given, "cases", least=1, kind=Case)
         if not all(case.relevant for case in cases):
             raise ValueError("given: expected cases that name their relevant positions, got some without")
         object.__setattr__(self, "given", cases)
@@ -219,7 +219,7 @@ class _PromptTask(Task):
     prompts: Sequence[Any]
 
     def cases(self, model: TransformerLensModel) -> list[Case]:
-        return [Case(prompt) for prompt in several("prompts", self.prompts, "several prompts", least=1)]
+        return [Case(prompt) for prompt in check_items("prompts", self.prompts, "several prompts", least=1)]
 
 
 @dataclasses.dataclass(frozen=True)

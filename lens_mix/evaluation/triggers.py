@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from lens_mix.arguments import flags, instance, number, pairs, several, whole_number
+from lens_mix.arguments import (
+    check_flags,
+    check_instance,
+    check_items,
+    check_number,
+    check_pairs,
+    check_whole_number,
+)
 from lens_mix.evaluation.head_importance import choose_method, list_targets
 from lens_mix.lens.continuation import prompt_logits
 from lens_mix.lens.model import Lens
@@ -46,11 +53,13 @@ class Example:
     segments: tuple[Span, ...] | None = None
 
     def __post_init__(self) -> None:
-        tokens = several("tokens", self.tokens, "token numbers", least=1)
-        object.__setattr__(self, "tokens", tuple(whole_number("tokens", token, 0) for token in tokens))
+        tokens = check_items("tokens", self.tokens, "token numbers", least=1)
+        object.__setattr__(self, "tokens", tuple(check_whole_number("tokens", token, 0) for token in tokens))
         spans = () if self.segments is None else self.segments
-        for start, stop in pairs("segments", spans, "(start, stop) spans"):
-            whole_number("segments", stop, whole_number("segments", start, 0, len(tokens)), len(tokens))
+        for start, stop in check_pairs("segments", spans, "(start, stop) spans"):
+            check_whole_number(
+                "segments", stop, check_whole_number("segments", start, 0, len(tokens)), len(tokens)
+            )
         if any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
             raise ValueError(f"segments: expected spans one after the other, got {list(spans)}")
 
@@ -100,7 +109,7 @@ class Trigger:
 
     pieces: tuple[Piece, ...]
     strength: tuple[float, float]
-    pairs: tuple[tuple[int, int], tuple[int, int]]
+    check_pairs: tuple[tuple[int, int], tuple[int, int]]
     layer: int
     head: int
     source: Example
@@ -146,8 +155,8 @@ def extract_triggers(
     Raises:
         ValueError: There are no examples, or the number of targets does not fit.
     """
-    flags(progress=progress)
-    least, second = number("least", least), number("second", second)
+    check_flags(progress=progress)
+    least, second = check_number("least", least), check_number("second", second)
     examples, special = _read_examples(examples), _read_special(special)
     by_example = list_targets("examples", examples, targets)
     part = Lens(model, part).stack.name  # A map has a single part, so "all" raises an error.
@@ -175,8 +184,10 @@ def insert_trigger(trigger: Trigger, example: Example, special: Collection[int] 
         TypeError: An argument has the wrong type.
         ValueError: The example lacks a segment of the trigger.
     """
-    instance("trigger", trigger, Trigger, "a Trigger")
-    segments = _find_segments(instance("example", example, Example, "an Example"), _read_special(special))
+    check_instance("trigger", trigger, Trigger, "a Trigger")
+    segments = _find_segments(
+        check_instance("example", example, Example, "an Example"), _read_special(special)
+    )
     last_segment = max((piece.segment for piece in trigger.pieces), default=-1)
     if last_segment >= len(segments):
         raise ValueError(f"example: expected at least {last_segment + 1} segments, got {len(segments)}")
@@ -242,11 +253,11 @@ def trigger_report(
         TypeError: An argument has the wrong type.
         ValueError: There are no examples, or the number of predictions differs from that of the examples.
     """
-    flags(progress=progress)
+    check_flags(progress=progress)
     examples = _read_examples(examples)
-    triggers = several("triggers", triggers, "Triggers", kind=Trigger)
+    triggers = check_items("triggers", triggers, "Triggers", kind=Trigger)
     metric = _compute_accuracy if metric is None else metric
-    instance("metric", metric, Callable, "a function of the right and the predicted classes")
+    check_instance("metric", metric, Callable, "a function of the right and the predicted classes")
     before = _predict(predict, examples)
     labels = list(dict.fromkeys(example.label for example in examples))
     rows = []
@@ -282,12 +293,12 @@ def predict_by_token(
             function raises it for an example that lacks the position.
     """
     lens, expected = Lens(model), "two classes or more, each with its token numbers"
-    several("choices", instance("choices", choices, Mapping, expected).values(), expected, least=2)
-    position, last = whole_number("position", position), int(lens.model.cfg.d_vocab) - 1
+    check_items("choices", check_instance("choices", choices, Mapping, expected).values(), expected, least=2)
+    position, last = check_whole_number("position", position), int(lens.model.cfg.d_vocab) - 1
     tokens = {
         label: [
-            whole_number("choices", token, 0, last, "token numbers")
-            for token in several("choices", choice, expected, least=1, alone=True)
+            check_whole_number("choices", token, 0, last, "token numbers")
+            for token in check_items("choices", choice, expected, least=1, alone=True)
         ]
         for label, choice in choices.items()
     }
@@ -298,7 +309,7 @@ def predict_by_token(
         for example in examples:
             by_position = prompt_logits(lens, list(example.tokens))
             count = len(by_position)
-            place = whole_number("position", position, -count, count - 1, "a position of every example")
+            place = check_whole_number("position", position, -count, count - 1, "a position of every example")
             logits = by_position[place]
             classes.append(max(tokens, key=lambda label: float(logits[tokens[label]].max())))
         return classes
@@ -341,16 +352,16 @@ def _find_segments(example: Example, special: Collection[int]) -> list[Span]:
 
 
 def _read_examples(examples: Any) -> list[Example]:
-    return several("examples", examples, "Examples", least=1, kind=Example)
+    return check_items("examples", examples, "Examples", least=1, kind=Example)
 
 
 def _read_special(special: Any) -> list[int]:
-    return [whole_number("special", one, 0) for one in several("special", special, "token numbers")]
+    return [check_whole_number("special", one, 0) for one in check_items("special", special, "token numbers")]
 
 
 def _predict(predict: Predict, examples: Sequence[Example]) -> list[Hashable]:
-    instance("predict", predict, Callable, "a function of examples")
-    classes = several("predict", predict(examples), "classes, one per example")
+    check_instance("predict", predict, Callable, "a function of examples")
+    classes = check_items("predict", predict(examples), "classes, one per example")
     if len(classes) != len(examples):
         raise ValueError(f"predict: expected {len(examples)} classes, one per example, got {len(classes)}")
     return classes

@@ -16,7 +16,7 @@ from typing import Literal
 import networkx as nx
 
 from lens_mix.aggregation.flow import capacity_stack
-from lens_mix.arguments import flags, instance, number, one_of
+from lens_mix.arguments import check_choice, check_flags, check_instance, check_number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import find_query
 
@@ -46,8 +46,8 @@ def layered_graph(
         TypeError: As in `lens_mix.flow`.
         ValueError: As in `lens_mix.flow`, or if `threshold` is below 0.
     """
-    threshold = number("threshold", threshold, 0)
-    flags(drop_bos=drop_bos)
+    threshold = check_number("threshold", threshold, 0)
+    check_flags(drop_bos=drop_bos)
     stack = capacity_stack(mixing_map, residual, to_layer=layer, drop_bos=drop_bos).capacities
     graph: nx.DiGraph = stack.to_networkx(threshold=threshold)
     labels = [stack.layer_labels[0] - 1, *stack.layer_labels]
@@ -103,7 +103,7 @@ def information_flow_graph(
         ValueError: If there is no such query or key, no path is above the threshold (the message gives the
             largest threshold), or nothing flows from key to query.
     """
-    one_of("by", by, ("rollout", "flow", "weight"))
+    check_choice("by", by, ("rollout", "flow", "weight"))
     if (by == "flow") != (key is not None):
         raise ValueError(
             f"key: expected a key with by='flow', and None otherwise, got key={key!r} with by={by!r}"
@@ -111,7 +111,7 @@ def information_flow_graph(
     graph = layered_graph(mixing_map, residual=residual, layer=layer, drop_bos=drop_bos)
     tokens: list[str] = graph.graph["tokens"]
     if query is None:
-        query = (mixing_map.drop_bos() if drop_bos else mixing_map).meant_query
+        query = (mixing_map.drop_bos() if drop_bos else mixing_map).default_query_position
     target = (max(level for level, _ in graph.nodes), find_query(tokens, query))
     if key is not None:
         _set_flow_amounts(graph, (0, find_query(tokens, key, "key")), target)
@@ -152,8 +152,8 @@ def prune_graph(
         ValueError: If the graph has a cycle, there is no such target, an edge lacks the attribute, the
             threshold is below 0, or no edge is left.
     """
-    threshold = number("threshold", threshold, 0)
-    flags(renormalize=renormalize, from_inputs=from_inputs)
+    threshold = check_number("threshold", threshold, 0)
+    check_flags(renormalize=renormalize, from_inputs=from_inputs)
     if target is None and isinstance(graph, nx.DiGraph):
         target = graph.graph.get("root", graph.graph.get("target"))
     _check_graph(graph, target)
@@ -179,7 +179,7 @@ def prune_graph(
 
 
 def _check_graph(graph: nx.DiGraph, target: Hashable) -> None:
-    instance("graph", graph, nx.DiGraph, "a networkx DiGraph")
+    check_instance("graph", graph, nx.DiGraph, "a networkx DiGraph")
     if target not in graph:
         count = graph.number_of_nodes()
         raise ValueError(f"target: expected one of the {count} nodes of the graph, got {target!r}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import networkx as nx
 
-from lens_mix.arguments import file_path, instance
+from lens_mix.arguments import check_file_path, check_instance
 from lens_mix.files import replacing
 
 # The attributes of a graph from `lens_mix` that are neither strings nor numbers.
@@ -31,8 +31,8 @@ def save_graph(graph: nx.DiGraph, path: str | os.PathLike[str]) -> None:
         TypeError: If `graph` is not a networkx graph, or contains a value that JSON cannot represent.
         ValueError: If the ending is another one, or values have too many levels of nesting for JSON.
     """
-    instance("graph", graph, nx.Graph, "a networkx graph")
-    ending = _read_ending(file_path("path", path, write=True))
+    check_instance("graph", graph, nx.Graph, "a networkx graph")
+    ending = _read_ending(check_file_path("path", path, write=True))
     # The values are converted first, so that a value that JSON cannot represent leaves an old file as it was.
     try:
         is_json = ending == ".json"
@@ -54,8 +54,8 @@ def load_graph(path: str | os.PathLike[str]) -> nx.DiGraph:
         FileNotFoundError: If there is no such file.
         ValueError: If the ending is not `.graphml` or `.json`, or if the file does not contain a graph.
     """
-    ending = _read_ending(instance("path", path, (str, os.PathLike), "a path"))
-    path = file_path("path", path)
+    ending = _read_ending(check_instance("path", path, (str, os.PathLike), "a path"))
+    path = check_file_path("path", path)
     expected = "path: expected a graph written by save_graph, got"
     try:
         text = Path(path).read_text(encoding="utf-8")

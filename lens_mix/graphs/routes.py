@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lens_mix.aggregation.joint import check_parts
 from lens_mix.aggregation.rollout import layers_to_mix
-from lens_mix.arguments import number, several
+from lens_mix.arguments import check_items, check_number
 from lens_mix.graphs.route_stacks import RouteStack, grow_graph
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import find_query
@@ -71,7 +71,7 @@ def information_flow_routes(
             query does not exist or occurs twice, the threshold is outside 0 to 1, or the words do not fit the
             tokens.
     """
-    threshold = number("threshold", threshold, 0, 1)
+    threshold = check_number("threshold", threshold, 0, 1)
     if isinstance(mixing_map, Mapping):
         if words is not None:
             raise ValueError(f"words: expected None for the parts of an encoder-decoder, got {words!r}")
@@ -79,7 +79,9 @@ def information_flow_routes(
     else:
         stacks = [_read_stack(mixing_map, words)]
         query_tokens = stacks[0].tokens
-    listed = several("queries", [queries] if isinstance(queries, (int, str)) else queries, "queries", least=1)
+    listed = check_items(
+        "queries", [queries] if isinstance(queries, (int, str)) else queries, "queries", least=1
+    )
     positions = [find_query(query_tokens, query, "queries") for query in listed]
     if len(set(positions)) != len(positions):
         raise ValueError(f"queries: expected different positions, got {positions}")

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lens_mix.arguments import plain_tensor, several, whole_number
+from lens_mix.arguments import check_dense_tensor, check_items, check_whole_number
 
 Position = SupportsIndex | slice | Int[Tensor, "batch"] | Bool[Tensor, "batch key"] | Bool[Tensor, "key"]
 # A tuple comes from `positions=`, the other types from `position=`: errors name the argument that was given.
@@ -18,8 +18,10 @@ Chosen = int | slice | Tensor | tuple[int, ...]
 
 def read_heads(heads: Iterable[int] | int) -> tuple[int, ...]:
     """Return query heads as sorted distinct numbers; only the pass shows how many the model has."""
-    listed = several("heads", heads, "query heads as integers", least=1, alone=True)
-    return tuple(sorted({whole_number("heads", head, 0, what="query heads as integers") for head in listed}))
+    listed = check_items("heads", heads, "query heads as integers", least=1, alone=True)
+    return tuple(
+        sorted({check_whole_number("heads", head, 0, what="query heads as integers") for head in listed})
+    )
 
 
 def check_heads(heads: tuple[int, ...], n_heads: int) -> None:
@@ -33,7 +35,7 @@ def read_pattern(argument: str, pattern: Any) -> Tensor:
     if not isinstance(pattern, Tensor) or not pattern.is_floating_point():
         got = f"a tensor of {pattern.dtype}" if isinstance(pattern, Tensor) else type(pattern).__name__
         raise TypeError(f"{argument}: expected a tensor of real numbers; got {got}")
-    plain_tensor(argument, pattern)
+    check_dense_tensor(argument, pattern)
     if not bool(torch.isfinite(pattern).all()):
         raise ValueError(f"{argument}: expected finite numbers; got NaN or infinity")
     if pattern.ndim not in (3, 4):
@@ -49,7 +51,7 @@ def read_mask(argument: str, mask: Any) -> Bool[Tensor, "batch head query key"]:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = f"a tensor of {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"{argument}: expected a bool tensor; got {got}")
-    plain_tensor(argument, mask)
+    check_dense_tensor(argument, mask)
     if mask.ndim not in (2, 3, 4):
         raise ValueError(
             f"{argument}: expected [query key], [head query key] or [batch head query key]; got shape "
@@ -64,8 +66,8 @@ def read_position(position: Position | None, positions: Sequence[int] | None) ->
         given = "both" if position is not None else "neither"
         raise TypeError(f"position, positions: expected exactly one of them; got {given}")
     if positions is not None:
-        listed = several("positions", positions, "a sequence of integers", least=1)
-        return tuple(whole_number("positions", item, what="an integer") for item in listed)
+        listed = check_items("positions", positions, "a sequence of integers", least=1)
+        return tuple(check_whole_number("positions", item, what="an integer") for item in listed)
     if isinstance(position, slice):
         return position
     if isinstance(position, Tensor) and position.ndim > 0:
@@ -82,7 +84,7 @@ def read_position(position: Position | None, positions: Sequence[int] | None) ->
             "positions in every example use positions=[...] or a slice; for a different position in each "
             "example use a 1-D integer tensor"
         )
-    return whole_number("position", position, what="an integer")
+    return check_whole_number("position", position, what="an integer")
 
 
 def make_position_mask(

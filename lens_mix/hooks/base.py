@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import shown, whole_number
+from lens_mix.arguments import check_whole_number, describe_value
 
 DEFAULT_ATTENTION = "blocks.{layer}.attn"
 
@@ -78,7 +78,7 @@ def must_fire(*pairs: HookPair) -> Iterator[list[HookPair]]:
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2 or not hasattr(pair[1], "calls"):
             raise TypeError(
-                f"pairs: expected pairs that functions of lens_mix.hooks return; got {shown(pair)}"
+                f"pairs: expected pairs that functions of lens_mix.hooks return; got {describe_value(pair)}"
             )
     before = [function.calls for _, function in pairs]
     yield list(pairs)
@@ -236,7 +236,7 @@ def attention_module(layer: int, attention: str) -> str:
         raise TypeError(
             f"attention: expected the name of a module, as {DEFAULT_ATTENTION!r}; got {attention!r}"
         )
-    index = whole_number("layer", layer, 0, what="an integer")
+    index = check_whole_number("layer", layer, 0, what="an integer")
     try:
         return attention.format(layer=index)
     except (IndexError, KeyError, ValueError) as error:

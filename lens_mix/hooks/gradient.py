@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import flags, instance, number
+from lens_mix.arguments import check_flags, check_instance, check_number
 from lens_mix.hooks.base import DEFAULT_ATTENTION, HookFunction, HookPair, HookPointLike, attention_module
 from lens_mix.hooks.mixing import sink, tolerance
 
@@ -45,8 +45,8 @@ def scale_gradient(name: str, factor: float) -> HookPair:
         (gradient,) = torch.autograd.grad(logits[:, -1].max(dim=-1).values.sum(), list(store.values()))
         ```
     """
-    instance("name", name, str, "the name of one hook point")
-    factor = number("factor", factor)
+    check_instance("name", name, str, "the name of one hook point")
+    factor = check_number("factor", factor)
     return name, _ScaleGradient(name, lambda shown, gradient: gradient * factor)
 
 
@@ -91,8 +91,8 @@ def scale_pattern_gradient(
         ```
     """
     name = f"{attention_module(layer, attention)}.hook_pattern"
-    temperature = number("temperature", temperature, 0, above=True)
-    change = functools.partial(_compute_pattern_gradient, temperature, number("factor", factor))
+    temperature = check_number("temperature", temperature, 0, above=True)
+    change = functools.partial(_compute_pattern_gradient, temperature, check_number("factor", factor))
     return name, _ScalePatternGradient(name, change)
 
 
@@ -121,7 +121,7 @@ def freeze_scale(norm: str) -> HookPair:
         logits[:, -1].max(dim=-1).values.sum().backward()
         ```
     """
-    name = f"{instance('norm', norm, str, 'the name of one norm')}.hook_scale"
+    name = f"{check_instance('norm', norm, str, 'the name of one norm')}.hook_scale"
     return name, _FreezeScale(name)
 
 
@@ -163,11 +163,11 @@ def hold_activation_ratio(
         logits[:, -1].max(dim=-1).values.sum().backward()
         ```
     """
-    instance("mlp", mlp, str, "the name of one feed-forward")
-    instance("act", act, Callable, "an activation function")
-    flags(gated=gated)
+    check_instance("mlp", mlp, str, "the name of one feed-forward")
+    check_instance("act", act, Callable, "an activation function")
+    check_flags(gated=gated)
     if bias is not None:
-        instance("bias", bias, Tensor, "a tensor [d_mlp]")
+        check_instance("bias", bias, Tensor, "a tensor [d_mlp]")
     post = _HoldActivationRatio(f"{mlp}.hook_post", act, bias)
     names = [f"{mlp}.hook_pre", *[f"{mlp}.hook_pre_linear"] * gated]
     return [*((name, _ActivationInput(name, post)) for name in names), (post.name, post)]
@@ -215,7 +215,7 @@ def _compute_activation_ratio(
     return torch.where(near, slope, act(z) / torch.where(near, 1, z))
 
 
-def with_gradient_of(linear: Tensor, output: Tensor) -> Tensor:
+def replace_gradient(linear: Tensor, output: Tensor) -> Tensor:
     """Return the output unchanged, with the gradient of `linear`."""
     return output.detach() + (linear - linear.detach()).to(output.dtype)
 
@@ -304,7 +304,7 @@ class _HoldActivationRatio(GradientCounter, HookFunction):
         linear = _compute_activation_ratio(self._act, z.detach()) * z
         if up is not None:
             linear = (linear * up.detach() + linear.detach() * up) / 2
-        return self.follow(with_gradient_of(linear, tensor))
+        return self.follow(replace_gradient(linear, tensor))
 
     def _check_activation(self, product: Tensor, shown: Tensor) -> None:
         wide, accepted = torch.promote_types(shown.dtype, torch.float32), tolerance(shown.dtype)

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import instance, plain_tensor
+from lens_mix.arguments import check_dense_tensor, check_instance
 from lens_mix.hooks._arguments import check_heads, read_heads, read_pattern
 from lens_mix.hooks.base import DEFAULT_ATTENTION, HookPair, HookPointLike, OneArgumentHook, attention_module
 from lens_mix.hooks.mixing import check_mixing, mix
@@ -63,7 +63,7 @@ def scale_pattern(
                 f"factor: expected a number or a tensor [head]; got shape {tuple(factor.shape)} "
                 "(for a factor per query and key use replace_pattern)"
             )
-        if not bool(torch.isfinite(plain_tensor("factor", factor)).all()):
+        if not bool(torch.isfinite(check_dense_tensor("factor", factor)).all()):
             raise ValueError("factor: expected finite numbers; got NaN or infinity")
         if factor.ndim == 1:
             return _ScalePatternPerHead(layer, attention, factor)._make_pair()
@@ -192,7 +192,7 @@ def freeze_pattern(
             )
         source = source[name]
     if edit is not None:
-        instance("edit", edit, Callable, "a function of the pattern")
+        check_instance("edit", edit, Callable, "a function of the pattern")
     frozen = read_pattern("source", source).detach()
     return _ReplacePattern(layer, attention, "source" if edit is None else "edit", frozen, edit)._make_pair()
 

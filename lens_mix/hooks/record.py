@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.arguments import flags, instance, one_of, several, shown
+from lens_mix.arguments import check_choice, check_flags, check_instance, check_items, describe_value
 from lens_mix.hooks.base import (
     DEFAULT_ATTENTION,
     AttentionHook,
@@ -73,9 +73,9 @@ def record(
     _check_store(store)
     if not isinstance(name, str):
         raise TypeError(f"name: expected the name of one hook point; got {name!r}")
-    flags(detach=detach)
+    check_flags(detach=detach)
     if select is not None:
-        instance("select", select, Callable, "a function of the activation")
+        check_instance("select", select, Callable, "a function of the activation")
     return name, _Record(store, name, detach, select)
 
 
@@ -104,7 +104,7 @@ def record_all(
         model.run_with_hooks(tokens, fwd_hooks=record_all(store, names))
         ```
     """
-    listed = several("names", names, "several names (use record for one)")
+    listed = check_items("names", names, "several names (use record for one)")
     return [record(store, name, detach=detach) for name in listed]
 
 
@@ -148,10 +148,12 @@ def record_attention(
             isinstance(queries, Tensor) and queries.ndim == 2 and queries.dtype in (torch.int64, torch.int32)
         )
         if not is_index:
-            raise TypeError(f"queries: expected an integer tensor [batch query]; got {shown(queries)}")
+            raise TypeError(
+                f"queries: expected an integer tensor [batch query]; got {describe_value(queries)}"
+            )
     points, module = {**ATTENTION_ROLES, RESID_PRE: "hook_resid_pre"}, attention_module(layer, attention)
-    for role in several("roles", roles, f"some of {sorted(points)}"):
-        one_of("roles", role, points)
+    for role in check_items("roles", roles, f"some of {sorted(points)}"):
+        check_choice("roles", role, points)
         select = None
         if queries is not None and role in _QUERY_AXIS:
             select = functools.partial(_select_queries, queries=queries, axis=_QUERY_AXIS[role])
@@ -231,7 +233,7 @@ def watch_pattern(
         model.run_with_hooks(tokens, fwd_hooks=[hook])
         ```
     """
-    instance("watch", watch, Callable, "a function of the pattern")
+    check_instance("watch", watch, Callable, "a function of the pattern")
     name = f"{attention_module(layer, attention)}.hook_pattern"
     return name, _Watch(name, watch)
 

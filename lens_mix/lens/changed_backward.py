@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookFunction, HookName, HookPair, hold_activation_ratio, scale_pattern_gradient
-from lens_mix.hooks.gradient import Constant, GradientCounter, beside, is_differentiated, with_gradient_of
+from lens_mix.hooks.gradient import Constant, GradientCounter, beside, is_differentiated, replace_gradient
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward, Norm, read_norm, read_value_path
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook
@@ -272,7 +272,7 @@ class _NormRule(GradientCounter):
         linear = self._norm.linear_at(wide)(wide)
         if self._constants is not None and self._norm.bias is not None:
             linear = linear + beside(self._constants, output) * self._norm.bias.to(wide.dtype)
-        return self.follow(with_gradient_of(linear, output))
+        return self.follow(replace_gradient(linear, output))
 
     def _require_alike(self, rebuilt: Tensor, output: Tensor) -> None:
         accepted = tolerance(output.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from lens_mix.arguments import whole_number
+from lens_mix.arguments import check_whole_number
 from lens_mix.hooks import AttentionHook, HookName, HookPair
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens import known_faults
@@ -146,7 +146,7 @@ class Lens:
 
     def layer_index(self, layer: int) -> int:
         """A layer number, negative from the end, checked."""
-        return whole_number("layer", layer, -self.n_layers, self.n_layers - 1) % self.n_layers
+        return check_whole_number("layer", layer, -self.n_layers, self.n_layers - 1) % self.n_layers
 
     def final_norm(self) -> nn.Module | None:
         """The norm after the last block; None where none is mapped, though the model may have one."""

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.arguments import flags, plain_tensor, whole_number
+from lens_mix.arguments import check_dense_tensor, check_flags, check_whole_number
 from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
@@ -101,7 +101,7 @@ def read_prompt(
     text = _as_text(prompt)
     given = dict(inputs or {})
     if prepend_bos is not None:
-        flags(prepend_bos=prepend_bos)
+        check_flags(prepend_bos=prepend_bos)
     encoder_decoder = is_encoder_decoder(model, model_class)
     prompt, target = _source_and_target(model, model_class, prompt)
     notes: tuple[str, ...] = ()
@@ -271,13 +271,15 @@ def _tokens(
             )
         # Whether the vocabulary has them is asked later; here they have to fit.
         prompt = torch.tensor(
-            [whole_number(name, one, -(2**63), 2**63 - 1) for one in prompt], dtype=torch.long, device="cpu"
+            [check_whole_number(name, one, -(2**63), 2**63 - 1) for one in prompt],
+            dtype=torch.long,
+            device="cpu",
         )
     if not torch.is_tensor(prompt):
         hint = "" if name == "prompt" else " (labels of a tokenizer are not what the decoder reads)"
         hint *= isinstance(prompt, Mapping)
         raise TypeError(f"{name}: expected a string or a tensor of tokens, got {type(prompt).__name__}{hint}")
-    plain_tensor(name, prompt)
+    check_dense_tensor(name, prompt)
     if not prompt.numel():
         # No tokens are of no dtype: an empty list, and an empty string's tokens, become floats.
         prompt = prompt.long()
@@ -385,7 +387,7 @@ def _like_tokens(value: Any, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
             f"if {name} is meant as an option, run has none of that name (methods take theirs: "
             "lm.ValueZeroing(per_head=True))"
         )
-    plain_tensor(name, value)
+    check_dense_tensor(name, value)
     if _NO_TEXT.search(name) or value.ndim > 2:
         raise ValueError(
             f"{name}: expected text alone (inputs [pos] or [1, pos], one number per token), got "

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.arguments import several, whole_number, whole_slice
+from lens_mix.arguments import check_items, check_slice, check_whole_number
 
 # What a user may write: a number, numbers in any form, or a slice; negative numbers count from the end.
 Selection = int | slice | Iterable[int] | Tensor
@@ -30,11 +30,11 @@ def read_selection(selection: Selection | None, count: int, name: str) -> list[i
     if selection is None:
         return None
     if isinstance(selection, slice):
-        chosen = list(range(count))[whole_slice(name, selection)]
+        chosen = list(range(count))[check_slice(name, selection)]
     else:
         what = "whole numbers or a slice"
-        listed = several(name, selection, what, alone=True)
-        chosen = [whole_number(name, number, -count, count - 1, what) % count for number in listed]
+        listed = check_items(name, selection, what, alone=True)
+        chosen = [check_whole_number(name, number, -count, count - 1, what) % count for number in listed]
     if not chosen:
         raise ValueError(f"{name}: expected at least one of 0..{count - 1}, got none ({selection!r})")
     if len(set(chosen)) != len(chosen):

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lens_mix.arguments import shown
+from lens_mix.arguments import describe_value
 from lens_mix.lens.changes import Changes, replaced_attributes
 from lens_mix.lens.token_strings import strings_of
 
@@ -201,7 +201,9 @@ def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
             "model.tokenizer.chat_template, or give a string"
         )
     if not all({"role", "content"} <= set(message) for message in messages):
-        raise ValueError(f'prompt: expected messages with "role" and "content", got {shown(messages)}')
+        raise ValueError(
+            f'prompt: expected messages with "role" and "content", got {describe_value(messages)}'
+        )
     goes_on = messages[-1]["role"] != "assistant"
     text = tokenizer.apply_chat_template(
         list(map(dict, messages)), tokenize=False, add_generation_prompt=goes_on

@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix.lens.model_classes import TransformerLensModel
-from lens_mix.maps.characters import spell
+from lens_mix.maps.characters import spell_tokens
 
 # Byte-level tokenizers write each byte of a piece as one character: those of Latin-1 that can be seen as
 # themselves, the 68 others from U+0100 on, in order. (ByT5 writes all 256 as themselves.)
@@ -40,7 +40,7 @@ def strings_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         else _text_or_bytes(tokenizer, token, piece)
         for token, piece in zip(ids, pieces, strict=True)
     ]
-    return spell(read, [position for position, token in enumerate(ids) if token in special])
+    return spell_tokens(read, [position for position, token in enumerate(ids) if token in special])
 
 
 def _text_or_bytes(tokenizer: Any, token: int, piece: object) -> str | bytes:

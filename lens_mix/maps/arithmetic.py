@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.arguments import one_of, real_tensor
+from lens_mix.arguments import check_choice, check_real_tensor
 
 
 def at_least_float32(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -23,7 +23,7 @@ def normalise_rows(
 
     An all-zero row stays zero. `MixingMap.normalized` explains `negative`.
     """
-    one_of("negative", negative, ("refuse", "clip", "absolute"))
+    check_choice("negative", negative, ("refuse", "clip", "absolute"))
     scores = at_least_float32(scores)
     if negative == "clip":
         scores = scores.clamp(min=0)
@@ -88,7 +88,7 @@ def merge_heads(
         return scores.amax(1)
     if weights is None:
         return scores.mean(1)
-    share = real_tensor("weights", weights).to(scores)
+    share = check_real_tensor("weights", weights).to(scores)
     shapes = (tuple(scores.shape[1:2]), tuple(scores.shape[:2]))
     if tuple(share.shape) not in shapes:
         raise ValueError(

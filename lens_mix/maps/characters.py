@@ -51,7 +51,7 @@ def _split_at(count: int, alone: Collection[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
-def spell(tokens: Sequence[str | bytes], alone: Collection[int] = ()) -> list[str]:
+def spell_tokens(tokens: Sequence[str | bytes], alone: Collection[int] = ()) -> list[str]:
     """Return each token as text.
 
     Tokens that share a character are written as the text that they spell together, with a number. A byte that
@@ -78,7 +78,7 @@ def spell(tokens: Sequence[str | bytes], alone: Collection[int] = ()) -> list[st
     return written
 
 
-def whole_texts(tokens: Sequence[str]) -> list[tuple[list[int], str]]:
+def join_characters(tokens: Sequence[str]) -> list[tuple[list[int], str]]:
     """Return the positions and the text of each piece: all tokens of a split character, or one other token.
 
     If a token of a split character is missing, because it was dropped, each of the others is its own piece.
@@ -104,12 +104,12 @@ def _read_from(tokens: Sequence[str], position: int) -> tuple[str, int]:
     return tokens[position], 1
 
 
-def without_number(token: str) -> tuple[str, str]:
+def split_number(token: str) -> tuple[str, str]:
     """Return a token's text and its number, such as `[1/2]`; the number is "" if it has none."""
     match = _NUMBERED.fullmatch(token)
     return (token, "") if match is None else (match[1], match[2])
 
 
-def joined(tokens: Sequence[str]) -> str:
+def join_tokens(tokens: Sequence[str]) -> str:
     """Return the text that neighbouring tokens spell."""
-    return "".join(text for _, text in whole_texts(tokens))
+    return "".join(text for _, text in join_characters(tokens))

@@ -14,7 +14,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.arguments import instance, number, real_tensor, several, whole_number
+from lens_mix.arguments import (
+    check_instance,
+    check_items,
+    check_number,
+    check_real_tensor,
+    check_whole_number,
+)
 from lens_mix.maps.positions import as_positions
 
 if TYPE_CHECKING:
@@ -34,7 +40,7 @@ def as_scores(scores: object) -> Float[Tensor, "layer *head query key"]:
         TypeError: If `scores` contains anything but real numbers.
         ValueError: If a list is ragged, the number of axes is wrong or an axis is empty.
     """
-    tensor = real_tensor("scores", scores)
+    tensor = check_real_tensor("scores", scores)
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.float32)
     if tensor.ndim not in (3, 4):
@@ -82,7 +88,7 @@ def as_tokens(tokens: object, count: int | None, argument: str, axis: str) -> li
         TypeError: If an item is not a string.
         ValueError: If the number of tokens is not `count`.
     """
-    strings = several(argument, tokens, "a list of strings")
+    strings = check_items(argument, tokens, "a list of strings")
     for position, token in enumerate(strings):
         if not isinstance(token, str):
             kind = type(token).__name__
@@ -106,7 +112,7 @@ def as_queries(queries: object, count: int, rows: int) -> list[int] | None:
         TypeError: If `queries` is not a list of whole numbers.
         ValueError: If a position does not exist or occurs twice, or if there are not `rows` of them.
     """
-    positions = as_positions(several("queries", queries, "a list of positions"), count)
+    positions = as_positions(check_items("queries", queries, "a list of positions"), count)
     if len(positions) != rows:
         raise ValueError(f"queries: expected {rows} positions, one per row of scores, got {len(positions)}")
     return None if positions == list(range(count)) else positions
@@ -121,7 +127,7 @@ def as_mask(mask: object, scores: Tensor) -> Bool[Tensor, "*layer query key"] | 
     """
     if mask is None:
         return None
-    tensor = real_tensor("mask", mask)
+    tensor = check_real_tensor("mask", mask)
     if tensor.dtype != torch.bool and not bool(((tensor == 0) | (tensor == 1)).all()):
         raise TypeError(f"mask: expected booleans (True: the query could see the key), got {tensor.dtype}")
     matrix, stack = tuple(scores.shape[-2:]), (len(scores), *scores.shape[-2:])
@@ -141,7 +147,7 @@ def as_shares(shares: object, scores: Tensor) -> Float[Tensor, "layer query"] | 
     """
     if shares is None:
         return None
-    tensor, shape = real_tensor("residual_shares", shares), (len(scores), scores.shape[-2])
+    tensor, shape = check_real_tensor("residual_shares", shares), (len(scores), scores.shape[-2])
     if tuple(tensor.shape) != shape:
         raise ValueError(f"residual_shares: expected shape {shape} [layer, query], got {tuple(tensor.shape)}")
     if not bool(((tensor >= 0) & (tensor <= 1)).all()):
@@ -161,7 +167,10 @@ def as_layers(layers: object, count: int) -> list[int]:
     """
     if layers is None:
         return list(range(count))
-    labels = [whole_number("layers", label) for label in several("layers", layers, "a list of whole numbers")]
+    labels = [
+        check_whole_number("layers", label)
+        for label in check_items("layers", layers, "a list of whole numbers")
+    ]
     if len(labels) != count:
         raise ValueError(f"layers: expected {count} labels, one per layer of scores, got {len(labels)}")
     if min(labels) < 0 or len(set(labels)) != len(labels):
@@ -171,12 +180,12 @@ def as_layers(layers: object, count: int) -> list[int]:
 
 def as_residual(residual: object) -> float:
     """Return a residual weight from 0 to 1; raise a TypeError or ValueError for anything else."""
-    return number("residual", residual, 0, 1)
+    return check_number("residual", residual, 0, 1)
 
 
 def as_record(name: str, value: object) -> dict[str, Any]:
     """Return a mapping as a dict that JSON can represent; raise a TypeError for anything else."""
-    return _as_plain(instance(name, value, Mapping, "a dict"), name)
+    return _as_plain(check_instance(name, value, Mapping, "a dict"), name)
 
 
 def _as_plain(value: Any, name: str, depth: int = 0) -> Any:

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import file_path, shown
+from lens_mix.arguments import check_file_path, describe_value
 from lens_mix.files import replacing
-from lens_mix.maps.positions import shortened
+from lens_mix.maps.positions import shorten
 
 if TYPE_CHECKING:
     import networkx
@@ -48,7 +48,7 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    location = file_path("path", path, write=True)
+    location = check_file_path("path", path, write=True)
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     for name in ("parameters", "provenance"):
         _require_json(record[name], name)
@@ -99,14 +99,14 @@ def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch
     from safetensors import SafetensorError, safe_open
 
     location, expected = (
-        file_path("path", path),
+        check_file_path("path", path),
         f"path: expected a map that MixingMap.save wrote ({_FORMAT!r})",
     )
     try:
         torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, TypeError, AssertionError) as problem:
         raise ValueError(
-            f"device: expected a device that torch can use here, got {shown(device)}: {problem}"
+            f"device: expected a device that torch can use here, got {describe_value(device)}: {problem}"
         ) from problem
     try:
         with safe_open(location, framework="pt", device=str(device)) as file:
@@ -287,7 +287,7 @@ def describe(mixing_map: MixingMap) -> str:
     extras = [str(mixing_map.scores.dtype).removeprefix("torch.")]
     extras += ["causal"] if mixing_map.causal else []
     if mixing_map.queries is not None:
-        extras.append(f"queries {shortened(mixing_map.queries)} of {len(tokens)} positions")
+        extras.append(f"queries {shorten(mixing_map.queries)} of {len(tokens)} positions")
     extras += [f"{len(mixing_map.notes)} notes"] if mixing_map.notes else []
     details = f"{mixing_map.kind} map, {shape}, {', '.join(extras)}, tokens=[{first_tokens}]"
     return f"MixingMap({full_name(mixing_map)}: {details})"
@@ -295,7 +295,7 @@ def describe(mixing_map: MixingMap) -> str:
 
 def describe_html(mixing_map: MixingMap) -> str:
     """Return the line of `describe`, and a table of the top keys of the default row in the last layer."""
-    query = mixing_map.meant_query
+    query = mixing_map.default_query_position
     query_name = "the last query" if query == len(mixing_map.tokens) - 1 else f"query {query}"
     rows = "".join(
         f"<tr><td>{source.position}</td><td><code>{html.escape(source.token)}</code></td>"

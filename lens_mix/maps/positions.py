@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from lens_mix.arguments import several, shown, whole_number, whole_slice
+from lens_mix.arguments import check_items, check_slice, check_whole_number, describe_value
 
 Dropped = int | str | Iterable[int | str] | Callable[[str], bool]
 Queries = int | slice | Iterable[int]
@@ -23,7 +23,7 @@ def as_position(value: object, count: int, argument: str = "query", also: str = 
         TypeError: If `value` is not a whole number.
         ValueError: If there is no such position.
     """
-    return whole_number(argument, value, -count, count - 1, f"{also}a position") % count
+    return check_whole_number(argument, value, -count, count - 1, f"{also}a position") % count
 
 
 def as_positions(values: object, count: int, argument: str = "queries") -> list[int]:
@@ -34,8 +34,8 @@ def as_positions(values: object, count: int, argument: str = "queries") -> list[
         ValueError: If a position does not exist or occurs twice, or if there are none.
     """
     if isinstance(values, slice):
-        values = range(count)[whole_slice(argument, values)]
-    items = several(argument, values, "positions", alone=True)
+        values = range(count)[check_slice(argument, values)]
+    items = check_items(argument, values, "positions", alone=True)
     positions = [as_position(value, count, argument) for value in items]
     if not positions or len(set(positions)) != len(positions):
         raise ValueError(f"{argument}: expected at least one position, each once, got {items}")
@@ -74,7 +74,7 @@ def kept_positions(tokens: Sequence[str], dropped: Dropped, argument: str = "tok
     if callable(dropped):
         removed = {position for position, token in enumerate(tokens) if dropped(token)}
     else:
-        items = several(argument, dropped, "positions, tokens or a function", alone=True)
+        items = check_items(argument, dropped, "positions, tokens or a function", alone=True)
         removed = {position for item in items for position in _find_positions(tokens, item, argument)}
     positions = [position for position in range(len(tokens)) if position not in removed]
     if not positions:
@@ -87,10 +87,12 @@ def _find_positions(tokens: Sequence[str], item: object, argument: str) -> list[
         return [as_position(item, len(tokens), argument, "tokens, a function or ")]
     positions = [position for position, token in enumerate(tokens) if token == item]
     if not positions:
-        raise ValueError(f"{argument}: expected positions or some of {list(tokens)}, got {shown(item)}")
+        raise ValueError(
+            f"{argument}: expected positions or some of {list(tokens)}, got {describe_value(item)}"
+        )
     return positions
 
 
-def shortened(values: Sequence[int]) -> str:
+def shorten(values: Sequence[int]) -> str:
     """Return the numbers as a list for a message, of which only the first eight are written."""
     return str(list(values)) if len(values) <= 8 else f"{str(list(values[:8]))[:-1]}, …]"

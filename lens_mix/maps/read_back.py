@@ -7,7 +7,7 @@ import math
 import numbers
 from typing import TYPE_CHECKING, Any
 
-from lens_mix.arguments import check_columns, shown
+from lens_mix.arguments import check_columns, describe_value
 
 if TYPE_CHECKING:
     import pandas
@@ -63,7 +63,7 @@ def from_dataframe(cls: type[MixingMap], table: pandas.DataFrame, **fields: Any)
         queries = {position: read_cell(token) for position, token in queries.items()}
         keys = {position: read_cell(token) for position, token in keys.items()}
     if labels["key"] != list(range(len(keys))):
-        raise ValueError(f"table: expected keys 0 to {len(keys) - 1}, got {shown(labels['key'])}")
+        raise ValueError(f"table: expected keys 0 to {len(keys) - 1}, got {describe_value(labels['key'])}")
     scores = by_entry.to_numpy().reshape(shape)
     return cls(**{**_make_fields(scores, labels, queries, keys, table.attrs), **fields})
 
@@ -90,7 +90,7 @@ def _read_tokens(table: pandas.DataFrame, axis: str, positions: list[int]) -> di
             continue
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):
             raise ValueError(
-                f"table: expected text in {axis}_token, got {shown(token)} for {axis} {position}; "
+                f"table: expected text in {axis}_token, got {describe_value(token)} for {axis} {position}; "
                 f"to read other CSV files than those of MixingMap.to_dataframe: {_READ_AS_TEXT}"
             )
         tokens[position] = str(token)
@@ -118,7 +118,7 @@ def from_xarray(cls: type[MixingMap], array: xarray.DataArray, **fields: Any) ->
         "query",
         "key",
     }:
-        got = f"dimensions {array.dims}" if isinstance(array, xarray.DataArray) else shown(array)
+        got = f"dimensions {array.dims}" if isinstance(array, xarray.DataArray) else describe_value(array)
         raise ValueError(f"array: expected one of MixingMap.to_xarray, with its tokens, got {got}")
     axes: list[str] = [axis for axis in ("layer", "head", "query", "key") if axis in array.dims]
     array = array.transpose(*axes)

@@ -11,7 +11,14 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from lens_mix.arguments import flags, instance, number, one_of, several, whole_number
+from lens_mix.arguments import (
+    check_choice,
+    check_flags,
+    check_instance,
+    check_items,
+    check_number,
+    check_whole_number,
+)
 from lens_mix.maps import arithmetic, checks, difference, exchange, read_back, words
 from lens_mix.maps.positions import (
     Dropped,
@@ -20,7 +27,7 @@ from lens_mix.maps.positions import (
     as_positions,
     find_query,
     kept_positions,
-    shortened,
+    shorten,
 )
 
 if TYPE_CHECKING:
@@ -126,9 +133,9 @@ class MixingMap:
         else:
             tokens = checks.as_tokens(self.tokens, rows, "tokens", "query")
         default, residual = self.default_query, self.residual
-        one_of("kind", self.kind, ("layer", "input"))
-        instance("method", self.method, str, "a name")
-        flags(causal=self.causal)
+        check_choice("kind", self.kind, ("layer", "input"))
+        check_instance("method", self.method, str, "a name")
+        check_flags(causal=self.causal)
         # The shares describe rows of single layers, so an input map has none.
         shares = None if self.kind == "input" else self.residual_shares
         notes = [self.notes] if isinstance(self.notes, str) else self.notes
@@ -142,7 +149,7 @@ class MixingMap:
             "residual": None if residual is None else checks.as_residual(residual),
             "layers": checks.as_layers(self.layers, len(scores)),
             "provenance": checks.as_record("provenance", self.provenance),
-            "notes": tuple(several("notes", notes, "strings", kind=str)),
+            "notes": tuple(check_items("notes", notes, "strings", kind=str)),
             "queries": queries,
             "residual_shares": checks.as_shares(shares, scores),
             "default_query": None if default is None else as_position(default, len(tokens), "default_query"),
@@ -188,7 +195,7 @@ class MixingMap:
         return mask.expand(len(self), *self.scores.shape[-2:])
 
     @property
-    def meant_query(self) -> int:
+    def default_query_position(self) -> int:
         """Return the position of the row that is used if no row is named.
 
         It is `default_query` if the map has that row, else the map's last position.
@@ -201,20 +208,20 @@ class MixingMap:
 
         Args:
             query: A position (negative: from the end of the prompt), or a token that occurs once. None: the
-                position `meant_query`.
+                position `default_query_position`.
             argument: The name of the argument, for errors.
 
         Raises:
             ValueError: If there is no such position, the token does not occur exactly once, or the map does
                 not have the row.
         """
-        query = self.meant_query if query is None else query
+        query = self.default_query_position if query is None else query
         position = find_query(self.tokens, query, argument)
         if self.queries is None:
             return position
         if position not in self.queries:
             raise ValueError(
-                f"{argument}: expected one of the rows that this map has, {shortened(self.queries)}, got "
+                f"{argument}: expected one of the rows that this map has, {shorten(self.queries)}, got "
                 f"{query!r} (position {position}); compute it with lm.run(..., queries=[{position}])"
             )
         return self.queries.index(position)
@@ -229,7 +236,7 @@ class MixingMap:
         if self.queries is not None:
             raise ValueError(
                 f"{argument}: expected the rows of all {len(self.tokens)} positions for {purpose}, got only "
-                f"those of {shortened(self.queries)}; compute all with lm.run(..., queries=None)"
+                f"those of {shorten(self.queries)}; compute all with lm.run(..., queries=None)"
             )
 
     def require_no_gaps(self) -> None:
@@ -250,7 +257,7 @@ class MixingMap:
             TypeError: If `layer` is not a whole number.
             ValueError: If there is no such layer.
         """
-        layer, labels = whole_number(argument, layer), self.layer_labels
+        layer, labels = check_whole_number(argument, layer), self.layer_labels
         if -len(labels) <= layer < 0:
             return len(labels) + layer
         if layer not in labels:
@@ -267,7 +274,7 @@ class MixingMap:
 
     def select_layers(self, layers: Sequence[int]) -> MixingMap:
         """Return the maps of some layers, in the given order."""
-        chosen = several("layers", layers, "labels of layers", least=1)
+        chosen = check_items("layers", layers, "labels of layers", least=1)
         index = [self.layer_index(layer, "layers") for layer in chosen]
         if index == list(range(len(self.scores))):
             return self
@@ -303,7 +310,7 @@ class MixingMap:
         if not self.has_heads:
             raise ValueError(f"head: expected a map with heads, got shape {tuple(self.scores.shape)}")
         count = self.scores.shape[1]
-        return self.replace(scores=self.scores[:, whole_number("head", head, -count, count - 1)])
+        return self.replace(scores=self.scores[:, check_whole_number("head", head, -count, count - 1)])
 
     def __len__(self) -> int:
         """Return the number of layers."""
@@ -316,7 +323,7 @@ class MixingMap:
                 f"layer: expected a layer's label or a list of them, got {layer!r}; select rows with "
                 ".select_queries, heads with .head, and numbers with .scores[...]"
             )
-        return self.select_layers(several("layer", layer, "labels of layers", alone=True))
+        return self.select_layers(check_items("layer", layer, "labels of layers", alone=True))
 
     def __iter__(self) -> Iterator[MixingMap]:
         return (self.layer(label) for label in self.layer_labels)
@@ -360,7 +367,7 @@ class MixingMap:
             ValueError: If `weights` have another shape or are not such numbers, or if there is nothing to
                 weight because `how` is "max" or the map has no heads.
         """
-        one_of("how", how, ("mean", "max"))
+        check_choice("how", how, ("mean", "max"))
         if weights is not None and (how == "max" or not self.has_heads):
             case = "how='max'" if self.has_heads else "a map without heads"
             raise ValueError(
@@ -384,7 +391,7 @@ class MixingMap:
             ValueError: If there is no such position or token, no token or no row would remain, or `axis` is
                 "both" for a map with key_tokens.
         """
-        one_of("axis", axis, ("both", "query", "key"))
+        check_choice("axis", axis, ("both", "query", "key"))
         if axis == "both" and self.key_tokens is not None:
             raise ValueError("axis: expected 'query' or 'key' on a map with key_tokens, got 'both'")
         positions = kept_positions(self.tokens, () if axis == "key" else tokens)
@@ -395,7 +402,7 @@ class MixingMap:
         if not rows:
             raise ValueError(
                 "tokens: expected at least one row to remain, got all rows of the map dropped, "
-                f"{shortened(row_positions)}"
+                f"{shorten(row_positions)}"
             )
         mask, key_tokens, causal = self.mask, None, self.causal
         if axis != "both":
@@ -433,7 +440,7 @@ class MixingMap:
 
         Args:
             groups: The words as text, or as lists of positions that contain each position once. None: the
-                words are found from the tokens (`lens_mix.maps.words.word_groups` explains the rule).
+                words are found from the tokens (`lens_mix.maps.words.find_words` explains the rule).
             keys: How to merge columns: "sum", "mean", "max", "min", "first" or "last".
             queries: How to merge rows: one of the same names.
             key_groups: The words of the keys, for a map with key_tokens. None: its keys are not merged.
@@ -443,8 +450,8 @@ class MixingMap:
             ValueError: If groups do not fit the tokens, the tokens have no word marks, `keys` or `queries` is
                 not such a name, or no word has its rows in the map.
         """
-        reduce_keys = words.reduction(keys, "keys")
-        reduce_queries = words.reduction(queries, "queries")
+        reduce_keys = words.find_reduction(keys, "keys")
+        reduce_queries = words.find_reduction(queries, "queries")
         query_words, names = words.resolve_groups(self.tokens, groups, "groups")
         key_words, key_names = query_words, None
         if self.key_tokens is not None:
@@ -452,8 +459,8 @@ class MixingMap:
             key_words, key_names = words.resolve_groups(self.key_tokens, given, "key_groups")
         elif key_groups is not None:
             raise ValueError("key_groups: expected None on a map whose keys are its tokens, got groups")
-        explained = self.meant_query if self.kind == "input" else self.default_query
-        indices, rows, notes = words.rows_of_words(
+        explained = self.default_query_position if self.kind == "input" else self.default_query
+        indices, rows, notes = words.find_word_rows(
             query_words, names, self.query_positions, queries, explained
         )
         in_order = all(max(left) < min(right) for left, right in itertools.pairwise(query_words))
@@ -512,8 +519,8 @@ class MixingMap:
             ValueError: If there is no such query, layer or head, the map does not have the row, or `k` is
                 below 1.
         """
-        k = whole_number("k", k, 1)
-        one_of("unit", unit, ("raw", "share"))
+        k = check_whole_number("k", k, 1)
+        check_choice("unit", unit, ("raw", "share"))
         index, row = self.layer_index(layer), self.row_index(query)
         scores = (self.merge_heads() if head is None else self.head(head)).scores[index, row]
         scores = arithmetic.normalise_by_magnitude(scores) if unit == "share" else scores
@@ -551,7 +558,7 @@ class MixingMap:
                 key_tokens or with only some rows, or layers with gaps.
         """
         single = self.merge_heads() if head is None else self.head(head)
-        threshold = number("threshold", threshold, 0)
+        threshold = check_number("threshold", threshold, 0)
         if layer is not None:
             return exchange.layer_graph(self, single.scores[self.layer_index(layer)], threshold)
         if self.kind == "input" or self.key_tokens is not None:
@@ -585,11 +592,11 @@ class MixingMap:
         from lens_mix.view import figures, notebook, page
 
         if kind is not None:
-            one_of("kind", kind, ("page", "figure"))
+            check_choice("kind", kind, ("page", "figure"))
         if kind == "page" and options:
             raise ValueError(
                 f"kind: expected 'figure' with {', '.join(options)}=, which a page does not have, got 'page'"
             )
-        if kind == "page" or (kind is None and not options and notebook.shows_pages()):
+        if kind == "page" or (kind is None and not options and notebook.is_notebook()):
             return page.page(self)
         return figures.layer_maps(self, **options)

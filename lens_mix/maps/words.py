@@ -10,9 +10,9 @@ import regex
 import torch
 from torch import Tensor
 
-from lens_mix.arguments import one_of, several, shown, whole_number
-from lens_mix.maps.characters import find_character_runs, whole_texts
-from lens_mix.maps.positions import shortened
+from lens_mix.arguments import check_choice, check_items, check_whole_number, describe_value
+from lens_mix.maps.characters import find_character_runs, join_characters
+from lens_mix.maps.positions import shorten
 
 # Tokens are decoded, or as in the vocabulary, where byte-level BPE writes Ġ and Ċ, and SentencePiece ▁.
 _SPACE_MARKS = (" ", "\u00a0", "Ġ", "▁")
@@ -40,7 +40,7 @@ def is_special(token: str) -> bool:
     return _SPECIAL.fullmatch(token.strip()) is not None
 
 
-def word_groups(tokens: Sequence[str]) -> list[list[int]]:
+def find_words(tokens: Sequence[str]) -> list[list[int]]:
     """Return the positions of each word, found from the marks that tokenizers write into tokens.
 
     A piece is a token, or all tokens of one character (`é[1/2]`, `é[2/2]`). The first rule that applies
@@ -60,7 +60,7 @@ def word_groups(tokens: Sequence[str]) -> list[list[int]]:
         ValueError: If no piece has a mark in any other text, so that the words cannot be found. Tokenizers
             such as SentencePiece lose the marks if tokens are decoded one by one.
     """
-    wholes = whole_texts(tokens)
+    wholes = join_characters(tokens)
     texts = [text for _, text in wholes]
     groups: list[list[int]] = []
     keeps_spaces = any(len(positions) > 1 for positions, _ in wholes)
@@ -127,7 +127,7 @@ def align_words(tokens: Sequence[str], words: Sequence[str]) -> tuple[list[list[
     Raises:
         ValueError: If the words do not spell the tokens; the error names the first position that differs.
     """
-    wholes = whole_texts(tokens)
+    wholes = join_characters(tokens)
     texts = [text for _, text in wholes]
     is_wordpiece = not any(text.startswith(_SPACE_MARKS) for text in texts)
     pieces = [_simplify(text.removeprefix("##") if is_wordpiece else text) for text in texts]
@@ -173,7 +173,7 @@ def resolve_groups(
 
     Args:
         tokens: The tokens.
-        groups: The words as text, or the positions of each word. None: the words are found by `word_groups`.
+        groups: The words as text, or the positions of each word. None: the words are found by `find_words`.
         argument: The name of the argument, for errors.
 
     Raises:
@@ -181,17 +181,17 @@ def resolve_groups(
         ValueError: If the words do not spell the tokens, or if a position is not in exactly one list.
     """
     if groups is None:
-        positions = word_groups(tokens)
+        positions = find_words(tokens)
     else:
         expected = "a list of words or of lists of positions"
-        listed = several(argument, groups, expected)
+        listed = check_items(argument, groups, expected)
         words = [group for group in listed if isinstance(group, str)]
         if words and len(words) == len(listed):
             return align_words(tokens, words)
         if words or not listed:
-            raise TypeError(f"{argument}: expected {expected}, all of one kind, got {shown(groups)}")
+            raise TypeError(f"{argument}: expected {expected}, all of one kind, got {describe_value(groups)}")
         positions = [
-            [whole_number(argument, position) for position in several(argument, group, expected)]
+            [check_whole_number(argument, position) for position in check_items(argument, group, expected)]
             for group in listed
         ]
         named = sorted(position for group in positions for position in group)
@@ -204,11 +204,11 @@ def resolve_groups(
 
 
 def _join_word(pieces: Sequence[str]) -> str:
-    texts = [text for _, text in whole_texts(pieces)]
+    texts = [text for _, text in join_characters(pieces)]
     return "".join([texts[0], *(text[2:] if _continues_word(text) else text for text in texts[1:])])
 
 
-def rows_of_words(
+def find_word_rows(
     groups: Sequence[Sequence[int]],
     names: Sequence[str],
     queries: Sequence[int],
@@ -239,26 +239,26 @@ def rows_of_words(
     indices = [index for index in range(len(groups)) if is_complete[index] or is_kept[index]]
     if not indices:
         raise ValueError(
-            f"queries: expected a map with all rows of some word, got the rows {shortened(queries)}; compute "
+            f"queries: expected a map with all rows of some word, got the rows {shorten(queries)}; compute "
             "the other rows with lm.run(..., queries=...), or merge with queries='last' if the map has a "
             "word's last row"
         )
     notes = [
-        f"the row of {names[index]!r} (positions {shortened(groups[index])}) is merged from "
-        f"{shortened(present)} alone, because the map does not have the word's other rows"
+        f"the row of {names[index]!r} (positions {shorten(groups[index])}) is merged from "
+        f"{shorten(present)} alone, because the map does not have the word's other rows"
         for index in indices
         if is_kept[index] and (present := [position for position in groups[index] if position in row_of])
     ]
     left_out = [index for index in range(len(groups)) if has_some[index] and not is_kept[index]]
-    texts = [f"{names[index]!r} (positions {shortened(groups[index])})" for index in left_out]
+    texts = [f"{names[index]!r} (positions {shorten(groups[index])})" for index in left_out]
     if texts:
         notes.append(f"words without a row, because the map does not have all their rows: {', '.join(texts)}")
     return indices, [rows[index] for index in indices], tuple(notes)
 
 
-def reduction(name: str, argument: str) -> Reduction:
+def find_reduction(name: str, argument: str) -> Reduction:
     """Return the reduction with this name; raise a ValueError if there is none."""
-    one_of(argument, name, _REDUCTIONS)
+    check_choice(argument, name, _REDUCTIONS)
     return _REDUCTIONS[name]
 
 

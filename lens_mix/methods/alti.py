@@ -12,7 +12,7 @@ from torch import Tensor
 from lens_mix.algebra.budget import attention_budget, distance_bytes
 from lens_mix.algebra.distances import distances, lengths
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
-from lens_mix.arguments import one_of
+from lens_mix.arguments import check_choice
 from lens_mix.method import Method
 from lens_mix.methods.value_norms import VectorMethod
 
@@ -46,7 +46,7 @@ class Alti(VectorMethod):
 
     name: ClassVar[str] = "alti"
     residual: ClassVar[float] = 0.0
-    holds_residual: ClassVar[bool] = True
+    includes_residual: ClassVar[bool] = True
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     citation: ClassVar[str] = "ferrando-etal-2022-measuring"
 
@@ -55,7 +55,7 @@ class Alti(VectorMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("distance", self.distance, ("l1", "l2"))
+        check_choice("distance", self.distance, ("l1", "l2"))
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.logit_shares import logit_shares, token_directions
-from lens_mix.arguments import one_of, whole_number
+from lens_mix.arguments import check_choice, check_whole_number
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.components import UNEMBEDDING
 from lens_mix.method import Scope
@@ -66,11 +66,11 @@ class AltiLogit(VectorMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.token, str):
-            one_of("token", self.token, ("predicted", "next"))
+            check_choice("token", self.token, ("predicted", "next"))
         else:
-            whole_number("token", self.token, 0, what="'predicted', 'next' or a whole number")
+            check_whole_number("token", self.token, 0, what="'predicted', 'next' or a whole number")
         if self.against is not None:
-            whole_number("against", self.against, 0)
+            check_whole_number("against", self.against, 0)
         Alti(self.distance)
 
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.feed_forward import Variant, feed_forward_maps, unsupported_feed_forward
-from lens_mix.arguments import one_of
+from lens_mix.arguments import check_choice
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.effort import Passes, pair_passes
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
@@ -56,7 +56,7 @@ class AtbFf(VectorMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("biases", self.biases, ("on_path", "fixed"))
+        check_choice("biases", self.biases, ("on_path", "fixed"))
 
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         return unsupported_feed_forward(anatomy)
@@ -82,7 +82,7 @@ class AtbFfRes(AtbFf):
 
     name: ClassVar[str] = "atb_ff_res"
     residual: ClassVar[float] = 0.0
-    holds_residual: ClassVar[bool] = True
+    includes_residual: ClassVar[bool] = True
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return feed_forward_maps(block, self.biases).residual
@@ -105,7 +105,7 @@ class AtbFfResLn(AtbFf):
 
     name: ClassVar[str] = "atb_ff_res_ln"
     residual: ClassVar[float] = 0.0
-    holds_residual: ClassVar[bool] = True
+    includes_residual: ClassVar[bool] = True
 
     next_norm: bool = False
 

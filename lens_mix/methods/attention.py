@@ -59,7 +59,7 @@ class AttnResWeights(Method):
 
     name: ClassVar[str] = "attn_res_w"
     residual: ClassVar[float] = 0.0
-    holds_residual: ClassVar[bool] = True
+    includes_residual: ClassVar[bool] = True
     has_unit_rows: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.quadrature import NestedRules, nested_rules, one_rule, rule_name
-from lens_mix.arguments import number, whole_number
+from lens_mix.arguments import check_number, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
 from lens_mix.lens.effort import GRADIENT_PASS, Passes
 from lens_mix.method import Method
@@ -91,13 +91,13 @@ class AttentionAttribution(TargetMethod):
             raise ValueError(
                 f"method: {name!r} needs n_steps, got n_steps=None (as many points as each layer needs)"
             )
-        whole_number("max_steps", self.max_steps, 3)
+        check_whole_number("max_steps", self.max_steps, 3)
         self._choose_rules()
         check_baseline(self.baseline)
         if size is not None:
-            whole_number("internal_batch_size", size, 1)
+            check_whole_number("internal_batch_size", size, 1)
         if self.tolerance is not None:
-            number("tolerance", self.tolerance, 0, above=True)
+            check_number("tolerance", self.tolerance, 0, above=True)
 
     def parameters(self) -> dict[str, object]:
         readable = {"baseline": describe_baseline(self.baseline), "method": rule_name(self.method)}

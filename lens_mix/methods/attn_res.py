@@ -32,7 +32,7 @@ class AttnRes(VectorMethod):
 
     name: ClassVar[str] = "attn_res"
     residual: ClassVar[float] = 0.0
-    holds_residual: ClassVar[bool] = True
+    includes_residual: ClassVar[bool] = True
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"
 

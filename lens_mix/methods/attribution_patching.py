@@ -11,7 +11,7 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.arguments import one_of, several, whole_number
+from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_attention
 from lens_mix.hooks.mixing import sink
 from lens_mix.lens.autograd_graph import AutogradGraph, Mixing
@@ -98,11 +98,11 @@ class AttributionPatching(RowTargetMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.replacements is not None:
-            listed = several("replacements", self.replacements, "tokens", least=1)
+            listed = check_items("replacements", self.replacements, "tokens", least=1)
             object.__setattr__(self, "replacements", listed)
         replacement(self.replacements, self.n_samples, self.seed)
-        whole_number("n_exact", self.n_exact, 0)
-        one_of("paths", self.paths, ("all", "direct", "between"))
+        check_whole_number("n_exact", self.n_exact, 0)
+        check_choice("paths", self.paths, ("all", "direct", "between"))
 
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         """Return why offloaded feed-forwards are unsupported: they would give other maps than loaded ones."""

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.arguments import one_of
+from lens_mix.arguments import check_choice
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -100,7 +100,7 @@ def check_input_baseline(baseline: Any) -> None:
         ValueError: The baseline is anything else.
     """
     if not isinstance(baseline, Tensor):
-        one_of("baseline", baseline, ("zero", "mean"))
+        check_choice("baseline", baseline, ("zero", "mean"))
     elif baseline.ndim not in (1, 2):
         got = list(baseline.shape)
         raise ValueError(f"baseline: expected a tensor [d_model] or [pos, d_model], got shape {got}")

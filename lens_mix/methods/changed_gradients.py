@@ -11,7 +11,7 @@ from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import one_of, several, whole_number
+from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import Activations
@@ -54,16 +54,16 @@ class ChangedGradients(RowTargetMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("readout", self.readout, ("signed_sum", "absolute"))
-        one_of("activations", self.activations, ("gradient", "ratio"))
+        check_choice("readout", self.readout, ("signed_sum", "absolute"))
+        check_choice("activations", self.activations, ("gradient", "ratio"))
         if not self._list_streams():
             raise ValueError("after_blocks: expected at least one number of blocks, got none")
         if self.internal_batch_size is not None:
-            whole_number("internal_batch_size", self.internal_batch_size, 1)
+            check_whole_number("internal_batch_size", self.internal_batch_size, 1)
 
     def check(self, n_heads: int, n_layers: int, layers: Sequence[int]) -> None:
         for number in self._list_streams():
-            whole_number("after_blocks", number, 0, n_layers - 1)
+            check_whole_number("after_blocks", number, 0, n_layers - 1)
 
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         if self.activations == "gradient" or anatomy.is_written_down:
@@ -93,8 +93,11 @@ class ChangedGradients(RowTargetMethod):
         """Return after how many blocks relevance is read. 0 means at the embeddings."""
         given: Any = self.after_blocks
         if isinstance(given, Sequence):
-            return [whole_number("after_blocks", number, 0) for number in several("after_blocks", given, "")]
-        return list(range(whole_number("after_blocks", given, 0) + 1))
+            return [
+                check_whole_number("after_blocks", number, 0)
+                for number in check_items("after_blocks", given, "")
+            ]
+        return list(range(check_whole_number("after_blocks", given, 0) + 1))
 
     def _compute_scores(
         self, blocks: Sequence[Block], bound: BoundRows, rows: Tensor

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.distances import lengths
-from lens_mix.arguments import instance
+from lens_mix.arguments import check_instance
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.states import BlockStates
 from lens_mix.maps import MixingMap
@@ -78,7 +78,7 @@ def own_share(mixing_map: MixingMap) -> Float[Tensor, "layer query"]:
 
 def _read_entries(mixing_map: MixingMap) -> list[dict[str, Any]]:
     """Return the record of each layer of the map."""
-    instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
+    check_instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     details = mixing_map.provenance.get("details")
     entries = details.get("parts") if isinstance(details, dict) else None
     listed = entries if isinstance(entries, list) else []

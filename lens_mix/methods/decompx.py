@@ -17,7 +17,7 @@ from lens_mix.algebra.decomposition import Decomposition, carried
 from lens_mix.algebra.definitions import through_norm, value_vectors
 from lens_mix.algebra.feed_forward import unsupported_feed_forward
 from lens_mix.algebra.linear_block import SLOPES, DecomposedBlock, Slope, decomposed
-from lens_mix.arguments import one_of
+from lens_mix.arguments import check_choice
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.components import VALUE
 from lens_mix.lens.effort import Passes, pair_passes
@@ -64,7 +64,7 @@ class DecompX(VectorMethod):
 
     name: ClassVar[str] = "decompx"
     residual: ClassVar[float] = 0.0
-    holds_residual: ClassVar[bool] = True
+    includes_residual: ClassVar[bool] = True
     scope: ClassVar[Scope] = "stack"
     needs: ClassVar[frozenset[str]] = frozenset({*ALGEBRA_COMPONENTS, VALUE})
     citation: ClassVar[str] = "modarressi-etal-2023-decompx"
@@ -74,8 +74,8 @@ class DecompX(VectorMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("biases", self.biases, SPLITS)
-        one_of("slope", self.slope, SLOPES)
+        check_choice("biases", self.biases, SPLITS)
+        check_choice("slope", self.slope, SLOPES)
 
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         reason = unsupported_feed_forward(anatomy)

@@ -9,10 +9,10 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import number
+from lens_mix.arguments import check_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, scale_gradient, scale_pattern_gradient
 from lens_mix.hooks.base import attention_module
-from lens_mix.hooks.gradient import with_gradient_of
+from lens_mix.hooks.gradient import replace_gradient
 from lens_mix.methods.changed_gradients import ChangedGradients
 
 
@@ -66,9 +66,9 @@ class Gim(ChangedGradients):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number("temperature", self.temperature, 0, above=True)
-        number("queries_keys", self.queries_keys, 0)
-        number("values", self.values, 0)
+        check_number("temperature", self.temperature, 0, above=True)
+        check_number("queries_keys", self.queries_keys, 0)
+        check_number("values", self.values, 0)
 
     def interventions(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
         """Return the hooks that change the gradient at one layer's attention.
@@ -123,6 +123,6 @@ def modified_attention(
         values_factor: The factor of the gradients of values.
     """
     tempered = temperature * (scores / temperature).softmax(dim=-1)
-    pattern = with_gradient_of(queries_keys * tempered, scores.softmax(dim=-1))
+    pattern = replace_gradient(queries_keys * tempered, scores.softmax(dim=-1))
     axes = "head query key, head key d_head -> head query d_head"
-    return einsum(pattern, with_gradient_of(values_factor * values, values), axes)
+    return einsum(pattern, replace_gradient(values_factor * values, values), axes)

@@ -36,7 +36,7 @@ class GlobEnc(VectorMethod):
 
     name: ClassVar[str] = "globenc"
     residual: ClassVar[float] = 0.0
-    holds_residual: ClassVar[bool] = True
+    includes_residual: ClassVar[bool] = True
     citation: ClassVar[str] = "modarressi-etal-2022-globenc"
 
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lens_mix.algebra.budget import attention_budget, head_proximity_bytes, route_bytes
 from lens_mix.algebra.distances import head_proximities
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
-from lens_mix.arguments import one_of
+from lens_mix.arguments import check_choice
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.method import Method
 from lens_mix.methods.component_shares import lacks_block_output, proximity, record_shares
@@ -52,7 +52,7 @@ class InformationFlowRoutes(VectorMethod):
 
     name: ClassVar[str] = "information_flow_routes"
     residual: ClassVar[float] = 0.0
-    holds_residual: ClassVar[bool] = True
+    includes_residual: ClassVar[bool] = True
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     citation: ClassVar[str] = "ferrando-voita-2024-information"
 
@@ -61,7 +61,7 @@ class InformationFlowRoutes(VectorMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("biases", self.biases, ("whole", "part"))
+        check_choice("biases", self.biases, ("whole", "part"))
 
     def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
         ends_in_known_norm = anatomy.feed_forward_residual is not None and not lacks_block_output(anatomy)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.quadrature import quadrature, rule_name
-from lens_mix.arguments import one_of, whole_number
+from lens_mix.arguments import check_choice, check_whole_number
 from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
 from lens_mix.method import Method
 from lens_mix.methods import baselines
@@ -81,11 +81,11 @@ class InputGradients(RowTargetMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("score", self.score, ("norm", "times_input", "integrated"))
+        check_choice("score", self.score, ("norm", "times_input", "integrated"))
         baselines.check_input_baseline(self.baseline)
         quadrature(self.method, self.n_steps)
         if self.internal_batch_size is not None:
-            whole_number("internal_batch_size", self.internal_batch_size, 1)
+            check_whole_number("internal_batch_size", self.internal_batch_size, 1)
 
     def parameters(self) -> dict[str, object]:
         readable = {"baseline": baselines.describe_baseline(self.baseline), "method": rule_name(self.method)}

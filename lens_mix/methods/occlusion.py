@@ -11,7 +11,7 @@ from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import groups_of_positions, groups_within, one_of, several
+from lens_mix.arguments import check_choice, check_groups, check_items, groups_within
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.effort import Passes
 from lens_mix.lens.model_classes import UnsupportedModelError
@@ -76,13 +76,13 @@ class Occlusion(RowTargetMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.replacements is not None:
-            listed = several("replacements", self.replacements, "tokens", least=1)
+            listed = check_items("replacements", self.replacements, "tokens", least=1)
             object.__setattr__(self, "replacements", listed)
         replacement(self.replacements, self.n_samples, self.seed)
         if self.spans is not None:
-            object.__setattr__(self, "spans", groups_of_positions("spans", self.spans))
-        one_of("by", self.by, ("replace", "mask", "values"))
-        one_of("measure", self.measure, ("difference", "absolute", "kl"))
+            object.__setattr__(self, "spans", check_groups("spans", self.spans))
+        check_choice("by", self.by, ("replace", "mask", "values"))
+        check_choice("measure", self.measure, ("difference", "absolute", "kl"))
         if self.measure == "kl" and as_target(self.target).reads != "logits":
             raise ValueError(
                 "measure: 'kl' compares the model's predictions; expected a target on its logits"

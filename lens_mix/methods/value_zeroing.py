@@ -14,7 +14,7 @@ from torch import Tensor
 from lens_mix.algebra.distances import distance
 from lens_mix.algebra.value_zeroing import value_zeroing_maps
 from lens_mix.algebra.value_zeroing_pairs import find_sources
-from lens_mix.arguments import groups_of_positions, groups_within, heads_by_layer, number, one_of
+from lens_mix.arguments import check_choice, check_groups, check_heads, check_number, groups_within
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.effort import Passes, pair_passes
@@ -76,17 +76,17 @@ class ValueZeroing(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("metric", self.metric, get_args(Metric))
-        one_of("last_layer", self.last_layer, get_args(LastLayer))
+        check_choice("metric", self.metric, get_args(Metric))
+        check_choice("last_layer", self.last_layer, get_args(LastLayer))
         if self.threshold is not None:
-            number("threshold", self.threshold, 0)
+            check_number("threshold", self.threshold, 0)
         if self.per_head and isinstance(self.heads, Mapping):
             raise ValueError(
                 "heads: with per_head expected the same heads in every layer, got a mapping by layer"
             )
-        object.__setattr__(self, "heads", heads_by_layer(self.heads))
+        object.__setattr__(self, "heads", check_heads(self.heads))
         if self.spans is not None:
-            object.__setattr__(self, "spans", groups_of_positions("spans", self.spans))
+            object.__setattr__(self, "spans", check_groups("spans", self.spans))
 
     def check(self, n_heads: int, n_layers: int, layers: Sequence[int]) -> None:
         named = sorted(self.heads) if isinstance(self.heads, Mapping) else []

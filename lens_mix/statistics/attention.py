@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.arguments import instance, number, one_of, several, whole_number
+from lens_mix.arguments import check_choice, check_instance, check_items, check_number, check_whole_number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import as_position
 from lens_mix.statistics.heads import (
@@ -101,7 +101,7 @@ class AttentionStatistics:
         Raises:
             ValueError: there is no such group.
         """
-        one_of("group", group, self.groups)
+        check_choice("group", group, self.groups)
         return self._select_above(self.groups[group], threshold)
 
     def broad_heads(self, threshold: float = 0.8) -> list[Head]:
@@ -125,7 +125,7 @@ class AttentionStatistics:
         return table
 
     def _select_above(self, values: Float[Tensor, "layer head"], threshold: float) -> list[Head]:
-        threshold = number("threshold", threshold)
+        threshold = check_number("threshold", threshold)
         heads = [head for head in iterate_heads(self.layers, values) if head.value > threshold]
         return sorted(heads, key=lambda head: -head.value)
 
@@ -162,10 +162,10 @@ def attention_statistics(
             sequences; negative scores; a query that a prompt does not have; maps without the rows of all
             positions.
     """
-    listed = _OFFSETS if offsets is None else several("offsets", offsets, "whole numbers")
-    steps = [whole_number("offsets", step) for step in listed]
+    listed = _OFFSETS if offsets is None else check_items("offsets", offsets, "whole numbers")
+    steps = [check_whole_number("offsets", step) for step in listed]
     groups = _GROUPS if groups is None else groups
-    instance("groups", groups, Mapping, "a dict of groups by their names")
+    check_instance("groups", groups, Mapping, "a dict of groups by their names")
     chosen = {name: read_group(group) for name, group in groups.items()}
     remaining = iter(iterate_maps(maps, any_keys=True))
     first = next(remaining, None)

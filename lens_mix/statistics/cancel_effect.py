@@ -9,11 +9,11 @@ import pandas as pd
 import torch
 
 from lens_mix.algebra.vectors import attention_vectors
-from lens_mix.arguments import check_columns, several, whole_number
+from lens_mix.arguments import check_columns, check_items, check_whole_number
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.precision import in_full_precision
 from lens_mix.methods.value_norms import ValueNorms
-from lens_mix.statistics.passes import each_prompt
+from lens_mix.statistics.passes import iterate_prompts
 from lens_mix.statistics.ranks import spearman
 from lens_mix.statistics.token_kinds import TokenKind, token_kind
 from lens_mix.tables import Table
@@ -35,7 +35,9 @@ def weights_and_norms(model: TransformerLensModel, prompts: Any, **options: Any)
         weighted_norm is the mean of weight × norm.
     """
     tables = []
-    for prompt_index, checked in enumerate(each_prompt(model, prompts, ValueNorms(), cross=True, **options)):
+    for prompt_index, checked in enumerate(
+        iterate_prompts(model, prompts, ValueNorms(), cross=True, **options)
+    ):
         for block in checked.blocks:
             with torch.no_grad():
                 pairs = attention_vectors(block).pairs
@@ -78,7 +80,7 @@ def correlations(table: pd.DataFrame, by: Sequence[str] = ("layer",)) -> pd.Data
         table: a table of `weights_and_norms`.
         by: the columns that define the groups, as ("layer",) or ("layer", "head").
     """
-    by = several("by", by, "names of columns", least=1)
+    by = check_items("by", by, "names of columns", least=1)
     check_columns("by, table", table, ("weight", "norm", *by))
     groups = table.groupby(by)[["weight", "norm"]]
     correlation = groups.apply(lambda rows: spearman(rows["weight"].to_numpy(), rows["norm"].to_numpy()))
@@ -99,7 +101,7 @@ def cancelled_tokens(table: pd.DataFrame, count: int = 5) -> pd.DataFrame:
         norm of the layer's other tokens.
     """
     check_columns("table", table, ("layer", "token", "weight", "norm"))
-    count = whole_number("count", count, 1)
+    count = check_whole_number("count", count, 1)
     means = table.groupby(["layer", "token"])[["weight", "norm"]].mean()
     sums = table.groupby(["layer", "token"])["norm"].agg(["sum", "size"])
     layers = table.groupby("layer")["norm"].agg(["sum", "size"]).reindex(sums.index, level="layer")

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import flags, instance, several, whole_number
+from lens_mix.arguments import check_flags, check_instance, check_items, check_whole_number
 from lens_mix.maps import MixingMap
 from lens_mix.statistics.ranks import spearman
 
@@ -54,11 +54,11 @@ def changes(maps: Mapping[str, MixingMap]) -> pd.DataFrame:
     Raises:
         ValueError: a map is missing.
     """
-    instance("maps", maps, Mapping, "a dict of MixingMaps")
+    check_instance("maps", maps, Mapping, "a dict of MixingMaps")
     missing = [name for name in METHODS if name not in maps]
     if missing:
         raise ValueError(f"maps: expected {list(METHODS)}, got none of {missing}")
-    several("maps", maps.values(), "MixingMaps", kind=MixingMap)
+    check_items("maps", maps.values(), "MixingMaps", kind=MixingMap)
     columns = {
         component: change(maps[before], maps[after]).tolist()
         for component, (before, after) in _COMPONENTS.items()
@@ -100,9 +100,9 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
     Raises:
         ValueError: `count` is below 1.
     """
-    count = whole_number("count", count, 1)
-    flags(diagonal=diagonal)
-    table = instance("amplified", amplified, MixingMap, "a MixingMap").to_dataframe()
+    count = check_whole_number("count", count, 1)
+    check_flags(diagonal=diagonal)
+    table = check_instance("amplified", amplified, MixingMap, "a MixingMap").to_dataframe()
     # If keys are another sequence than queries, no pair is a position with itself.
     diagonal = diagonal or amplified.key_tokens is not None
     # The rows of the table have the order of the flattened scores.
@@ -115,7 +115,7 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
 
 def _check_pair(before: MixingMap, after: MixingMap) -> None:
     for name, mixing_map in (("before", before), ("after", after)):
-        instance(name, mixing_map, MixingMap, "a MixingMap")
+        check_instance(name, mixing_map, MixingMap, "a MixingMap")
     axes = [(found.scores.shape, found.tokens, found.query_positions) for found in (before, after)]
     if axes[0] != axes[1]:
         raise ValueError(

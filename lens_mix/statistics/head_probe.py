@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import one_of, several, whole_number
+from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.maps import MixingMap
 from lens_mix.statistics.heads import (
     Head,
@@ -108,11 +108,11 @@ def probe_heads(
             does not have, or whose row is not in its map; maps of different layers or heads; keys that are
             not the tokens; negative scores.
     """
-    one_of("direction", direction, ("forward", "backward"))
-    listed_offsets = several("offsets", offsets, "whole numbers", least=1)
-    offsets = [whole_number("offsets", offset) for offset in listed_offsets]
+    check_choice("direction", direction, ("forward", "backward"))
+    listed_offsets = check_items("offsets", offsets, "whole numbers", least=1)
+    offsets = [check_whole_number("offsets", offset) for offset in listed_offsets]
     ignore = None if ignore is None else read_group(ignore, "ignore")
-    listed = several("relations", relations, "pairs (from, to), or lists of pairs")
+    listed = check_items("relations", relations, "pairs (from, to), or lists of pairs")
     all_maps, lists = list(iterate_maps(maps)), [listed] if isinstance(maps, MixingMap) else listed
     if len(all_maps) != len(lists):
         raise ValueError(f"relations: expected {len(all_maps)} lists of pairs, one per map, got {len(lists)}")
@@ -153,5 +153,5 @@ def _read_pair(pair: object, map_index: int, count: int, direction: str) -> tupl
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"relations: expected pairs (from, to), got {pair!r} for map {map_index}")
     for position in pair:
-        whole_number(f"relations of map {map_index}", position, 0, count - 1, "positions")
+        check_whole_number(f"relations of map {map_index}", position, 0, count - 1, "positions")
     return (pair[0], pair[1]) if direction == "forward" else (pair[1], pair[0])

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.arguments import several, whole_number
+from lens_mix.arguments import check_items, check_whole_number
 from lens_mix.maps import MixingMap
 
 TokenGroup = int | str | Iterable[int | str] | Callable[[str], bool]
@@ -87,8 +87,10 @@ def read_group(group: TokenGroup, argument: str = "groups") -> Callable[[str], b
     if callable(group):
         return group
     what = "tokens, a function or positions"
-    items = several(argument, group, what, alone=True)
-    return [item if isinstance(item, str) else whole_number(argument, item, what=what) for item in items]
+    items = check_items(argument, group, what, alone=True)
+    return [
+        item if isinstance(item, str) else check_whole_number(argument, item, what=what) for item in items
+    ]
 
 
 def find_members(tokens: Sequence[str], group: TokenGroup) -> Bool[Tensor, " key"]:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from lens_mix.algebra.feed_forward import feed_forward_shares
 from lens_mix.algebra.vectors import AttentionVectors, attention_vectors
-from lens_mix.arguments import check_columns, one_of, several
+from lens_mix.arguments import check_choice, check_columns, check_items
 from lens_mix.lens.block import Block
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.precision import in_full_precision
 from lens_mix.method import Method
 from lens_mix.methods.atb_ff import AtbFfResLn
 from lens_mix.methods.attn_res import AttnResLn
-from lens_mix.statistics.passes import PromptBlocks, each_prompt
+from lens_mix.statistics.passes import PromptBlocks, iterate_prompts
 from lens_mix.statistics.ranks import spearman
 from lens_mix.statistics.token_kinds import TokenKind, token_kind
 from lens_mix.tables import Table
@@ -53,9 +53,9 @@ def mixing_ratios(
         UnsupportedModelError: a given stage cannot be computed for the model.
     """
     expected = f"some of {list(_STAGES)}"
-    names = tuple(_STAGES if stages is None else several("stages", stages, expected, least=1))
+    names = tuple(_STAGES if stages is None else check_items("stages", stages, expected, least=1))
     for stage in names:
-        one_of("stages", stage, _STAGES)
+        check_choice("stages", stage, _STAGES)
     rows = []
     passes = _run_prompts(model, prompts, names, stages is None, options)
     for prompt_index, (checked, computed_stages) in enumerate(passes):
@@ -88,14 +88,14 @@ def _run_prompts(
         methods.append(AtbFfResLn())
     has_first = False
     try:
-        for checked in each_prompt(model, prompts, methods, **options):
+        for checked in iterate_prompts(model, prompts, methods, **options):
             has_first = True
             yield checked, stages
     except UnsupportedModelError:
         # An unsupported model fails with its first prompt. A later error is about that prompt, not the model.
         if has_first or not may_skip_feed_forward or len(methods) == 1:
             raise
-        for checked in each_prompt(model, prompts, methods[:1], **options):
+        for checked in iterate_prompts(model, prompts, methods[:1], **options):
             yield checked, _ATTENTION_STAGES
 
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lens_mix.arguments import several
+from lens_mix.arguments import check_items
 from lens_mix.lens.block import Block
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.rows import Selection
@@ -38,7 +38,7 @@ class PromptBlocks:
     blocks: Sequence[Block]
 
 
-def prompt_blocks(
+def run_prompt(
     model: TransformerLensModel,
     prompt: Any,
     methods: Method | Sequence[Method],
@@ -85,7 +85,7 @@ def prompt_blocks(
         return PromptBlocks(tokens, checked.token_ids(0), keys, positions, blocks)
 
 
-def each_prompt(
+def iterate_prompts(
     model: TransformerLensModel, prompts: Any, methods: Method | Sequence[Method], **options: Any
 ) -> Iterator[PromptBlocks]:
     """Yield the blocks of one prompt or of several, one prompt after another, without gradients.
@@ -93,16 +93,16 @@ def each_prompt(
     Args:
         model: any TransformerLens model.
         prompts: a string, a pair or a token tensor is one prompt; a list of these is several.
-        methods: as in `prompt_blocks`.
-        **options: further arguments of `prompt_blocks`.
+        methods: as in `run_prompt`.
+        **options: further arguments of `run_prompt`.
     """
     # A list of whole numbers is the tokens of one prompt.
     is_single = not isinstance(prompts, list) or (
         prompts and all(isinstance(token, numbers.Integral) for token in prompts)
     )
     for prompt in (
-        [prompts] if is_single else several("prompts", prompts, "one prompt or a list of them", least=1)
+        [prompts] if is_single else check_items("prompts", prompts, "one prompt or a list of them", least=1)
     ):
         with torch.no_grad():
-            checked = prompt_blocks(model, prompt, methods, **options)
+            checked = run_prompt(model, prompt, methods, **options)
         yield checked

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 
-from lens_mix.maps.characters import without_number
+from lens_mix.maps.characters import split_number
 
 TokenKind = Callable[[str], str]
 
@@ -25,7 +25,7 @@ def token_kind(token: str) -> str:
         return "mask"
     if _SPECIAL.match(token.strip()):
         return "special"
-    text = _MARKS.sub("", without_number(token)[0])
+    text = _MARKS.sub("", split_number(token)[0])
     if text and all(unicodedata.category(letter)[0] in "PS" for letter in text):
         return "punctuation"
     return "other"

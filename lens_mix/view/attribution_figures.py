@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lens_mix.arguments import number, shown
+from lens_mix.arguments import check_number, describe_value
 from lens_mix.view.labels import FONT, INK, QUIET, count_labels, make_visible
 from lens_mix.view.lazy import load_canvas
 
@@ -33,7 +33,9 @@ def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
         ImportError: matplotlib is not installed.
     """
     if "root" not in getattr(tree, "graph", ()):
-        raise ValueError(f"tree: expected a graph of attribution_tree (with a root), got {shown(tree)}")
+        raise ValueError(
+            f"tree: expected a graph of attribution_tree (with a root), got {describe_value(tree)}"
+        )
     canvas = load_canvas()
     tokens = [make_visible(token) for token in tree.graph["tokens"]]
     levels = sorted({level for level, _ in tree.nodes})
@@ -87,9 +89,9 @@ def head_map(importance: HeadImportance, title: str | None = None, highest: floa
         ValueError: `highest` is not positive.
         ImportError: matplotlib is not installed.
     """
-    highest = None if highest is None else number("highest", highest, 0, above=True)
+    highest = None if highest is None else check_number("highest", highest, 0, above=True)
     if not hasattr(importance, "scores"):
-        raise TypeError(f"importance: expected a HeadImportance, got {shown(importance)}")
+        raise TypeError(f"importance: expected a HeadImportance, got {describe_value(importance)}")
     canvas = load_canvas()
     layers, heads = importance.scores.shape
     inner = (min(max(0.22 * heads, 1.6), 7.0), min(max(0.16 * layers, 1.2), 6.0))
@@ -133,7 +135,7 @@ def pruning_figure(curves: PruningCurves, title: str | None = None, metric: str 
         ImportError: matplotlib is not installed.
     """
     if not hasattr(curves, "fractions"):
-        raise TypeError(f"curves: expected PruningCurves, got {shown(curves)}")
+        raise TypeError(f"curves: expected PruningCurves, got {describe_value(curves)}")
     canvas = load_canvas()
     picture = canvas.Picture(6.0, 3.6)
     axes = picture.add_box(0.65, 0.5, 3.9, 2.65)

@@ -21,7 +21,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import flags, instance, one_of, real_tensor, several, whole_number
+from lens_mix.arguments import (
+    check_choice,
+    check_flags,
+    check_instance,
+    check_items,
+    check_real_tensor,
+    check_whole_number,
+)
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import Queries, as_position, as_positions
 from lens_mix.maps.words import merge_axis, resolve_groups
@@ -86,7 +93,7 @@ def layer_maps(
         ValueError: a layer, head, row or key that the map does not have; no layers; `columns` below 1;
             negative scores with `normalize=True`.
     """
-    instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
+    check_instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     columns = _check_options(columns, normalize, title, words, scale, diagonal)
     if layer is not None and layers is not None:
         raise ValueError(f"layer: expected None beside layers={layers!r}, got {layer!r}")
@@ -99,7 +106,7 @@ def layer_maps(
             "keep them with per_head=True"
         )
     if head != "all":
-        shown = (shown if head is None else shown.head(whole_number("head", head))).merge_heads()
+        shown = (shown if head is None else shown.head(check_whole_number("head", head))).merge_heads()
     normalize = _decide_normalize(normalize, [shown])
     drawn = DrawnMap.from_map(shown, normalize, words, diagonal, queries, keys)
     names, panels = _list_panels(shown, drawn)
@@ -153,16 +160,18 @@ def query_maps(
             below 1; negative scores with `normalize=True`.
     """
     columns = _check_options(columns, normalize, title, words, scale, diagonal)
-    if not instance("maps", maps, Mapping, "a dict of MixingMaps"):
+    if not check_instance("maps", maps, Mapping, "a dict of MixingMaps"):
         raise ValueError("maps: expected at least one map, got none")
-    checked = {name: instance(f"maps[{name!r}]", m, MixingMap, "a MixingMap") for name, m in maps.items()}
+    checked = {
+        name: check_instance(f"maps[{name!r}]", m, MixingMap, "a MixingMap") for name, m in maps.items()
+    }
     merged = {name: mixing_map.merge_heads() for name, mixing_map in checked.items()}
     first = next(iter(merged.values()))
     for name, m in merged.items():
         if (m.tokens, m.key_labels, m.layers) != (first.tokens, first.key_labels, first.layers):
             raise ValueError(f"maps[{name!r}]: expected the tokens and layers of the first map, got others")
     with_default = next((m for m in merged.values() if m.default_query is not None), first)
-    position = as_position(with_default.meant_query if query is None else query, len(first.tokens))
+    position = as_position(with_default.default_query_position if query is None else query, len(first.tokens))
     normalize = _decide_normalize(normalize, merged.values())
     # Each row is selected by its position, because the maps may contain different rows.
     rows = {name: mixing_map.select_queries([position]) for name, mixing_map in merged.items()}
@@ -226,13 +235,13 @@ def token_bars(
             that do not show where words begin.
     """
     canvas = load_canvas()
-    if not instance("rows", rows, Mapping, "a dict of rows of scores"):
+    if not check_instance("rows", rows, Mapping, "a dict of rows of scores"):
         raise ValueError("rows: expected at least one row, got none")
-    tokens = several("tokens", tokens, "a list of strings", kind=str)
-    instance("title", title, (str, type(None)), "a text")
-    flags(words=words)
-    query = None if query is None else whole_number("query", query)
-    layer = whole_number("layer", layer)
+    tokens = check_items("tokens", tokens, "a list of strings", kind=str)
+    check_instance("title", title, (str, type(None)), "a text")
+    check_flags(words=words)
+    query = None if query is None else check_whole_number("query", query)
+    layer = check_whole_number("layer", layer)
     vectors = {name: _read_row(name, row, tokens, query, layer) for name, row in rows.items()}
     if words:
         groups, tokens = resolve_groups(tokens, None, "tokens")
@@ -260,7 +269,7 @@ def _read_row(name: str, row: Any, tokens: list[str], query: int | None, layer: 
         return _read_row_of_map(name, row, tokens, query, layer)
     if not isinstance(row, (Tensor, np.ndarray, list, tuple)):
         raise TypeError(f"rows[{name!r}]: expected scores [key] or a MixingMap, got {type(row).__name__}")
-    vector = real_tensor(f"rows[{name!r}]", row).to("cpu", torch.float64)
+    vector = check_real_tensor(f"rows[{name!r}]", row).to("cpu", torch.float64)
     if vector.shape != (len(tokens),):
         raise ValueError(f"rows[{name!r}]: expected shape ({len(tokens)},), got {tuple(vector.shape)}")
     if bool(vector.isinf().any()):
@@ -280,7 +289,7 @@ def _read_row_of_map(
         )
     # `query` is a position in `tokens`; the positions of a map without the first tokens are smaller.
     if query is None:
-        query = row.meant_query + left_out
+        query = row.default_query_position + left_out
     position = query if query < 0 else query - left_out
     if not -len(row.tokens) <= position < len(row.tokens) or (query >= 0 and position < 0):
         raise ValueError(f"query: expected a position that {name!r} has, got {query}")
@@ -293,11 +302,11 @@ def _check_options(
     columns: int, normalize: bool | None, title: str | None, words: bool, scale: str, diagonal: bool
 ) -> int:
     if normalize is not None:
-        flags(normalize=normalize)
-    flags(words=words, diagonal=diagonal)
-    one_of("scale", scale, get_args(Scale))
-    instance("title", title, (str, type(None)), "a text")
-    return whole_number("columns", columns, 1)
+        check_flags(normalize=normalize)
+    check_flags(words=words, diagonal=diagonal)
+    check_choice("scale", scale, get_args(Scale))
+    check_instance("title", title, (str, type(None)), "a text")
+    return check_whole_number("columns", columns, 1)
 
 
 def _decide_normalize(normalize: bool | None, maps: Iterable[MixingMap]) -> bool:

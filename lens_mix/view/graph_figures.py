@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lens_mix.arguments import instance, number
+from lens_mix.arguments import check_instance, check_number
 from lens_mix.view.labels import FONT, INK, QUIET, count_labels, make_visible
 from lens_mix.view.lazy import load_canvas
 
@@ -44,7 +44,7 @@ def information_flow(
     """
     canvas = load_canvas()
     _check_graph(graph)
-    layer_height = number("layer_height", layer_height, 0, above=True)
+    layer_height = check_number("layer_height", layer_height, 0, above=True)
     name, widths = _read_widths(graph, by)
     legend = _make_legend(graph, name, widths)
     frame = _Frame(graph, title, layer_height, len(legend))
@@ -183,7 +183,7 @@ def _write_labels(axes: Any, frame: _Frame) -> None:
 def _check_graph(graph: Any) -> None:
     import networkx as nx
 
-    instance("graph", graph, nx.DiGraph, "a networkx DiGraph")
+    check_instance("graph", graph, nx.DiGraph, "a networkx DiGraph")
     if not graph:
         raise ValueError("graph: expected at least one node, got none")
     for node in graph:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
-from lens_mix.maps.characters import joined
+from lens_mix.maps.characters import join_tokens
 from lens_mix.maps.exchange import full_name
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, count_labels, make_visible
 from lens_mix.view.layers import name_layers
@@ -151,6 +151,6 @@ def make_subtitle(mixing_map: MixingMap, unit: str) -> str:
     # The last two elements are a whole name of the hub, or the end of a folder's path.
     model = "/".join(str(record.get("model", "")).rstrip("/").split("/")[-2:])
     text = record.get("prompt")
-    prompt = text if isinstance(text, str) else joined(mixing_map.tokens) if model else ""
+    prompt = text if isinstance(text, str) else join_tokens(mixing_map.tokens) if model else ""
     prompt = prompt and make_visible(prompt, _LONGEST_PROMPT).replace("·", " ").strip()
     return " · ".join(text for text in (model, f"“{prompt}”" if prompt else "", unit) if text)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import regex
 
-from lens_mix.maps.characters import without_number
+from lens_mix.maps.characters import split_number
 
 FONT = 7.0
 NAME_FONT = 8.0
@@ -32,7 +32,7 @@ def make_visible(token: str, longest: int = 16) -> str:
     A space becomes ·, a line end ⏎ and a tab ⇥; other invisible characters become their escape sequence. The
     number of a token that is a piece of a character (`é[1/2]`) is never cut.
     """
-    text, number = without_number(token.translate(_VISIBLE))
+    text, number = split_number(token.translate(_VISIBLE))
     joiners = {found.start() for found in _JOINER.finditer(text)}
     shown = "".join(
         character

@@ -8,7 +8,7 @@ import sys
 _KERNEL = "ZMQInteractiveShell"
 
 
-def shows_pages() -> bool:
+def is_notebook() -> bool:
     """Return whether an IPython kernel runs this program, so that a cell can show HTML.
 
     It is False for IPython in a terminal. A console on a kernel (qtconsole, Spyder) cannot be distinguished

@@ -10,7 +10,7 @@ import torch
 import lens_mix as lm
 from lens_mix.algebra import weight_cache
 from lens_mix.algebra.folded_weights import folded
-from lens_mix.statistics.passes import prompt_blocks
+from lens_mix.statistics.passes import run_prompt
 from tests import kept_products
 from tests.tiny_models import available, bridge, gpt2_like, tokens
 
@@ -69,7 +69,7 @@ def test_a_feed_forward_narrower_than_the_residual_stream() -> None:
 
 def test_the_default_device_has_no_effect() -> None:
     model = gpt2_like(torch.float64)
-    anatomy = prompt_blocks(model, tokens(model, 1, 4, 1)[0], lm.ValueZeroing()).blocks[0].anatomy
+    anatomy = run_prompt(model, tokens(model, 1, 4, 1)[0], lm.ValueZeroing()).blocks[0].anatomy
     kept_products.forget()
     matrices = anatomy.feed_forward.input_matrices
     expected = folded(anatomy, anatomy.value_path, None, torch.float64, True, matrices)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 import lens_mix as lm
 from lens_mix.lens.token_strings import token_strings
-from lens_mix.maps.characters import joined
+from lens_mix.maps.characters import join_tokens
 from tests.tiny_models import gpt2_like
 
 TEXT = "the café 你好 مرحبا 👩\u200d🚀🇫🇷 👍🏽 naïve हिन्दी"
@@ -102,7 +102,7 @@ def test_tokens_spell_the_text(kind):
     tokenizer = kind()
     tokens = read(tokenizer, TEXT)
     assert "\ufffd" not in "".join(tokens)
-    assert joined(tokens).removeprefix(" ") == TEXT
+    assert join_tokens(tokens).removeprefix(" ") == TEXT
     assert len(tokens) == len(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
 
 
@@ -151,7 +151,7 @@ def test_tokens_across_a_characters_border_are_one_run():
     """A token may end one character and start the next."""
     tokenizer = byte_level(["你好"], 277)
     tokens = read(tokenizer, "你好")
-    assert joined(tokens) == "你好"
+    assert join_tokens(tokens) == "你好"
     assert "\ufffd" not in "".join(tokens)
 
 
@@ -173,7 +173,7 @@ def test_special_tokens_keep_their_marks():
 
 
 def test_a_real_replacement_character():
-    assert joined(read(byte_level(), "a\ufffdb")) == "a\ufffdb"
+    assert join_tokens(read(byte_level(), "a\ufffdb")) == "a\ufffdb"
 
 
 def test_maps_of_a_model():

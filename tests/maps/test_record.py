@@ -297,18 +297,18 @@ def test_words_found_from_the_marks(tokens, words):
 
 def test_words_without_marks():
     with pytest.raises(ValueError, match="no token has a word mark"):
-        words.word_groups(["<s>", "The", "cat", "sat"])
-    assert words.word_groups(["<s>", "The", "</s>"]) == [[0], [1], [2]]
+        words.find_words(["<s>", "The", "cat", "sat"])
+    assert words.find_words(["<s>", "The", "</s>"]) == [[0], [1], [2]]
 
 
 def test_words_of_scripts_without_spaces():
-    assert words.word_groups(["<s>", "我", "喜欢", "猫", "。"]) == [[0], [1], [2], [3, 4]]
-    assert words.word_groups(["你[1/2]", "你[2/2]", "好"]) == [[0, 1], [2]]
-    assert words.word_groups(["👩", "\u200d", "🚀", "🇫", "🇷"]) == [[0, 1, 2], [3, 4]]
+    assert words.find_words(["<s>", "我", "喜欢", "猫", "。"]) == [[0], [1], [2], [3, 4]]
+    assert words.find_words(["你[1/2]", "你[2/2]", "好"]) == [[0, 1], [2]]
+    assert words.find_words(["👩", "\u200d", "🚀", "🇫", "🇷"]) == [[0, 1, 2], [3, 4]]
     # If there is white space, it separates words in these scripts too.
-    assert words.word_groups(["我", "爱", " 你", "们"]) == [[0, 1], [2, 3]]
+    assert words.find_words(["我", "爱", " 你", "们"]) == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match="no token has a word mark"):
-        words.word_groups(["我", "like", "猫"])
+        words.find_words(["我", "like", "猫"])
 
 
 def test_words_by_text_in_another_form():
@@ -694,12 +694,12 @@ def signed(**changes):
 
 
 def test_default_query():
-    assert make().meant_query == 4
-    assert make(default_query=2).meant_query == 2
+    assert make().default_query_position == 4
+    assert make(default_query=2).default_query_position == 2
     assert make(default_query=-4).default_query == 1
     assert make(default_query=2).top(1) == make().top(1, query=2)
-    assert make(default_query=2).select_queries([3, 1]).meant_query == 3
-    assert make(default_query=2).select_queries([3, 2]).meant_query == 2
+    assert make(default_query=2).select_queries([3, 1]).default_query_position == 3
+    assert make(default_query=2).select_queries([3, 2]).default_query_position == 2
     assert "query 2" in make(default_query=2)._repr_html_()
     with pytest.raises(ValueError, match="default_query: expected a position from -5 to 4, got 5"):
         make(default_query=5)

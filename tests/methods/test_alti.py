@@ -11,7 +11,7 @@ from lens_mix.algebra.logit_shares import logit_shares, through_head, token_dire
 from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.methods.alti import alti, normalize_rows
 from lens_mix.methods.alti_logit import alti_logit
-from lens_mix.statistics.passes import prompt_blocks
+from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip
 from tests.norm_cases import CASES, blocks_of, largest, written_out
 from tests.norm_reference import (
@@ -56,7 +56,7 @@ def test_equals_alti(bert):
 @pytest.mark.parametrize(("order", "name"), [(1, "contributions"), (2, "contributions_l2")])
 def test_distances_equal_alti_to_the_last_digit_with_its_quirk(bert, order, name):
     model, inputs = bert
-    blocks = prompt_blocks(model, methods=lm.Alti(), **inputs).blocks
+    blocks = run_prompt(model, methods=lm.Alti(), **inputs).blocks
     for layer, block in enumerate(blocks):
         vectors = attention_vectors(block)
         found = distances(vectors.normed, vectors.states.mid - QUIRK, order)[0]
@@ -65,7 +65,7 @@ def test_distances_equal_alti_to_the_last_digit_with_its_quirk(bert, order, name
 
 def test_contributions_equal_alti_logit(gpt2):
     known = reference("altilogit_gpt2_tiny_f64")
-    blocks = prompt_blocks(gpt2, known["input_ids"][0], lm.Alti()).blocks
+    blocks = run_prompt(gpt2, known["input_ids"][0], lm.Alti()).blocks
     for layer, block in enumerate(blocks):
         vectors = attention_vectors(block)
         assert largest(vectors.states.mid[0], known["attn_res_outputs"][layer]) < 1e-10
@@ -78,7 +78,7 @@ def test_contributions_equal_alti_logit(gpt2):
 
 def test_logit_shares_equal_alti_logit(gpt2):
     known = reference("altilogit_gpt2_tiny_f64")
-    blocks = prompt_blocks(gpt2, known["input_ids"][0], lm.AltiLogit()).blocks
+    blocks = run_prompt(gpt2, known["input_ids"][0], lm.AltiLogit()).blocks
     head = blocks[-1].unembedding()
     # The two tokens for which the authors' code was run.
     for place, token in enumerate((7, 9)):
@@ -92,7 +92,7 @@ def test_alti_logit_and_what_it_leaves_out_add_up_to_the_logit(gpt2):
     tokens = reference("altilogit_gpt2_tiny_f64")["input_ids"][0]
     token = 11
     found = lm.run(gpt2, tokens, lm.AltiLogit(token=token))
-    checked = prompt_blocks(gpt2, tokens, lm.AltiLogit())
+    checked = run_prompt(gpt2, tokens, lm.AltiLogit())
     head = checked.blocks[-1].unembedding()
     columns = head.W_U.T[torch.full((1, len(tokens)), token)]
     direction = through_head(head, checked.blocks[-1].resid_post, columns)[0]

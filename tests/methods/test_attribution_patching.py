@@ -14,7 +14,7 @@ from lens_mix.lens.model import Lens
 from lens_mix.methods.attribution_patching import hidden_effects, hidden_key_effects
 from lens_mix.methods.bound_target import bind_rows
 from lens_mix.methods.side_by_side import Layout
-from lens_mix.statistics.passes import prompt_blocks
+from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, cases, prompt_of, slow, wide_cases
 from tests.tiny_models import bridge, hooked_transformer, tokens, wrapped_model
 
@@ -248,7 +248,7 @@ def test_effects_are_the_formula_on_what_hooks_record(name, bound):
 def test_terms_to_first_order_are_the_formula_on_the_gradients_of_the_rules(name):
     model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 10)
     method, last = lm.AttributionPatching(), len(prompt) - 1
-    blocks = prompt_blocks(model, prompt, method).blocks
+    blocks = run_prompt(model, prompt, method).blocks
     graph = blocks[0].graph(0, method.clean_rules([block.anatomy for block in blocks]))
     value = bind_rows(blocks, method.target).value_in(graph, last)
     effects = torch.zeros(len(prompt), len(prompt), dtype=torch.float64)

@@ -11,7 +11,7 @@ from lens_mix.lens.block import Block
 from lens_mix.methods.decompx import decompx
 from lens_mix.methods.decompx_logits import input_shares_of_logits, logit_shares
 from lens_mix.session import Session
-from lens_mix.statistics.passes import prompt_blocks
+from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, prompt_of, slow
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle
@@ -37,7 +37,7 @@ def reference_blocks(request):
     class_name, row = request.param
     if not available(reference_bert, class_name):
         pytest.skip(f"no {class_name} in this TransformerLens")
-    found = prompt_blocks(reference_bert(class_name), methods=lm.DecompX(), **reference_inputs(row))
+    found = run_prompt(reference_bert(class_name), methods=lm.DecompX(), **reference_inputs(row))
     return found.blocks, row, len(found.tokens)
 
 
@@ -183,7 +183,7 @@ def test_logits_read_backwards_are_those_of_the_shares(name, chunk, monkeypatch)
     model = gpt2_like(torch.float64) if name == "gpt2" else build_or_skip(bridge, name, torch.float64)
     wanted = torch.tensor([3, 17, 4])
     slopes = ("zero_origin",) if name in ("llama", "gemma", "olmo2", "mistral", "granite") else SLOPES
-    blocks = prompt_blocks(model, prompt_of(model), lm.DecompX()).blocks
+    blocks = run_prompt(model, prompt_of(model), lm.DecompX()).blocks
     last = torch.tensor([[blocks[0].real.shape[1] - 1, 2]])
     few = [*blocks[:-1], at_rows(blocks[-1], last)]
     for slope in slopes:
@@ -203,7 +203,7 @@ def test_logits_read_backwards_are_those_of_the_shares(name, chunk, monkeypatch)
 def test_logits_read_backwards_have_no_tensor_of_all_pairs():
     """The peak is that of the forward pass. The shares of one block would need 32 × 32 × 24 numbers."""
     model = gpt2_like()
-    blocks = prompt_blocks(model, tokens(model, 1, 32)[0], lm.DecompX()).blocks
+    blocks = run_prompt(model, tokens(model, 1, 32)[0], lm.DecompX()).blocks
     few = [*blocks[:-1], at_rows(blocks[-1], torch.tensor([[31]]))]
     blocks[-1].unembedding()
     with PeakMemory() as backwards:
@@ -225,7 +225,7 @@ def test_shares_add_up_to_the_logits(class_name):
     if not available(reference_gpt2, class_name):
         pytest.skip(f"no {class_name} in this TransformerLens")
     tokens = reference("altilogit_gpt2_tiny_f64")["input_ids"][0]
-    blocks = prompt_blocks(reference_gpt2(class_name), tokens, lm.DecompX()).blocks
+    blocks = run_prompt(reference_gpt2(class_name), tokens, lm.DecompX()).blocks
     *_, last = lm.DecompX().vectors(blocks)
     found = logit_shares(blocks[-1], last.output)
     logits = blocks[-1].logits()

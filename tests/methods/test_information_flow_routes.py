@@ -12,7 +12,7 @@ from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import ValuePath
 from lens_mix.methods.component_shares import part_shares
 from lens_mix.methods.information_flow_routes import importance
-from lens_mix.statistics.passes import prompt_blocks
+from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, prompt_of
 from tests.norm_cases import CASES, blocks_of, heads_of, largest, written_out
 from tests.tiny_models import bridge, hooked_encoder, hooked_encoder_decoder, hooked_transformer, tokens
@@ -116,7 +116,7 @@ def test_on_cross_attention_the_residual_is_a_key_of_its_own(name, biases):
     hooked = name == "HookedEncoderDecoder"
     model = build_or_skip(*((hooked_encoder_decoder,) if hooked else (bridge, name)), torch.float64)
     try:
-        checked = prompt_blocks(model, prompt_of(model), lm.InformationFlowRoutes(), part="cross")
+        checked = run_prompt(model, prompt_of(model), lm.InformationFlowRoutes(), part="cross")
     except lm.UnsupportedModelError as reason:
         pytest.skip(str(reason))
     for block in checked.blocks:
@@ -198,7 +198,7 @@ def test_the_authors_floor_is_all_that_differs_where_there_is_no_value_bias():
     """Their code gives each component at least 1e-5, also for hidden keys, and then normalises."""
     model = build_or_skip(bridge, "llama", torch.float64)
     method = lm.InformationFlowRoutes()
-    for block in prompt_blocks(model, tokens(model, 1, 7, 1), method).blocks:
+    for block in run_prompt(model, tokens(model, 1, 7, 1), method).blocks:
         parts, whole = head_parts(*heads_of(block)), written_out(block).mid
         parts = torch.cat([parts.flatten(2, 3), block.resid_pre[:, :, None]], dim=2)
         apart = torch.nn.functional.pairwise_distance(parts, whole[:, :, None].expand(parts.shape), p=1)

@@ -71,13 +71,13 @@ def test_several_prompts_are_numbered():
 
 def test_an_unsupported_prompt_does_not_restart_the_table(monkeypatch):
     """Otherwise the table would contain the rows of the first prompts twice."""
-    run = ratios.each_prompt
+    run = ratios.iterate_prompts
 
     def refused_after_one(model, prompts, methods, **options):
         yield from run(model, prompts[:1], methods, **options)
         raise lm.UnsupportedModelError("the second prompt")
 
-    monkeypatch.setattr(ratios, "each_prompt", refused_after_one)
+    monkeypatch.setattr(ratios, "iterate_prompts", refused_after_one)
     with pytest.raises(lm.UnsupportedModelError, match="the second prompt"):
         ratios.mixing_ratios(gpt2_like(), [torch.arange(3, 7), torch.arange(3, 9)])
 

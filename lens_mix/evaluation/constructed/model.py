@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.arguments import whole_number
+from lens_mix.arguments import check_whole_number
 from lens_mix.lens.from_weights import Weights, model_from_weights
 from lens_mix.lens.model_classes import TransformerLensModel
 
@@ -91,10 +91,10 @@ class ConstructedModel:
             TypeError: A number has the wrong type.
             ValueError: `count` is below 1.
         """
-        generator = torch.Generator().manual_seed(whole_number("seed", seed))
+        generator = torch.Generator().manual_seed(check_whole_number("seed", seed))
         return [
             torch.tensor(self.sample(generator), dtype=torch.long, device="cpu")
-            for _ in range(whole_number("count", count, 1))
+            for _ in range(check_whole_number("count", count, 1))
         ]
 
     def routes(self, prompt: Int[Tensor, " pos"]) -> Routes:
@@ -111,4 +111,4 @@ class ConstructedModel:
 
     def replacements(self, prompt: Int[Tensor, " pos"], position: int) -> list[int]:
         """Return the tokens that may replace the one at a position without opening another route."""
-        return self.spare(prompt.tolist(), whole_number("position", position, 0, len(prompt) - 1))
+        return self.spare(prompt.tolist(), check_whole_number("position", position, 0, len(prompt) - 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import ClassVar, Protocol, runtime_checkable
 
-from lens_mix.arguments import one_of
+from lens_mix.arguments import check_choice
 from lens_mix.lens import known_faults
 from lens_mix.lens.components import UNEMBEDDING
 from lens_mix.lens.model import Lens
@@ -131,7 +131,7 @@ def choose_engine(
         ValueError: an unknown engine, or one that the method does not have.
         UnsupportedModelError: the verification forbids it.
     """
-    one_of("engine", engine, ("auto", "hooks", "algebra"))
+    check_choice("engine", engine, ("auto", "hooks", "algebra"))
     if engine == "auto" or method.engines == ("recorded",):
         options: tuple[str, ...] = method.engines
     elif engine in method.engines:

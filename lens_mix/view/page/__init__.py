@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lens_mix.arguments import file_path, instance
+from lens_mix.arguments import check_file_path, check_instance
 from lens_mix.files import replacing
 from lens_mix.maps import MixingMap
 from lens_mix.maps.exchange import full_name
@@ -50,7 +50,7 @@ class Page:
             ValueError: the path is that of a folder.
             OSError: the file cannot be written.
         """
-        checked = Path(file_path("path", path, write=True))
+        checked = Path(check_file_path("path", path, write=True))
         with replacing(checked) as temporary:
             Path(temporary).write_text(self.html, encoding="utf-8")
         return checked
@@ -113,7 +113,9 @@ def page(
 def _list_prompts(maps: Maps) -> list[MixingMap | Mapping[str, MixingMap]]:
     if isinstance(maps, (MixingMap, Mapping)):
         return [maps]
-    instance("maps", maps, Sequence, "a MixingMap, several by name, or a list with one of these per prompt")
+    check_instance(
+        "maps", maps, Sequence, "a MixingMap, several by name, or a list with one of these per prompt"
+    )
     if not maps:
         raise ValueError("maps: expected at least one map, got none")
     return list(maps)
@@ -122,10 +124,10 @@ def _list_prompts(maps: Maps) -> list[MixingMap | Mapping[str, MixingMap]]:
 def _label_maps(entry: MixingMap | Mapping[str, Any]) -> dict[str, MixingMap]:
     if isinstance(entry, MixingMap):
         return {full_name(entry): entry}
-    instance("maps", entry, Mapping, "a MixingMap or a dict of them per prompt")
+    check_instance("maps", entry, Mapping, "a MixingMap or a dict of them per prompt")
     if not entry:
         raise ValueError("maps: expected at least one map, got an empty dict")
-    return {str(label): instance("maps", m, MixingMap, "MixingMaps") for label, m in entry.items()}
+    return {str(label): check_instance("maps", m, MixingMap, "MixingMaps") for label, m in entry.items()}
 
 
 def _make_document(data: Mapping[str, Any]) -> str:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lens_mix.aggregation import residual_weight
 from lens_mix.maps import MixingMap
-from lens_mix.maps.characters import whole_texts
+from lens_mix.maps.characters import join_characters
 from lens_mix.maps.exchange import as_json
-from lens_mix.maps.words import is_special, word_groups
+from lens_mix.maps.words import find_words, is_special
 from lens_mix.methods.component_shares import part_shares
 from lens_mix.view.layers import name_layers
 
@@ -47,7 +47,7 @@ def pack(mixing_map: MixingMap, label: str) -> dict[str, Any]:
         "tokens": mixing_map.tokens,
         "keys": mixing_map.key_tokens,
         "queries": mixing_map.query_positions,
-        "query": mixing_map.meant_query,
+        "query": mixing_map.default_query_position,
         "causal": mixing_map.causal,
         "residual": _find_residual(mixing_map),
         "heads": scores.shape[1] if mixing_map.has_heads else 0,
@@ -81,7 +81,7 @@ def _find_residual(mixing_map: MixingMap) -> float:
 def _find_starts(tokens: Sequence[str]) -> dict[str, list[int]]:
     """Return the positions at which words and sentences start; without words if tokens do not show these."""
     try:
-        return {"word": [word[0] for word in word_groups(tokens)], "sentence": _find_sentences(tokens)}
+        return {"word": [word[0] for word in find_words(tokens)], "sentence": _find_sentences(tokens)}
     except ValueError:
         return {"sentence": _find_sentences(tokens)}
 
@@ -89,7 +89,7 @@ def _find_starts(tokens: Sequence[str]) -> dict[str, list[int]]:
 def _find_sentences(tokens: Sequence[str]) -> list[int]:
     """Return the positions at which sentences start; a special token is a sentence of its own."""
     starts, previous = [0], ""
-    for (position, *_), text in whole_texts(tokens):
+    for (position, *_), text in join_characters(tokens):
         if position and (previous.endswith(_ENDS) or is_special(previous) or is_special(text)):
             starts.append(position)
         previous = text

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import networkx as nx
 
 from lens_mix.aggregation.tree import attribution_tree
-from lens_mix.arguments import instance
+from lens_mix.arguments import check_instance
 from lens_mix.graphs import information_flow_routes
 from lens_mix.maps import MixingMap
 from lens_mix.view.page.data import make_plain
@@ -37,11 +37,13 @@ def pack_trees(
     if trees is None:
         trees = [_make_graphs(labelled) for labelled in maps]
     listed = [trees] if isinstance(trees, (nx.DiGraph, Mapping)) else trees
-    instance("trees", listed, Sequence, "a graph, several by name, or a list with one of these per prompt")
+    check_instance(
+        "trees", listed, Sequence, "a graph, several by name, or a list with one of these per prompt"
+    )
     if len(listed) != len(maps):
         raise ValueError(f"trees: expected one entry per prompt, {len(maps)}, got {len(listed)}")
     graphs = [{"tree": entry} if isinstance(entry, nx.DiGraph) else entry for entry in listed]
-    named = [instance("trees", entry, Mapping, "graphs by name") for entry in graphs]
+    named = [check_instance("trees", entry, Mapping, "graphs by name") for entry in graphs]
     return [[_pack_graph(graph, str(name)) for name, graph in entry.items()] for entry in named]
 
 
@@ -53,7 +55,7 @@ def _make_graphs(maps: Mapping[str, MixingMap]) -> dict[str, nx.DiGraph]:
     makers: dict[str, Callable[[MixingMap], nx.DiGraph]] = {
         # The root is the explained position, if the map names one.
         "attention_attribution": lambda m: attribution_tree(m, root=m.default_query),
-        "information_flow_routes": lambda m: information_flow_routes(m, m.meant_query),
+        "information_flow_routes": lambda m: information_flow_routes(m, m.default_query_position),
     }
     graphs = {}
     for label, m in maps.items():
@@ -66,7 +68,7 @@ def _make_graphs(maps: Mapping[str, MixingMap]) -> dict[str, nx.DiGraph]:
 
 
 def _pack_graph(graph: nx.DiGraph, name: str) -> dict[str, Any]:
-    instance("trees", graph, nx.DiGraph, "a networkx graph, as attribution_tree returns it")
+    check_instance("trees", graph, nx.DiGraph, "a networkx graph, as attribution_tree returns it")
     edges = [(start, end, _pack_edge(values, start, end)) for start, end, values in graph.edges(data=True)]
     edges.sort(key=lambda edge: -abs(edge[2]["weight"]))
     strongest = edges[:_MOST_EDGES]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.maps.words import word_groups
+from lens_mix.maps.words import find_words
 from lens_mix.methods.component_shares import part_shares
 from tests.random_maps import map_of, random_attention
 from tests.view.page.routes import routes_map
@@ -100,7 +100,7 @@ def test_words_and_sentences():
     ]
     (packed,) = data_of(lm.page(map_of(random_attention(size=len(tokens)), tokens=tokens)))["prompts"][0]
     assert packed["words"]["sentence"] == [0, 1, 4, 6, 8, 11, 12, 13, 14]
-    assert packed["words"]["word"] == [words[0] for words in word_groups(tokens)]
+    assert packed["words"]["word"] == [words[0] for words in find_words(tokens)]
     assert packed["key_words"] is None
     cross = lm.MixingMap(torch.rand(2, 3, 2), ["a.", "b", "c"], key_tokens=["x", "y"])
     (packed,) = data_of(lm.page(cross))["prompts"][0]

@@ -53,7 +53,7 @@ def test_maps_that_have_a_tree_bring_it(heads):
         "order": "score",
         "within_layer": False,
     }
-    assert_same(packed[1], information_flow_routes(maps["routes"], maps["routes"].meant_query))
+    assert_same(packed[1], information_flow_routes(maps["routes"], maps["routes"].default_query_position))
     top = packed[1]["nodes"][packed[1]["roots"][0]]
     assert (top["level"], top["position"]) == (9, 5)
 
