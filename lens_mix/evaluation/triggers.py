@@ -109,7 +109,7 @@ class Trigger:
 
     pieces: tuple[Piece, ...]
     strength: tuple[float, float]
-    check_pairs: tuple[tuple[int, int], tuple[int, int]]
+    pairs: tuple[tuple[int, int], tuple[int, int]]
     layer: int
     head: int
     source: Example

@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.method import Method
+from lens_mix.method import Method, Scope
 from lens_mix.targets import Context, Target, TargetFunction, TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ class RowTargetMethod(TargetMethod):
     """The base class of the methods with one map, of the whole model, that explains a target at each row."""
 
     residual: ClassVar[float] = 0.0
-    kind: ClassVar[Literal["layer", "input"]] = "input"
-    whole_model: ClassVar[bool] = True
+    scope: ClassVar[Scope] = "model"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="log_probability"))
 
