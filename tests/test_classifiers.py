@@ -372,7 +372,7 @@ def test_every_method_with_a_target():
     found = lm.run(model, TOKENS, lm.ContextLength(target=target), queries=[-1])
     cuts = torch.stack([own_output(classifier, TOKENS[start:]).logits[0, 3] for start in range(6)])
     assert found.scores[0, 0, :5].tolist() == pytest.approx((cuts[:-1] - cuts[1:]).tolist(), abs=2e-6)
-    with pytest.raises(ValueError, match="because the positions before the cut are gone"):
+    with pytest.raises(ValueError, match="because the positions before the cut do not exist"):
         # The shortest context is all padding, and does not contain the token that is read.
         lm.run(model, PROMPTS[1], lm.ContextLength(target=target), queries=[-1])
     # A row that does not see the whole prompt cannot show the effect of all its tokens.
@@ -392,7 +392,7 @@ def test_cut_contexts_of_an_answer():
     cuts = torch.stack([own_output(classifier, TOKENS[start:]).end_logits[0, -1] for start in range(6)])
     assert found.scores[0, 0, :5].tolist() == pytest.approx((cuts[:-1] - cuts[1:]).tolist(), abs=2e-6)
     probability = lm.targets.hf_classifier(classifier, "end", position=-1)
-    with pytest.raises(ValueError, match="target that reads the row's position alone, because the positions"):
+    with pytest.raises(ValueError, match="target that reads only the row's position, because the positions"):
         lm.run(model, TOKENS, lm.ContextLength(target=probability), queries=[-1])
 
 

@@ -202,8 +202,8 @@ def test_a_fault_in_the_unembedding_is_found_by_its_row_alone(
         lm.run(model, prompt, "alti_logit")
     bend_logits(model, 3)
     assert "unembedding: expected logits" in str(lm.check(model, prompt).verification.unembedding_failure)
-    blind = dataclasses.replace(components.UNEMBEDDING, rebuild=components.UNEMBEDDING.compare_with)
-    monkeypatch.setattr("lens_mix.lens.continuation.UNEMBEDDING", blind)
+    blind = dataclasses.replace(components.LOGITS, rebuild=components.LOGITS.compare_with)
+    monkeypatch.setattr("lens_mix.lens.continuation.LOGITS", blind)
     assert lm.check(model, prompt).verification.unembedding_failure is None
     lm.run(model, prompt, "alti_logit")
 

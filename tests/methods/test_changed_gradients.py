@@ -71,7 +71,7 @@ def test_edits_on_a_run_of_ones_own(name, method):
     """The example of `Gim.interventions` runs unchanged."""
     factory, model_name = {"hooked": hooked_transformer, "bridge": bridge}[name.split()[0]], name.split()[1]
     model = build_or_skip(factory, model_name, torch.float64)
-    (example,) = re.findall(r"row:\n\n(.*?)\n\n", lm.Gim.edits.__doc__, re.DOTALL)
+    (example,) = re.findall(r"row:\n\n(.*?)\n\n", lm.Gim.interventions.__doc__, re.DOTALL)
     names = {"model": model, "tokens": tokens(model, 1), "method": method, "position": 4, "torch": torch}
     names |= {"record": record, "freeze_scale": freeze_scale}
     exec(textwrap.dedent(example), names)

@@ -32,7 +32,7 @@ def visit(browser, url, place):
     browser.switch_to.frame("page")
     wait = WebDriverWait(browser, 90, ignored_exceptions=[StaleElementReferenceException])
     wait.until(
-        lambda _: [row.get_attribute("data-map") for row in all_of(browser, ".row")] == ["attention", "alti"]
+        lambda _: [row.get_attribute("data-map") for row in all_of(browser, ".row")] == ["alti", "attention"]
     )
     token = ".row:nth-of-type(2) .token:nth-of-type(3)"
     wait.until(lambda _: clicked(browser, token) and all_of(browser, f"{token}.chosen"))
