@@ -77,7 +77,7 @@ MISTAKES = {
     "a pair to a decoder": (lambda model: lm.run(model, ("w5", "w6"), "attention"), "use run_many"),
     "too long a prompt": (
         lambda model: lm.run(model, torch.full((33,), 5), "attention"),
-        "expected at most n_ctx=32 tokens, got 33; cut it",
+        "expected at most n_ctx=32 tokens, got 33; shorten it",
     ),
     "a target of several tokens": (
         lambda model: lm.run(model, PROMPT, of(lm.targets.token("w9 w5"))),

@@ -229,9 +229,9 @@ def test_a_dropped_head_is_told():
     assert lm.run(model, TOKENS, "attention").notes == ()
     model.original_model.config.architectures = ["BertForSequenceClassification"]
     (note,) = lm.run(model, TOKENS, "attention").notes
-    assert "dropped the head of BertForSequenceClassification" in note
+    assert "dropped the classifier of BertForSequenceClassification" in note
     assert "lm.targets.hf_classifier" in note
-    with pytest.warns(UserWarning, match="the target reads logits, but the Bridge holds a BertForMaskedLM"):
+    with pytest.warns(UserWarning, match="the target reads logits, but the Bridge wraps a BertForMaskedLM"):
         lm.run(model, TOKENS, lm.GradientAttention(target=lm.targets.masked_token(3, position=1)))
     model.original_model.config.architectures = ["BertModel"]
     assert lm.run(model, TOKENS, "attention").notes == ()

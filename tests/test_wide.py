@@ -34,7 +34,7 @@ FLOAT32 = ("xglm",)
 
 _GATED = r"gated attention is not supported"
 _LATENT = r"latent attention|DeepSeek-V3"
-_WITHOUT = r"TransformerLens shows no attention module in any block"
+_WITHOUT = r"TransformerLens has no attention module in any block"
 _HIDDEN = r"hooks that never fired: .*an attention kernel that keeps no pattern"
 _NO_HOOKS = r"is wrapped without them"
 # Refused altogether, with these words; those of the main matrix stand in `tests/matrix.py`.

@@ -1,7 +1,7 @@
-"""Rotary angles that depend on the longest position of a pass (long RoPE, dynamic NTK), and their state.
+"""Rotary angles that depend on the longest position of a pass (long RoPE, dynamic NTK).
 
-Transformers recomputes such angles in the forward pass, for all prompts of a batch together. Those of dynamic
-NTK also depend on the passes before: the module keeps the frequencies of the longest one.
+transformers computes such angles in each forward pass, for all prompts of a batch together. The angles of
+dynamic NTK also depend on earlier passes: the module keeps the frequencies of the longest one.
 """
 
 from __future__ import annotations
@@ -13,21 +13,26 @@ from torch import Tensor, nn
 
 from lens_mix.lens.changes import Change, Undo
 
-# Names of buffers; there is a prefix if each kind of layer has angles of its own.
+# These are names of buffers. They have a prefix if each kind of layer has its own angles.
 _FREQUENCIES, _ORIGINAL = "inv_freq", "original_inv_freq"
 
 
 def rotary_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that keep frequencies of rotary angles."""
-    # Most modules have no buffers at all, and every run asks.
+    """Return the modules that contain the frequencies of rotary angles."""
+    # Most modules have no buffers, and this first test is fast. Every run calls this function.
     with_buffers = (module for module in modules if module._buffers)
     return [module for module in with_buffers if any(name.endswith(_FREQUENCIES) for name in module._buffers)]
 
 
 def angles_differ(module: nn.Module, shorter: int, longer: int) -> bool:
-    """Return whether a rotary module gives the first positions other angles when there are more positions.
+    """Return whether the angles of the first positions depend on the number of positions.
 
-    If the module takes other arguments than those of transformers, its `rope_type` decides.
+    If the module does not take the arguments of transformers' modules, its `rope_type` decides.
+
+    Args:
+        module: A rotary module.
+        shorter: A number of positions.
+        longer: A larger number of positions.
     """
     kinds = _kinds(module)
     try:
@@ -37,7 +42,7 @@ def angles_differ(module: nn.Module, shorter: int, longer: int) -> bool:
 
 
 def _kinds(module: nn.Module) -> Mapping[str, object]:
-    """Return the `rope_type` of each kind of layer; the only kind is "" if all layers have the same."""
+    """Return the `rope_type` of each kind of layer; the only kind is "" if all layers have the same type."""
     kinds = getattr(module, "rope_type", None)
     return kinds if isinstance(kinds, dict) else {"": kinds}
 
@@ -53,14 +58,14 @@ def _differ(module: nn.Module, shorter: int, longer: int, given: Sequence[str]) 
 
 
 def forget_longer_passes(modules: Sequence[nn.Module]) -> None:
-    """Reset dynamic angles to the frequencies that they start with."""
+    """Reset dynamic angles to their first frequencies."""
     for module in modules:
         tensors = dict(_tensors(module))
         for layers, kind in _kinds(module).items():
             prefix = f"{layers}_" if layers else ""
             if _is_dynamic(kind) and f"{prefix}{_ORIGINAL}" in tensors:
                 device = tensors[f"{prefix}{_FREQUENCIES}"].device
-                # A copy: transformers may write into the buffer.
+                # The buffer needs a copy, because transformers may write into it.
                 module._buffers[f"{prefix}{_FREQUENCIES}"] = tensors[f"{prefix}{_ORIGINAL}"].to(
                     device, copy=True
                 )
@@ -68,7 +73,7 @@ def forget_longer_passes(modules: Sequence[nn.Module]) -> None:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a module keeps, as buffers or not, besides its parameters."""
+    """Yield the names and tensors of a module's buffers and attributes; parameters are left out."""
     for name, value in {**vars(module), **module._buffers}.items():
         if torch.is_tensor(value):
             yield name, value
@@ -78,24 +83,24 @@ def _is_dynamic(kind: object) -> bool:
     return isinstance(kind, str) and "dynamic" in kind
 
 
-def kept_angles(modules: Sequence[nn.Module]) -> Change:
-    """Return a change that puts the state of rotary modules, which passes change, back afterwards."""
+def restore_angles(modules: Sequence[nn.Module]) -> Change:
+    """Return a change that restores the state of rotary modules at its end, because passes change it."""
     rotary = rotary_modules(modules)
 
-    def keep() -> Undo:
-        before = [_State(module) for module in rotary]
+    def save() -> Undo:
+        states = [_State(module) for module in rotary]
 
-        def put_back() -> None:
-            for state in before:
-                state.put_back()
+        def restore() -> None:
+            for state in states:
+                state.restore()
 
-        return put_back
+        return restore
 
-    return keep
+    return save
 
 
 class _State:
-    """A copy of a module's buffers and attributes, to put back."""
+    """A copy of a module's buffers and attributes, which can be restored."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._buffers = module, dict(module._buffers)
@@ -106,7 +111,8 @@ class _State:
     def _is_own(name: str) -> bool:
         return not name.startswith("_") and name != "training"
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
+        """Set the module's buffers and attributes to the saved ones."""
         module = self._module
         for name in [name for name in vars(module) if self._is_own(name) and name not in self._attributes]:
             del vars(module)[name]

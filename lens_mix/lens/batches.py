@@ -1,4 +1,4 @@
-"""A prompt as tensors, and prompts of different lengths as one batch."""
+"""One prompt as tensors, and several prompts of different lengths as one batch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _TYPES = "token_type_ids"
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt, without any padding.
+    """One prompt, without padding.
 
     Attributes:
-        tokens: what the (first) stack reads.
-        target: what the decoder of an encoder-decoder reads; None elsewhere.
-        inputs: further model inputs of the shape of `tokens`, by name.
-        text: as it was given, for the record: a string, a pair of them, chat messages; None for tokens.
-        notes: the notes that its maps carry.
+        tokens: The tokens that the first stack reads.
+        target: The tokens that the decoder of an encoder-decoder reads. None for other models.
+        inputs: Further model inputs by name, each with the shape of `tokens`.
+        text: The prompt as the user gave it: a string, a pair of strings or chat messages. None for tokens.
+        notes: The notes of its maps.
     """
 
     tokens: Int[Tensor, " pos"]
@@ -36,15 +36,17 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Prompts padded to one length.
+    """Prompts that are padded to one length.
 
     Attributes:
-        prompts: the prompts in order.
-        tokens, real: padded tokens and which of them are the prompts' own.
-        target, target_real: the same for the decoder's side; None without a decoder.
-        inputs: further model inputs, padded with zeros.
-        hidden: keys of the mapped stack that no query sees, as if masked; positions are counted as if they
-            were seen. None: none.
+        prompts: The prompts in order.
+        tokens: The padded tokens.
+        real: Which of the tokens belong to the prompt and are not padding.
+        target: The padded tokens that the decoder reads. None without a decoder.
+        target_real: Which of the decoder's tokens are not padding. None without a decoder.
+        inputs: Further model inputs by name, padded with zeros.
+        hidden: The keys of the mapped stack that no query sees, as if they were masked. They still count in
+            the numbers of the positions. None if no key is hidden.
     """
 
     prompts: tuple[Prompt, ...]
@@ -58,55 +60,72 @@ class Batch:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def select(self, rows: Int[Tensor, " row"]) -> Batch:
-        """Some of the prompts, repeats allowed, with the padding they have here."""
-        prompts = tuple(self.prompts[row] for row in rows.tolist())
-        target = None if self.target is None else self.target[rows]
-        target_real = None if self.target_real is None else self.target_real[rows]
-        inputs = {name: value[rows] for name, value in self.inputs.items()}
-        hidden = None if self.hidden is None else self.hidden[rows]
-        return Batch(prompts, self.tokens[rows], self.real[rows], target, target_real, inputs, hidden)
+    def select(self, examples: Int[Tensor, " example"]) -> Batch:
+        """Return the batch of some of the examples, with their present padding.
+
+        Args:
+            examples: The index of each example. An index may occur several times.
+        """
+        prompts = tuple(self.prompts[example] for example in examples.tolist())
+        target = None if self.target is None else self.target[examples]
+        target_real = None if self.target_real is None else self.target_real[examples]
+        inputs = {name: value[examples] for name, value in self.inputs.items()}
+        hidden = None if self.hidden is None else self.hidden[examples]
+        return Batch(prompts, self.tokens[examples], self.real[examples], target, target_real, inputs, hidden)
 
     def real_positions(self, part: str) -> Bool[Tensor, "batch pos"]:
-        """Which positions of the given stack's queries are the prompts' own."""
+        """Return which positions of a part's queries are not padding.
+
+        Raises:
+            ValueError: If the part has a decoder's queries, and the prompts have no target.
+        """
         if part not in ("decoder", "cross", "joint"):
             return self.real
         if self.target_real is None:
-            raise ValueError(f"part={part!r}: the prompts have no decoder side")
+            raise ValueError(f"part={part!r}: expected prompts with a target, got prompts without one")
         return self.target_real
 
     def real_keys(self, part: str) -> Bool[Tensor, "batch key"]:
-        """Which positions of the given stack's keys are the prompts' own."""
+        """Return which positions of a part's keys are not padding."""
         return self.real if part == "cross" else self.real_positions(part)
 
 
 def pad(prompts: Sequence[Prompt], pad_token: int, side: PaddingSide) -> Batch:
-    """Prompts of different lengths as one batch, padded on one side."""
-    sources, target, target_real, least = [prompt.tokens for prompt in prompts], None, None, 1
+    """Return prompts of different lengths as one batch.
+
+    Args:
+        prompts: The prompts, at least one.
+        pad_token: The token to pad with.
+        side: The side of the padding. The target of an encoder-decoder is always padded on the right.
+
+    Raises:
+        ValueError: If the prompts do not have the same further inputs.
+    """
+    sources, target, target_real, min_length = [prompt.tokens for prompt in prompts], None, None, 1
     if prompts[0].target is not None and all(len(source) == 1 for source in sources):
-        # TransformerBridge repeats T5's position bias over copies of a source of one token, and then fails.
-        least, side = 2, "right"
-    tokens, real = _pad(sources, pad_token, side, least)
+        # For copies of a source of one token, TransformerBridge repeats T5's position bias and then fails.
+        min_length, side = 2, "right"
+    tokens, real = _pad(sources, pad_token, side, min_length)
     if prompts[0].target is not None:
-        # A decoder is causal: padding on its right cannot reach the prompt's own positions.
+        # A decoder is causal, so padding on the right cannot affect the target's own positions.
         target, target_real = _pad([p.target for p in prompts if p.target is not None], pad_token, "right")
     names = sorted(set().union(*(prompt.inputs for prompt in prompts)))
     if any(set(names) - set(prompt.inputs) - {_TYPES} for prompt in prompts):
-        raise ValueError(f"model inputs: expected {names} for every prompt of a batch, some differ")
-    # Beside pairs, a prompt without token types is a single text, whose types are 0.
+        raise ValueError(f"model inputs: expected {names} for every prompt of a batch, got others for some")
+    # In a batch with pairs, a prompt without token types is a single text, and its types are 0.
     given = {name: [p.inputs.get(name, torch.zeros_like(p.tokens)) for p in prompts] for name in names}
-    inputs = {name: _pad(rows, 0, side, least)[0] for name, rows in given.items()}
+    inputs = {name: _pad(values, 0, side, min_length)[0] for name, values in given.items()}
     return Batch(tuple(prompts), tokens, real, target, target_real, inputs)
 
 
 def _pad(
-    rows: Sequence[Tensor], value: int, side: PaddingSide, least: int = 1
+    sequences: Sequence[Tensor], value: int, side: PaddingSide, min_length: int = 1
 ) -> tuple[Tensor, Bool[Tensor, "batch pos"]]:
-    longest = max(least, *(len(row) for row in rows))
-    padded = rows[0].new_full((len(rows), longest), value)
+    longest = max(min_length, *(len(sequence) for sequence in sequences))
+    padded = sequences[0].new_full((len(sequences), longest), value)
     real = torch.zeros_like(padded, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        span = slice(longest - len(row), longest) if side == "left" else slice(0, len(row))
-        padded[index, span] = row
+    for index, sequence in enumerate(sequences):
+        span = slice(longest - len(sequence), longest) if side == "left" else slice(0, len(sequence))
+        padded[index, span] = sequence
         real[index, span] = True
     return padded, real

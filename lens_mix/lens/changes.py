@@ -1,9 +1,8 @@
-"""Changes to the user's model, and how they are taken back.
+"""Changes to the user's model that are undone afterwards.
 
-lens_mix changes a model only by `Changes`. Handlers of signals wait while a function of this file, or one
-that it calls, is running, so that they find a model that is unchanged or that will be restored. A process
-that is forked while another thread has changed a model takes these changes back, because it does not have
-that thread.
+lens_mix changes a model only by `Changes`. While a function of this file, or a function that it calls, runs,
+signal handlers wait. They then find a model that is unchanged or that will be restored. A forked process does
+not have the other threads of its parent, so it undoes the changes that these threads have made.
 """
 
 from __future__ import annotations
@@ -23,27 +22,31 @@ from transformer_lens.hook_points import HookPoint
 
 from lens_mix.lens import signals
 
-# What takes a change back, and what makes one.
+# A change is a function. It changes something and returns the function that undoes the change.
 Undo = Callable[[], object]
 Change = Callable[[], Undo]
 
-# Held while a change is made or taken back, and while a process is forked: in the child, each change is made
-# or not made, never half made.
+# A thread acquires this lock to make or undo a change, and to fork the process. In the child process, each
+# change is therefore complete or not made at all.
 changing = threading.RLock()
 
-# The changes that are on a model at this moment, in the order in which they were begun.
+# These are the changes that are active at this moment, the oldest first.
 _open_changes: list[Changes] = []
 
 
 class Changes:
-    """Changes that are taken back at the end of a `with` block, the last one first, whatever happened in it.
+    """Changes that are always undone at the end of a `with` block, the last one first.
 
-    A context manager that is a class: nothing can come between the change and its undoing, as it can where a
-    generator's `finally` has yet to be reached.
+    This context manager is a class and not a generator: in a generator, an exception may occur between the
+    change and the `try` that undoes it.
 
     Args:
-        changes: called on the way in, one after another.
-        lock: called before them; it may wait, and returns the function that releases the lock.
+        changes: The changes, made one after another at the start of the block.
+        lock: A function that acquires a lock before the changes are made, and that may wait for it. It
+            returns the function that releases the lock.
+
+    Attributes:
+        thread: The identifier of the thread that made the changes.
     """
 
     def __init__(self, changes: Iterable[Change], lock: Change | None = None) -> None:
@@ -59,7 +62,7 @@ class Changes:
             if self._lock is not None:
                 self._leaving.callback(self._lock())
             _open_changes.append(self)
-            self._leaving.callback(self.take_back)
+            self._leaving.callback(self.undo)
             for change in self._changes:
                 with changing:
                     self._undoing.callback(change())
@@ -70,7 +73,8 @@ class Changes:
 
     def __exit__(self, kind: object, problem: BaseException | None, trace: object) -> None:
         try:
-            self._signals.hold()  # handlers that were installed inside
+            # Handlers that were installed inside the block have to wait too.
+            self._signals.hold()
         except BaseException as another:
             self._leave(another)
             raise
@@ -83,14 +87,14 @@ class Changes:
             problem = another
         signals.pass_on(problem)
 
-    def take_back(self) -> None:
-        """Take the changes back; the lock stays taken."""
+    def undo(self) -> None:
+        """Undo the changes, without releasing the lock."""
         with changing:
             _open_changes.remove(self)
             self._undoing.close()
 
     def release_signals(self) -> None:
-        """Put the handlers of signals back."""
+        """Install the user's signal handlers again."""
         self._signals.release()
 
 
@@ -98,13 +102,14 @@ class Changes:
 
 
 def _repair_child() -> None:
-    """Take back, in a child process, the changes of threads that only its parent has; free their locks."""
+    """Undo the changes of threads that only the parent process has, and release their locks."""
     changing.release()
     signals.forget()
     lost = [changes for changes in reversed(_open_changes) if changes.thread != threading.get_ident()]
     if lost:
-        # In a thread of its own: this thread's gradient mode and autocast stay as they are.
-        repair = threading.Thread(target=_take_back_all, args=[lost])
+        # Undoing sets the gradient mode and autocast, which are separate in each thread. A new thread keeps
+        # those of this thread as they are.
+        repair = threading.Thread(target=_undo_all, args=[lost])
         repair.start()
         repair.join()
         for changes in lost:
@@ -112,24 +117,24 @@ def _repair_child() -> None:
     _free_locks()
 
 
-def _take_back_all(lost: Sequence[Changes]) -> None:
+def _undo_all(lost: Sequence[Changes]) -> None:
     with contextlib.ExitStack() as stack:
         for changes in reversed(lost):
-            stack.callback(changes.take_back)
+            stack.callback(changes.undo)
 
 
 def _free_locks() -> None:
-    """Free the locks of tqdm and of cached properties, which a lost thread may have held."""
+    """Replace the locks of tqdm and of cached properties, which a lost thread may have acquired."""
     TqdmDefaultWriteLock.th_lock = threading.RLock()
     for bar in tqdm.__mro__:
         if isinstance(vars(bar).get("_lock"), TqdmDefaultWriteLock):
             bar._lock = TqdmDefaultWriteLock()
-    # Cached properties have locks before Python 3.12.
+    # Cached properties have locks only before Python 3.12.
     if sys.version_info < (3, 12):
         modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "lens_mix"]
-        things = [thing for module in modules for thing in vars(module).values()]
-        for kind in {thing for thing in things if isinstance(thing, type)}:
-            for attribute in vars(kind).values():
+        values = [value for module in modules for value in vars(module).values()]
+        for class_ in {value for value in values if isinstance(value, type)}:
+            for attribute in vars(class_).values():
                 if isinstance(attribute, functools.cached_property):
                     attribute.lock = threading.RLock()  # type: ignore[attr-defined]
 
@@ -140,11 +145,16 @@ os.register_at_fork(before=changing.acquire, after_in_parent=changing.release, a
 # ------------------------------------------------------------------ attributes and hooks
 
 
-def replaced_attributes(values: Sequence[tuple[Any, Any]], name: str) -> Change:
-    """Another value of one attribute for each of several things."""
+def replace_attributes(values: Sequence[tuple[Any, Any]], name: str) -> Change:
+    """Return a change that sets one attribute of several objects.
+
+    Args:
+        values: Pairs of an object and its new value.
+        name: The name of the attribute.
+    """
 
     def replace() -> Undo:
-        before = [(thing, getattr(thing, name)) for thing, _ in values]
+        before = [(owner, getattr(owner, name)) for owner, _ in values]
         _assign(values, name)
         return lambda: _assign(before, name)
 
@@ -152,48 +162,49 @@ def replaced_attributes(values: Sequence[tuple[Any, Any]], name: str) -> Change:
 
 
 def _assign(values: Sequence[tuple[Any, Any]], name: str) -> None:
-    for thing, value in values:
-        setattr(thing, name, value)
+    for owner, value in values:
+        setattr(owner, name, value)
 
 
 def hooked(point: HookPoint, function: Any) -> Change:
-    """A hook of TransformerLens on a hook point; taken off by identity, whatever others came meanwhile."""
+    """Return a change that adds a hook to a hook point, and removes exactly this hook at its end."""
 
-    def put_on() -> Undo:
+    def add() -> Undo:
         point.add_hook(function)
-        handle = point.fwd_hooks[-1]  # `add_hook` returns nothing
+        # `add_hook` does not return the handle.
+        handle = point.fwd_hooks[-1]
 
-        def take_off() -> None:
+        def remove() -> None:
             handle.hook.remove()
             point.fwd_hooks[:] = [other for other in point.fwd_hooks if other is not handle]
 
-        return take_off
+        return remove
 
-    return put_on
+    return add
 
 
 def forward_hook(module: nn.Module, function: Any, *, with_kwargs: bool = False) -> Change:
-    """A forward hook of torch."""
+    """Return a change that adds one of torch's forward hooks to a module."""
     return lambda: module.register_forward_hook(function, with_kwargs=with_kwargs).remove
 
 
 def forward_pre_hook(module: nn.Module, function: Any, *, with_kwargs: bool = False) -> Change:
-    """A forward pre-hook of torch."""
+    """Return a change that adds one of torch's forward pre-hooks to a module."""
     return lambda: module.register_forward_pre_hook(function, with_kwargs=with_kwargs).remove
 
 
 def replaced_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Change:
-    """Return a change that replaces a method of one module, also one that somebody else has put there."""
+    """Return a change that replaces a method of one module, even if the module already has its own."""
 
     def replace() -> Undo:
         attributes = vars(module)
         before = {name: attributes[name]} if name in attributes else {}
         attributes[name] = method
 
-        def put_back() -> None:
+        def restore() -> None:
             attributes.pop(name, None)
             attributes.update(before)
 
-        return put_back
+        return restore
 
     return replace

@@ -1,4 +1,4 @@
-"""How many copies of a prompt a block may run at once."""
+"""The number of copies of a prompt that fit in memory at once."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ from lens_mix.lens.model import Lens
 def copies_within(
     lens: Lens, max_memory: int | None, positions: int, *, blocks: int = 1, logits: int = 0
 ) -> int:
-    """How many copies of one prompt a block may run at once; 1 or more.
+    """Return how many copies of one prompt may run at once, at least 1.
 
     Args:
-        lens: the face of the model.
-        max_memory: bytes for the temporaries of one step; None leaves only the bound that keeps a
-            processor's caches useful.
-        positions: the length of the prompt.
-        blocks: how many blocks' temporaries live at once (those a gradient goes back through).
-        logits: how many positions' logits do.
+        lens: The lens of the model.
+        max_memory: The number of bytes for the temporary tensors of one chunk. None: only a bound that keeps
+            a processor's caches useful.
+        positions: The length of the prompt.
+        blocks: The number of blocks whose temporary tensors are in memory at the same time: those that a
+            gradient passes through.
+        logits: The number of positions whose logits are in memory.
 
     Raises:
-        ValueError: not even one copy fits.
+        ValueError: If not even one copy fits in `max_memory`.
     """
     cfg = lens.model.cfg
     size = torch.finfo(lens.dtype).bits // 8
     d_mlp = int(getattr(cfg, "d_mlp", None) or 4 * cfg.d_model)
     experts = int(getattr(cfg, "experts_per_token", None) or 1)
     per_position = 12 * cfg.d_model + 6 * lens.n_heads * cfg.d_head + 4 * d_mlp * experts
-    # Scores, masked scores, their float32 softmax and the pattern live at the same time.
+    # Scores, masked scores, their float32 softmax and the pattern are in memory at the same time.
     attention = lens.n_heads * positions**2 * (3 * size + 8)
     through_one = positions * per_position * size + attention
     bytes_per_copy = blocks * through_one
     bytes_per_copy += 3 * logits * int(getattr(cfg, "d_vocab", 0) or 0) * size
-    rows = 2048 if lens.device.type == "cpu" else 65536  # positions of all copies
-    copies = max(1, rows // positions)
+    max_positions = 2048 if lens.device.type == "cpu" else 65536
+    copies = max(1, max_positions // positions)
     if max_memory is None:
         return copies
     # A replay is first verified on three copies, which need less than twice the estimate of one.
-    least = max(bytes_per_copy, 2 * through_one)
-    if max_memory < least:
+    min_bytes = max(bytes_per_copy, 2 * through_one)
+    if max_memory < min_bytes:
         raise ValueError(
-            f"max_memory: expected at least {least} bytes "
+            f"max_memory: expected at least {min_bytes} bytes "
             f"({positions} positions through {blocks} block(s)), got {max_memory}"
         )
     return min(copies, math.floor(max_memory / bytes_per_copy))

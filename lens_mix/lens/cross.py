@@ -1,4 +1,4 @@
-"""A decoder's block read by its cross-attention: where that starts, as a clean pass left it."""
+"""The residual stream of a decoder's block before its cross-attention, recorded in a clean pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lens_mix.lens.model_classes import ModelClass
 
 
 def names_before_cross(lens: Lens, layers: Sequence[int]) -> list[str]:
-    """The hook points of what self-attention adds before the cross-attention; none in other stacks."""
+    """Return the hook points of self-attention's output in each layer; none unless the part is "cross"."""
     stack = lens.stack
     if stack.before is None:
         return []
@@ -22,11 +22,14 @@ def names_before_cross(lens: Lens, layers: Sequence[int]) -> list[str]:
 
 
 def streams_before_cross(clean: CleanPass, anatomy: Mapping[int, BlockAnatomy]) -> dict[int, Tensor]:
-    """By layer, the residual stream that the cross-attention's branch is added to; none in other stacks.
+    """Return by layer the residual stream that the cross-attention's output is added to.
 
     Args:
-        clean: a pass that recorded `names_before_cross`.
-        anatomy: of the blocks, by their cross-attention.
+        clean: A clean pass that recorded `names_before_cross`.
+        anatomy: The anatomy of each block, read by its cross-attention.
+
+    Returns:
+        Streams [batch, query, d_model] by layer. The dict is empty unless the part is "cross".
     """
     streams = {}
     for layer in anatomy if clean.lens.stack.is_cross else ():

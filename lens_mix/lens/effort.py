@@ -1,4 +1,4 @@
-"""Passes beyond the clean pass: before a run makes many, it warns, or shows a bar."""
+"""The number of passes beyond the clean pass: a run that needs many warns beforehand or shows a bar."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tqdm.auto import tqdm
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# A run warns before a method that takes more forward passes than this for a prompt.
+# A run warns before a method that takes more forward passes than this for one prompt.
 _MANY = 20
 
-# The cost of one row's forward and backward pass in forward passes, with several rows in one pass. An
-# estimate, for the warning before a long run.
+# This is the cost of a forward and backward pass for one row, in forward passes, if several rows share a
+# pass. It is an estimate, for the warning before a long run.
 GRADIENT_PASS = 1.5
 
 _LIBRARY = str(Path(__file__).resolve().parent.parent)
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """About how many forward passes a method takes beyond the clean pass.
+    """An estimate of the number of forward passes that a method takes beyond the clean pass.
 
     Attributes:
-        counts: for each prompt of the batch.
-        reason: what they are for.
-        cheaper: what the user could ask for instead.
+        counts: The number for each prompt of the batch.
+        reason: What the passes are for.
+        cheaper: What the user could choose instead.
     """
 
     counts: Sequence[float]
@@ -42,7 +42,7 @@ class Passes:
     cheaper: str
 
     def sentences(self, method: str) -> list[str | None]:
-        """Return what to say about each prompt; None if its passes are few."""
+        """Return the warning for each prompt; None if it takes few passes."""
         return [
             f"{method} takes about {count:,.0f} forward passes ({self.reason}); {self.cheaper}"
             if count > _MANY
@@ -58,14 +58,14 @@ def pair_passes(
     *,
     every_row: bool = False,
 ) -> Passes | None:
-    """Return about how many forward passes a closed form over pairs of tokens takes; None if they are few.
+    """Return an estimate of the passes of a closed form over pairs of tokens; None if they are few.
 
     Args:
-        blocks: those that are mapped.
-        each: the time of one row in all blocks of the stack, in forward passes. It does not depend on the
-            length, because both grow with it.
-        cheaper: as in `Passes`.
-        every_row: whether all rows are made, whichever are asked for.
+        blocks: The blocks that are mapped.
+        each: The time of one row in all blocks of the stack, in forward passes. It does not depend on the
+            length of the prompt, because the time of a forward pass grows with the length too.
+        cheaper: The text for `Passes.cheaper`.
+        every_row: Whether the method computes all rows, even if the user wants only some.
     """
     each *= len(blocks) / blocks[-1].n_layers
     rows = blocks[-1].real if every_row else blocks[-1].real_queries
@@ -94,18 +94,18 @@ def row_passes(
 
 @dataclasses.dataclass
 class Effort:
-    """The warnings and bars of one call about the passes that its methods take.
+    """The warnings and bars of one call, about the passes that its methods take.
 
     Attributes:
-        progress: True shows bars; False warns before many passes; None does neither.
-        announced: the methods that have warned, so that each warns once in a call.
+        progress: True: show bars. False: warn before many passes. None: neither.
+        announced: The methods that have warned, so that each method warns only once in a call.
     """
 
     progress: bool | None = None
     announced: set[str] = dataclasses.field(default_factory=set)
 
     def announce(self, method: str, sentence: str) -> None:
-        """Warn at the user's own line of code, unless a bar will show the passes."""
+        """Warn at the user's line of code, unless a bar will show the passes or the method has warned."""
         if self.progress is False and method not in self.announced:
             self.announced.add(method)
             warnings.warn(
@@ -113,16 +113,21 @@ class Effort:
             )
 
     def at_once(self, fitting: int, count: int) -> int:
-        """Return how many of `count` copies to run at once if `fitting` fit: fewer where a bar is to move."""
+        """Return how many copies to run at once: fewer than possible if a bar shows the progress.
+
+        Args:
+            fitting: The number of copies that fit in memory.
+            count: The number of all copies.
+        """
         return min(fitting, max(8, math.ceil(count / 20))) if self.progress else fitting
 
     def bar(self, chunks: Iterable[T], total: int, unit: str) -> Iterator[T]:
-        """Yield the chunks of a method's work and show how many are done."""
+        """Yield the chunks of a method's work, and show in a bar how many of `total` are done."""
         yield from tqdm(chunks, total=total, unit=unit, disable=not self.progress, leave=False)
 
 
 def _level() -> int:
-    """Return the `stacklevel` that makes our caller name the first line outside the library."""
+    """Return the `stacklevel` with which our caller's warning names the first line outside the library."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY):
         frame, level = frame.f_back, level + 1

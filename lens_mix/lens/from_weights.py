@@ -1,6 +1,6 @@
-"""A TransformerLens model from given weights, of a class that the installed release has.
+"""Build a TransformerLens model from given weights, in any release.
 
-Releases before 4 make a HookedTransformer, later ones a TransformerBridge over TransformerLens's own model.
+Before release 4 it is a HookedTransformer, later a TransformerBridge around TransformerLens's native model.
 """
 
 from __future__ import annotations
@@ -22,9 +22,22 @@ Norm = Literal["LN", "RMS"]
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """All numbers of a small pre-norm transformer with learned positions; it has no biases.
+    """All weights of a small pre-norm transformer with learned positions and without biases.
 
-    The feed-forward is `relu(x mlp_in) mlp_out`; without these there is none. Scores are divided by √d_head.
+    Attention scores are divided by √d_head.
+
+    Attributes:
+        embedding: The token embedding.
+        positions: The position embedding.
+        query: The query weights of all layers.
+        key: The key weights of all layers.
+        value: The value weights of all layers.
+        output: The output weights of attention of all layers.
+        unembedding: The unembedding.
+        mlp_in: The feed-forward is `relu(x mlp_in) mlp_out`. None: the blocks have no feed-forward.
+        mlp_out: The output weights of the feed-forward; None if `mlp_in` is None.
+        causal: Whether a position sees only itself and earlier ones.
+        norm: "LN" for LayerNorm, "RMS" for RMSNorm, None for no norms.
     """
 
     embedding: Float[Tensor, "d_vocab d_model"]
@@ -41,10 +54,12 @@ class Weights:
 
 
 def model_from_weights(weights: Weights) -> TransformerLensModel:
-    """The model in evaluation mode, float32, without a tokenizer; the global random state is as before.
+    """Return the model in evaluation mode and float32, without a tokenizer.
+
+    The global random state does not change.
 
     Raises:
-        ValueError: weights whose shapes don't fit each other.
+        ValueError: If the shapes of the weights do not fit each other.
     """
     layers, heads, d_model, d_head = weights.query.shape
     options: dict[str, Any] = {
@@ -62,7 +77,7 @@ def model_from_weights(weights: Weights) -> TransformerLensModel:
         "normalization_type": weights.norm,
         "device": "cpu",
     }
-    # Building announces the device, and draws weights that are overwritten.
+    # TransformerLens prints the device, and draws random weights, which are replaced below.
     quiet = contextlib.redirect_stdout(io.StringIO())
     with quiet, torch.random.fork_rng(devices=[]), torch.device("cpu"):
         if transformer_lens_version()[0] < 4:
@@ -76,19 +91,21 @@ def model_from_weights(weights: Weights) -> TransformerLensModel:
 
             model = TransformerBridge.boot_native(TransformerBridgeConfig(**options))
             named = _names_of_native(weights)
-        # New modules have torch's default dtype, which the user may have changed.
+        # The user may have changed torch's default dtype, which new modules have.
         model = model.to(torch.float32)
     for name, parameter in model.named_parameters():
         plain = name.replace("._original_component", "")
         if plain in named and named[plain].shape != parameter.shape:
             expected, got = tuple(parameter.shape), tuple(named[plain].shape)
             raise ValueError(f"weights: expected the shape {expected} for {plain}, got {got}")
-        if "ln" not in plain:  # norms stay as they are made, with weights 1 and biases 0
+        # Norms keep their first weights 1 and biases 0.
+        if "ln" not in plain:
             parameter.data.copy_(named.get(plain, torch.zeros_like(parameter)))
     return model.eval()
 
 
 def _names_of_hooked(weights: Weights) -> dict[str, Tensor]:
+    """Return the weights by the names of a HookedTransformer."""
     tops = {"embed.W_E": weights.embedding, "pos_embed.W_pos": weights.positions}
     named = {**tops, "unembed.W_U": weights.unembedding}
     per_layer = {
@@ -103,7 +120,7 @@ def _names_of_hooked(weights: Weights) -> dict[str, Tensor]:
 
 
 def _names_of_native(weights: Weights) -> dict[str, Tensor]:
-    """As torch's linear layers hold them, [to, from]."""
+    """Return the weights by the names of a native model, in the shape of torch's linear layers [out, in]."""
     tops = {"tok_embed.weight": weights.embedding, "pos.weight": weights.positions}
     named = {**tops, "head.weight": weights.unembedding.T}
     split, joined = "layer head d_model d_head", "layer (head d_head) d_model"

@@ -1,7 +1,7 @@
-"""Hide keys from every query of a stack inside its attention, so that nothing else of a pass changes.
+"""Hide keys from every query inside the attention modules of a stack, and change nothing else in a pass.
 
-A mask with holes given to the model itself would do more: many models count their positions by it, or by the
-first token that it leaves (chunks, ALiBi).
+An attention mask with gaps, as an input of the model, would also change positions: many models number them by
+the mask, or by its first token (ALiBi, for example).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lens_mix.lens.changes import Change, forward_pre_hook
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.stacks import Stack
 
-# What attention modules call the mask that is added to their scores; those of TransformerLens's own classes
-# have both of the first two.
+# Attention modules have different names for the mask that is added to the scores. The order matters:
+# TransformerLens's own classes have both of the first two names.
 _MASKS = ("additive_attention_mask", "attention_mask", "mask")
 
 
@@ -32,7 +32,7 @@ def takes_masks(stack: Stack) -> bool:
 
 
 def _mask_argument(module: nn.Module) -> tuple[int, str] | None:
-    """Return the place of the mask among the arguments of an attention module, and its name."""
+    """Return the index and the name of the mask among an attention module's arguments; None without one."""
     component = getattr(module, "original_component", None)
     owner = component if isinstance(component, nn.Module) else module
     names = list(inspect.signature(type(owner).forward).parameters)[1:]
@@ -41,16 +41,22 @@ def _mask_argument(module: nn.Module) -> tuple[int, str] | None:
 
 
 class HiddenKeys:
-    """Keys of one attention module that no query sees in a pass; a row that sees no other key keeps them.
+    """Keys of one attention module that are hidden from every query in a pass.
+
+    A query that sees only hidden keys keeps them, because it needs at least one key.
 
     Args:
-        stack: the stack.
-        layer: which block.
-        hidden: which keys, for each prompt of the batch.
-        dtype: the dtype of a mask, if one has to be made.
+        stack: The stack of the block.
+        layer: The layer of the block.
+        hidden: Which keys are hidden, for each prompt of the batch.
+        dtype: The dtype of the mask if the model passes none to the module.
+
+    Attributes:
+        change: The change that replaces the mask during a pass.
+        watch: The hook that checks that no hidden key gets weight.
 
     Raises:
-        UnsupportedModelError: the module takes no mask; during the pass: it does not follow its mask.
+        UnsupportedModelError: If the module takes no mask. During the pass: if it ignores the mask.
     """
 
     def __init__(
@@ -65,19 +71,20 @@ class HiddenKeys:
                 f"{self._where}: expected attention that takes a mask ({', '.join(_MASKS)}), got none in its "
                 "forward; no key can be hidden from it"
             )
-        self._place, self._name = argument
-        self._taken: Tensor | None = None
+        self._mask_index, self._mask_name = argument
+        self._hidden_pairs: Tensor | None = None
         self.change: Change = forward_pre_hook(self._module, self._mask, with_kwargs=True)
         self.watch: HookPair = watch_pattern(layer, self._check, attention=stack.attention_template)
 
     def _mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._place < len(args):
+        if self._mask_index < len(args):
             given = list(args)
-            given[self._place] = self._without_keys(given[self._place])
+            given[self._mask_index] = self._hide_keys(given[self._mask_index])
             return tuple(given), kwargs
-        return args, {**kwargs, self._name: self._without_keys(kwargs.get(self._name))}
+        return args, {**kwargs, self._mask_name: self._hide_keys(kwargs.get(self._mask_name))}
 
-    def _without_keys(self, mask: Tensor | None) -> Tensor:
+    def _hide_keys(self, mask: Tensor | None) -> Tensor:
+        """Return the module's mask, in which the hidden keys are masked too."""
         if mask is None:
             mask = torch.zeros(self._hidden.shape, dtype=self._dtype, device=self._hidden.device)
         if mask.ndim != 4 or mask.shape[-1] != self._hidden.shape[-1]:
@@ -86,17 +93,18 @@ class HiddenKeys:
                 f"got {list(mask.shape)}; no key can be hidden from it"
             )
         seen = mask if mask.dtype == torch.bool else visible(mask)
-        self._taken = self._hidden & seen & (seen & ~self._hidden).any(-1, keepdim=True)
+        self._hidden_pairs = self._hidden & seen & (seen & ~self._hidden).any(-1, keepdim=True)
         lowest = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        return torch.where(self._taken, lowest, mask)
+        return torch.where(self._hidden_pairs, lowest, mask)
 
     def _check(self, pattern: Float[Tensor, "batch head query key"]) -> None:
-        taken, self._taken = self._taken, None
-        leaks = taken is None
-        if taken is not None:
-            # A model that masks later keys in another way may leave a row only keys that are hidden here.
-            others = (pattern.abs().masked_fill(taken, 0) > 0).any(-1, keepdim=True)
-            leaks = bool(((pattern.abs() > 0) & taken & others).any())
+        """Raise an error if a hidden key has weight in a row that sees other keys."""
+        hidden, self._hidden_pairs = self._hidden_pairs, None
+        leaks = hidden is None
+        if hidden is not None:
+            # If a model masks later keys in another way, a row may see only keys that are hidden here.
+            others = (pattern.abs().masked_fill(hidden, 0) > 0).any(-1, keepdim=True)
+            leaks = bool(((pattern.abs() > 0) & hidden & others).any())
         if leaks:
             raise UnsupportedModelError(
                 f"{self._where}: expected its attention mask to hide a key from every query, got weight on it"

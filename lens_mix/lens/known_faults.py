@@ -1,8 +1,8 @@
-"""Models whose outputs are known to be wrong in TransformerLens itself: refused, with the reason.
+"""Models whose outputs are wrong in TransformerLens itself. They raise an error with the reason.
 
-Each entry was seen by comparing logits with Hugging Face's on the same random weights, or patterns with
-the attention they should hold; the lens cannot see these by itself, since the wrapped Hugging Face
-model is changed in place and no reference is left to compare with.
+Each entry was found by a comparison with Hugging Face on the same random weights, of logits or of attention
+patterns. A run cannot find these faults, because TransformerBridge changes the Hugging Face model in place,
+so that there is no model to compare with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
 def known_fault(
     model: TransformerLensModel, model_class: ModelClass, part: str, version: tuple[int, int]
 ) -> str | None:
-    """Why this model's maps would be wrong; None when nothing is known against it."""
+    """Return why this model's maps would be wrong; None if it has no known fault.
+
+    Args:
+        model: The model.
+        model_class: Its class.
+        part: The part of the model that is mapped.
+        version: (major, minor) of TransformerLens.
+    """
     if model_class is ModelClass.HOOKED_ENCODER_DECODER and part != "encoder" and version[0] < 3:
         return (
             "the decoder's self-attention of HookedEncoderDecoder is not causal in TransformerLens 2.x "
@@ -26,7 +33,12 @@ def known_fault(
 
 
 def wrong_logits(model_class: ModelClass, version: tuple[int, int]) -> str | None:
-    """Why a target on this model's logits would read wrong numbers, whatever part is mapped."""
+    """Return why the logits of this class are wrong, so that a target cannot use them; None if they are not.
+
+    Args:
+        model_class: The class of the model.
+        version: (major, minor) of TransformerLens.
+    """
     if model_class is ModelClass.HOOKED_ENCODER_DECODER and version[0] < 3:
         return (
             "the decoder's self-attention is not causal in TransformerLens 2.x, so the logits that a "
@@ -55,7 +67,7 @@ def _bridge_fault(model: TransformerLensModel, version: tuple[int, int]) -> str 
         case "t5" | "mt5" if version[0] < 4:
             return (
                 "TransformerBridge before TransformerLens 4 cannot run T5 (the forward pass fails on recent "
-                "transformers, and on older ones hook_pattern holds the position bias); "
+                "transformers, and on older ones hook_pattern has the position bias); "
                 "expected HookedEncoderDecoder, or TransformerLens >= 4"
             )
         case "opt" if not getattr(config, "do_layer_norm_before", True):
@@ -72,8 +84,8 @@ def _rotary_dimensions(model: TransformerLensModel, config: Any) -> int:
     return int(model.cfg.d_head * share)
 
 
-def _wrong(what: str, by: str) -> str:
+def _wrong(what: str, difference: str) -> str:
     return (
-        f"TransformerBridge is known to run {what} wrongly: its logits differ from Hugging Face's by {by} "
-        "on the same weights, so any map would describe another model"
+        f"TransformerBridge is known to run {what} wrongly: its logits differ from Hugging Face's by "
+        f"{difference} on the same weights, so any map would describe another model"
     )

@@ -1,4 +1,4 @@
-"""Which keys each query may see, measured on the model rather than read off its configuration."""
+"""Which keys each query may see: measured in the clean pass, and not read from the configuration."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lens_mix.lens.rows import rows_at
 
 @dataclasses.dataclass(frozen=True)
 class AllowedKeys:
-    """Which keys each asked row of a padded batch may see, in some layers.
+    """Which keys each computed row of a padded batch may see, in some layers.
 
     Attributes:
-        by_layer: layer -> mask.
-        positions: of the rows, in the batch.
-        causal_model: whether the model was verified to be causal, which a few rows alone can't tell.
-        rounding: eps of the coarsest dtype that the model computes in.
-        cross: whether keys are places in another sequence, so that none is later than a query.
+        by_layer: The mask of each layer.
+        positions: The positions of the rows in the padded batch.
+        causal_model: Whether the verification found the model causal. A few rows cannot show this.
+        rounding: The eps of the coarsest dtype that the model computes in.
+        cross: Whether the keys are positions of another sequence, so that no key is later than a query.
     """
 
     by_layer: dict[int, Bool[Tensor, "batch query key"]]
@@ -34,27 +34,27 @@ class AllowedKeys:
     cross: bool = False
 
     def reaching(self) -> AllowedKeys:
-        """The same for maps down to the input: which inputs can have reached each query by each layer.
+        """Return which input tokens can affect each query up to each layer, for input maps.
 
-        All layers from the first on have to be here, with all their rows.
+        This needs all rows of all layers, from the first layer on.
         """
         first = self.by_layer[0]
         identity = torch.eye(first.shape[-1], device=first.device, dtype=torch.float32)
         reached, layers = identity, {}
         for layer in sorted(self.by_layer):
-            # Floats: torch has no product of booleans.
+            # torch has no matrix product of booleans.
             reached = (((self.by_layer[layer].float() + identity) @ reached) > 0).float()
             layers[layer] = reached > 0
         return dataclasses.replace(self, by_layer=layers)
 
     def of_prompt(self, index: int, rows: Tensor, keys: Tensor, layers: Sequence[int]) -> PromptMask:
-        """What one prompt's rows may see of its own keys.
+        """Return which of one prompt's keys its rows may see.
 
         Args:
-            index: which prompt of the batch.
-            rows: places of its rows among `positions`.
-            keys: its own positions in the batch.
-            layers: which layers, in the order wanted.
+            index: The index of the prompt in the batch.
+            rows: The indices of its rows in `positions`.
+            keys: The positions of its keys in the padded batch.
+            layers: The layers, in the order of the result.
         """
         allowed = torch.stack([self.by_layer[layer][index][rows][:, keys] for layer in layers])
         positions = self.positions[index][rows]
@@ -63,7 +63,16 @@ class AllowedKeys:
 
 @dataclasses.dataclass(frozen=True)
 class PromptMask:
-    """Which of one prompt's keys its rows may see (see `AllowedKeys`)."""
+    """Which of one prompt's keys its rows may see.
+
+    Attributes:
+        allowed: The mask of each layer.
+        positions: The positions of the rows in the padded batch.
+        keys: The positions of the keys in the padded batch.
+        causal_model: As in `AllowedKeys`.
+        rounding: As in `AllowedKeys`.
+        cross: As in `AllowedKeys`.
+    """
 
     allowed: Bool[Tensor, "layer query key"]
     positions: Int[Tensor, " query"]
@@ -73,27 +82,27 @@ class PromptMask:
     cross: bool = False
 
     def with_own_key(self) -> PromptMask:
-        """The same with one key more, which every row may see."""
+        """Return this mask with one more key at the end, which every row may see."""
         allowed = torch.cat([self.allowed, torch.ones_like(self.allowed[..., :1])], dim=-1)
         return dataclasses.replace(self, allowed=allowed, keys=torch.cat([self.keys, self.keys[-1:] + 1]))
 
     def with_source(self, count: int) -> PromptMask:
-        """The same with the places of a source before its keys, which every row may see."""
+        """Return this mask with the keys of a source of `count` tokens first, which every row may see."""
         source = self.allowed.new_ones(*self.allowed.shape[:2], count)
         keys = torch.arange(count + len(self.keys), device=self.keys.device)
         return dataclasses.replace(self, allowed=torch.cat([source, self.allowed], -1), keys=keys, cross=True)
 
     def causal_and_mask(self) -> tuple[bool, Bool[Tensor, "*layer query key"] | None]:
-        """Whether the prompt's attention is causal, and its mask where a triangle does not say it all.
+        """Return whether the prompt's attention is causal, and its mask if it has other gaps.
 
         Returns:
-            (causal, mask): mask None when every layer sees everything (not causal) or everything up to
-            itself (causal); else bool [query, key], or [layer, query, key] where layers differ.
+            (causal, mask). The mask is None if each query sees all keys, or, in a causal model, all keys up
+            to itself. Else its shape is [query, key], or [layer, query, key] if the layers differ.
         """
         layers = self.allowed.cpu()
         mask = layers[0] if bool((layers == layers[0]).all()) else layers
         triangle = (self.keys <= self.positions[:, None]).cpu()
-        # A map of one token, or of some rows, may look causal in any model.
+        # A map of one token, or of some rows only, may look causal in any model.
         every_row = len(self.positions) == len(self.keys)
         causal = not self.cross and len(self.keys) > 1 and not bool((layers & ~triangle).any())
         causal = causal and (every_row or self.causal_model)
@@ -106,19 +115,19 @@ class PromptMask:
         groups: Sequence[Sequence[int]] | None,
         accepted: float = 0.0,
     ) -> Float[Tensor, "layer *head query key"]:
-        """The prompt's scores with exact zeros where the query can't see the key.
+        """Return the prompt's scores with exact zeros for the keys that a query does not see.
 
-        A block that is run in copies rounds differently from the clean pass, which leaves 1e-16 where the
-        definition gives 0. More than rounding there means that something else leaked: refused.
+        A replay of several copies rounds differently from the clean pass. A score is then 1e-16, for example,
+        although the definition says 0. A larger score has another cause, and is an error.
 
         Args:
-            scores: the prompt's maps.
-            groups: what the keys stand for; None: the positions.
-            accepted: what passes for rounding, relative to the largest score; at least 100 units of the last
-                place, which a map of one block keeps to.
+            scores: The prompt's maps.
+            groups: The group of positions of each key. None: each key is one position.
+            accepted: The largest accepted rounding error, relative to the largest score. At least 100 units
+                in the last place are always accepted, which is enough for a map of one block.
 
         Raises:
-            UnsupportedModelError: a key that is masked has an effect.
+            UnsupportedModelError: If a masked key has an effect.
         """
         hidden = ~self.allowed
         if groups is not None:
@@ -131,29 +140,29 @@ class PromptMask:
         if largest > max(accepted, 100 * self.rounding) * max(1.0, float(scores.abs().max())):
             raise UnsupportedModelError(
                 f"a key that the attention mask hides has a score of {largest:.1e} (expected 0): "
-                "the model mixes tokens by another way than attention, or the method gives scores to keys "
-                "whatever `block.attended` says"
+                "the model mixes tokens in another way than by attention, or the method computes scores of "
+                "keys that `block.attended` excludes"
             )
         return scores.masked_fill(hidden, 0)
 
 
 def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
-    """Per watched layer, the keys that can get weight.
+    """Return the keys that can get weight, in each layer whose pattern was recorded.
 
-    A weight other than zero verifies that a key is allowed; a weight of exactly zero can also be a softmax that
-    underflowed. So where the attended keys are neither everything nor everything up to the query, the block
-    is run again with its queries zeroed: then no score is left but the position bias, and what gets no
-    weight from any head is masked.
+    A weight other than 0 shows that a key is allowed. A weight of exactly 0 may be a masked key, or a softmax
+    that underflowed. To distinguish them, a block is replayed with zero queries, so that its scores are only
+    the position bias: a key that then gets no weight from any head is masked. The replay is not needed if
+    each query attends to all keys, or to all keys up to itself.
 
     Args:
-        clean: the clean pass.
-        causal_model: what the verification has found.
+        clean: The clean pass.
+        causal_model: Whether the verification found the model causal.
     """
     batch, length = clean.real.shape
     places = torch.arange(length, device=clean.real.device)
     positions = places.expand(batch, length) if clean.rows is None else clean.rows.positions
     real_pairs = clean.real_rows[:, :, None] & clean.real_keys[:, None, :]
-    # On cross-attention a key's place says nothing of a query's: there is no triangle.
+    # In cross-attention the keys are another sequence, so no key is later than a query.
     cross = clean.lens.stack.is_cross
     triangle = torch.ones_like(real_pairs) if cross else places <= positions[:, :, None]
     layers = {}
@@ -162,9 +171,9 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
         if not (attended_pairs.equal(real_pairs) or attended_pairs.equal(real_pairs & triangle)):
             attended = attended | rows_at(_attended_without_queries(clean, layer), positions)
         layers[layer] = attended
-    # Hugging Face makes some patterns and norms in float32 in any model (GPT-Neo, GPT-J).
-    step = max(torch.finfo(clean.lens.dtype).eps, torch.finfo(torch.float32).eps)
-    return AllowedKeys(layers, positions, causal_model, step, cross)
+    # Hugging Face computes some patterns and norms in float32 even in float64 models (GPT-Neo, GPT-J).
+    rounding = max(torch.finfo(clean.lens.dtype).eps, torch.finfo(torch.float32).eps)
+    return AllowedKeys(layers, positions, causal_model, rounding, cross)
 
 
 def _attended_without_queries(clean: CleanPass, layer: int) -> Bool[Tensor, "batch query key"]:

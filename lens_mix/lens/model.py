@@ -1,4 +1,4 @@
-"""One face over every TransformerLens model: its stacks, its hook points, its forward pass."""
+"""The same interface for every TransformerLens model: its stacks, its hook points and its forward pass."""
 
 from __future__ import annotations
 
@@ -40,44 +40,46 @@ class Lens:
 
     Args:
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge.
-        part: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder; elsewhere "blocks".
+        part: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder. "blocks" or None for
+            other models.
 
     Attributes:
-        model, stack: as given, and the stack of blocks that `part` names.
-        model_class: which of TransformerLens's classes the model is of.
-        n_layers, n_heads: numbers of the stack's blocks, and of query heads.
-        encoder_decoder: whether prompts are pairs.
-        bears_a_mask: whether an attention mask only hides padding: OpenAI GPT's takes the place of the causal
-            one.
+        model: The model.
+        stack: The stack of blocks that `part` names.
+        model_class: Which of TransformerLens's classes the model has.
+        n_layers: The number of the stack's blocks.
+        n_heads: The number of query heads.
+        encoder_decoder: Whether a prompt is a pair of source and target.
+        bears_a_mask: Whether an attention mask only hides padding. In OpenAI GPT it replaces the causal mask.
 
     Raises:
-        TypeError: not a TransformerLens model.
-        ValueError: no such part.
-        UnsupportedModelError: the model has no attention, or its outputs are known to be wrong.
+        TypeError: If it is not a TransformerLens model.
+        ValueError: If the model has no such part.
+        UnsupportedModelError: If the model has no attention, or its outputs are known to be wrong.
     """
 
     def __init__(self, model: TransformerLensModel, part: str | None = None) -> None:
         self.model_class = model_class_of(model)
-        # Each class has attributes of its own besides, which are asked for where they are needed.
+        # Each class also has attributes that the protocol does not have.
         self.model = cast(Any, model)
-        for sense, kind in {"visual": "a visual model", "audio": "an audio model"}.items():
-            if getattr(model.cfg, f"is_{sense}_model", False):
+        for modality, kind in {"visual": "a visual model", "audio": "an audio model"}.items():
+            if getattr(model.cfg, f"is_{modality}_model", False):
                 raise UnsupportedModelError(f"model: expected a model that reads tokens, got {kind}")
         stacks = stacks_of(self.model)
         name = next(iter(stacks)) if part is None else part
         if not isinstance(name, str) or name not in stacks:
-            alone = " (no encoder-decoder: a part is of these)" * ("blocks" in stacks)
+            reason = " (only encoder-decoders have parts)" * ("blocks" in stacks)
             if name in ("cross", "joint") and "decoder" in stacks:
-                alone = (
-                    " (its decoder has no cross-attention of its own; T5Gemma 2 merges it with the other one)"
+                reason = (
+                    " (its decoder has no separate cross-attention; T5Gemma 2 merges it with self-attention)"
                 )
             raise ValueError(
-                f"part: expected one of {sorted(stacks)} for {self.model_class.value}{alone}, got {part!r}"
+                f"part: expected one of {sorted(stacks)} for {self.model_class.value}{reason}, got {part!r}"
             )
         self.stack: Stack = stacks[name]
         if self.device.type == "meta":
             raise UnsupportedModelError(
-                "model: expected weights, got a model on 'meta', which holds shapes only"
+                "model: expected weights, got a model on 'meta', which has only their shapes"
             )
         fault = known_faults.known_fault(model, self.model_class, name, transformer_lens_version())
         if fault is not None:
@@ -94,24 +96,28 @@ class Lens:
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
-        """Dtype of the model's parameters."""
-        # Quantised weights are whole numbers.
+        """Return the dtype of the model's parameters."""
+        # Quantised weights are whole numbers, which are no dtype to compute in.
         return next(p.dtype for p in self.model.parameters() if p.dtype.is_floating_point)
 
     @property
     def device(self) -> torch.device:
-        """The device of the model's first parameter; if all are offloaded, the device that runs the model."""
+        """Return the device of the first parameter, or the device that runs the model if it is offloaded."""
         return device_of(self.model)
 
     @functools.cached_property
     def rotary_modules(self) -> list[nn.Module]:
-        """The modules that compute rotary angles from frequencies that they keep."""
+        """Return the modules that compute rotary angles from frequencies in a buffer."""
         return rotary_modules(self.modules)
 
     def angles_differ(self, shorter: int, longer: int) -> bool:
-        """Return whether prompts of two lengths, or of any between, get other angles in a batch than alone.
+        """Return whether a batch with a longer prompt changes the angles of a shorter one.
 
-        A length is the largest position plus one. Long RoPE and dynamic NTK have such angles.
+        Long RoPE and dynamic NTK have such angles.
+
+        Args:
+            shorter: The largest position plus one of the shortest prompt.
+            longer: The largest position plus one of the longest prompt.
         """
         # The angles of the first position are always 0.
         shorter, longer = max(shorter, 2), max(longer, 2)
@@ -122,34 +128,39 @@ class Lens:
 
     @property
     def tolerance(self) -> float:
-        """Largest accepted relative error of a verification in the model's dtype."""
+        """Return the largest accepted relative error of a verification in the model's dtype."""
         return tolerance(self.dtype)
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """What verifications compute in: float32 at least."""
+        """Return the dtype that verifications compute in: at least float32."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @functools.cached_property
     def modules(self) -> list[nn.Module]:
-        """Every module, gone through once: a lens serves one run, in which no module comes or goes."""
+        """Return every module of the model. The list is made once, because a run does not change it."""
         return all_modules(self.model)
 
     @functools.cached_property
     def hook_points(self) -> Mapping[str, HookPoint]:
-        """TransformerLens's hook points by name, aliases included."""
+        """Return TransformerLens's hook points by name, with their aliases."""
         return self.model.hook_dict
 
     def where(self, layer: int) -> str:
-        """Name of a block, for errors."""
+        """Return the name of a block, for errors."""
         return self.stack.template.format(layer=layer)
 
     def layer_index(self, layer: int) -> int:
-        """A layer number, negative from the end, checked."""
+        """Return a layer from 0 on. A negative number counts from the end.
+
+        Raises:
+            TypeError: If it is not a whole number.
+            ValueError: If there is no such layer.
+        """
         return check_whole_number("layer", layer, -self.n_layers, self.n_layers - 1) % self.n_layers
 
     def final_norm(self) -> nn.Module | None:
-        """The norm after the last block; None where none is mapped, though the model may have one."""
+        """Return the norm after the last block; None if it has no hook points, or if there is none."""
         names = {
             "blocks": ("ln_final",),
             "encoder": ("encoder_final_ln", "encoder_ln_final"),
@@ -157,11 +168,11 @@ class Lens:
         }["decoder" if self.stack.reads_target else self.stack.name]
         for name in names:
             norm = getattr(self.model, name, None)
-            # The masked-language heads of BERT-like models are mapped to `ln_final` too, but that norm sits
-            # inside the head, after a dense layer: it is no norm of the residual stream.
+            # In BERT-like models `ln_final` is a norm inside the unembedding, after a dense layer. It does
+            # not read the residual stream.
             if not isinstance(norm, nn.Module) or hasattr(self.model, "mlm_head"):
                 continue
-            # A Bridge may have a place for a norm, and nothing in it.
+            # A Bridge may have an attribute for the norm of a model without one.
             if not hasattr(norm, "hook_in") or getattr(norm, "original_component", None) is not None:
                 return norm
         return None
@@ -169,23 +180,36 @@ class Lens:
     # ------------------------------------------------------------- running it
 
     def evaluation_mode(self, gradients: bool = False, *, precise: bool = True) -> Changes:
-        """Evaluation mode, eager attention, no gradients, full precision; all as before afterwards."""
+        """Return a context with evaluation mode, eager attention, no gradients and full precision.
+
+        At the end of the context, all settings are restored.
+
+        Args:
+            gradients: Whether gradients with respect to activations are on. Parameters never get gradients.
+            precise: Whether autocast and reduced float32 products are off.
+        """
         return evaluation_mode(self.model, self.modules, gradients, precise=precise)
 
     def hooked(self, fwd_hooks: Sequence[HookPair]) -> Changes:
-        """The model with TransformerLens hooks on; unknown names are refused (Bridge 3.x ignores them).
+        """Return a context in which the model has these hooks.
 
-        The hook points are asked themselves: the model's own `hooks` goes through all of them, once on the
-        way in and once on the way out.
+        The hooks are added to the hook points directly. The model's method `hooks` is slower, because it
+        iterates over all hook points twice. A Bridge of TransformerLens 3 also ignores unknown names there.
+
+        Args:
+            fwd_hooks: Pairs of a hook point's name, or a filter of names, and a function.
+
+        Raises:
+            ValueError: If the model has no hook point of a name.
         """
         pairs = [(point, function) for name, function in fwd_hooks for point in self._points(name)]
         return Changes([hooked(point, function) for point, function in pairs])
 
     def _points(self, name: HookName) -> list[HookPoint]:
-        """The hook points of a name, or those whose names a filter takes, each once."""
+        """Return the hook point of a name, or those whose names a filter accepts, each once."""
         if not isinstance(name, str):
             hook = getattr(name, "__self__", None)
-            # A filter is called on the names of all hook points, unless it says which it takes.
+            # An AttentionHook has a list of its names, so that the filter need not read all names.
             known = hook.names if isinstance(hook, AttentionHook) else filter(name, self.hook_points)
             points = [self.hook_points[key] for key in known if key in self.hook_points]
             return list(dict.fromkeys(points))
@@ -194,13 +218,20 @@ class Lens:
         return [self.hook_points[name]]
 
     def forward(self, batch: Batch, *, as_given: bool = False, **options: Any) -> Any:
-        """The model's forward pass over a batch, with its masks, hidden keys and inputs.
+        """Run the model's forward pass on a batch, with its masks, hidden keys and inputs.
 
-        `as_given`, for a batch without padding: the user's pass, without what the lens adds to a Bridge's.
+        Args:
+            batch: The batch.
+            as_given: Whether a Bridge gets no attention mask and no other option of the lens, as in the
+                user's own pass. The batch must have no padding.
+            options: Further arguments of the model.
+
+        Returns:
+            What the model returns.
 
         Raises:
-            ValueError: inputs that the model does not take; it would swallow them without a word.
-            UnsupportedModelError: keys can't be hidden in the stack's attention.
+            ValueError: If the model does not take some inputs. It would ignore them silently.
+            UnsupportedModelError: If keys cannot be hidden in the stack's attention.
         """
         forget_longer_passes(self.rotary_modules)
         if batch.hidden is None:
@@ -224,7 +255,8 @@ class Lens:
         if self.model_class is ModelClass.HOOKED_ENCODER:
             return self.model(batch.tokens, one_zero_attention_mask=mask, **inputs, **options)
         if self.model_class is ModelClass.HOOKED_ENCODER_DECODER:
-            # In the model's dtype: it is multiplied by that dtype's lowest number, and 0 * -inf is NaN.
+            # The mask is multiplied by the lowest number of its dtype. In another dtype than the model's that
+            # number may become -inf, and 0 * -inf is NaN.
             return self.model(
                 batch.tokens, batch.target, one_zero_attention_mask=mask.to(self.dtype), **options
             )
@@ -232,35 +264,36 @@ class Lens:
             inputs["decoder_input_ids"] = batch.target
         if as_given:
             return self.model(batch.tokens, **inputs, **options)
-        # Where it keeps no cache, a model of transformers reads packed prompts off positions that restart,
-        # unless it is given a mask.
+        # If a model of transformers keeps no cache and gets no mask, it takes positions that restart for
+        # several packed prompts.
         packs = wrapped_config(self.model, "use_cache") is False or not self.bears_a_mask
         inputs.setdefault("attention_mask", None if packs and bool(batch.real.all()) else mask)
         with Changes(self._finite_masks()):
-            # use_cache=False: a block that is run again must not find the keys of its first run.
+            # A replayed block must not find the keys of its first run in a cache.
             return self.model(batch.tokens, use_cache=False, **inputs, **options)
 
     def _finite_masks(self) -> list[Change]:
         """Return changes that keep float64 masks finite in float32, in which the softmax is computed.
 
-        transformers adds the lowest number of the dtype to masked scores. In float32 that of float64 is -inf,
-        so that a row that sees nothing (padding, or a removed position) becomes NaN, and makes all others so.
+        transformers adds the lowest number of the dtype to masked scores. For float64 that number is -inf in
+        float32. A row that sees nothing (padding, or a removed position) then becomes NaN, and NaN spreads to
+        all other rows.
         """
         if self.dtype != torch.float64:
             return []
-        return [forward_pre_hook(block, _lift_masks, with_kwargs=True) for block in self._all_blocks]
+        return [forward_pre_hook(block, _clamp_masks, with_kwargs=True) for block in self._all_blocks]
 
     def takes_input(self, name: str) -> bool:
-        """Whether the forward pass takes a further input of that name."""
+        """Return whether the forward pass takes a further input of this name."""
         return name in further_inputs(self.model, self.model_class)
 
 
-def _lift_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Raise what is below the lowest float32 to it, in every argument; a forward pre-hook."""
+def _clamp_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Clamp every argument to at least the lowest float32. This is a forward pre-hook."""
     lowest = torch.finfo(torch.float32).min
 
-    def lifted(value: Any) -> Any:
+    def clamp(value: Any) -> Any:
         is_mask = torch.is_tensor(value) and value.dtype == torch.float64 and bool((value < lowest).any())
         return value.clamp_min(lowest) if is_mask else value
 
-    return tuple(map(lifted, args)), {name: lifted(value) for name, value in kwargs.items()}
+    return tuple(map(clamp, args)), {name: clamp(value) for name, value in kwargs.items()}

@@ -1,4 +1,4 @@
-"""Which class of TransformerLens model this is, and which version wrote it."""
+"""The classes of TransformerLens models, and the installed version of TransformerLens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_lens.hook_points import HookPoint
 
 
 class ModelClass(enum.Enum):
-    """The classes of TransformerLens model that the lens looks through."""
+    """The classes of TransformerLens models that lens_mix supports."""
 
     HOOKED_TRANSFORMER = "HookedTransformer"
     HOOKED_ENCODER = "HookedEncoder"
@@ -23,42 +23,42 @@ class ModelClass(enum.Enum):
 
 
 class TransformerLensModel(Protocol):
-    """What the classes of TransformerLens model have in common, as far as lens_mix asks for it."""
+    """What lens_mix uses of every TransformerLens model."""
 
     @property
     def cfg(self) -> Any:
-        """The configuration."""
+        """Return the configuration."""
 
     @property
     def hook_dict(self) -> Mapping[str, HookPoint]:
-        """The hook points by name."""
+        """Return the hook points by name."""
 
     @property
     def tokenizer(self) -> Any:
-        """Hugging Face's tokenizer; None, or no such attribute, where there is none."""
+        """Return Hugging Face's tokenizer. A model without one has None here, or no such attribute."""
 
     def to_tokens(self, input: str, **options: Any) -> Any:
-        """Text as tokens [1 pos]; of an encoder, these and its further inputs."""
+        """Return the tokens [1, pos] of a text; an encoder also returns its further inputs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass."""
+        """Run the forward pass."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """As of any torch module."""
+        """Iterate over the parameters, as in any torch module."""
 
 
 class UnsupportedModelError(ValueError):
-    """This model, or this method on this model, cannot give a map that can be trusted; the text says why."""
+    """The model, or the method on this model, cannot be used for a correct map; the message says why."""
 
 
 def model_class_of(model: object) -> ModelClass:
-    """The class of a TransformerLens model.
+    """Return the class of a TransformerLens model.
 
-    The class is recognised by name along the method resolution order: 4.x no longer has the
-    hooked classes, 2.x does not have the Bridge yet, and importing either to ask is an error.
+    The class is found by the names of its base classes, because no release has all classes to import: release
+    4 has no hooked classes, and release 2 has no Bridge.
 
     Raises:
-        TypeError: the model is not a TransformerLens model.
+        TypeError: If the model is not a TransformerLens model.
     """
     names = {base.__name__ for base in type(model).__mro__}
     for kind in ModelClass:
@@ -69,7 +69,7 @@ def model_class_of(model: object) -> ModelClass:
     hint = ""
     if isinstance(model, nn.Module) and hasattr(model, "config"):
         hint = (
-            ". A Hugging Face model is wrapped by "
+            ". Wrap a Hugging Face model with "
             "transformer_lens.model_bridge.TransformerBridge.boot_transformers("
             "name, hf_model=model, tokenizer=...)"
         )
@@ -78,6 +78,6 @@ def model_class_of(model: object) -> ModelClass:
 
 @functools.cache
 def transformer_lens_version() -> tuple[int, int]:
-    """(major, minor) of the installed TransformerLens, which has no `__version__`."""
+    """Return (major, minor) of the installed TransformerLens, which has no `__version__`."""
     numbers = re.findall(r"\d+", importlib.metadata.version("transformer-lens"))
     return int(numbers[0]), int(numbers[1])

@@ -1,4 +1,4 @@
-"""The parts of an encoder-decoder, as users name them."""
+"""The parts of an encoder-decoder that have maps of their own."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ PARTS = ("encoder", "decoder", "cross")
 
 
 def parts_of(model: TransformerLensModel) -> tuple[str, ...]:
-    """The parts that "all" stands for.
+    """Return the parts that part="all" means.
 
     Raises:
-        ValueError: the model has one part only.
+        ValueError: If the model is not an encoder-decoder.
     """
     lens = Lens(model)
     if lens.encoder_decoder:
         return PARTS
     raise ValueError(
-        f"part: expected None, got 'all': this {lens.model_class.value} is no encoder-decoder; all of its "
-        f"blocks are one part ({lens.stack.name!r})"
+        f"part: expected None, got 'all': this {lens.model_class.value} is not an encoder-decoder; all of "
+        f"its blocks are one stack ({lens.stack.name!r})"
     )

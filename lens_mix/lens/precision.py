@@ -1,6 +1,6 @@
-"""Full precision while a model is open: no autocast, no TF32 or bfloat16 in the place of float32 products.
+"""Full precision during the passes of lens_mix: no autocast, and no TF32 or bfloat16 products in float32.
 
-A verification would not hold there, and a map would be off by a hundredth though its tensors say float32.
+In reduced precision a verification fails, and a map has errors of about 1 % although its dtype is float32.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from lens_mix.lens.changes import Change, Changes, Undo, changing, replaced_attributes
+from lens_mix.lens.changes import Change, Changes, Undo, changing, replace_attributes
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -22,14 +22,14 @@ _REDUCED = frozenset({"tf32", "bf16"})
 
 
 def full_precision() -> Iterator[Change]:
-    """The changes that switch on full precision."""
+    """Yield the changes that switch on full precision."""
     for device in _autocast_devices():
         yield functools.partial(_without_autocast, device)
-    yield _float32_products.make_full
+    yield _float32_products.set_full
 
 
 def in_full_precision(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """A function that computes in full precision whatever its caller has switched on."""
+    """Decorate a function so that it computes in full precision, whatever its caller has switched on."""
 
     @functools.wraps(function)
     def precise(*arguments: _Parameters.args, **keywords: _Parameters.kwargs) -> _Result:
@@ -40,9 +40,9 @@ def in_full_precision(function: Callable[_Parameters, _Result]) -> Callable[_Par
 
 
 def switched_off() -> list[str]:
-    """What is on at this moment, for the user's own passes, and off in those of lens_mix."""
+    """Return the reductions of precision that are on in the user's passes, and off in those of lens_mix."""
     reductions = ["torch.autocast"] if _autocast_devices() else []
-    return reductions + (["reduced float32 products"] if _float32_products.are_reduced() else [])
+    return reductions + (["reduced float32 products"] if _float32_products.is_reduced() else [])
 
 
 def _autocast_devices() -> list[str]:
@@ -52,7 +52,7 @@ def _autocast_devices() -> list[str]:
 def _is_autocast(device: str) -> bool:
     with contextlib.suppress(TypeError):
         return torch.is_autocast_enabled(device)
-    # Before PyTorch 2.4.
+    # Before PyTorch 2.4, the function takes no device and reads the CPU's state elsewhere.
     return device == "cpu" and torch.is_autocast_cpu_enabled()
 
 
@@ -63,49 +63,50 @@ def _without_autocast(device: str) -> Undo:
 
 
 class _Float32Products:
-    """What float32 products are made in, which is one setting for all threads.
+    """The precision of float32 products, which is one setting for all threads.
 
-    The first thread in makes them full, the last one out puts the user's setting back.
+    The first thread that enters sets full precision. The last one that leaves restores the user's setting.
     """
 
     def __init__(self) -> None:
-        self._inside = 0
-        self._before: list[Undo] = []
+        self._n_inside = 0
+        self._restorations: list[Undo] = []
 
-    def make_full(self) -> Undo:
+    def set_full(self) -> Undo:
+        """Set full precision, and return the function that leaves it."""
         with changing:
-            if self._inside == 0:
-                self._before = [make_full() for make_full in _reduced()]
-            self._inside += 1
+            if self._n_inside == 0:
+                self._restorations = [set_full() for set_full in _find_reductions()]
+            self._n_inside += 1
         return self._leave
 
     def _leave(self) -> None:
         with changing:
-            self._inside -= 1
-            if self._inside == 0:
-                for put_back in self._before:
-                    put_back()
+            self._n_inside -= 1
+            if self._n_inside == 0:
+                for restore in self._restorations:
+                    restore()
 
-    def are_reduced(self) -> bool:
-        """Whether they are for the user."""
+    def is_reduced(self) -> bool:
+        """Return whether the user's setting reduces the precision."""
         with changing:
-            return bool(self._before if self._inside else _reduced())
+            return bool(self._restorations if self._n_inside else _find_reductions())
 
 
 _float32_products = _Float32Products()
 
 
-def _reduced() -> list[Change]:
-    """Per setting below full precision, what makes it full."""
+def _find_reductions() -> list[Change]:
+    """Return for each setting with reduced precision the change that sets full precision."""
     cuda, onednn = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(cuda, "fp32_precision"):
-        # Before PyTorch 2.9.
-        return [] if torch.get_float32_matmul_precision() == "highest" else [_highest_precision]
-    settings = [holder for holder in (cuda, onednn) if getattr(holder, "fp32_precision", None) in _REDUCED]
-    return [replaced_attributes([(holder, "ieee")], "fp32_precision") for holder in settings]
+        # Before PyTorch 2.9, there is only one setting for all backends.
+        return [] if torch.get_float32_matmul_precision() == "highest" else [_set_highest_precision]
+    backends = [backend for backend in (cuda, onednn) if getattr(backend, "fp32_precision", None) in _REDUCED]
+    return [replace_attributes([(backend, "ieee")], "fp32_precision") for backend in backends]
 
 
-def _highest_precision() -> Undo:
+def _set_highest_precision() -> Undo:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     return functools.partial(torch.set_float32_matmul_precision, before)

@@ -1,4 +1,4 @@
-"""From what a user calls a prompt to the tensors a model takes, and back to strings."""
+"""Convert what a user gives as a prompt to the tensors that a model takes."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
 from lens_mix.lens.offloading import execution_device
 
-# What tokenizers return besides, on request.
+# Tokenizers return these on request, but no model takes them.
 _NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_to_sample_mapping"}
 
-# Names of inputs that are pictures, sound or embeddings.
-_NO_TEXT = re.compile(r"pixel|image|video|audio|speech|input_features|input_values|inputs_embeds")
+# These are names of inputs that are pictures, sound or embeddings.
+_NOT_TEXT = re.compile(r"pixel|image|video|audio|speech|input_features|input_values|inputs_embeds")
 
-# Learned positions are tables: a longer prompt has no row to read.
+# Positions of these kinds are computed for any length. Learned positions are a table that ends at n_ctx.
 _EXTENSIBLE_POSITIONS = {"alibi", "relative_positional_bias", "none"}
 
 
 def is_encoder_decoder(model: TransformerLensModel, model_class: ModelClass) -> bool:
-    """Whether the model takes a pair of source and target."""
+    """Return whether the model takes a pair of source and target."""
     is_hooked = model_class is ModelClass.HOOKED_ENCODER_DECODER
     return is_hooked or bool(wrapped_config(model, "is_encoder_decoder"))
 
 
 def wrapped_config(model: TransformerLensModel, name: str) -> Any:
-    """A setting of the model of transformers that a TransformerBridge wraps; None where there is none."""
+    """Return a setting of the transformers model inside a TransformerBridge; None if there is none."""
     return getattr(getattr(getattr(model, "original_model", None), "config", None), name, None)
 
 
 def is_causal_model(model: TransformerLensModel, model_class: ModelClass) -> bool:
-    """Return whether the model is a causal decoder, as far as its class and its configuration say."""
+    """Return whether the model is a causal decoder according to its class and its configuration."""
     if model_class is ModelClass.HOOKED_ENCODER or is_encoder_decoder(model, model_class):
         return False
-    # By the wrapped class: TransformerBridge 3 says attention_dir="causal" of BERT too.
+    # TransformerBridge 3 sets attention_dir="causal" for BERT too, so the name of the wrapped class decides.
     name = type(getattr(model, "original_model", None)).__name__
     if "MaskedLM" in name or "NextSentence" in name or "PreTraining" in name:
         return bool(wrapped_config(model, "is_decoder"))
@@ -52,7 +52,7 @@ def is_causal_model(model: TransformerLensModel, model_class: ModelClass) -> boo
 
 
 def further_inputs(model: TransformerLensModel, model_class: ModelClass) -> list[str]:
-    """Return the inputs that the forward pass takes besides tokens; it would ignore others silently."""
+    """Return the inputs that the forward pass takes besides tokens. It ignores others silently."""
     if model_class is not ModelClass.BRIDGE:
         return ["token_type_ids"] if model_class is ModelClass.HOOKED_ENCODER else []
     wrapped: Any = getattr(model, "original_model", None)
@@ -71,32 +71,36 @@ def read_prompt(
     inputs: Mapping[str, Any] | None = None,
     target_for: str | None = None,
 ) -> Prompt:
-    """Return one prompt, as the user gave it, as tensors.
+    """Return the tensors of one prompt that the user gave.
 
     A prompt is one of these:
 
-    - a string, or a pair of strings for an encoder (BERT: `[CLS] a [SEP] b [SEP]`, with token types). Unless
-      the model is a causal decoder, the tokens are those of `model.tokenizer(text)` or
-      `model.tokenizer(a, b)`, with the special tokens that the tokenizer's files name (`own_template`). For a
-      causal decoder they are those of TransformerLens (`to_tokens`, `prepend_bos`), with a note where the
-      tokenizer's own differ;
-    - tokens [pos] or [1, pos]: a tensor, a NumPy array or a list of whole numbers;
-    - what a tokenizer of Hugging Face returns (a `BatchEncoding` with its mask and token types);
-    - chat messages, `[{"role": "user", "content": "..."}]`, which go through the tokenizer's chat template;
+    - A string, or a pair of strings for an encoder (BERT: `[CLS] a [SEP] b [SEP]`, with token types). For a
+      causal decoder, the tokens are those of TransformerLens (`to_tokens`, `prepend_bos`), with a note if the
+      tokenizer's own differ. For other models they are those of `model.tokenizer(text)` or
+      `model.tokenizer(a, b)`, with the special tokens of the tokenizer's files (`own_template`).
+    - Tokens [pos] or [1, pos]: a tensor, a NumPy array or a list of whole numbers.
+    - What a tokenizer of Hugging Face returns: a `BatchEncoding` with its mask and token types.
+    - Chat messages, `[{"role": "user", "content": "..."}]`, which the tokenizer's chat template converts.
     - (source, target) for an encoder-decoder. The source is any of the above, the target is a string or
       tokens. Tokens are what the decoder reads, from the start token on. A string becomes
       `model.tokenizer(text_target=target)`, shifted to the right as the model does it in training: T5 reads
-      `<pad> a b`, BART `</s> <s> a b`, mBART `ro_RO a b`. The end of the sentence that the tokenizer adds is
-      not read, only predicted.
+      `<pad> a b`, BART `</s> <s> a b`, mBART `ro_RO a b`. The decoder does not read the end of the sentence
+      that the tokenizer adds; it only predicts it.
 
     Args:
-        prepend_bos: as in TransformerLens; None for the model's default. Strings of causal decoders only.
-        attention_mask: [pos] or [1, pos], 1 for the prompt's own tokens; padding is cut away.
-        inputs: further model inputs by name, [pos] or [1, pos] each; `decoder_input_ids` is the target.
-        target_for: the part of the model that can't do without a target; None: the start token will do.
+        model: The model.
+        model_class: Its class.
+        prompt: The prompt.
+        prepend_bos: As in TransformerLens, for strings of causal decoders only. None: the model's default.
+        attention_mask: [pos] or [1, pos], 1 for the prompt's own tokens. Padding is removed.
+        inputs: Further model inputs by name, [pos] or [1, pos] each. `decoder_input_ids` is the target.
+        target_for: The part of the model that needs a target. None: without a target, the decoder reads only
+            the start token.
 
     Raises:
-        TypeError, ValueError: with what was expected and what was got.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an argument has a wrong value, or does not fit the model.
     """
     text = _as_text(prompt)
     given = dict(inputs or {})
@@ -132,21 +136,23 @@ def read_prompt(
     real = _real_positions(attention_mask, padded)
     tokens = _checked_tokens(model, padded[real], "prompt")
     extra = {name: _like_tokens(value, padded, name)[real] for name, value in given.items()}
-    notes += _beyond_context(model, tokens, "prompt")
+    notes += _notes_on_length(model, tokens, "prompt")
     if encoder_decoder:
         if isinstance(target, str):
             notes += texts.notes_on_target(getattr(model, "tokenizer", None))
         target = _checked_tokens(model, _target_tokens(model, target), "target")
-        notes += _beyond_context(model, target, "target")
+        notes += _notes_on_length(model, target, "target")
     elif target is not None:
-        raise ValueError(f"decoder_input_ids: {type(model).__name__} has no decoder side")
+        raise ValueError(
+            f"decoder_input_ids: expected an encoder-decoder, got a {type(model).__name__} without a decoder"
+        )
     return Prompt(tokens, target, extra, text, notes)
 
 
 def _source_and_target(
     model: TransformerLensModel, model_class: ModelClass, prompt: object
 ) -> tuple[object, object]:
-    """Return the two sides of an encoder-decoder's prompt; the target is None if there is none."""
+    """Return the source and the target of a prompt; the target is None if there is none."""
     is_pair = isinstance(prompt, (tuple, list)) and len(prompt) == 2 and not all(map(_is_number, prompt))
     if not is_pair or _is_chat(prompt):
         return prompt, None
@@ -163,7 +169,7 @@ def _source_and_target(
 
 
 def _as_text(prompt: object) -> Any:
-    """The prompt if it is text, for the record."""
+    """Return the prompt if it is text, for a map's record; None if it is not."""
     is_text = isinstance(prompt, str) or _is_chat(prompt) or _is_pair_of_strings(prompt)
     return prompt if is_text else None
 
@@ -173,7 +179,7 @@ def _is_pair_of_strings(prompt: object) -> bool:
 
 
 def _joins_pairs(model: TransformerLensModel, model_class: ModelClass) -> bool:
-    """Return whether the model reads two texts as one, with special tokens of its tokenizer around them."""
+    """Return whether the tokenizer joins two texts with special tokens, for a model that is not causal."""
     tokenizer: Any = getattr(model, "tokenizer", None)
     if tokenizer is None or is_causal_model(model, model_class):
         return False
@@ -182,7 +188,7 @@ def _joins_pairs(model: TransformerLensModel, model_class: ModelClass) -> bool:
 
 
 def _is_chat(prompt: object) -> bool:
-    """Return whether these are chat messages; what tokenizers return are mappings too, with input_ids."""
+    """Return whether these are chat messages. Mappings with input_ids are what tokenizers return."""
     several = isinstance(prompt, (tuple, list)) and bool(prompt)
     return several and all(isinstance(m, Mapping) and "input_ids" not in m for m in cast(Any, prompt))
 
@@ -196,12 +202,12 @@ def _read_text(
         return _causal_tokens(model, text, prepend_bos)
     if prepend_bos is not None:
         reason = (
-            f"{model_class.value} adds its own special tokens; expected None, got {prepend_bos}"
+            f"expected None for {model_class.value}, whose tokenizer adds special tokens, got {prepend_bos}"
             if isinstance(text, str)
             else f"expected None for a pair, which the tokenizer joins, got {prepend_bos}"
         )
         raise ValueError(
-            f"prepend_bos: {reason}; for other tokens give these themselves, for example "
+            f"prepend_bos: {reason}; to choose the tokens, give tokens instead of a string, for example "
             "model.tokenizer(text, add_special_tokens=False)"
         )
     encoding = texts.encoded(model.tokenizer, text)
@@ -213,11 +219,11 @@ def _read_text(
 def _causal_tokens(
     model: TransformerLensModel, text: str, prepend_bos: bool | None
 ) -> tuple[Int[Tensor, " pos"], tuple[str, ...]]:
-    """Return TransformerLens's tokens of a string, and notes if the tokenizer's own differ."""
+    """Return TransformerLens's tokens of a string, and notes if those of the tokenizer differ."""
 
     def read(prepend_bos: bool | None) -> Int[Tensor, " pos"]:
         options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
-        # By default TransformerLens cuts a long prompt without a warning.
+        # By default TransformerLens truncates a long prompt without a warning.
         return model.to_tokens(text, truncate=False, **options)[0]
 
     tokens = read(prepend_bos)
@@ -228,7 +234,17 @@ def _causal_tokens(
 def of_encoding(
     encoding: Mapping[str, Any], attention_mask: Any, given: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    """What a tokenizer returned: its tokens, their mask, and the inputs that models take."""
+    """Return the tokens, the mask and the further inputs of what a tokenizer returned.
+
+    Args:
+        encoding: What the tokenizer returned.
+        attention_mask: A mask that replaces the tokenizer's; None: the tokenizer's.
+        given: Further inputs of the user, which replace the tokenizer's.
+
+    Raises:
+        TypeError: If there are no tokens in it.
+        ValueError: If its prompts have different lengths.
+    """
     if "input_ids" not in encoding:
         raise TypeError(
             f"prompt: expected what a tokenizer returns (with input_ids), got a mapping with {list(encoding)}"
@@ -244,7 +260,7 @@ def of_encoding(
             "prompt: expected what a tokenizer returns for prompts of one length (padding=True), got "
             f"{problem}"
         ) from problem
-    # Some tokenizers give them for models that take none; zeros are what a model reads without.
+    # Some tokenizers return token types for models that take none. Without them a model reads zeros.
     if "token_type_ids" in tensors and not bool(tensors["token_type_ids"].any()):
         del tensors["token_type_ids"]
     own_mask = tensors.pop("attention_mask", None)
@@ -253,14 +269,19 @@ def of_encoding(
 
 
 def _is_number(token: object) -> bool:
-    """Whether this is a number, a bad one maybe, and no prompt."""
+    """Return whether this is one number of any kind, and not a prompt."""
     return isinstance(token, (numbers.Number, np.bool_)) or (torch.is_tensor(token) and token.ndim == 0)
 
 
 def _tokens(
     model: TransformerLensModel, prompt: object, prepend_bos: bool | None, name: str
 ) -> Int[Tensor, " pos"]:
-    """Return tokens that were given as numbers, checked."""
+    """Return tokens that were given as numbers, after a check of their form.
+
+    Raises:
+        TypeError: If they are not whole numbers.
+        ValueError: If they have a wrong shape, or `prepend_bos` was given.
+    """
     if isinstance(prompt, np.ndarray):
         prompt = _tensor_of(prompt, name)
     if isinstance(prompt, (list, tuple)):
@@ -269,7 +290,7 @@ def _tokens(
                 f"{name}: expected one prompt (a string, or tokens [pos] or [1, pos]), "
                 f"got a {type(prompt).__name__} of {len(prompt)}; for several prompts use run_many"
             )
-        # Whether the vocabulary has them is asked later; here they have to fit.
+        # This is the range of int64. A later check compares the tokens with the vocabulary.
         prompt = torch.tensor(
             [check_whole_number(name, one, -(2**63), 2**63 - 1) for one in prompt],
             dtype=torch.long,
@@ -281,7 +302,7 @@ def _tokens(
         raise TypeError(f"{name}: expected a string or a tensor of tokens, got {type(prompt).__name__}{hint}")
     check_dense_tensor(name, prompt)
     if not prompt.numel():
-        # No tokens are of no dtype: an empty list, and an empty string's tokens, become floats.
+        # torch makes floats of an empty list, and of an empty string's tokens.
         prompt = prompt.long()
     if prompt.dtype.is_floating_point or prompt.dtype.is_complex or prompt.dtype == torch.bool:
         raise TypeError(f"{name}: expected integer tokens, got a tensor of {prompt.dtype}")
@@ -292,15 +313,21 @@ def _tokens(
             f"{name}: expected [pos] or [1, pos], got shape {list(prompt.shape)}; for a batch use run_many"
         )
     if prepend_bos is not None:
-        raise ValueError(f"prepend_bos: applies to strings only, and {name} is tokens (used as they are)")
+        raise ValueError(
+            f"prepend_bos: expected None for tokens, which are used as they are, got {prepend_bos} ({name})"
+        )
     return prompt.to(device_of(model), torch.long)
 
 
 def _tensor_of(values: Any, name: str) -> Tensor:
     """Return an array or a list of numbers as a tensor on the CPU, whatever torch's defaults are.
 
-    torch takes neither all dtypes of NumPy nor all strides. Whole numbers become int64, and the other numbers
-    of a list float32. Ragged lists are a ValueError, anything but numbers a TypeError.
+    torch accepts neither all dtypes of NumPy nor all strides. Whole numbers become int64, and the other
+    numbers of a list float32.
+
+    Raises:
+        TypeError: If they are not numbers.
+        ValueError: If lists have different lengths, or a number is too large for int64.
     """
     array = np.asarray(values)
     if array.dtype.kind not in "iufcb":
@@ -326,26 +353,26 @@ def _require_tokenizer(model: TransformerLensModel, name: str) -> None:
 
 
 def _target_tokens(model: TransformerLensModel, target: object) -> Int[Tensor, " target_pos"]:
-    """Return what the decoder reads: for a string as in the model's training; tokens are used as they are."""
+    """Return the tokens that the decoder reads: given tokens, or those of a string as in training."""
     if target is not None and not isinstance(target, str):
         return _tokens(model, target, None, "target")
     config = getattr(getattr(model, "original_model", None), "config", model.cfg)
     start = getattr(config, "decoder_start_token_id", None)
     has_tokenizer = getattr(model, "tokenizer", None) is not None
-    # An empty target is the start token and what the tokenizer writes around a text.
+    # With a tokenizer, an empty string also has the special tokens that the tokenizer adds to a text.
     if not target and start is not None and (target is None or not has_tokenizer):
         return _long_tensor(model, [start])
     _require_tokenizer(model, "target")
-    return _long_tensor(model, texts.decoder_input(model.tokenizer, target or "", _shift(model, start)))
+    return _long_tensor(model, texts.decoder_input(model.tokenizer, target or "", _find_shift(model, start)))
 
 
-def _shift(model: TransformerLensModel, start: int | None) -> Callable[[Sequence[int]], list[int]]:
+def _find_shift(model: TransformerLensModel, start: int | None) -> Callable[[Sequence[int]], list[int]]:
     """Return the function that makes the decoder's input from labels: the model's own if there is one."""
     own = getattr(getattr(model, "original_model", None), "prepare_decoder_input_ids_from_labels", None)
 
-    def shifted(labels: Sequence[int]) -> list[int]:
+    def shift(labels: Sequence[int]) -> list[int]:
         if own is None and start is None:
-            raise ValueError("target: the model names no decoder_start_token_id; give the decoder's tokens")
+            raise ValueError("target: the model has no decoder_start_token_id; give the decoder's tokens")
         if own is None:
             return [cast(int, start), *labels[:-1]]
         try:
@@ -356,7 +383,7 @@ def _shift(model: TransformerLensModel, start: int | None) -> Callable[[Sequence
                 "from the start token on"
             ) from problem
 
-    return shifted
+    return shift
 
 
 def _real_positions(attention_mask: Tensor | None, tokens: Int[Tensor, " pos"]) -> Bool[Tensor, " pos"]:
@@ -372,13 +399,18 @@ def _real_positions(attention_mask: Tensor | None, tokens: Int[Tensor, " pos"]) 
     if len(inside) and not bool(real[inside[0] : inside[-1] + 1].all()):
         raise ValueError(
             "attention_mask: expected padding on the left or on the right only, "
-            f"got holes inside the prompt: {mask.int().tolist()}"
+            f"got zeros inside the prompt: {mask.int().tolist()}"
         )
     return real
 
 
 def _like_tokens(value: Any, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
-    """Return a further input of the model, checked: one number per token."""
+    """Return a further input of the model, after a check that it has one number per token.
+
+    Raises:
+        TypeError: If it is not a tensor of the expected kind of number.
+        ValueError: If it is not for text, or has another shape than the tokens.
+    """
     if isinstance(value, np.ndarray):
         value = _tensor_of(value, name)
     if not torch.is_tensor(value):
@@ -388,7 +420,7 @@ def _like_tokens(value: Any, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
             "lm.ValueZeroing(per_head=True))"
         )
     check_dense_tensor(name, value)
-    if _NO_TEXT.search(name) or value.ndim > 2:
+    if _NOT_TEXT.search(name) or value.ndim > 2:
         raise ValueError(
             f"{name}: expected text alone (inputs [pos] or [1, pos], one number per token), got "
             f"{list(value.shape)}; pictures, sound and embeddings as input are not supported: give the "
@@ -418,29 +450,34 @@ def _checked_tokens(
     n_ctx = getattr(model.cfg, "n_ctx", None)
     if n_ctx and len(tokens) > n_ctx and not _has_positions_beyond(model):
         raise ValueError(
-            f"{name}: expected at most n_ctx={n_ctx} tokens, got {len(tokens)}; cut it, or load the model "
-            "with a longer context"
+            f"{name}: expected at most n_ctx={n_ctx} tokens, got {len(tokens)}; shorten it, or load the "
+            "model with a longer context"
         )
     return tokens
 
 
-def _beyond_context(model: TransformerLensModel, tokens: Int[Tensor, " pos"], name: str) -> tuple[str, ...]:
-    """Return a note if a prompt is longer than the context that the model was made for."""
+def _notes_on_length(model: TransformerLensModel, tokens: Int[Tensor, " pos"], name: str) -> tuple[str, ...]:
+    """Return a note if a prompt is longer than the context that the model was trained with."""
     longest = context_length(model, name)
     if longest is None or len(tokens) <= longest:
         return ()
     return (
-        f"{name}: {len(tokens)} tokens are more than the context length that the model was made for, "
+        f"{name}: {len(tokens)} tokens are more than the context length that the model was trained with, "
         f"{longest}; positions beyond it were never trained",
     )
 
 
 def context_length(model: TransformerLensModel, name: str) -> int | None:
-    """Return how many tokens of a "prompt" or "target" the model was made for; None if it is not known."""
+    """Return the context length in tokens that the model was trained with; None if it is not known.
+
+    Args:
+        model: The model.
+        name: "prompt" or "target".
+    """
     wrapped: Any = getattr(getattr(model, "original_model", None), "config", None)
     if wrapped is None:
         return getattr(model.cfg, "n_ctx", None)
-    # If the model also reads pictures or sound, its text model has a configuration of its own.
+    # If the model also reads pictures or sound, its text model has a separate configuration.
     config = wrapped.get_text_config() if hasattr(wrapped, "get_text_config") else wrapped
     sides = ("decoder", "target") if name == "target" else ("encoder", "source")
     own = (f"max_{sides[0]}_position_embeddings", f"max_{sides[1]}_positions")
@@ -450,34 +487,34 @@ def context_length(model: TransformerLensModel, name: str) -> int | None:
     trained, factor = rotary.get("original_max_position_embeddings"), rotary.get("factor")
     if found is None or not trained or not factor:
         return found
-    # The configured length may be the one before an extension by YaRN, for example.
+    # The configured length may be the length before an extension (by YaRN, for example).
     return max(found, int(trained * factor))
 
 
 def _has_positions_beyond(model: TransformerLensModel) -> bool:
-    """Whether positions from n_ctx on can be computed."""
+    """Return whether positions from n_ctx on can be computed."""
     kind = getattr(model.cfg, "positional_embedding_type", None)
     wrapped = getattr(model, "original_model", None)
     if kind != "rotary" or wrapped is None:
         return kind in _EXTENSIBLE_POSITIONS
-    # Hugging Face computes the angles of any position, but for the tables of GPT-J and CodeGen.
+    # Hugging Face computes the angles of any position, except in GPT-J and CodeGen, which have tables.
     return not any(name.endswith("embed_positions") for name, _ in wrapped.named_buffers())
 
 
 def vocabulary(model: TransformerLensModel, name: str) -> int:
-    """How many tokens the model knows in a "prompt", or, where that has its own ones, in a "target"."""
+    """Return the size of the vocabulary of a "prompt" or of a "target", which may have a separate one."""
     separate = wrapped_config(model, "decoder_vocab_size") if name == "target" else None
     return int(separate or model.cfg.d_vocab)
 
 
 def device_of(model: TransformerLensModel) -> torch.device:
-    """Return the device of the model's first parameter; if all are offloaded, the one that runs the model."""
+    """Return the device of the first parameter, or the device that runs the model if it is offloaded."""
     own = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
     wrapped: Any = getattr(model, "original_model", model)
     return own or execution_device(wrapped) or torch.device("meta")
 
 
 def pad_token(model: TransformerLensModel) -> int:
-    """The tokenizer's padding token, or 0: padding is masked, so any token in the vocabulary will do."""
+    """Return the tokenizer's padding token, or 0. Padding is masked, so any token is correct."""
     token = getattr(getattr(model, "tokenizer", None), "pad_token_id", None)
     return int(token) if token is not None and 0 <= token < vocabulary(model, "prompt") else 0

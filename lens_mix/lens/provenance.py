@@ -1,4 +1,4 @@
-"""What the runner writes into a map besides its scores: provenance, a method's details, warnings."""
+"""What the runner stores in a map besides its scores: provenance, a method's details and notes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,23 @@ from lens_mix.lens.precision import switched_off
 from lens_mix.lens.prompts import wrapped_config
 from lens_mix.version import __version__
 
-# Heads that TransformerBridge has no place for.
-_HEADS = {
+# TransformerBridge has no classifiers of these kinds.
+_CLASSIFIERS = {
     *("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice"),
     "NextSentencePrediction",
 }
 
 
 def details(blocks: list[Block], index: int) -> dict[str, Any]:
-    """What methods put down about their layers: name -> one value per layer."""
+    """Return what a method recorded about its layers.
+
+    Args:
+        blocks: The blocks of the map.
+        index: The index of the prompt in the batch.
+
+    Returns:
+        A dict with "details": the values of all layers by name. It is empty if the method recorded nothing.
+    """
     names = dict.fromkeys(name for block in blocks for name in block.details[index])
     if not names:
         return {}
@@ -35,15 +43,16 @@ def details(blocks: list[Block], index: int) -> dict[str, Any]:
 
 
 def notes(scores: Tensor, layers: Sequence[int], queries: Sequence[int] | None) -> tuple[str, ...]:
-    """Warnings that every map gets: rows that are all zero, and a precision that was switched off.
+    """Return the notes that do not depend on the method: rows that are all zero, and reduced precision.
 
     Args:
         scores: [layer, (head,) query, key].
-        layers: labels of the layers.
-        queries: positions of the rows; None: all, in order.
+        layers: The labels of the layers.
+        queries: The positions of the rows. None: all, in order.
     """
     texts = [
-        f"{name} is on, but was off for this map: it is of a full-precision pass" for name in switched_off()
+        f"{name} is on, but was off for this map, which was computed in full precision"
+        for name in switched_off()
     ]
     rows = [
         [layers[layer], *head, query if queries is None else queries[query]]
@@ -53,30 +62,34 @@ def notes(scores: Tensor, layers: Sequence[int], queries: Sequence[int] | None) 
         shown = "; ".join(map(str, rows[:5]))
         axes = "[layer, query]" if len(rows[0]) == 2 else "[layer, head, query]"
         more = " ..." if len(rows) > 5 else ""
-        texts.append(f"{len(rows)} all-zero rows: nothing measurable reached {axes} = {shown}{more}")
+        texts.append(f"{len(rows)} all-zero rows: no measurable effect at {axes} = {shown}{more}")
     return tuple(texts)
 
 
-# The note of a map with `provenance["sink"]`.
+# This is the note of a map with `provenance["sink"]`.
 SINK = (
-    "some rows sum to less than 1: the rest of their weight went to no key, but to an attention sink that is "
-    "not a token (or a hook on the model scales the pattern)"
+    "some rows sum to less than 1: the rest of their weight is on an attention sink that is not a token (or "
+    "a hook on the model scales the pattern)"
 )
 
 
 def has_sink(scores: Float[Tensor, "layer *head query key"], dtype: torch.dtype) -> bool:
-    """Return whether rows of attention weights sum to less than 1 by more than rounding in the model's dtype.
+    """Return whether some rows of attention weights sum to less than 1, by more than rounding.
 
-    A row that is all zero saw nothing, and does not count.
+    Rows that are all zero do not count, because their queries see no key.
+
+    Args:
+        scores: Attention weights.
+        dtype: The dtype that the model computes in.
     """
     sums = scores.sum(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    # A row is off by half an epsilon where each weight was rounded, and by less in a softmax in float32.
+    # The error of a sum is half an epsilon if each weight was rounded, and less for a softmax in float32.
     rounding = max(1e-5, 2 * torch.finfo(dtype).eps)
     return bool(((sums > 0) & (sums < 1 - rounding)).any())
 
 
 def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:
-    """Where the maps of a run came from: the model, its weights' processing, versions."""
+    """Return the provenance of all maps of a run: the model, the processing of its weights, and versions."""
     model = lens.model
     # TransformerLens folds the biases of all blocks, or of none.
     value_bias = read_weight(lens.stack.attention_module(lens.stack.attention_layers[0]), "b_V")
@@ -98,13 +111,13 @@ def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:
 
 
 def model_name(model: TransformerLensModel) -> str:
-    """What the model calls itself."""
+    """Return the model's name, or the name of its class if it has none."""
     name = getattr(getattr(model, "cfg", None), "model_name", None)
     return str(name or wrapped_config(model, "_name_or_path") or type(model).__name__)
 
 
 def of_prompt(prompt: Prompt) -> dict[str, Any]:
-    """What was mapped, enough to map it again (`lens_mix.run_again`): the text, and what the model read."""
+    """Return the text, the tokens and the inputs of a prompt, which `lens_mix.run_again` needs."""
     target = {} if prompt.target is None else {"target_token_ids": prompt.target.tolist()}
     inputs = {name: value.tolist() for name, value in prompt.inputs.items()}
     given = {"inputs": inputs} if inputs else {}
@@ -112,17 +125,17 @@ def of_prompt(prompt: Prompt) -> dict[str, Any]:
 
 
 def dropped_classifier(lens: Lens) -> str | None:
-    """That the Bridge holds another head than the one that the model was trained with; None where it doesn't.
+    """Return the note that the Bridge does not have the model's classifier; None if it has, or there is none.
 
-    TransformerBridge loads a classifier of BERT's kind as a masked language model with a random head.
+    TransformerBridge loads a BERT classifier as a masked language model with a random unembedding.
     """
     wrapped = getattr(lens.model, "original_model", None)
     named = wrapped_config(lens.model, "architectures") or []
     loaded = type(wrapped).__name__
-    dropped = [name for name in named if name != loaded and name.partition("For")[2] in _HEADS]
+    dropped = [name for name in named if name != loaded and name.partition("For")[2] in _CLASSIFIERS]
     if not dropped or wrapped is None:
         return None
     return (
-        f"the Bridge holds a {loaded} and dropped the head of {dropped[0]}, which config.architectures "
+        f"the Bridge wraps a {loaded} and dropped the classifier of {dropped[0]}, which config.architectures "
         "names: its logits are not that model's; lm.targets.hf_classifier(hf_model, class_) explains a class"
     )

@@ -1,4 +1,4 @@
-"""Which rows (queries) and layers of a map a user asks for."""
+"""The rows (queries) and layers of a map that a user selects."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from torch import Tensor
 
 from lens_mix.arguments import check_items, check_slice, check_whole_number
 
-# What a user may write: a number, numbers in any form, or a slice; negative numbers count from the end.
+# A selection is a number, several numbers in any form, or a slice. Negative numbers count from the end.
 Selection = int | slice | Iterable[int] | Tensor
 
 
 def read_selection(selection: Selection | None, count: int, name: str) -> list[int] | None:
-    """Numbers from 0 to count - 1, in the order given; None for all.
+    """Return the selected numbers, each from 0 to count - 1, in the order of the selection.
 
     Args:
-        selection: a number, several in any form, or a slice; negative numbers count from the end.
-        count: how many there are.
-        name: of the argument, for errors.
+        selection: A number, several numbers in any form, or a slice. Negative numbers count from the end.
+            None: all.
+        count: The number of things to select from.
+        name: The name of the argument, for errors.
+
+    Returns:
+        The numbers; None if `selection` is None.
 
     Raises:
-        TypeError: no whole numbers.
-        ValueError: out of range, the same one twice, or none.
+        TypeError: If they are not whole numbers.
+        ValueError: If a number is out of range or occurs twice, or if there is none.
     """
     if selection is None:
         return None
@@ -44,11 +48,11 @@ def read_selection(selection: Selection | None, count: int, name: str) -> list[i
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The asked rows of every prompt of a padded batch.
+    """The selected rows of every prompt of a padded batch.
 
     Attributes:
-        by_prompt: per prompt, positions counted in the prompt itself.
-        positions: the same in the padded batch; a prompt with fewer rows than another repeats its last one.
+        by_prompt: The positions of each prompt's rows in the prompt itself.
+        positions: Their positions in the padded batch. A prompt with fewer rows repeats its last one.
     """
 
     by_prompt: tuple[tuple[int, ...], ...]
@@ -56,44 +60,49 @@ class Rows:
 
     @classmethod
     def of(cls, queries: Selection, real: Bool[Tensor, "batch pos"]) -> Rows:
-        """The rows that `queries` names in each prompt.
+        """Return the rows that `queries` selects in each prompt.
+
+        Args:
+            queries: The selection.
+            real: Which positions of the batch are not padding.
 
         Raises:
-            TypeError, ValueError: as `read_selection`.
+            TypeError: If the selection has no whole numbers.
+            ValueError: If a position is out of range or occurs twice, or if there is none.
         """
-        places = [row.nonzero()[:, 0] for row in real]
-        chosen = [read_selection(queries, len(place), "queries") or [] for place in places]
-        # One tensor for all prompts: a short prompt's last row fills it up, and is cut off again.
+        real_positions = [is_real.nonzero()[:, 0] for is_real in real]
+        chosen = [read_selection(queries, len(each), "queries") or [] for each in real_positions]
+        # All prompts need the same number of rows for one tensor. The repeated rows are removed later.
         longest = max(map(len, chosen))
         filled = [rows + rows[-1:] * (longest - len(rows)) for rows in chosen]
-        positions = [place[rows] for place, rows in zip(places, filled, strict=True)]
+        positions = [each[rows] for each, rows in zip(real_positions, filled, strict=True)]
         return cls(tuple(map(tuple, chosen)), torch.stack(positions))
 
 
 def rows_at(tensor: Tensor, positions: Int[Tensor, "batch query"] | None, axis: int = 1) -> Tensor:
-    """The rows of a tensor over all positions.
+    """Return some rows of a tensor that has all positions.
 
     Args:
-        tensor: the first axis is the batch.
-        positions: which rows of each prompt; None: all of them, as they are.
-        axis: the axis of the positions.
+        tensor: A tensor whose first axis is the batch.
+        positions: The positions of each prompt's rows. None: return the tensor.
+        axis: The axis of the positions.
     """
     if positions is None:
         return tensor
-    places = torch.arange(len(positions), device=positions.device)[:, None]
-    return tensor.movedim(axis, 1)[places, positions].movedim(1, axis)
+    examples = torch.arange(len(positions), device=positions.device)[:, None]
+    return tensor.movedim(axis, 1)[examples, positions].movedim(1, axis)
 
 
 def spread(real: Sequence[Tensor] | Tensor, count: int) -> Int[Tensor, "batch place"]:
-    """As many positions of each prompt, spread evenly, its last among them.
+    """Return some positions of each prompt that are evenly spaced; the last position is one of them.
 
     Args:
-        real: per prompt, the positions to choose among.
-        count: how many; a prompt with fewer has some of them twice.
+        real: The positions of each prompt to choose from.
+        count: The number of positions. A prompt with fewer has some of them twice.
     """
     chosen = []
     for positions in real:
         steps = torch.linspace(0, len(positions) - 1, count, device=positions.device, dtype=torch.float32)
-        # With one place, the last position: in a causal model it reads the whole prompt.
+        # In a causal model the last position reads the whole prompt, so it is the best single one.
         chosen.append(positions[steps.round().long()] if count > 1 else positions[-1:])
     return torch.stack(chosen)

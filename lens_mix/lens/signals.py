@@ -1,16 +1,16 @@
-"""Signals while a model is being changed: their handlers wait, so that none of them can raise halfway.
+"""Make signal handlers wait while a model is being changed, so that they cannot interrupt a change.
 
-Python calls a handler between any two steps of the main thread. One that raises (Ctrl-C, the timeout of a
-test, a scheduler's SIGTERM) would leave a hook on the model, or its lock taken, if it came while these are
-put on or taken off.
+Python may call a signal handler between any two steps of the main thread. A handler may raise an exception,
+for Ctrl-C, a test's timeout or a scheduler's SIGTERM, for example. If it did so while hooks are added or
+removed, a hook might stay on the model, or its lock might never be released.
 
-What a handler raises meanwhile is on its way as an `Interrupted` until the model is as it was: lens_mix and
-the libraries below expect errors of a model, and would take a `TimeoutError` for one of them.
+An exception of a handler is wrapped in an `Interrupted` until the model is restored. Otherwise lens_mix and
+the libraries below might take a `TimeoutError`, for example, for an error of the model.
 """
 
 from __future__ import annotations
 
-import _signal  # `signal.getsignal` is much slower
+import _signal  # The public `signal.getsignal` is much slower.
 import signal
 import sys
 import threading
@@ -20,11 +20,11 @@ from typing import Any
 
 _Handler = Callable[[int, FrameType | None], Any]
 
-# No handler runs while a function of these modules is being executed, or anything that it calls.
+# No handler runs during a call of a function in these modules, which includes the functions that it calls.
 _CHANGING = frozenset({"lens_mix.lens.changes", __name__})
-# Nor between two steps of these: an exception there would leave a context manager half exited, and Python
-# swallows those that are raised in callbacks of weak references. A `torch.inference_mode` that is not exited
-# switches it on or off at any later time.
+# No handler runs between two steps of these modules. An exception there would interrupt the exit of a context
+# manager, and Python ignores exceptions in callbacks of weak references. A `torch.inference_mode` whose exit
+# is interrupted would change the mode at some later time.
 _UNINTERRUPTED = frozenset(
     {
         "contextlib",
@@ -39,12 +39,17 @@ _UNINTERRUPTED = frozenset(
 
 _NUMBERS = tuple(map(int, signal.valid_signals()))
 
-# What takes the place of handlers whose signals came at a bad moment, by the signals' numbers.
+# These are the handlers that have to be called later, by the numbers of their signals.
 _waiting: dict[int, _Held] = {}
 
 
 class Interrupted(BaseException):
-    """What a handler raised, as its `original`, on its way out of the `Changes` that hold it back."""
+    """An exception of a signal handler, until the `Changes` that it interrupts are undone.
+
+    Args:
+        original: The exception of the handler.
+        held: The handler.
+    """
 
     def __init__(self, original: Exception, held: _Held) -> None:
         super().__init__(original)
@@ -52,7 +57,11 @@ class Interrupted(BaseException):
 
 
 def pass_on(problem: BaseException | None) -> None:
-    """Raise what a handler has raised: itself, with where it came, once the handler is held no more."""
+    """Raise an `Interrupted` again, or its original exception if the handler no longer waits for changes.
+
+    Args:
+        problem: Any exception, or None. Only an `Interrupted` is raised.
+    """
     if not isinstance(problem, Interrupted):
         return
     if not problem.held.is_left_over:
@@ -67,40 +76,45 @@ def pass_on(problem: BaseException | None) -> None:
 
 
 class HeldSignals:
-    """The handlers that wait for one `Changes`: all that are written in Python and wait for no other."""
+    """The handlers that wait for one `Changes`: all handlers in Python that wait for no other one."""
 
     def __init__(self) -> None:
         self._held: list[_Held] = []
 
     def hold(self) -> None:
-        """Make the handlers that are installed now wait. Python calls handlers in the main thread only."""
+        """Make the handlers that are installed now wait."""
+        # Python calls handlers only in the main thread.
         if not _is_main_thread():
             return
         for number in _NUMBERS:
             handler = _signal.getsignal(number)
+            # Most signals have no handler in Python, and a run reads all of them about a dozen times.
             if not callable(handler):
-                continue  # as most are, and a run asks for all of them some dozen times
+                continue
             if isinstance(handler, _Held):
                 if handler.is_left_over:
                     handler.is_left_over = False
                     self._held.append(handler)
             else:
                 held = _Held(number, handler)
-                # Before it is installed, as another signal's handler may raise from within `signal.signal`.
+                # The list comes first, because another signal's handler may raise inside `signal.signal`.
                 self._held.append(held)
                 signal.signal(number, held)
 
     def release(self) -> None:
-        """Call the handlers that wait, and put all back, unless somebody has installed others meanwhile."""
+        """Call the handlers whose signals came, and install all again.
+
+        A handler is not installed again if somebody has installed another one meanwhile.
+        """
         try:
             deliver()
         finally:
             for held in self._held:
                 held.is_left_over = True
-            self._put_back()
+            self._restore()
             deliver()
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         try:
             while self._held:
                 held = self._held[-1]
@@ -108,17 +122,19 @@ class HeldSignals:
                     signal.signal(held.number, held.handler)
                 self._held.pop()
         except BaseException:
-            # A handler that is back already has raised. If it raises again, the next `hold` finds the others.
-            self._put_back()
+            # A handler that is installed again has raised. If it raises once more, the next `hold` finds the
+            # others.
+            self._restore()
             raise
 
 
 class _Held:
-    """Takes the place of one signal's handler; a signal that comes at a bad moment waits.
+    """A handler that replaces the user's and calls it later if the signal comes at a bad moment.
 
     Attributes:
-        number, handler: the signal's number, and the handler whose place this takes.
-        is_left_over: whether whoever installed this is done with it.
+        number: The number of the signal.
+        handler: The user's handler.
+        is_left_over: Whether the `HeldSignals` that installed it has ended.
     """
 
     def __init__(self, number: int, handler: _Handler) -> None:
@@ -133,7 +149,11 @@ class _Held:
             self.call(frame)
 
     def call(self, frame: FrameType | None) -> None:
-        """Call the handler."""
+        """Call the user's handler.
+
+        Raises:
+            Interrupted: If the user's handler raises an exception while changes have to be undone.
+        """
         try:
             self.handler(self.number, frame)
         except Exception as problem:
@@ -143,7 +163,7 @@ class _Held:
 
 
 def deliver() -> None:
-    """Call the handlers of the signals that wait, in the main thread."""
+    """Call the handlers of the signals that wait, if this is the main thread."""
     if not _waiting or not _is_main_thread():
         return
     _, held = _waiting.popitem()
@@ -154,18 +174,18 @@ def deliver() -> None:
 
 
 def forget() -> None:
-    """Drop what waits: a child process gets none of its parent's signals."""
+    """Forget the signals that wait, because a child process must not handle its parent's signals."""
     _waiting.clear()
 
 
 def _is_bad_moment(frame: FrameType | None) -> bool:
-    """Return whether a change is being made or taken back, or a module in which signals wait is running."""
+    """Return whether a change is being made or undone, or an uninterrupted module is running."""
     if frame is not None and frame.f_globals.get("__name__") in _UNINTERRUPTED:
         return True
     inner = None
     while frame is not None and frame.f_globals.get("__name__") not in _CHANGING:
         inner, frame = frame, frame.f_back
-    # A handler may be interrupted by the next one, as any handler.
+    # A handler of the user may be interrupted by the next signal, as usual in Python.
     return frame is not None and not (inner is not None and frame.f_code is _Held.call.__code__)
 
 

@@ -1,4 +1,4 @@
-"""The stacks of blocks a model has, and the names of the hook points in them."""
+"""The stacks of blocks of a model, and the names of their hook points."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ class Stack:
     """One stack of blocks: all blocks of a decoder or an encoder, or one part of an encoder-decoder.
 
     Attributes:
-        name: "blocks", "encoder", "decoder", or the decoder by its cross-attention, "cross", or "joint".
-        template: name of block `layer`, e.g. "encoder_blocks.{layer}".
-        attention: name of the attention module inside the block.
-        blocks: the modules.
-        before: of "cross", the name of the self-attention that comes first in the block.
-        source: of "joint" (the decoder's blocks, with the encoder below), the encoder.
+        name: "blocks", "encoder", "decoder", "cross" (the decoder's blocks with their cross-attention) or
+            "joint" (the decoder's blocks with the encoder below).
+        template: The name of block `layer`, for example "encoder_blocks.{layer}".
+        attention: The name of the attention module in a block.
+        blocks: The modules of the blocks.
+        before: For "cross", the name of the self-attention that comes first in a block. Else None.
+        source: For "joint", the encoder. Else None.
     """
 
     name: str
@@ -32,25 +33,25 @@ class Stack:
 
     @property
     def is_cross(self) -> bool:
-        """Whether the keys are the encoder's outputs."""
+        """Return whether the keys are the encoder's outputs."""
         return self.name == "cross"
 
     @property
     def reads_target(self) -> bool:
-        """Whether the queries are the tokens that the decoder of an encoder-decoder reads."""
+        """Return whether the queries are the tokens that the decoder of an encoder-decoder reads."""
         return self.name in ("decoder", "cross", "joint")
 
     @property
     def attention_template(self) -> str:
-        """Name of block `layer`'s attention, as `lens_mix.hooks` takes it (`attention=`)."""
+        """Return the name of block `layer`'s attention, for the argument `attention` of `lens_mix.hooks`."""
         return f"{self.template}.{self.attention}"
 
     def hook_name(self, role: str, layer: int) -> str:
-        """TransformerLens's name of the hook point that plays `role`: "query", "value", "pattern" or "z"."""
+        """Return the name of an attention's hook point by its role: "query", "value", "pattern" or "z"."""
         return f"{self.attention_template.format(layer=layer)}.{ATTENTION_ROLES[role]}"
 
     def attention_module(self, layer: int) -> nn.Module:
-        """The attention module of block `layer`."""
+        """Return the attention module of block `layer`."""
         return getattr(self.blocks[layer], self.attention)
 
     def __len__(self) -> int:
@@ -58,12 +59,12 @@ class Stack:
 
     @property
     def attention_layers(self) -> list[int]:
-        """The blocks that have attention, ascending: all of them, but in a hybrid."""
+        """Return the layers with attention, in order: all layers unless the model is a hybrid."""
         return [layer for layer, block in enumerate(self.blocks) if hasattr(block, self.attention)]
 
     @property
     def gaps(self) -> str | None:
-        """What maps of a hybrid do not speak of, in words; None where every block has attention."""
+        """Return the note on the blocks of a hybrid that have no maps; None if every block has attention."""
         present = self.attention_layers
         if len(present) == len(self):
             return None
@@ -79,16 +80,16 @@ def _modules(model: nn.Module, name: str) -> tuple[nn.Module, ...]:
 
 
 def stacks_of(model: nn.Module) -> dict[str, Stack]:
-    """All stacks of the model by name: {"blocks"} or {"encoder", "decoder", "cross", "joint"}.
+    """Return the stacks of a model by name: {"blocks"} or {"encoder", "decoder", "cross", "joint"}.
 
     Raises:
-        UnsupportedModelError: a stack has no blocks, or none of them an attention module.
+        UnsupportedModelError: If a stack has no blocks, or if none of them has an attention module.
     """
     model_class = model_class_of(model)
     if model_class is ModelClass.HOOKED_ENCODER_DECODER:
         layout = [("encoder", "encoder", "attn"), ("decoder", "decoder", "attn")]
     elif model_class is ModelClass.BRIDGE and _modules(model, "encoder_blocks"):
-        # The Bridge calls a decoder's own attention otherwise than every other one.
+        # The Bridge has another name for a decoder's self-attention than for all other attention.
         layout = [("encoder", "encoder_blocks", "attn"), ("decoder", "decoder_blocks", "self_attn")]
     else:
         layout = [("blocks", "blocks", "attn")]
@@ -114,7 +115,7 @@ def _require_attention(stack: Stack) -> None:
         return
     names = sorted(name for name, _ in stack.blocks[0].named_children() if not name.startswith(("hook", "_")))
     raise UnsupportedModelError(
-        f"TransformerLens shows no attention module in any block of {stack.name!r} (expected "
+        f"TransformerLens has no attention module in any block of {stack.name!r} (expected "
         f"{stack.attention!r}, found {names}): without attention there are no values or patterns, and "
         "context mixing is not defined (state-space and recurrent models)"
     )

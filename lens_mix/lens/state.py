@@ -1,6 +1,7 @@
-"""Leave the user's model as it was: training mode, attention implementation, gradients, precision.
+"""The state of the user's model during a run, which is restored afterwards.
 
-One thread at a time has a model open; the others wait.
+The state is the training mode, the attention implementation, gradients and the precision. Only one thread at
+a time may have a model open; other threads wait.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from lens_mix.lens import signals
-from lens_mix.lens.angles import kept_angles
-from lens_mix.lens.changes import Change, Changes, Undo, replaced_attributes, replaced_method
+from lens_mix.lens.angles import restore_angles
+from lens_mix.lens.changes import Change, Changes, Undo, replace_attributes, replaced_method
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.precision import full_precision
 
-# TransformerBridge's method that all its attention modules hand keys and values to.
+# All attention modules of TransformerBridge pass their keys and values to this method.
 _CACHING = "_update_kv_cache"
-_WAIT_SECONDS = 0.1  # how often a thread that waits for a model looks whether a signal came
+# A thread that waits for a model calls signal handlers in these intervals.
+_WAIT_SECONDS = 0.1
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
-    """Every module once; a Bridge keeps the model it wraps outside its own tree.
+    """Return every module of a model once, including those of the model that a Bridge wraps.
 
-    On a model of 30 blocks this walk takes as long as two blocks: callers keep the list for one run.
+    For a model of 30 blocks this takes as long as two blocks take, so callers keep the list for a run.
     """
     wrapped = getattr(model, "original_model", None)
     modules = list(model.modules()) + (list(wrapped.modules()) if isinstance(wrapped, nn.Module) else [])
@@ -41,15 +43,15 @@ def evaluation_mode(
 ) -> Changes:
     """Return a context with evaluation mode, eager attention, no gradients and full precision.
 
-    On the way out all is as before, also what rotary modules remember of passes. Other threads wait until the
-    model is closed again. Eager attention is needed where TransformerBridge delegates attention to Hugging
-    Face: with the default (sdpa) kernel `hook_pattern` never fires there.
+    At the end of the context everything is restored, including the frequencies of rotary modules. Other
+    threads wait until then. If TransformerBridge uses Hugging Face's attention, it calls `hook_pattern` only
+    for eager attention, and not for the default kernel (sdpa).
 
     Args:
-        model: any TransformerLens model.
-        modules: all its modules (`all_modules`).
-        gradients: leave gradients on, for leaves that a hook puts in; parameters build no graph.
-        precise: autocast and reduced float32 products off (`full_precision`).
+        model: Any TransformerLens model.
+        modules: All its modules (`all_modules`).
+        gradients: Whether gradients are on, for tensors that a hook inserts. Parameters get no gradients.
+        precise: Whether autocast and reduced float32 products are off (`full_precision`).
     """
     return Changes(_evaluation_mode(model, modules, gradients, precise), functools.partial(_lock, model))
 
@@ -66,16 +68,19 @@ def without_gradients(modules: Sequence[nn.Module]) -> str | None:
 
 
 def reading(model: TransformerLensModel) -> Changes:
-    """Strings are read inside: TransformerLens gives the model and its tokenizer other defaults meanwhile."""
+    """Return a context for reading strings, because TransformerLens changes defaults of the model meanwhile.
+
+    At its end, the defaults of the model and of its tokenizer are restored.
+    """
     owners = ((model.cfg, "default_prepend_bos"), (getattr(model, "tokenizer", None), "padding_side"))
-    defaults = [functools.partial(_keep, owner, name) for owner, name in owners if hasattr(owner, name)]
+    defaults = [functools.partial(_save, owner, name) for owner, name in owners if hasattr(owner, name)]
     return Changes(defaults, functools.partial(_lock, model))
 
 
-# Models that are in evaluation mode already, so that nesting costs nothing.
+# These models are in evaluation mode already, so a nested context need not set it again.
 _evaluated_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-# One lock per model, or per model that Bridges wrap.
+# Each model has one lock. Bridges that wrap the same model share it.
 _locks: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 
 
@@ -86,11 +91,11 @@ def _evaluation_mode(
         yield from full_precision()
     if model not in _evaluated_models:
         yield functools.partial(_mark_evaluated, model)
-        yield replaced_attributes([(module, False) for module in modules if module.training], "training")
-        yield kept_angles(modules)
+        yield replace_attributes([(module, False) for module in modules if module.training], "training")
+        yield restore_angles(modules)
         configs = [c for c in _huggingface_configs(modules) if c._attn_implementation != "eager"]
-        yield replaced_attributes([(config, "eager") for config in configs], "_attn_implementation")
-        # Passes keep no cache, but it is the cache that gives keys and values one dtype.
+        yield replace_attributes([(config, "eager") for config in configs], "_attn_implementation")
+        # The passes keep no cache, and without it keys and values may have different dtypes.
         cached = [module for module in modules if hasattr(type(module), _CACHING)]
         for module in cached:
             casting = functools.partial(_in_one_dtype, getattr(module, _CACHING))
@@ -99,17 +104,17 @@ def _evaluation_mode(
         reason = without_gradients(modules)
         if reason is not None:
             raise UnsupportedModelError(f"model: {reason}")
-        # So that the graph starts where a leaf is put in.
+        # The autograd graph must begin at the tensor that a hook inserts, and not at the parameters.
         parameters = {id(p): p for module in modules for p in module.parameters(recurse=False)}
         trainable = [(parameter, False) for parameter in parameters.values() if parameter.requires_grad]
-        yield replaced_attributes(trainable, "requires_grad")
+        yield replace_attributes(trainable, "requires_grad")
     yield functools.partial(_set_gradients, gradients)
 
 
 def _lock(model: object) -> Undo:
-    # One step, so that two threads get the same lock.
+    # `setdefault` is one step, so two threads get the same lock.
     lock = _locks.setdefault(_locked_module(model), threading.RLock())
-    # Waiting without an end, the main thread could not be interrupted: `Changes` holds signals back.
+    # Without a timeout, nothing could interrupt the main thread here, because `Changes` makes signals wait.
     while not lock.acquire(timeout=_WAIT_SECONDS):
         signals.deliver()
     return lock.release
@@ -121,7 +126,7 @@ def _locked_module(model: object) -> object:
 
 
 def _drop_lost_locks() -> None:
-    """Forget, in a forked process, the locks of threads that only its parent has."""
+    """Delete the locks of threads that only the parent of this forked process has."""
     for model, lock in list(_locks.items()):
         if lock.acquire(blocking=False):
             lock.release()
@@ -137,8 +142,8 @@ def _in_one_dtype(
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values as `caching` does, in one dtype even if there is no cache.
 
-    In half precision TransformerBridge rotates OLMo's queries and keys in float32, so that the pattern is
-    float32. A cache returns float32 values too; without one the product of the two fails.
+    In half precision TransformerBridge rotates OLMo's queries and keys in float32, so the pattern is float32.
+    A cache returns values in float32 too. Without a cache their product fails, because the dtypes differ.
     """
     k, v = caching(k, v, **kwargs)
     return k, v.to(torch.promote_types(k.dtype, v.dtype))
@@ -149,7 +154,7 @@ def _mark_evaluated(model: nn.Module) -> Undo:
     return functools.partial(_evaluated_models.discard, model)
 
 
-def _keep(owner: Any, name: str) -> Undo:
+def _save(owner: Any, name: str) -> Undo:
     return functools.partial(setattr, owner, name, getattr(owner, name))
 
 
@@ -160,7 +165,7 @@ def _set_gradients(enabled: bool) -> Undo:
 
 
 def _huggingface_configs(modules: Sequence[nn.Module]) -> list[Any]:
-    """Every distinct configuration object that a wrapped Hugging Face module reads its kernel from."""
-    # In `__dict__` alone: the Bridge's `__getattr__` would search each of its components.
+    """Return every configuration from which a Hugging Face module reads its attention implementation."""
+    # This reads `__dict__` only, because the Bridge's `__getattr__` searches each of its submodules.
     configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
     return [config for config in configs.values() if hasattr(config, "_attn_implementation")]

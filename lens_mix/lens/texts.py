@@ -1,4 +1,4 @@
-"""From text to token numbers, as the model's own tokenizer writes them."""
+"""Convert text to tokens with the model's own tokenizer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lens_mix.arguments import describe_value
-from lens_mix.lens.changes import Changes, replaced_attributes
+from lens_mix.lens.changes import Changes, replace_attributes
 from lens_mix.lens.token_strings import strings_of
 
-# By tokenizer: [the template of special tokens in its files] if TransformerLens has replaced it, [] if it has
-# not, None if the files can't be read.
+# The value of a tokenizer is [the template of special tokens in its files] if TransformerLens has replaced
+# it, [] if it has not, and None if the files cannot be read.
 _templates: weakref.WeakKeyDictionary[Any, list[Any] | None] = weakref.WeakKeyDictionary()
 
 
@@ -23,18 +23,18 @@ def own_template(tokenizer: Any) -> Changes:
     TransformerLens loads tokenizers with `add_bos_token=True`. From transformers 5 on this replaces the
     template of special tokens of many fast tokenizers: T5's `a </s>` becomes `a`, and `<s> a </s> b </s>`
     becomes `<s> a <s> b`. The files have the template that the model was trained with. If they are not on
-    this machine, the tokenizer stays as it is, and `notes_on_template` says so.
+    this machine, the tokenizer does not change, and `notes_on_template` returns a note.
     """
     if not _has_template_of_flags(tokenizer):
         return Changes([])
     if tokenizer not in _templates:
         _templates[tokenizer] = _template_of_files(tokenizer)
     values = [(tokenizer.backend_tokenizer, template) for template in _templates[tokenizer] or ()]
-    return Changes([replaced_attributes(values, "post_processor")])
+    return Changes([replace_attributes(values, "post_processor")])
 
 
 def _has_template_of_flags(tokenizer: Any) -> bool:
-    """Return whether `add_bos_token` was given, and the special tokens are those that such flags add."""
+    """Return whether transformers made the template of special tokens from `add_bos_token`."""
     if not getattr(tokenizer, "is_fast", False) or "add_bos_token" not in tokenizer.init_kwargs:
         return False
     start = [tokenizer.bos_token] if getattr(tokenizer, "add_bos_token", False) else []
@@ -55,7 +55,7 @@ def _state(tokenizer: Any) -> dict[str, Any]:
 
 
 def _template_of_files(tokenizer: Any) -> list[Any] | None:
-    """Return [the template in the tokenizer's files]; [] if it is the same, None if they can't be read."""
+    """Return [the template in the tokenizer's files]; [] if it is the same; None if they cannot be read."""
     from transformers import AutoTokenizer
 
     options = {**tokenizer.init_kwargs, "local_files_only": True}
@@ -78,18 +78,19 @@ def notes_on_template(tokenizer: Any) -> tuple[str, ...]:
     if template is None:
         return (
             "strings: TransformerLens loaded the tokenizer with add_bos_token=True, which replaces the "
-            f"special tokens of many, and its files ({tokenizer.name_or_path or 'unnamed'}) can't be read to "
-            "compare; the model read what model.tokenizer adds; for other tokens give these themselves",
+            "special tokens of many tokenizers, and its files "
+            f"({tokenizer.name_or_path or 'unnamed'}) can't be read to compare; the model read the special "
+            "tokens of model.tokenizer; to choose the tokens, give tokens instead of a string",
         )
     return (
         "strings: TransformerLens loaded the tokenizer with add_bos_token=True, so model.tokenizer adds "
-        "other special tokens than its files say; the model read those of the files "
+        "other special tokens than its files name; the model read those of the files "
         f"({tokenizer.name_or_path})",
     )
 
 
 def encoded(tokenizer: Any, text: str | Sequence[str]) -> Mapping[str, Any]:
-    """Return what the tokenizer makes of a text or of a pair of texts."""
+    """Return the tokenizer's encoding of a text or of a pair of texts, with the template of its files."""
     with own_template(tokenizer):
         return tokenizer(*([text] if isinstance(text, str) else text))
 
@@ -100,57 +101,59 @@ def notes_on_string(
     """Return the notes on a string whose tokens TransformerLens made.
 
     Args:
-        tokenizer: the model's.
-        text: the string.
-        tokens: what TransformerLens made of it.
-        read: returns what TransformerLens makes of it with a value of prepend_bos.
+        tokenizer: The model's tokenizer.
+        text: The string.
+        tokens: TransformerLens's tokens of the string.
+        read: A function of `prepend_bos` that returns TransformerLens's tokens of the string.
     """
     notes, own, bos = [], list(encoded(tokenizer, text)["input_ids"]), tokenizer.bos_token_id
     tokens = list(tokens)
     if own != tokens:
         same = [value for value in (False, True) if list(read(value)) == own]
-        hint = f"prepend_bos={same[0]} gives those" if same else "for those give the tokens themselves"
+        hint = f"use prepend_bos={same[0]} for those" if same else "for those give tokens instead of a string"
         notes.append(
-            f"prepend_bos: the model read {_ends(tokenizer, tokens)}, as TransformerLens prepares a string; "
-            f"the tokenizer itself writes {_ends(tokenizer, own)} ({hint})"
+            f"prepend_bos: the model read {_shorten(tokenizer, tokens)}, which TransformerLens makes of the "
+            f"string; the tokenizer itself makes {_shorten(tokenizer, own)} ({hint})"
         )
     if bos is not None and tokens[:2] == [bos, bos]:
         notes.append(
-            f"prepend_bos: the prompt begins with {tokenizer.bos_token} twice, because the text has one "
-            "already (the text of a chat template?); give the chat messages themselves, or prepend_bos=False"
+            f"prepend_bos: the prompt begins with {tokenizer.bos_token} twice, because the text already has "
+            "one (the text of a chat template?); give the chat messages themselves, or prepend_bos=False"
         )
     return tuple(notes)
 
 
-def _ends(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Describe tokens by their number, the first two and the last one."""
+def _shorten(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Describe tokens by their number, the first two tokens and the last one."""
     written = [repr(token) for token in strings_of(tokenizer, ids)]
     shortened = written if len(written) < 5 else [*written[:2], "…", written[-1]]
     return f"{len(written)} tokens ({' '.join(shortened)})"
 
 
 def decoder_input(
-    tokenizer: Any, text: str, shifted: Callable[[Sequence[int]], Sequence[int]]
+    tokenizer: Any, text: str, shift: Callable[[Sequence[int]], Sequence[int]]
 ) -> Sequence[int]:
-    """Return what the decoder of an encoder-decoder reads of a target.
+    """Return the tokens of a target that the decoder of an encoder-decoder reads.
 
     These are the tokenizer's labels, `tokenizer(text_target=text)`, shifted to the right as the model shifts
-    them in training. The end of the sentence that the tokenizer adds is predicted and not read.
+    them in training. The decoder does not read the end of the sentence that the tokenizer adds; it only
+    predicts it.
 
     Args:
-        tokenizer: the model's.
-        text: the target.
-        shifted: the model's shift of labels; it drops the last label, or puts it first (mBART).
+        tokenizer: The model's tokenizer.
+        text: The target.
+        shift: The model's shift of labels. It drops the last label, or moves it to the front (mBART).
     """
     end = tokenizer.eos_token_id
     with own_template(tokenizer), _reads_targets(tokenizer):
         labels = list(tokenizer(text_target=text)["input_ids"])
     given = token_ids(tokenizer, text, as_target=True).count(end)
     if labels.count(end) == given:
-        # The tokenizer adds no end, and the shift would drop the last word.
+        # The tokenizer adds no end, so the shift would drop the last word.
         labels.append(0 if end is None else end)
-    read = list(shifted(labels))
-    # mBART's shift moves the language code from behind the end to the front, so that the end would be read.
+    read = list(shift(labels))
+    # mBART's shift moves the language code, its last label, to the front. The decoder would then read the
+    # end.
     return read[:-1] if len(read) > 1 and read[-1] == end and read[1:].count(end) > given else read
 
 
@@ -159,14 +162,18 @@ def notes_on_target(tokenizer: Any) -> tuple[str, ...]:
     if not hasattr(tokenizer, "tgt_lang") or tokenizer.tgt_lang is not None:
         return ()
     return (
-        "target: model.tokenizer.tgt_lang is None, so the tokenizer writes the source's language code into "
-        "the target too; for another language set it",
+        "target: model.tokenizer.tgt_lang is None, so the target has the source's language code; set it for "
+        "another language",
     )
 
 
 @contextlib.contextmanager
 def _reads_targets(tokenizer: Any) -> Iterator[None]:
-    """Put the tokenizer's language back: reading a target may set it, and an error may leave it so."""
+    """Restore the tokenizer's language, which reading a target may change.
+
+    Raises:
+        ValueError: If the tokenizer raises an error.
+    """
     language = getattr(tokenizer, "tgt_lang", None)
     try:
         yield
@@ -182,7 +189,13 @@ def _reads_targets(tokenizer: Any) -> Iterator[None]:
 
 
 def token_ids(tokenizer: Any, text: str, *, as_target: bool = False) -> list[int]:
-    """Return the tokens of a text without special tokens; `as_target`: as a target for the decoder."""
+    """Return the tokens of a text without special tokens.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        text: The text.
+        as_target: Whether the text is a target for the decoder.
+    """
     if not as_target:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     with _reads_targets(tokenizer):
@@ -190,10 +203,10 @@ def token_ids(tokenizer: Any, text: str, *, as_target: bool = False) -> list[int
 
 
 def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
-    """Return the tokens of chat messages; if the last is not the assistant's, its answer is begun.
+    """Return the tokens of chat messages; if the last is not the assistant's, its answer begins at the end.
 
     Raises:
-        ValueError: no chat template; messages without a role or content.
+        ValueError: If the tokenizer has no chat template, or a message has no role or content.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
@@ -204,9 +217,9 @@ def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
         raise ValueError(
             f'prompt: expected messages with "role" and "content", got {describe_value(messages)}'
         )
-    goes_on = messages[-1]["role"] != "assistant"
+    needs_answer = messages[-1]["role"] != "assistant"
     text = tokenizer.apply_chat_template(
-        list(map(dict, messages)), tokenize=False, add_generation_prompt=goes_on
+        list(map(dict, messages)), tokenize=False, add_generation_prompt=needs_answer
     )
-    # The template has written the special tokens.
+    # The text of the template already has the special tokens.
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

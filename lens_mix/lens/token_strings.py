@@ -1,4 +1,4 @@
-"""Tokens as text, one string per token."""
+"""Convert tokens to text, one string per token."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch import Tensor
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.maps.characters import spell_tokens
 
-# Byte-level tokenizers write each byte of a piece as one character: those of Latin-1 that can be seen as
-# themselves, the 68 others from U+0100 on, in order. (ByT5 writes all 256 as themselves.)
-_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_UNSEEN = [byte for byte in range(256) if byte not in set(_SEEN)]
-_BYTES = {chr(byte): byte for byte in range(256)} | {chr(256 + i): byte for i, byte in enumerate(_UNSEEN)}
+# Byte-level tokenizers write each byte of a token as one character. A byte that is a visible character of
+# Latin-1 is written as this character, and the 68 others as U+0100, U+0101 and so on. (ByT5 writes all 256
+# bytes as their characters in Latin-1.)
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_INVISIBLE = [byte for byte in range(256) if byte not in set(_VISIBLE)]
+_BYTES = {chr(byte): byte for byte in range(256)} | {chr(256 + i): byte for i, byte in enumerate(_INVISIBLE)}
 
 
 def token_strings(model: TransformerLensModel, tokens: Int[Tensor, " pos"]) -> list[str]:
-    """Return one string per token, with its leading space if it has one; numbers without a tokenizer.
+    """Return one string per token, with its leading space if it has one; its number without a tokenizer.
 
-    Tokens that are a part of a character are written as the whole character with a number, `é[1/2]`
+    If several tokens make one character, each has the whole character and a number, `é[1/2]`
     (`lens_mix.maps.characters`).
     """
     ids = tokens.tolist()
@@ -30,7 +31,7 @@ def token_strings(model: TransformerLensModel, tokens: Int[Tensor, " pos"]) -> l
 
 
 def strings_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return one string per token of a tokenizer, as `token_strings` writes them."""
+    """Return one string per token of a tokenizer, in the form of `token_strings`."""
     ids = list(ids)
     pieces = tokenizer.convert_ids_to_tokens(ids)
     special = set(getattr(tokenizer, "all_special_ids", ()))
@@ -45,21 +46,22 @@ def strings_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 def _text_or_bytes(tokenizer: Any, token: int, piece: object) -> str | bytes:
     """Return the text of a token, or its bytes if these are not text on their own."""
-    # SentencePiece loses the leading space when one token is decoded.
+    # SentencePiece drops the leading space when it decodes a single token.
     if isinstance(piece, str) and "▁" in piece:
         return piece.replace("▁", " ")
     text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     if text and "\ufffd" not in text:
         return text
     data = _bytes_of(piece)
-    # The tokenizer must agree on the bytes: it replaces those that are not text, or (ByT5) leaves them out.
+    # The bytes are correct if the tokenizer decodes the same text. It replaces bytes that are not text, or
+    # (ByT5) drops them.
     if data is None or data.decode("utf-8", "ignore") != text.replace("\ufffd", ""):
         return text
     return data
 
 
 def _bytes_of(piece: object) -> bytes | None:
-    """Return the bytes of a piece of a vocabulary; None if the piece is not written in bytes."""
+    """Return the bytes of a vocabulary's entry; None if the entry is not written in bytes."""
     if isinstance(piece, bytes):
         return piece
     if not isinstance(piece, str):

@@ -1,4 +1,4 @@
-"""Whose code raised an error: the user's, lens_mix's own, or that of the libraries below."""
+"""Find whose code raised an error: the user's, lens_mix's, or that of the libraries below."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ _RAISING = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
 
 
 def failing_users_code(problem: BaseException) -> str | None:
-    """Return the user's function that an error came from or through, with its place; None if there is none.
+    """Return the user's function that raised an error or called what raised it; None if there is none.
 
     Args:
-        problem: an error that lens_mix caught, so that its traceback starts in lens_mix.
+        problem: An error that lens_mix caught, so that its traceback starts in lens_mix.
+
+    Returns:
+        The name of the function with its file and line.
     """
     frames = [frame for frame, _ in traceback.walk_tb(problem.__traceback__)]
     users = [frame for frame in frames if _is_users(frame)]
@@ -27,23 +30,23 @@ def failing_users_code(problem: BaseException) -> str | None:
     return f"{code.co_name} ({code.co_filename}, from line {code.co_firstlineno})"
 
 
-def is_raised_by_us(problem: BaseException) -> bool:
-    """Return whether a `raise` in lens_mix raised it, so that its text was written for the user."""
+def is_own_error(problem: BaseException) -> bool:
+    """Return whether a `raise` in lens_mix raised the error, so that its message is for the user."""
     trace = problem.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and _home(trace.tb_frame) == "lens_mix" and _is_at_a_raise(trace)
+    return trace is not None and _top_package(trace.tb_frame) == "lens_mix" and _is_at_raise(trace)
 
 
-def _is_at_a_raise(trace: TracebackType) -> bool:
+def _is_at_raise(trace: TracebackType) -> bool:
     return trace.tb_frame.f_code.co_code[trace.tb_lasti] in _RAISING
 
 
-def _home(frame: FrameType) -> str:
+def _top_package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _is_users(frame: FrameType) -> bool:
-    home, file = _home(frame), frame.f_code.co_filename
-    installed = home in _LIBRARIES or home in sys.stdlib_module_names or file.startswith(("<", *_INSTALLED))
-    return not installed
+    package, file = _top_package(frame), frame.f_code.co_filename
+    is_library = package in _LIBRARIES or package in sys.stdlib_module_names
+    return not is_library and not file.startswith(("<", *_INSTALLED))

@@ -1,8 +1,8 @@
-"""Whether the user's own hooks are on a model, beside those that TransformerLens puts there itself.
+"""Find the user hooks on a model, and distinguish them from the hooks that TransformerLens adds itself.
 
-What TransformerLens puts on a model treats all positions alike: the Bridge wires its hook points with hooks
-of torch's in the first forward pass, and replaces the `forward` of some Hugging Face modules. What a user
-puts there may act on any single position, and so may a class that none of the libraries wrote.
+In the first forward pass, the Bridge connects its hook points with torch's hooks, and it replaces the
+`forward` of some Hugging Face modules. These treat all positions alike. A user hook may affect single
+positions, and so may a module whose class is from none of the libraries.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as everywhere
+from torch.nn.modules import module as torch_module
 from transformer_lens.hook_points import HookPoint
 
 # accelerate replaces `forward` to load offloaded weights.
 _LIBRARIES = frozenset({"transformer_lens", "lens_mix", "accelerate"})
-_WRITE_CLASSES = _LIBRARIES | {"torch", "transformers"}
-# Hands on what parts of a feed-forward read and give to the hook points of the whole (OPT, BERT, BART).
-_MIRRORS = "transformer_lens.model_bridge.component_setup"
-# What Hugging Face leaves on a model once it was asked for patterns, as `run_with_cache` of a Bridge does.
-_CAPTURES = "transformers.utils.output_capturing"
-# What every module of torch has.
-_MODULES_OWN = frozenset(vars(nn.Module()))
+_CLASS_LIBRARIES = _LIBRARIES | {"torch", "transformers"}
+# Hooks of this module pass the inputs and outputs of a feed-forward's linear layers to the hook points of the
+# whole feed-forward (OPT, BERT, BART).
+_FORWARDING = "transformer_lens.model_bridge.component_setup"
+# Hugging Face leaves hooks of this module on a model that has returned patterns, as in `run_with_cache`.
+_CAPTURING = "transformers.utils.output_capturing"
+# Every module of torch has these attributes.
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def named_users_hooks(model: nn.Module) -> list[str]:
-    """Where the user's hooks are and what they are called, for errors: "blocks.1.attn.hook_z (zero_head)"."""
+    """Return the place and the name of each user hook, for errors: "blocks.1.attn.hook_z (zero_head)"."""
     trees = {"": model, "original_model.": getattr(model, "original_model", None)}
     modules = {
         id(module): (f"{prefix}{name}".replace("._original_component", ""), module)
@@ -41,53 +42,64 @@ def named_users_hooks(model: nn.Module) -> list[str]:
         for function in _users_functions(module)
     ]
     classes = {type(module): None for _, module in modules.values()}
-    hooks += [f"{kind.__name__} (its own forward)" for kind in classes if _is_users(kind)]
-    return hooks + (["every module (torch's global hooks)"] if _hooks_everywhere() else [])
+    hooks += [f"{kind.__name__} (its own forward)" for kind in classes if _is_users_class(kind)]
+    return hooks + (["every module (torch's global hooks)"] if _has_global_hooks() else [])
 
 
 def _name(function: Any) -> str:
-    # TransformerLens 2 does not keep the functions that its hooks wrap.
+    # TransformerLens 2 does not store the functions that its hooks wrap.
     return "a hook" if function is None else getattr(function, "__name__", type(function).__name__)
 
 
 def carries_users_hooks(modules: Sequence[nn.Module]) -> bool:
-    """Whether anyone but TransformerLens and lens_mix has hooked a module, or replaced its `forward`.
+    """Return whether a model has a user hook, or a `forward` that the user wrote.
 
-    Hooks that torch calls on every module of any model count too, and a `forward` that the user gave to a
-    class. `modules` are all of one model.
+    Torch's global hooks count too, and a `forward` of a user's class.
+
+    Args:
+        modules: All modules of the model.
     """
     classes = {type(module) for module in modules}
-    return _hooks_everywhere() or any(map(_is_users, classes)) or any(map(_users_functions, modules))
+    return _has_global_hooks() or any(map(_is_users_class, classes)) or any(map(_users_functions, modules))
 
 
 def users_functions(modules: Sequence[nn.Module]) -> list[tuple[int, Any]]:
-    """Return the functions that the user put on a model: hooks, and a `forward` of a module or a class.
+    """Return the user's functions on a model: hooks, backward hooks, and each `forward` that the user wrote.
 
-    Hooks on gradients too. Each comes after the place in `modules` where it is, -1 for all modules.
+    Args:
+        modules: All modules of the model.
+
+    Returns:
+        Pairs of an index in `modules` and a function. The index is -1 for global hooks and for classes.
     """
-    functions: list[tuple[int, Any]] = [(-1, hook) for hook in everywhere._global_forward_pre_hooks.values()]
-    functions += [(-1, hook) for hook in everywhere._global_forward_hooks.values()]
+    functions: list[tuple[int, Any]]
+    functions = [(-1, hook) for hook in torch_module._global_forward_pre_hooks.values()]
+    functions += [(-1, hook) for hook in torch_module._global_forward_hooks.values()]
     kinds: dict[type[nn.Module], None] = dict.fromkeys(map(type, modules))
-    functions += [(-1, kind.forward) for kind in kinds if _is_users(kind)]
-    for place, module in enumerate(modules):
+    functions += [(-1, kind.forward) for kind in kinds if _is_users_class(kind)]
+    for index, module in enumerate(modules):
         found = _users_functions(module)
         # TransformerLens 2 does not list the functions that its hooks wrap, but its wrappers refer to them.
         found = [*module._forward_hooks.values()] if None in found else found
         found += [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
-        functions += [(place, function) for function in found]
+        functions += [(index, function) for function in found]
     return functions
 
 
 def settings_of_users_modules(
     modules: Sequence[nn.Module],
 ) -> tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...]:
-    """Return the numbers, strings and switches of each module of the user's, in lists and the like too."""
-    kinds = {kind for kind in set(map(type, modules)) if _is_users(kind)}
+    """Return the attributes of each module of a user's class that consist of plain values.
+
+    Returns:
+        For each such module, pairs of an attribute's name and its `plain_values`.
+    """
+    kinds = {kind for kind in set(map(type, modules)) if _is_users_class(kind)}
     return tuple(
         tuple(
             (name, values)
             for name, value in vars(module).items()
-            if name not in _MODULES_OWN and (values := plain_values(value)) is not None
+            if name not in _TORCH_ATTRIBUTES and (values := plain_values(value)) is not None
         )
         for module in modules
         if type(module) in kinds
@@ -95,76 +107,83 @@ def settings_of_users_modules(
 
 
 def plain_values(value: object) -> tuple[Any, ...] | None:
-    """Return the numbers, strings and switches that a value is made of; None if it is made of others too.
+    """Return the numbers, strings and booleans in a value and its lists, tuples, sets and dicts.
 
-    Values that are equal give the same, also in another process. What contains itself is gone through once.
+    Equal values have equal results, also in another process. A container inside itself is read once.
+
+    Returns:
+        The plain values and the kinds of the containers; None if the value contains anything else.
     """
     values: list[Any] = []
-    waiting, places = [value], dict[int, int]()
-    while waiting:
-        one = waiting.pop()
-        if one is None or isinstance(one, (bool, int, float, str)):
-            values.append(one)
+    pending, container_numbers = [value], dict[int, int]()
+    while pending:
+        item = pending.pop()
+        if item is None or isinstance(item, (bool, int, float, str)):
+            values.append(item)
             continue
-        if id(one) in places:
-            values.append(("again", places[id(one)]))
+        if id(item) in container_numbers:
+            values.append(("again", container_numbers[id(item)]))
             continue
-        if isinstance(one, dict):
-            inner = [*one, *one.values()]
-        elif isinstance(one, (set, frozenset)):
-            inner = sorted(one, key=repr)
-        elif isinstance(one, (list, tuple)):
-            inner = list(one)
+        if isinstance(item, dict):
+            inner = [*item, *item.values()]
+        elif isinstance(item, (set, frozenset)):
+            inner = sorted(item, key=repr)
+        elif isinstance(item, (list, tuple)):
+            inner = list(item)
         else:
             return None
-        places[id(one)] = len(places)
-        values.append((type(one).__name__, len(inner)))
-        waiting += inner
+        container_numbers[id(item)] = len(container_numbers)
+        values.append((type(item).__name__, len(inner)))
+        pending += inner
     return tuple(values)
 
 
-def _is_users(kind: type[nn.Module]) -> bool:
+def _is_users_class(kind: type[nn.Module]) -> bool:
     functions: list[Any] = [kind.forward, kind.__call__]
     for function in functions:
-        # torch's `no_grad` and the like wrap what anybody wrote.
+        # Decorators such as torch's `no_grad` may wrap a function of any author.
         functions += [function.__wrapped__] if hasattr(function, "__wrapped__") else []
-    return any(_home(function).partition(".")[0] not in _WRITE_CLASSES for function in functions)
+    return any(_module_name(function).partition(".")[0] not in _CLASS_LIBRARIES for function in functions)
 
 
-def _hooks_everywhere() -> bool:
-    return bool(everywhere._global_forward_pre_hooks or everywhere._global_forward_hooks)
+def _has_global_hooks() -> bool:
+    return bool(torch_module._global_forward_pre_hooks or torch_module._global_forward_hooks)
 
 
 def _users_functions(module: nn.Module) -> list[Any]:
+    """Return the forward hooks and the `forward` of a module that the user wrote."""
     attributes = vars(module)
     functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     functions += [attributes["forward"]] if "forward" in attributes else []
-    # What accelerate replaced: a module's own method, or one that somebody put there before.
+    # accelerate stores the `forward` that it replaces: the module's own method, or one that a user set.
     replaced = attributes.get("_old_forward")
     if replaced is not None and getattr(replaced, "__self__", None) is not module:
         functions.append(replaced)
+    # Most modules have none, and every run calls this for all modules, so it returns early.
     if not functions:
-        return []  # as most modules have none, and every run asks all of them
+        return []
     users = [
         function
         for function in functions
-        if (home := _home(function)).partition(".")[0] not in _LIBRARIES and home != _CAPTURES
+        if (name := _module_name(function)).partition(".")[0] not in _LIBRARIES and name != _CAPTURING
     ]
-    # To torch these are hooks of TransformerLens, which wraps them. All but the mirrors count, whoever wrote
-    # them: TransformerLens and lens_mix have functions that are meant to be put on a model by its user.
+    # TransformerLens wraps the user's hooks, so for torch they are hooks of TransformerLens. The author of a
+    # wrapped function does not matter, because users may also add functions of TransformerLens and lens_mix.
+    # Only the hooks of `_FORWARDING` are not the user's.
     points = module.fwd_hooks if isinstance(module, HookPoint) else []
     hooks = [getattr(handle, "user_hook", None) for handle in points]
-    return users + [hook for hook in hooks if _home(hook) != _MIRRORS]
+    return users + [hook for hook in hooks if _module_name(hook) != _FORWARDING]
 
 
-def _home(function: Callable[..., Any] | None) -> str:
-    """The module that a function was written in; "" where that can't be told.
+def _module_name(function: Callable[..., Any] | None) -> str:
+    """Return the name of the module that a function was written in; "" if it is not known.
 
-    Its `__module__` would not do: `functools.wraps` gives a user's function that of what it wraps.
+    `__module__` may be wrong, because `functools.wraps` sets it to the module of the wrapped function.
     """
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
     if not hasattr(function, "__globals__"):
-        function = type(function).__call__  # an object that can be called
+        # It is an object of a class with `__call__`.
+        function = type(function).__call__
     return str(getattr(function, "__globals__", {}).get("__name__", ""))

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import lens_mix as lm
 from lens_mix.evaluation import Drop
 from lens_mix.evaluation.intervention_passes import intervention_passes
-from lens_mix.lens.angles import angles_differ, forget_longer_passes, kept_angles, rotary_modules
+from lens_mix.lens.angles import angles_differ, forget_longer_passes, restore_angles, rotary_modules
 from lens_mix.lens.changes import Changes
 from lens_mix.session import Session
 from tests.tiny_models import CONTEXT, available, bridge, wrapped_model
@@ -237,7 +237,7 @@ def test_the_modules_of_every_transformers(name):
     fresh = module.inv_freq.clone()
     assert angles_differ(module, SWITCH, SWITCH + 1)
     assert not angles_differ(module, 2, SWITCH)
-    with Changes([kept_angles([module])]):
+    with Changes([restore_angles([module])]):
         module(torch.zeros(1, 1, 1), torch.arange(CONTEXT)[None])
         assert not torch.equal(module.inv_freq, fresh)
         forget_longer_passes([module])

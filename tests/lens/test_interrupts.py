@@ -187,9 +187,9 @@ def test_every_handler_waits_until_the_changes_are_taken_back(raising_handlers, 
     def change():
         signal.raise_signal(number)
         done.append("made")
-        return take_back
+        return undo
 
-    def take_back():
+    def undo():
         signal.raise_signal(number)
         done.append("taken back")
 
@@ -242,13 +242,13 @@ def test_a_handler_that_is_called_late_may_be_interrupted(raising_handlers):
 def test_a_handler_that_is_installed_inside_waits_too(raising_handlers):
     done = []
 
-    def take_back():
+    def undo():
         signal.raise_signal(signal.SIGUSR2)
         done.append("taken back")
 
     before = signal.getsignal(signal.SIGUSR2)
     try:
-        with pytest.raises(Came, match="SIGUSR2"), Changes([lambda: take_back]):
+        with pytest.raises(Came, match="SIGUSR2"), Changes([lambda: undo]):
             signal.signal(signal.SIGUSR2, raise_came)
         assert done == ["taken back"]
         assert signal.getsignal(signal.SIGUSR2) is raise_came

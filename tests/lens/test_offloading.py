@@ -104,5 +104,5 @@ def test_offloaded_weights_are_not_shuffled(tmp_path):
 
 
 def test_a_model_of_shapes_alone_is_told_apart():
-    with pytest.raises(lm.UnsupportedModelError, match="got a model on 'meta', which holds shapes only"):
+    with pytest.raises(lm.UnsupportedModelError, match="got a model on 'meta', which has only their shapes"):
         lm.run(bridge("llama").to("meta"), torch.tensor([[1, 2, 3]]), "attention")

@@ -63,7 +63,7 @@ def test_an_attention_over_source_and_target_is_named():
     with pytest.raises(lm.UnsupportedModelError, match="reads the source and the target in one softmax"):
         lm.run(model, pair, "attention", part="decoder")
     for part in ("cross", "joint"):
-        with pytest.raises(ValueError, match="its decoder has no cross-attention of its own"):
+        with pytest.raises(ValueError, match="its decoder has no separate cross-attention"):
             lm.run(model, pair, "attention", part=part)
     # No start token is named: both sides are given tokens.
     assert lm.support(model, part="encoder")["attention"].startswith("ok")

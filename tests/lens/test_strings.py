@@ -94,7 +94,7 @@ def test_strings_and_pairs_of_encoders(family, by_name, tmp_path):
     maps = list(lm.run_many(model, several, "attention"))
     assert list(map(read, maps)) == [each["input_ids"] for each in expected]
     torch.testing.assert_close(maps[2].scores, lm.run(model, OTHER, "attention").scores, atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match=r"prepend_bos: .* adds its own special tokens; expected None.*give"):
+    with pytest.raises(ValueError, match=r"prepend_bos: expected None for .* adds special tokens.*give"):
         lm.run(model, TEXT, "attention", prepend_bos=True)
 
 
@@ -139,7 +139,7 @@ def test_sources_and_targets_of_encoder_decoders(family, by_name, tmp_path):
     )
     empty = lm.run(model, (TEXT, ""), "attention").provenance["target_token_ids"]
     assert empty == decoder_input(model, tokenizer, "")
-    with pytest.raises(ValueError, match=r"prepend_bos: .* adds its own special tokens"):
+    with pytest.raises(ValueError, match=r"prepend_bos: expected None for .* adds special tokens"):
         lm.run(model, (TEXT, OTHER), "attention", prepend_bos=False)
 
 
@@ -227,7 +227,7 @@ def test_causal_decoders_keep_the_habit_and_note_it():
     assert tokenizer("w5 w6")["input_ids"] == [5, 6]
     [note] = found.notes
     assert "3 tokens ('<bos>' 'w5' 'w6')" in note
-    assert "2 tokens ('w5' 'w6') (prepend_bos=False gives those)" in note
+    assert "2 tokens ('w5' 'w6') (use prepend_bos=False for those)" in note
     assert not lm.run(model, "w5 w6", "attention", prepend_bos=False).notes
     twice = lm.run(model, "<bos> w5 w6", "attention")
     assert read(twice) == [1, 1, 5, 6]
@@ -306,7 +306,9 @@ def test_a_prompt_beyond_the_context_length_says_so():
     model = bridge("llama", max_position_embeddings=8)
     assert not lm.run(model, list(range(3, 11)), "attention").notes
     [note] = lm.run(model, list(range(3, 12)), "attention").notes
-    assert note.startswith("prompt: 9 tokens are more than the context length that the model was made for, 8")
+    assert note.startswith(
+        "prompt: 9 tokens are more than the context length that the model was trained with, 8"
+    )
     short, long = lm.run_many(model, [[3, 4, 5], list(range(3, 12))], ["attention", "value_zeroing"])
     assert not any(each.notes for each in short.values())
     assert all("context length" in each.notes[0] for each in long.values())
