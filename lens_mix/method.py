@@ -1,4 +1,4 @@
-"""What every method is: a small frozen dataclass (its parameters) with its hooks and one call."""
+"""The base class of all methods: a frozen dataclass of parameters, with hooks and one call."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# The key that a decoder position's own residual stream is on cross-attention: it has no place in the source.
+# In cross-attention this is the key of a decoder position's own residual stream, which is no source token.
 RESIDUAL_KEY = "[RESIDUAL]"
-# What a map is of: one block; the stack from a block down to the tokens; or the whole model, in one map.
+# A map describes one block, the stack from a block down to the tokens, or the whole model.
 Scope = Literal["layer", "stack", "model"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """Base of all methods: the fields are the parameters, the call turns one block into a layer map.
+    """The base class of all methods. The fields are the parameters; the call returns one block's layer map.
 
-    Class attributes:
-        name: the method's name in strings (`lm.run(model, prompt, name)`).
-        residual: the residual weight that the method's own paper mixes in when maps are rolled out: 0.5 where
-            the map holds the attention branch only, 0 where it already holds the residual.
-        engines: the ways to compute it, fastest first. "recorded" reads the clean pass, "hooks" intervenes
-            and runs blocks again, "algebra" uses the verified components of a block.
-        includes_residual: whether the map's diagonal includes the residual stream. On cross-attention such a map
-            has one more key after the source's positions, `RESIDUAL_KEY`.
-        has_unit_rows: whether rows sum to 1, unless an attention sink took some of their weight.
+    Attributes:
+        name: The method's name in strings (`lm.run(model, prompt, name)`).
+        residual: The weight of the residual stream that the method's paper adds in a rollout: 0.5 if the map
+            is of attention only, 0 if it already includes the residual stream.
+        engines: The engines that can compute it, the fastest first. "recorded" reads the clean pass, "hooks"
+            replays blocks with interventions, and "algebra" uses the verified components of a block.
+        includes_residual: Whether the map's diagonal includes the residual stream. In cross-attention such a map
+            has one more key after the source's tokens, `RESIDUAL_KEY`.
+        has_unit_rows: Whether rows sum to 1, unless an attention sink has some of their weight.
         scope: "layer": a map of one block. "stack": an input map, from a block down to the tokens. "model":
-            one input map of all blocks together, which counts as the last layer's.
-        parts: the parts of an encoder-decoder on which it is defined, of "encoder", "decoder", "cross" and
-            "joint". A model of one stack counts as "decoder" and "encoder".
-        needs: what the method needs. Components of a block, for the algebra engine
-            (`lens_mix.lens.verification`); "unembedding", verified logits; "gradients", with respect to
-            something inside the model; "causal", a causal model; "position_ids", a model that takes them.
-        records: what the method reads of a layer of the clean pass ("pattern", "value", "z", "resid_pre").
-        citation: the key of the paper in `references.bib`.
+            one input map of all blocks together, which is labelled as the last layer.
+        parts: The parts of an encoder-decoder for which it is defined: "encoder", "decoder", "cross" and
+            "joint". A method for "encoder" or "decoder" is also defined for models with one stack.
+        needs: What the method needs: components of a block for the algebra engine
+            (`lens_mix.lens.verification`); "unembedding", which means verified logits; "gradients" with
+            respect to tensors inside the model; "causal", which means a causal model; "position_ids", which
+            means a model that takes them.
+        records: What the method reads from a layer of the clean pass ("pattern", "value", "z", "resid_pre").
+        citation: The key of the paper in `references.bib`.
     """
 
     name: ClassVar[str]
@@ -72,91 +73,93 @@ class Method:
         queries: Int[Tensor, "batch query"] | None = None,
         attention: str = DEFAULT_ATTENTION,
     ) -> list[HookPair]:
-        """What the method puts on one layer of a clean pass: the runner's pairs, and good in a run of yours.
+        """Return the hooks with which the method records one layer of the clean pass.
 
-        But for "resid_pre", which the runner has without a hook.
+        They are also usable in your own `run_with_hooks`. There is no hook for "resid_pre", because the clean
+        pass always has it.
 
         Args:
-            layer: which block.
-            store: the dict that the hooks fill, by TransformerLens's names.
-            queries: positions of the rows to record of each prompt; None: all.
-            attention: name of the attention module, with `{layer}`.
+            layer: The layer.
+            store: The dict in which the hooks store tensors, by TransformerLens's names.
+            queries: The positions of the rows to record, for each prompt. None: all.
+            attention: The name of the attention module, with `{layer}`.
         """
         return record_attention(layer, store, sorted(self.records), queries=queries, attention=attention)
 
     def interventions(self, layer: int, *args: Any, **kwargs: Any) -> list[HookPair]:
-        """What the method puts on one layer of a replay: its interventions, good in a run of yours too.
+        """Return the hooks with which the method intervenes in one layer of a replay.
 
-        Methods that intervene override it with arguments of their own (a position, a pattern), and put the
-        same pairs on their passes. Empty for those that read the clean pass alone, or change what enters the
-        model.
+        They are also usable in your own `run_with_hooks`. Methods that intervene override this with their own
+        arguments (a position or a pattern, for example), and use the same hooks in their passes. The list is
+        empty for methods that only read the clean pass or change the input of the model.
         """
         return []
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        """The layer map of one block, for every prompt of the batch; padding is cut later.
+        """Return the layer map of one block for every prompt of the batch, including padding.
 
-        Methods that are computed from recorded tensors alone, or by algebra, give the rows that the block
-        holds (`block.queries`).
+        With the engines "recorded" and "algebra", the map has only the rows of `block.queries`.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
-        """The maps of several blocks, from below, with the rows that the last of them holds.
+        """Return the maps of several blocks, the lowest first, with the rows of the last block.
 
-        Methods that carry something from block to block define this instead of the call. Those of kind
-        "input" get all blocks below the last one asked for, with all rows; those of the whole model give one
+        Methods that need several blocks at once define this instead of the call. If the scope is "stack", the
+        blocks are all blocks up to the last selected one, with all rows. If it is "model", the result is one
         map for all blocks.
         """
         return [self(block) for block in blocks]
 
     def passes(self, blocks: Sequence[Block]) -> Passes | None:
-        """Return about how many forward passes the maps of these blocks take, for a warning beforehand.
+        """Return an estimate of the forward passes that these blocks take, for a warning beforehand.
 
-        None for methods that take only a few, whatever the prompt is.
+        The result is None if the method takes few passes for any prompt.
         """
         return None
 
     def takes_rows(self, engine: str) -> bool:
-        """Whether an engine of it makes the asked rows only; otherwise the runner cuts them."""
+        """Return whether an engine computes only the selected rows; else the runner selects them."""
         return engine != "hooks" or self.scope == "model"
 
     def parameters(self) -> dict[str, object]:
-        """The parameters by name, as the record keeps them."""
+        """Return the parameters by name, for the map's record."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> Rules | None:
-        """The changed rules of a backward pass through the clean pass, where a method needs one; else None.
+        """Return the changed rules of a backward pass through the clean pass; None if the method needs none.
 
-        With rules the clean pass runs with gradients on and keeps its graph, for `Block.graph` to return. It
-        can't in a batch, under `max_memory` or in an encoder-decoder: `Block.graph` runs a pass of its own.
+        With rules, the clean pass runs with gradients and keeps its autograd graph, which `Block.graph`
+        returns. In a batch, under `max_memory` or in an encoder-decoder this is not possible, and
+        `Block.graph` runs another pass.
         """
         return None
 
     def key_groups(self, positions: int) -> list[list[int]] | None:
-        """Groups of positions that the key axis stands for; None where it stands for the positions."""
+        """Return the group of positions of each key; None if each key is one position."""
         return None
 
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
-        """Why the algebra engine has no formula for such a block; None where it has."""
+        """Return why the algebra engine has no formula for such a block; None if it has one."""
         return None
 
     def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
         """Return what the map of such a block needs: `needs`, and maybe "feed_forward" or "next_norm".
 
-        "feed_forward": the algebra engine computes the feed-forward, so every asked row of it is checked.
-        "next_norm": the map uses the norm that reads the block's output (`Block.next_norm`).
+        "feed_forward" means that the algebra engine computes the feed-forward, so that it is checked for each
+        selected row. "next_norm" means that the map uses the norm that reads the block's output
+        (`Block.next_norm`).
         """
         return self.needs
 
     def check(self, n_heads: int, n_layers: int, layers: Sequence[int]) -> None:
-        """Raise an error for parameters that this model can't have (a head out of range, say).
+        """Raise an error if the parameters do not fit the model (a head out of range, for example).
 
         Args:
-            n_heads: number of query heads.
-            n_layers: number of blocks.
-            layers: the blocks that have attention.
+            n_heads: The number of query heads.
+            n_layers: The number of blocks.
+            layers: The layers that have attention.
 
         Raises:
-            ValueError: with what was expected and what was got.
+            ValueError: If a parameter does not fit.
         """

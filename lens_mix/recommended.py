@@ -1,4 +1,4 @@
-"""The input map that the evidence recommends, in one call."""
+"""Compute the input map that the evidence recommends for a model, in one call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lens_mix.methods.input_gradients import InputGradients
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike, predicted
 
-# The replacements that the evidence was measured with (docs/input_map.md).
+# The evidence was measured with these replacements (docs/input_map.md).
 _WORDS = (" thing", " green")
 
-# What is known of each recipe: names of facts in `lens_mix/measured.json`. A recipe that is not here was not
-# measured on its own.
+# These are the names of each recipe's facts in `lens_mix/measured.json`. A recipe that is missing here was
+# not measured separately.
 EVIDENCE = {
     "joint input_gradients": ("flan-t5-joint: input_gradients, norm",),
     "attribution_patching": (
@@ -42,40 +42,46 @@ def input_map(
     target: TargetLike | None = None,
     **options: Any,
 ) -> MixingMap:
-    """Return which input tokens an output came from: the map with the best evidence that this model allows.
+    """Return the map from input tokens to an output that has the best evidence on this kind of model.
 
-    It is the first of these that can run on the model. The notes have the reasons against those before it.
+    It is computed by the first of these recipes that can run on the model. The notes of the map say why the
+    earlier ones cannot.
 
-    1. `attribution_patching`: an estimate of the change of the target if a token were another one. It needs a
-       few forward passes, and a causal model on a TransformerBridge that takes positions. On short prompts
-       its order agreed best with measured replacement, of the maps that need no forward pass per token. On
-       long prompts and on a second model it had no lead, and it is poor at finding a single planted fact.
-    2. `decompx`, on models that see both ways and without a target: what the position is made of. It agreed
-       best on an encoder with a trained head.
-    3. `gim` with the ratio rule for activations and absolute scores, on every model that has logits.
-    4. `gim` with the gradients of activations, if the model's feed-forward is not written down.
+    1. `attribution_patching` estimates how the target changes if a token is replaced. It needs a few forward
+       passes, and a causal model on a TransformerBridge that takes positions. Among the maps that need no
+       forward pass per token, its ranking agreed best with measured replacement on short prompts. On long
+       prompts and on a second model it was not the best, and it is poor at finding a single planted fact.
+    2. `decompx` decomposes the representation of a position. It runs on bidirectional models if no target is
+       given. It agreed best on an encoder with a trained classifier.
+    3. `gim` with the ratio rule for activations and absolute scores runs on every model that has logits.
+    4. `gim` with the gradients of activations is used if the formula of the feed-forward is not known.
 
-    For an encoder-decoder, unless a `part` is asked for, the keys are the tokens of the source and then those
-    of the target (part="joint"). There is one recipe: the norm of `input_gradients`.
+    For an encoder-decoder the only recipe is the norm of `input_gradients`, unless you choose a `part`. The
+    keys are the tokens of the source and then those of the target (part="joint").
 
-    The evidence: docs/input_map.md, docs/encoder_decoder.md, and docs/leaderboard.md for encoders.
+    The evidence is in docs/input_map.md, docs/encoder_decoder.md, and docs/leaderboard.md for encoders.
 
     Args:
-        model, prompt: as in `lm.run`.
-        queries: the rows to make, as in `lm.run`; every row is a backward pass. The last by default.
-        target: what is explained, read at each row's position; None: the log probability of what the model
-            itself predicts there (`decompx` explains the position's representation instead).
-        options: as in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
-            part="decoder" leaves the source out. `layers`: `decompx` has a map for each; None is the last,
-            which was measured. The other recipes have one map, which counts as the last layer's.
+        model: As in `lm.run`.
+        prompt: As in `lm.run`.
+        queries: The positions of the rows to compute, as in `lm.run`. Each row takes a backward pass. The
+            default is the last position.
+        target: What is explained, at the position of each row. None: the log probability of the model's own
+            prediction there. `decompx` explains the representation of the position instead.
+        options: As in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
+            part="decoder" excludes the source. `layers` is for `decompx`, which has a map of each layer. Its
+            default is the last layer, which was measured. The other recipes have one map, which is labelled
+            as the last layer.
 
     Returns:
-        A map [1, query, key], 0 or more, in the target's unit (`decompx`: lengths of vectors). `method` and
-        `parameters` are the recipe's, `provenance["input_map"]["figures"]` is what was measured of it, and
-        `provenance["joint"]` has the number of the source's tokens.
+        A map [1, query, key] of scores ≥ 0 in the unit of the target (`decompx`: norms of vectors). `method`
+        and `parameters` are those of the recipe. `provenance["input_map"]["figures"]` is what was measured of
+        it, and `provenance["joint"]` has the number of the source's tokens.
 
     Raises:
-        TypeError, ValueError: as `lm.run`. UnsupportedModelError: none of them can run, with each reason.
+        TypeError: As in `lm.run`.
+        ValueError: As in `lm.run`.
+        UnsupportedModelError: If none of the recipes can run. The message has the reason of each one.
     """
     part = options.get("part")
     if part == "all":
@@ -90,7 +96,7 @@ def input_map(
         recipes = _recipes(model, asked, by_default=target is None)
     reasons: list[str] = []
     for method, name in recipes:
-        if isinstance(method, DecompX) and not _sees_both_ways(model, prompt, options):
+        if isinstance(method, DecompX) and not _is_bidirectional(model, prompt, options):
             continue
         try:
             last = isinstance(method, DecompX) and options.get("layers") is None
@@ -102,22 +108,28 @@ def input_map(
         evidence = {"recipe": method.name, "figures": _figures(name)}
         return mixing_map.replace(
             provenance={**mixing_map.provenance, "input_map": evidence},
-            notes=(*mixing_map.notes, *(f"input_map: not the first choice: {reason}" for reason in reasons)),
+            notes=(
+                *mixing_map.notes,
+                *(f"input_map: a better recipe cannot run: {reason}" for reason in reasons),
+            ),
         )
     raise UnsupportedModelError(f"input_map: {'; '.join(dict.fromkeys(reasons))}")
 
 
 def _figures(name: str) -> str:
-    """Return the sentence on what was measured of a recipe."""
-    return sentence(*EVIDENCE[name]) if name in EVIDENCE else "not measured on its own"
+    """Return what was measured of a recipe, as a sentence."""
+    return sentence(*EVIDENCE[name]) if name in EVIDENCE else "not measured separately"
 
 
 def _recipes(
     model: TransformerLensModel, target: TargetLike, by_default: bool
 ) -> Iterator[tuple[Method, str]]:
-    """Yield the recipes from the best down, each with its name in `EVIDENCE`.
+    """Yield the recipes, the best one first, each with its name in `EVIDENCE`.
 
-    `by_default` is whether no target was asked for.
+    Args:
+        model: The model.
+        target: The target.
+        by_default: Whether it is the default target, and not one that the user gave.
     """
     yield AttributionPatching(target, replacements=_words(model)), "attribution_patching"
     if by_default:
@@ -126,8 +138,8 @@ def _recipes(
     yield Gim(target, readout="absolute"), "gim"
 
 
-def _sees_both_ways(model: TransformerLensModel, prompt: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether the model sees both ways; False for the encoder of an encoder-decoder."""
+def _is_bidirectional(model: TransformerLensModel, prompt: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether the model is bidirectional; False for the encoder of an encoder-decoder."""
     try:
         mixing_map = run(model, prompt, "attention", queries=[0], **options)
         return not mixing_map.causal and mixing_map.provenance.get("part") != "encoder"
@@ -136,7 +148,7 @@ def _sees_both_ways(model: TransformerLensModel, prompt: Any, options: Mapping[s
 
 
 def _words(model: TransformerLensModel) -> tuple[str, ...] | None:
-    """Return the replacements of the evidence if each is one token; None: some are drawn."""
+    """Return the replacements of the evidence if each is one token; else None, and replacements are drawn."""
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         return None

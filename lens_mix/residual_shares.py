@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ResidualShares(VectorMethod):
-    """Compute the share of the residual stream in its sum with the attention branch, by proximity.
+    """Compute the share of the residual stream in its sum with the output of attention, by proximity.
 
-    score[l, i] = p(x) / (p(x) + p(a)), where x is the residual stream, a is what the attention branch adds
-    and y = x + a. p(s) = max(0, ‖y‖₁ − ‖y − s‖₁) is the proximity of Ferrando et al. (EMNLP 2022, eq. 6), for
-    two components. If both are 0, the share is 1/2. Shape [layer, query, 1], values in 0..1.
+    score[l, i] = p(x) / (p(x) + p(a)), where x is the residual stream, a is the output of attention and
+    y = x + a. p(s) = max(0, ‖y‖₁ − ‖y − s‖₁) is the proximity of Ferrando et al. (EMNLP 2022, eq. 6) of a
+    component s. If both proximities are 0, the share is 1/2. Shape [layer, query, 1], values in 0..1.
 
     This is not one of `METHODS`, because it does not distinguish keys. `lm.run(..., residual_shares=True)`
     adds it to the maps, for `lm.rollout(m, residual="measured")`.
@@ -43,7 +43,7 @@ class ResidualShares(VectorMethod):
 def residual_shares(
     resid_pre: Float[Tensor, "batch query d_model"], summed: Float[Tensor, "batch query d_model"]
 ) -> Float[Tensor, "batch query"]:
-    """Return the share of the residual stream in its sum with the attention branch.
+    """Return the share of the residual stream in its sum with the output of attention, in 0..1.
 
     Args:
         resid_pre: x, the residual stream that enters the block.
