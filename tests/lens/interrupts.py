@@ -1,9 +1,10 @@
-"""Signals at many moments of a call: what they leave on the model, and what the call returns afterwards.
+"""Interrupt a call by signals at many moments, and check the model and the call's result afterwards.
 
     python -m tests.lens.interrupts 1000 "bridge gpt2,bridge llama" run pruned
 
-interrupts so often in each of three ways. `tests/lens/test_interrupts.py` does it in a process of its own: a
-signal may come after the call, and what checks shapes in the tests wraps every function in one of its own.
+This command interrupts 1000 times in each of three ways. `tests/lens/test_interrupts.py` runs it in a
+separate process, because a signal may come after the call, and because the tests' shape checks wrap every
+function.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal
 
 
 class Came(RuntimeError):
-    """What every handler raises, as that of a test's timeout does: an error that models raise too."""
+    """The exception of every handler. It is an error that models raise too, as in a test's timeout."""
 
 
 def raise_came(number: int, frame: FrameType | None) -> None:
-    """A handler that raises."""
+    """Raise an exception. This is a signal handler."""
     raise Came(signal.Signals(number).name)
 
 
@@ -60,7 +61,7 @@ def _attention_attribution(model: Any, tokens: torch.Tensor) -> Any:
 
 
 def _first_run(model: Any, tokens: torch.Tensor) -> Any:
-    """A run that verifies the model, which finds out by trying what each module is."""
+    """Return a run that verifies the model, which finds the kind of each module by trying it."""
     kept._verifications.clear()
     random_vectors.cache_clear()
     lm.run(model, tokens, ["attention", "value_zeroing"])
@@ -79,7 +80,7 @@ CALLS: dict[str, Call] = {
 
 
 class Patient:
-    """A model with a mind of its own, and what it is like before it is interrupted."""
+    """A model with unusual settings, and its state before it is interrupted."""
 
     def __init__(self, label: str) -> None:
         self.model = next(case for case in cases() if case.label == label).build()
@@ -94,13 +95,13 @@ class Patient:
         self.logits = self.forward()
 
     def forward(self) -> torch.Tensor:
-        """The logits of a plain pass; the same dropout each time."""
+        """Return the logits of a plain pass, with the same dropout each time."""
         torch.manual_seed(0)
         with torch.no_grad():
             return self.model(self.tokens)
 
     def state(self) -> list[Any]:
-        """Everything that must not change, by identity."""
+        """Return everything that must not change, by identity."""
         modules = all_modules(self.model)
         found: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
         found += [torch.is_autocast_enabled("cpu"), torch.get_float32_matmul_precision()]
@@ -114,7 +115,7 @@ class Patient:
         return found
 
     def is_well(self) -> bool:
-        """Whether nothing was left behind: no flag, no hook, no lock."""
+        """Return whether the model has its old flags and hooks, and no lock is acquired."""
         if self.state() != self.before or not torch.equal(self.forward(), self.logits):
             return False
         other = threading.Thread(target=self._open, daemon=True)
@@ -128,13 +129,14 @@ class Patient:
 
 
 class Moments:
-    """Calls one signal's handler when Python would: as a function begins, or a function in C ends."""
+    """Call one signal's handler at a moment when Python could: when a function begins, or one in C ends."""
 
     def __init__(self, moment: int | None) -> None:
         self.moment, self.seen, self.came, self.arrived = moment, 0, False, False
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        resumes = frame.f_code.co_flags & 0x20 and event == "call"  # a generator: not at its `yield`
+        # A generator that resumes is not at its first line, but at its `yield`.
+        resumes = frame.f_code.co_flags & 0x20 and event == "call"
         if event not in ("call", "c_return") or resumes:
             return
         self.seen += 1
@@ -147,7 +149,7 @@ class Moments:
 
 
 def profiled(call: Call, patient: Patient, moment: int | None) -> Moments:
-    """One call, interrupted at a moment; None: not at all, to count the moments."""
+    """Make one call that is interrupted at a moment. None: do not interrupt, but count the moments."""
     moments = Moments(moment)
     try:
         sys.setprofile(moments)
@@ -160,9 +162,11 @@ def profiled(call: Call, patient: Patient, moment: int | None) -> Moments:
 
 
 def interrupted_everywhere(name: str, label: str, count: int) -> tuple[int, list[int]]:
-    """How often a call was interrupted, at moments spread over it, and after which something was left.
+    """Interrupt calls at moments that are spread over a call.
 
-    Or was lost: what the handler raised has to come out of the call.
+    Returns:
+        The number of interrupted calls, and the moments after which the model was not restored, or the call
+        did not raise the handler's exception.
     """
     patient, call, left, came = Patient(label), CALLS[name], [], 0
     total = profiled(call, patient, None).seen
@@ -177,7 +181,7 @@ def interrupted_everywhere(name: str, label: str, count: int) -> tuple[int, list
 
 
 def usual_seconds(call: Call, patient: Patient) -> float:
-    """How long the call takes when nothing comes."""
+    """Return the seconds that a call takes without a signal."""
     start = time.perf_counter()
     for _ in range(5):
         call(patient.model, patient.tokens)
@@ -185,7 +189,7 @@ def usual_seconds(call: Call, patient: Patient) -> float:
 
 
 def interrupted_by_signals(name: str, label: str, count: int, seed: int = 0) -> int:
-    """After how many of so many real signals, at random times within the call, something was left."""
+    """Return how many real signals, at random times of a call, left a change on the model."""
     patient, call, draw = Patient(label), CALLS[name], random.Random(seed)
     usual = usual_seconds(call, patient)
     came = left = 0
@@ -214,9 +218,9 @@ def interrupted_by_signals(name: str, label: str, count: int, seed: int = 0) -> 
 
 
 def interrupted_by_timers(name: str, label: str, count: int, seed: int = 0) -> int:
-    """After how many of so many calls something was left when a timer interrupts each several times.
+    """Return how many calls left a change on the model when a timer interrupts each several times.
 
-    The second exception comes while the first one is on its way out.
+    The second exception is raised while the first one is being handled.
     """
     patient, call, draw = Patient(label), CALLS[name], random.Random(seed)
     usual = usual_seconds(call, patient)

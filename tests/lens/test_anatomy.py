@@ -1,4 +1,4 @@
-"""What a norm is read as: what it does counts, not what its class is called."""
+"""Test that a norm is read by its behaviour, and not by the name of its class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.b
 
 
 class Odd(nn.Module):
-    """A norm whose class name says nothing; its parameters are named as told."""
+    """A norm with an unknown class name, and parameters of given names."""
 
     def __init__(self, width, *, centred, offset=0.0, weight="weight", bias=None, eps=1e-5, stored_eps=None):
         super().__init__()
@@ -71,7 +71,7 @@ def test_a_norm_is_what_it_does(options, width, centred, dtype):
     assert (norm.bias is None) == ("bias" not in options)
     sizes = torch.tensor([[30.0], [1.0], [1e-2], [1e-3]], dtype=dtype)
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(1)).to(dtype) * sizes + 0.5 * sizes
-    # Stored numbers are taken as they are; measured ones are as good as the dtype.
+    # Stored numbers are exact, while measured ones have the rounding error of the dtype.
     accepted = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}[dtype]
     assert relative_error(norm(x.to(torch.promote_types(dtype, torch.float32))), module(x)) < accepted
 

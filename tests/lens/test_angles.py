@@ -1,4 +1,4 @@
-"""Long RoPE and dynamic NTK: angles depend on the longest position of a pass, and on the passes before."""
+"""Test long RoPE and dynamic NTK, whose angles depend on the longest position and on earlier passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from lens_mix.lens.changes import Changes
 from lens_mix.session import Session
 from tests.tiny_models import CONTEXT, available, bridge, wrapped_model
 
-SWITCH = 8  # positions from which on the angles are others
+# In a pass with more positions than this, the angles change.
+SWITCH = 8
 LOG_PROBABILITY = lm.targets.token(5, of="log_probability")
 
 
@@ -78,7 +79,7 @@ def kind(request: Any) -> str:
 
 
 def build(kind: str) -> tuple[Any, Any]:
-    """A model, and a function that gives the log probabilities of a fresh copy of what it wraps."""
+    """Return a model, and a function with the log probabilities of a new copy of the wrapped model."""
     name, config = KINDS[kind]
     model, wrapped = bridge(name, torch.float64, **config), wrapped_model(name, torch.float64, **config)
     wrapped.set_attn_implementation("eager")
@@ -99,7 +100,7 @@ def test_a_batch_gives_what_prompts_give_alone(kind):
         torch.testing.assert_close(maps["attention"].scores, patterns, atol=1e-6, rtol=0)
         for name, m in lm.run(model, tokens, METHODS).items():
             torch.testing.assert_close(maps[name].scores, m.scores, atol=1e-9, rtol=0)
-    # It matters: the same prompt in another's regime.
+    # The test would be empty if the angles of a longer prompt did not change the result.
     rotary = rotary_modules(list(model.original_model.modules()))
     assert any(angles_differ(module, 6, 14) for module in rotary)
     assert not any(angles_differ(module, 5, 6) for module in rotary)
@@ -138,9 +139,10 @@ def state(model: Any) -> list[dict[str, Any]]:
 
 
 def test_what_a_longer_pass_leaves_behind(kind):
-    """It has no say in a map, and the user finds it again."""
+    """Check that it does not affect a map, and that the user finds it unchanged after a run."""
     model, fresh = build(kind)
-    short = prompt(SWITCH + 1, 5)  # of the second kind too, and shorter
+    # This prompt has the angles of a long prompt too.
+    short = prompt(SWITCH + 1, 5)
     with torch.no_grad():
         model(prompt(14)[None])
     before = state(model)
@@ -177,12 +179,12 @@ def test_rows_before_the_last_token_keep_the_angles_of_the_prompt():
     found = lm.run(model, tokens, method, queries=[5]).scores[0, 0]
     replaced = lm.Occlusion(target=LOG_PROBABILITY, replacements=[9])
     expected = lm.run(model, tokens, replaced, queries=[5]).scores[0, 0]
-    # The last token of a row is replaced in full.
+    # For its last token, a row has the full replacement.
     torch.testing.assert_close(found[5], expected[5].abs(), atol=1e-6, rtol=0)
 
 
 def test_other_models_keep_their_batches():
-    """Angles, biases and tables that do not depend on the longest prompt."""
+    """Run models whose angles, biases and tables do not depend on the longest prompt."""
     for name in ("llama", "mpt", "bloom", "gptj", "gpt_neox", "llama4", "gpt_oss"):
         if not available(bridge, name):
             pytest.skip("no TransformerBridge in this TransformerLens")
@@ -196,7 +198,7 @@ def test_other_models_keep_their_batches():
 
 
 class _Refuses(torch.nn.Module):
-    """Takes other arguments than rotary modules do."""
+    """A module that does not take the arguments of rotary modules."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -219,7 +221,7 @@ def test_a_module_that_can_not_be_asked_is_taken_by_its_name(kind, differ):
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_the_modules_of_every_transformers(name):
-    """Whether or not this TransformerLens has a Bridge: frequencies as a fresh module has them."""
+    """Compare with the frequencies of a new module, also if this release has no Bridge."""
     scaling = {
         "dynamic": {"rope_type": "dynamic", "factor": 3.0},
         "longrope": {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [4.0, 2.0, 3.0]},

@@ -1,4 +1,4 @@
-"""The rules of a changed backward pass, one by one."""
+"""Test the rules of a changed backward pass one by one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_without_gradients_nothing_is_changed_and_idle_rules_are_an_error(name):
 
 
 def test_a_norm_that_is_not_as_it_was_read_is_refused(monkeypatch):
-    """A hook of the user's on the output of a norm, which the linear part knows nothing of."""
+    """Add a user hook to the output of a norm, which the linearised norm does not include."""
     model = gpt2_like(torch.float64)
     ids = tokens(model, 1)
     before = lm.run(model, ids, "gim", queries=[-1]).scores

@@ -1,4 +1,4 @@
-"""Edges of what a model takes: one token, much padding, long prompts, adapters, other weights."""
+"""Test extreme inputs and models: one token, much padding, long prompts, adapters, quantised weights."""
 
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
 @pytest.mark.parametrize("sizes", [(1, 3), slow((1, 1)), slow((3, 1))])
 def test_a_source_of_one_token_is_mapped(sizes, stack):
-    """TransformerBridge fails on several copies of one."""
+    """Map a source of one token, on several copies of which TransformerBridge fails."""
     model = bridge("t5")
     prompt = tuple(tokens(model, 1, size, size) for size in sizes)
     methods = ["attention", "attention_attribution", "value_zeroing"]
@@ -39,7 +39,7 @@ def test_a_source_of_one_token_is_mapped(sizes, stack):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "bloom", "opt", "olmo2", "gemma2"])
 def test_left_padding_in_float64_gives_what_each_prompt_gives_alone(name):
-    """transformers makes NaN of rows that are all padding, there."""
+    """Map prompts with left padding. In float64, transformers makes NaN of rows that are all padding."""
     model = bridge(name, torch.float64)
     prompts = [tokens(model, 1, size, size) for size in (7, 4, 6)]
     padded = lm.run_many(model, prompts, "attention", padding_side="left")
@@ -49,7 +49,7 @@ def test_left_padding_in_float64_gives_what_each_prompt_gives_alone(name):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neo", "bert"])
 def test_a_row_that_sees_nothing_is_no_nan_in_float64(name):
-    """The lowest number of float64, which transformers masks by, is -inf in its float32 softmax."""
+    """Map in float64, whose lowest number is the value of masks, and -inf in the float32 softmax."""
     wide, narrow = bridge(name, torch.float64), bridge(name)
     prompt = tokens(wide, 1, 7)
     by_mask = lm.Occlusion(by="mask")
@@ -64,14 +64,14 @@ def test_a_row_that_sees_nothing_is_no_nan_in_float64(name):
 
 
 def test_a_row_that_sees_nothing_is_named_where_it_stays_nan():
-    """MPT gets its mask as booleans."""
+    """Map MPT, which takes a boolean mask."""
     model = bridge("mpt", torch.float64)
     with pytest.raises(ValueError, match=r"has NaN; in float64 some models \(MPT\) give NaN"):
         removal_curves(model, tokens(model, 1, 7), torch.arange(7.0, 0.0, -1.0), removal="drop")
 
 
 def test_a_target_says_that_the_model_gave_nan():
-    """By a hook of the user's, say: the target is not at fault."""
+    """Let a user hook cause NaN, so that the target is not the cause."""
 
     def spoil(logits, hook):
         logits[:, 2] = float("nan")
@@ -86,7 +86,7 @@ def test_a_target_says_that_the_model_gave_nan():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["olmo", "olmo2", "olmo3", "flex_olmo"])
 def test_olmo_in_half_precision_is_mapped_as_it_runs(name, dtype):
-    """TransformerBridge rotates in float32 there, and only a cache makes values float32 too."""
+    """Map OLMo, whose queries and keys are rotated in float32, while only a cache makes values float32."""
     if not available(bridge, name, dtype):
         pytest.skip("no bridge for it here")
     model, wide = bridge(name, dtype), bridge(name)
@@ -112,7 +112,7 @@ def test_tables_of_positions_end(name):
 
 
 class Adapted(nn.Module):
-    """A linear layer with an adapter over it, as peft's."""
+    """A linear layer with an adapter, as in peft."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("size", [1, 30])
 def test_an_adapter_over_values_is_mapped_and_one_over_the_output_named(size):
-    """However large: the block's wiring has to be found though its values are not what its weights give."""
+    """Use a large adapter: the anatomy must be found although values are not a product with the weights."""
     model = bridge("llama")
     projection = model.blocks[0].attn.v
     plain = lm.run(model, tokens(model, 1, 7), "value_norm")
@@ -153,7 +153,7 @@ def test_an_adapter_over_values_is_mapped_and_one_over_the_output_named(size):
 
 
 class Switched(Adapted):
-    """An adapter with an off switch, as peft's."""
+    """An adapter that can be switched off, as in peft."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__(base)
@@ -164,7 +164,7 @@ class Switched(Adapted):
 
 
 class SwitchedElsewhere(Adapted):
-    """One whose switch is no attribute of its own."""
+    """An adapter whose switch is an attribute of another object."""
 
     settings: ClassVar[dict[str, bool]] = {"disabled": False}
 
@@ -182,7 +182,7 @@ def switch(adapter, disabled):
 @pytest.mark.parametrize("kind", [Switched, SwitchedElsewhere])
 @pytest.mark.parametrize("place", ["attn.o", "mlp.out", "attn.v"])
 def test_an_adapter_that_is_switched_off_is_gone(place, kind):
-    """What failed with the adapter on is verified anew, and what was verified with it off as well."""
+    """Check that switching the adapter on or off makes a new verification in both directions."""
     methods = ["value_norm", "value_zeroing", "decompx", "attribution_patching"]
     plain, model = bridge("llama"), bridge("llama")
     prompt = tokens(model, 1, 7)
@@ -230,7 +230,7 @@ def test_an_unknown_activation_refuses_only_what_needs_the_feed_forward():
 
 
 class Quantised(nn.Module):
-    """A linear layer with weights of eight bits and a scale, as bitsandbytes'."""
+    """A linear layer with weights of eight bits and a scale, as in bitsandbytes."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class Quantised(nn.Module):
 
 
 class Packed(nn.Module):
-    """The same, behind a method, as torch's own quantised layers have it."""
+    """The same layer with its weight behind a method, as in torch's quantised layers."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def test_quantised_weights_are_named_and_maps_that_read_none_are_made(kind):
     words = rf"holds quantised weights \({kind.__name__}\), which are not read"
     with pytest.raises(lm.UnsupportedModelError, match=words):
         lm.run(model, x, "value_norm")
-    # The same numbers in a plain matrix.
+    # The plain matrix has the same numbers.
     expected = lm.run(plain_copy(model), x, ["attention", "value_zeroing"])
     found = lm.run(model, x, ["attention", "value_zeroing"])
     assert found["value_zeroing"].provenance["engine"] == "hooks"

@@ -1,4 +1,4 @@
-"""Models that the user's hooks edit: they are mapped as they run, or the refusal names the hook."""
+"""Test models with user hooks: their maps include the hooks' effect, or the error names the hook."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lens_mix.lens.model_classes import transformer_lens_version
 from tests.tiny_models import available, bridge, hooked_transformer, tokens
 
 LAYER = "blocks.1.attn"
-# What is made of pattern and values, and what reads the weights besides.
+# The first methods use pattern and values only; the others also read the weights.
 METHODS = ("value_norm", "attn_res", "attn_res_ln", "atb_ff", "alti", "value_zeroing")
 
 
 def named(function: str) -> str:
-    """What a refusal calls a hook: TransformerLens 2 does not keep the functions that its hooks wrap."""
+    """Return the name of a hook in errors: TransformerLens 2 does not store the functions that it wraps."""
     return "a hook" if transformer_lens_version()[0] < 3 else function
 
 
@@ -38,7 +38,7 @@ MODELS = pytest.mark.parametrize("name", ["gpt2", "llama", "HookedTransformer"])
 
 
 def scaled(factor: float) -> Callable[..., Tensor]:
-    """A hook that scales z of head 2."""
+    """Return a hook that scales z of head 2."""
 
     def scale_head(z: Tensor, hook: Any) -> Tensor:
         z = z.clone()
@@ -49,11 +49,11 @@ def scaled(factor: float) -> Callable[..., Tensor]:
 
 
 def output_matrix(model: Any) -> Tensor:
-    """Rows of the output matrix that belong to head 2, as a view."""
+    """Return head 2's rows of the output matrix, as a view."""
     attention = model.blocks[1].attn
     if hasattr(attention, "o"):
         weight = attention.o.original_component.weight
-        # GPT-2's own matrices stand the other way round.
+        # GPT-2 stores its matrices transposed.
         heads = weight if type(attention.o.original_component).__name__ == "Conv1D" else weight.T
         return heads.unflatten(0, (4, -1))[2]
     return attention.W_O[2]
@@ -96,7 +96,7 @@ def test_pruned_heads(name: str) -> None:
 
 @MODELS
 def test_edited_values_are_taken_as_they_are(name: str) -> None:
-    """Zeroed at a token: as much as zeroing it again changes, and no norm of it."""
+    """Zero the values of a token: zeroing them again changes nothing, and their norm is 0."""
     model = a_model(name)
     prompt = tokens(model, 1, 12, 1)[0]
 

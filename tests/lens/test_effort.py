@@ -1,4 +1,4 @@
-"""A run that needs many forward passes says so before it makes them."""
+"""Test that a run that needs many forward passes warns beforehand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lens_mix.lens import effort
 from lens_mix.lens.effort import Passes
 from tests.shared_models import decoder
 
-# 24 tokens: all rows, or all tokens, need more passes than a run makes without a word.
+# With 24 tokens, a pass for each row or each token is more than a run makes without a warning.
 PROMPT = torch.tensor([1, *range(4, 27)])
 EXPENSIVE = [
     lm.Gim(),
@@ -27,7 +27,7 @@ EXPENSIVE = [
     lm.ContextLength(),
     lm.AttentionAttribution(n_steps=20),
 ]
-# Read off one pass, in closed form, or with one backward pass.
+# These need one pass, a closed form, or one backward pass.
 CHEAP = ["attention", "value_norm", "value_zeroing", "attn_res_ln", "alti", "decompx", "gradient_attention"]
 
 
@@ -61,7 +61,7 @@ def test_many_passes_are_announced_before_they_are_made(model, method, monkeypat
 
 @pytest.mark.parametrize("method", EXPENSIVE, ids=repr)
 def test_the_announced_number_is_about_right(method, monkeypatch):
-    """Counted as the positions that go through the blocks; a backward pass counts nothing here."""
+    """Count the positions that pass through the blocks. A backward pass is not counted here."""
     model = decoder()
     (sentence,) = sentences(run_or_skip(model, method, progress=None))
     stated = float(re.search(r"about ([\d,]+)", sentence)[1].replace(",", ""))
@@ -100,7 +100,7 @@ def test_one_row_and_cheap_methods_say_nothing(model):
     ids=repr,
 )
 def test_closed_forms_over_pairs_of_tokens_say_so_too(method, last_row, monkeypatch):
-    """Their time in forward passes grows with the number of rows; here the limit is a short prompt's."""
+    """Use a low limit, because their time in forward passes grows with the number of rows."""
     monkeypatch.setattr(effort, "_MANY", 1)
     model = decoder()
     with pytest.warns(UserWarning, match="forward passes"):
@@ -109,7 +109,8 @@ def test_closed_forms_over_pairs_of_tokens_say_so_too(method, last_row, monkeypa
     with warnings.catch_warnings():
         warnings.filterwarnings("error" if not last_row else "ignore", message=".*forward passes.*")
         one = lm.run(model, PROMPT, method, queries=[-1])
-    assert len(sentences(one)) == last_row  # DecompX makes all rows below the last layer
+    # DecompX computes all rows below the last layer.
+    assert len(sentences(one)) == last_row
     half = lm.run(model, PROMPT, method, queries=range(12), progress=None)
     numbers = [int(re.search(r"about (\d+)", sentences(m)[0])[1]) for m in (found, half)]
     assert numbers[0] == (numbers[1] if last_row else pytest.approx(2 * numbers[1], abs=1))
@@ -121,7 +122,8 @@ def test_a_bar_or_none_instead_of_the_warning(model, capsys):
         shown = lm.run(model, PROMPT, lm.Gim(internal_batch_size=6), progress=True)
         bars = capsys.readouterr().err
         silent = lm.run(model, PROMPT, lm.Gim(internal_batch_size=6), progress=None)
-    assert "/4 " in bars  # 24 rows, six at a time
+    # There are 24 rows, six at a time.
+    assert "/4 " in bars
     assert "queries=[-1]" in sentences(shown)[0]
     assert sentences(shown) == sentences(silent)
 
@@ -130,7 +132,8 @@ def test_a_bar_moves(model, capsys):
     whole = lm.run(model, PROMPT, "gim", progress=None)
     capsys.readouterr()
     found = lm.run(model, PROMPT, "gim", progress=True)
-    assert "/3 " in capsys.readouterr().err  # eight rows at a time, where all would fit
+    # There are eight rows at a time, although all would fit.
+    assert "/3 " in capsys.readouterr().err
     torch.testing.assert_close(found.scores, whole.scores)
 
 

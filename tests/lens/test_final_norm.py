@@ -1,4 +1,4 @@
-"""A final norm that is not there: verified to be none, or refused."""
+"""Test models without a mapped final norm: either the verification finds that there is none, or it fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EACH = pytest.mark.parametrize(
 
 @EACH
 def test_a_norm_that_is_not_mapped_is_not_taken_as_none(method, engine, without):
-    """OPT with a projection after its final norm: the Bridge maps neither."""
+    """Use OPT with a projection after its final norm. The Bridge has hook points for neither."""
     model = build_or_skip(bridge, "opt_projected")
     with pytest.raises(lm.UnsupportedModelError, match="final norm: expected the model's own"):
         lm.run(model, prompt_of(model), method, engine=engine)
@@ -98,7 +98,7 @@ def test_support_says_what_run_does():
 
 @EACH
 def test_a_mapped_norm_has_to_read_the_last_residual(method, engine, without):
-    """A projection (here: one that turns the axes round) may lie between the two."""
+    """Insert a projection that reverses the axes between the last block and the final norm."""
     model = gpt2_like()
     norm = model.ln_final
     norm.register_forward_pre_hook(lambda module, args: (args[0].flip(-1), *args[1:]))

@@ -1,4 +1,4 @@
-"""A process that is forked while another thread maps a model: it can map that model itself."""
+"""Test that a process can map a model if it was forked while another thread mapped it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here"),
 ]
-SECONDS = 60  # after which a child that hangs is ended
+# A child process that takes longer is killed.
+SECONDS = 60
 METHODS = ["attention", "value_zeroing", "attention_attribution"]
 
 
 def succeeds_in_a_child(check):
-    """Whether a forked process ends, and with `check()` true."""
+    """Return whether a forked process ends, and `check()` is true in it."""
     child = os.fork()
     if child == 0:
         succeeds = False
@@ -44,7 +45,7 @@ def succeeds_in_a_child(check):
 
 
 class Mapped:
-    """A model, and what a child has to find and to compute."""
+    """A model, with the state and the map that a child process must find and compute."""
 
     def __init__(self, label):
         case = next(case for case in cases() if case.label == label)
@@ -114,7 +115,7 @@ def test_a_child_forked_while_another_thread_has_the_model_open(mapped, inside):
 
 
 def test_a_child_forked_by_another_thread_than_the_main_one(mapped):
-    """Handlers of signals, which the main thread held back, are the user's again."""
+    """Check that the user's signal handlers, which wait in the main thread, are installed again."""
     before, results = signal.signal(signal.SIGUSR1, handled := lambda *_: None), []
 
     def check():
@@ -139,7 +140,7 @@ def test_a_child_keeps_what_the_thread_that_forked_it_has_open(mapped):
 
 
 def test_a_process_is_forked_between_changes():
-    """A change that another thread is making is made, and taken back in the child."""
+    """Fork while another thread makes a change: the change is completed, and undone in the child."""
     changed, begun = [], threading.Event()
 
     def change():

@@ -33,7 +33,7 @@ def normed(x: torch.Tensor, norm: str | None) -> torch.Tensor:
 
 
 def logits(w: Weights) -> torch.Tensor:
-    """The definition, plainly."""
+    """Return the logits by the definition."""
     x = w.embedding[TOKENS] + w.positions[: len(TOKENS)]
     later = torch.ones(len(TOKENS), len(TOKENS)).triu(1).bool()
     for layer in range(2):
@@ -68,6 +68,7 @@ def test_the_random_state_stays():
 
 def test_weights_that_do_not_fit_are_refused():
     w = weights()
-    object.__setattr__(w, "output", torch.zeros(2, 3, 5, 8))  # past the checks of shapes that tests have on
+    # This way of setting a field avoids the tests' shape checks.
+    object.__setattr__(w, "output", torch.zeros(2, 3, 5, 8))
     with pytest.raises(ValueError, match=r"weights: expected the shape \(.*\) for .*\.0\.attn\..*, got \("):
         model_from_weights(w)

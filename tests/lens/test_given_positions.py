@@ -1,4 +1,4 @@
-"""Positions that the user gives: the map is of the pass that the model makes of them."""
+"""Test maps with positions that the user gives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LATER = torch.arange(12) + 3
 
 
 def plain_pattern(model: Any, prompt: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The first block's pattern in a forward pass without this library, heads averaged."""
+    """Return the first block's pattern in a pass without this library, as the mean over heads."""
     found = []
     model.original_model.set_attn_implementation("eager")
     with torch.no_grad(), model.hooks([("blocks.0.attn.hook_pattern", lambda t, hook: found.append(t))]):
@@ -28,7 +28,7 @@ def plain_pattern(model: Any, prompt: torch.Tensor, positions: torch.Tensor) -> 
 @pytest.mark.parametrize("positions", [RESTARTING, LATER], ids=["restarting", "later"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", *map(slow, ("qwen3", "gemma3", "mistral", "gpt_neox"))])
 def test_maps_are_of_the_models_own_pass(name: str, positions: torch.Tensor, cache: bool) -> None:
-    """Without a cache, models of transformers take positions that restart for packed prompts."""
+    """Use positions that restart, which models of transformers without a cache take for packed prompts."""
     if not available(bridge, name):
         pytest.skip("no such bridge")
     model = bridge(name, torch.float64)

@@ -1,4 +1,4 @@
-"""Models some of whose blocks have no attention; their numbers are compared in tests/test_wide.py."""
+"""Test models in which some blocks have no attention. tests/test_wide.py compares their numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers of signals that raise leave nothing behind, whenever they come (tests/lens/interrupts.py)."""
+"""Test that a signal handler that raises leaves no change on the model (tests/lens/interrupts.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def builds(case):
-    """Whether this release has the model."""
+    """Return whether this release has the model."""
     try:
         case.build()
     except pytest.skip.Exception:
@@ -37,7 +37,7 @@ def builds(case):
 HERE = [case.label for case in cases() if case.label in LABELS and builds(case)]
 
 
-# A thousand of each, as was measured once, takes a quarter of an hour.
+# A thousand interruptions of each kind, as in one measurement, take a quarter of an hour.
 @pytest.mark.parametrize(("count", "names"), [(20, ["run", "first_run"]), slow(100, [*CALLS])])
 def test_nothing_is_left(count, names):
     labels = HERE[:1] if count < 1000 else HERE
@@ -56,7 +56,7 @@ def test_nothing_is_left(count, names):
 
 @pytest.fixture
 def usual_handler():
-    """Python's own, which a process that a shell starts in the background does not have."""
+    """Install Python's own handler, which is missing in a process that a shell starts in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -77,7 +77,7 @@ def test_what_comes_while_a_change_is_made_waits_until_it_is_taken_back(usual_ha
 
 
 def test_what_comes_where_python_drops_exceptions_is_not_lost(usual_handler):
-    """As in the callback of a WeakSet, which is of this module."""
+    """Send a signal in the callback of a WeakSet, whose exceptions Python ignores."""
     names = {
         "__name__": weakref.WeakSet.__module__,
         "raise_signal": signal.raise_signal,
@@ -97,12 +97,12 @@ def test_a_handler_put_there_inside_stays(usual_handler):
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-# ------------------------------------------------------------------ what handlers raise
+# ------------------------------------------------------------------ exceptions of handlers
 
 
 @pytest.mark.parametrize("kind", [TimeoutError, RuntimeError, ValueError])
 def test_what_a_handler_raises_is_no_error_of_the_model(kind):
-    """Nothing on the way out takes it for one, and it comes out as it is, from where the signal came."""
+    """Check that the call raises the handler's exception itself, with the place where the signal came."""
 
     def ring(number, frame):
         raise kind("too late")
@@ -122,7 +122,7 @@ def test_what_a_handler_raises_is_no_error_of_the_model(kind):
         assert "fail_to_notice" in [frame.name for frame in raised.traceback]
         with pytest.raises(kind, match=r"^too late$"), Changes([]):
             signal.raise_signal(signal.SIGALRM)
-        # Outside it is any other exception.
+        # Outside a run it is an exception like any other.
         fail_to_notice()
         assert done == ["swallowed"]
         assert signal.getsignal(signal.SIGALRM) is ring
@@ -160,7 +160,7 @@ def test_a_timeout_in_a_run_is_a_timeout(place):
 
 @pytest.mark.parametrize("module", ["torch.autograd.grad_mode", "weakref"])
 def test_no_handler_comes_within_these(usual_handler, module):
-    """A mode of torch that is half exited stays on, or ends at any later time."""
+    """Check modes of torch, which would stay on or end at a later time if their exit were interrupted."""
     names = {"__name__": module, "raise_signal": signal.raise_signal, "number": signal.SIGINT, "done": []}
     exec("def work():\n    raise_signal(number)\n    done.append('all of it')", names)
     with pytest.raises(KeyboardInterrupt), Changes([]):
@@ -173,7 +173,7 @@ def test_no_handler_comes_within_these(usual_handler, module):
 
 @pytest.fixture
 def raising_handlers():
-    """Every signal has a handler that raises."""
+    """Install a handler that raises for every signal."""
     before = {number: signal.signal(number, raise_came) for number in SIGNALS}
     yield
     for number, handler in before.items():
@@ -221,7 +221,7 @@ def test_of_several_that_wait_none_is_lost(raising_handlers):
 
 
 def test_a_handler_that_is_called_late_may_be_interrupted(raising_handlers):
-    """As one that opens a debugger, say."""
+    """Interrupt a handler that waited, as for a handler that opens a debugger."""
     done = []
 
     def handler(number, frame):

@@ -1,4 +1,4 @@
-"""Which keys each query may see is measured, and right for triangles, windows, padding and prefixes."""
+"""Test the measured masks of causal models, windows, padding and prefixes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_local_attention_of_hooked_transformer():
 
 
 def test_an_underflowed_weight_is_no_mask():
-    """Scores of +-200 make softmax exactly 0 on keys that are allowed all the same."""
+    """Use scores of ±200, for which the softmax is exactly 0 on some allowed keys."""
     model = build_or_skip(bridge, "gpt2")
 
     def sharpen(query, hook):
@@ -86,14 +86,14 @@ def test_padding_is_cut_and_the_rest_stays_a_triangle():
 
 
 def mask_of(allowed, layers=1):
-    """What one prompt may see, without padding, in so many layers that are alike."""
+    """Return the mask of one prompt without padding, in several equal layers."""
     places = torch.arange(len(allowed))
     by_layer = dict.fromkeys(range(layers), allowed[None])
     return AllowedKeys(by_layer, places[None], True, 1e-7).of_prompt(0, places, places, range(layers))
 
 
 def test_a_prefix_mask():
-    """Three positions that all see each other, the rest causal."""
+    """Use a mask in which three positions see each other, and the others are causal."""
     allowed = torch.ones(6, 6).tril().bool()
     allowed[:3, :3] = True
     causal, mask = mask_of(allowed, layers=2).causal_and_mask()

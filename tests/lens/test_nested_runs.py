@@ -1,4 +1,4 @@
-"""A run that a user's hook asks for in the middle of another run, and models made in inference mode."""
+"""Test a run inside a user hook of another run, and models that were made in inference mode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build(label):
 
 
 def hook_once(model, function):
-    """Put a hook on the first block that calls a function once per pass of somebody else's."""
+    """Add a hook to the first block that calls a function once in each pass, except in passes inside it."""
     names = ("blocks.0.hook_in", "blocks.0.hook_resid_pre")
     name = next(name for name in names if name in model.hook_dict)
     busy = []
@@ -131,7 +131,7 @@ def test_which_methods_need_gradients():
 def test_methods_on_a_model_made_in_inference_mode(label):
     model, usual = inference_model(label), build(label)
     prompt = prompt_of(usual)
-    # TransformerLens's Bridge puts hooks of its own on norms in the first forward pass.
+    # TransformerLens's Bridge adds its own hooks to norms in the first forward pass.
     lm.run(model, prompt, "attention")
     before = state_of(model)
     for name in all_methods():

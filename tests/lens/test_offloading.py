@@ -1,4 +1,4 @@
-"""Weights that accelerate keeps on the processor or on disk: maps that need none of them are the same."""
+"""Test models whose weights accelerate keeps on the CPU or on disk: maps without these weights are equal."""
 
 import pytest
 import torch
@@ -49,13 +49,13 @@ def offloaded(name, how, folder):
     model = OFFLOADS[how](model, str(folder)) or model
     try:
         built = build_bridge_from_module(model, architecture=type(model).__name__, hf_config=model.config)
-    except NotImplementedError as problem:  # TransformerLens 3 splits GPT-2's matrices
+    except NotImplementedError as problem:  # TransformerLens 3 splits GPT-2's matrices.
         pytest.skip(f"no bridge of it can be built: {problem}")
     return built.eval()
 
 
 def runs_alone(model, prompt):
-    """Skip where the model itself fails: TransformerLens 3 adds a bias that accelerate has no value for."""
+    """Skip the test if the model itself fails: in TransformerLens 3, accelerate has no value for a bias."""
     try:
         model(prompt)
     except KeyError as problem:
@@ -82,7 +82,7 @@ def test_what_runs_is_the_map_of_the_same_model_with_its_weights(name, how, tmp_
         expected = lm.run(plain, prompt, asked, queries=[-1])
         torch.testing.assert_close(found.scores, expected.scores, atol=1e-5, rtol=1e-4)
     assert not named_users_hooks(model)
-    # Nothing was brought in for good.
+    # All weights are still offloaded.
     assert any(parameter.is_meta for parameter in model.original_model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Inside autocast, and with reduced float32 products, maps and verifications are those of full precision."""
+"""Test that maps and verifications have full precision inside autocast and with reduced float32 products."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(request):
 
 @pytest.fixture(params=["autocast", "reduced products"])
 def reduced(request):
-    """A context in which the user's own passes are less precise."""
+    """Return a context in which the user's own passes are less precise."""
     if request.param == "autocast":
         with torch.autocast("cpu", dtype=torch.bfloat16):
             yield "torch.autocast"

@@ -1,4 +1,4 @@
-"""What counts as a prompt: pairs of strings, what tokenizers return, chat messages."""
+"""Test kinds of prompts: pairs of strings, what tokenizers return, chat messages."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_chat_messages():
     found = lm.run(model, messages, "attention")
     assert found.provenance["token_ids"] == [3, 7, 8, 4, 5]
     assert found.provenance["prompt"] == messages
-    # Two messages are no pair, and the assistant's last word is no question.
+    # Two messages are not a pair, and no answer begins after a message of the assistant.
     answered = [*messages, {"role": "assistant", "content": "w9"}]
     assert lm.run(model, answered, "attention").provenance["token_ids"] == [3, 7, 8, 4, 3, 9, 4]
     with pytest.raises(ValueError, match='messages with "role" and "content"'):

@@ -1,4 +1,4 @@
-"""What torch, transformers and TransformerLens raise while a model is mapped is said with its place."""
+"""Test that errors of torch, transformers and TransformerLens during a run are raised with their place."""
 
 import functools
 
@@ -65,7 +65,7 @@ def test_an_attention_over_source_and_target_is_named():
     for part in ("cross", "joint"):
         with pytest.raises(ValueError, match="its decoder has no separate cross-attention"):
             lm.run(model, pair, "attention", part=part)
-    # No start token is named: both sides are given tokens.
+    # The model has no start token, so source and target are tokens.
     assert lm.support(model, part="encoder")["attention"].startswith("ok")
     assert "one softmax" in lm.support(model, part="decoder")["attention"]
     assert "encoder" not in str(lm.check(model, part="encoder").verification.algebra_failure or "")
@@ -84,7 +84,7 @@ def test_a_model_that_fails_by_itself_is_said_to():
 
 
 def test_an_error_of_a_library_names_model_module_and_cause(monkeypatch):
-    """A method whose map is a module of the model, which fails on what it is given."""
+    """Use a method that calls a module of the model with a wrong input."""
     model = bridge("llama")
     prompt = tokens(model, 1, 7)
     monkeypatch.setattr(lm.InputGradients, "of_stack", model.blocks[1].mlp)
@@ -111,14 +111,14 @@ def test_what_is_no_fault_of_the_model_stays(monkeypatch, problem):
         yield
 
     model = bridge("llama")
-    # A generator raises in the code that asks it.
+    # A generator raises its errors in the code that iterates over it.
     monkeypatch.setattr(lm.InputGradients, "of_stack", lambda self, blocks: next(raises()))
     with pytest.raises(type(problem)):
         lm.run(model, tokens(model, 1, 7), "input_gradients", queries=[-1])
 
 
 class Mine(Exception):
-    """An error of a user's."""
+    """An error of the user's code."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Blocks run again, in copies, from any block on, on every class alike."""
+"""Test the replay of blocks in copies, from any block on, for every class of model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lens_and_clean(label, lengths=(7, 5)):
     prompts = [read_prompt(model, lens.model_class, prompt_of(model, seq, seq)) for seq in lengths]
     try:
         return lens, clean_pass(lens, pad(prompts, 0, "right"))
-    except ValueError:  # a float64 sliding window over padding is NaN on the Bridge: see lens/verification.py
+    except ValueError:  # A float64 sliding window over padding is NaN in the Bridge.
         return lens, clean_pass(lens, pad([prompts[0], prompts[0]], 0, "right"))
 
 
@@ -93,7 +93,7 @@ def test_stop_after_a_block():
 
 
 def test_batch_equal_to_heads_is_no_trap():
-    """MPT's position bias is [head, 1, ctx]: with as many prompts as heads it looks like a batch."""
+    """Use as many prompts as heads, so that MPT's position bias [head, 1, ctx] looks like a batch."""
     lens, clean = lens_and_clean("bridge mpt", lengths=(7, 6, 5, 4))
     assert len(clean.batch) == lens.n_heads
     replay = clean.replay(1)

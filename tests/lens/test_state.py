@@ -1,4 +1,4 @@
-"""The user's model comes back as it was: after success, after an exception in a hook, after Ctrl-C."""
+"""Test that the user's model is restored after success, after an exception in a hook and after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = {case.label: case for case in cases(cross=True)}
 
 
 def state_of(model):
-    """Everything that must not change."""
+    """Return everything that must not change."""
     original = getattr(model, "original_model", None)
     return {
         "training": [module.training for tree in (model, original) if tree for module in tree.modules()],
@@ -51,14 +51,14 @@ def assert_same(before, after):
 
 
 def disturbed(model):
-    """A model with a mind of its own: half in training mode, half frozen, a hook of the user's."""
+    """Return a model with unusual settings: half in training mode, half frozen, with a user hook."""
     for index, module in enumerate(model.modules()):
         module.training = index % 2 == 0
     for index, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(index % 2 == 0)
     name = next(name for name in model.hook_dict if name.endswith("hook_v") or name.endswith("v.hook_out"))
     model.add_hook(name, lambda tensor, hook: tensor * 1.0)
-    # TransformerLens's Bridge puts hooks of its own on norms in the first forward pass.
+    # TransformerLens's Bridge adds its own hooks to norms in the first forward pass.
     with torch.no_grad():
         arguments, keywords = inputs(model, 1)
         model(*arguments, **keywords)
@@ -168,7 +168,7 @@ def test_maps_need_no_gradients():
 
 
 def test_the_tokenizers_defaults_come_back():
-    """TransformerLens changes them while it reads a string; Ctrl-C may come before it puts them back."""
+    """Interrupt TransformerLens while it reads a string, before it restores the defaults."""
     model = CASES["bridge gpt2"].build()
     model.tokenizer = toy_tokenizer()
     before = (model.cfg.default_prepend_bos, model.tokenizer.padding_side)

@@ -1,4 +1,4 @@
-"""Strings become the tokens that the model's own tokenizer makes of them, in every family."""
+"""Test that strings become the tokens of the model's own tokenizer, for every family of tokenizers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.tiny_models import (
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Family of tokenizers -> the architecture that reads them here.
+# Each family of tokenizers has an architecture that reads its tokens here.
 ENCODERS = {
     "bert": "bert",
     "electra": "bert",
@@ -52,9 +52,11 @@ TEXT, OTHER = "a b c", "d e"
 
 
 def build(family, architecture, folder, by_name=False):
-    """The tokenizer as transformers loads it, and a model that TransformerLens has put it into.
+    """Return the tokenizer that transformers loads, and a model with the tokenizer.
 
-    `by_name`: with the tokenizer that `TransformerBridge.boot_transformers(folder)` loads.
+    Args:
+        by_name: Whether the model's tokenizer is the one that
+            `TransformerBridge.boot_transformers(folder)` loads.
     """
     if not available(bridge, architecture):
         pytest.skip(f"no Bridge for {architecture} in this TransformerLens")
@@ -99,7 +101,7 @@ def test_strings_and_pairs_of_encoders(family, by_name, tmp_path):
 
 
 def decoder_input(model, tokenizer, text):
-    """What transformers itself makes of the labels in training; the end of the sentence is cut."""
+    """Return the decoder's input that transformers makes of labels in training, without the end."""
     wrapped, config = model.original_model, model.original_model.config
     labels = tokenizer(text_target=text)["input_ids"]
     if tokenizer.eos_token_id not in labels:
@@ -133,7 +135,7 @@ def test_sources_and_targets_of_encoder_decoders(family, by_name, tmp_path):
     assert [read(one) for one in maps] == [tokenizer(one)["input_ids"] for one in (TEXT, OTHER)]
     targets = [decoder_input(model, tokenizer, one) for one in (OTHER, "a b c d")]
     assert [one.provenance["target_token_ids"] for one in maps] == targets
-    # The tokenizer reads sources again afterwards.
+    # Afterwards the tokenizer reads sources again.
     assert model.tokenizer.convert_ids_to_tokens(read(lm.run(model, TEXT, "attention"))) == (
         tokenizer.convert_ids_to_tokens(tokenizer(TEXT)["input_ids"])
     )
@@ -157,7 +159,7 @@ def test_an_end_that_the_user_writes_is_read(tmp_path):
 
 
 def test_the_text_of_a_target_is_spelled_as_targets_are(tmp_path):
-    """For Marian `d` is one piece of a source, and two pieces of a target."""
+    """Use Marian, for which `d` is one token of a source and two tokens of a target."""
     pytest.importorskip("sentencepiece")
     tokenizer, model = build("marian", "marian", tmp_path)
     assert len(tokenizer("d", add_special_tokens=False)["input_ids"]) == 1
@@ -178,7 +180,7 @@ def test_what_transformer_lens_made_of_the_tokenizer_is_noted(tmp_path):
 
 
 def test_files_that_cannot_be_compared_are_noted(tmp_path):
-    """The folder is gone before the first string: whether special tokens were replaced is not known."""
+    """Delete the folder first, so that nobody knows whether special tokens were replaced."""
     tokenizer, model = build("generic", "bert", tmp_path / "files", by_name=True)
     (tmp_path / "files").rename(tmp_path / "elsewhere")
     found = lm.run(model, TEXT, "attention")
@@ -218,7 +220,7 @@ def test_a_hooked_encoder_decoder(family, tmp_path):
 
 def test_causal_decoders_keep_the_habit_and_note_it():
     tokenizer = toy_tokenizer()
-    # On transformers 5 the toy tokenizer writes BOS itself.
+    # In transformers 5 the toy tokenizer adds BOS itself.
     tokenizer.add_bos_token = False
     model = gpt2_like()
     model.tokenizer, model.cfg.tokenizer_prepends_bos = tokenizer, False
@@ -290,7 +292,7 @@ def test_no_tokens(empty):
 
 
 def test_a_string_of_no_tokens(tmp_path):
-    """For Blenderbot's kind nothing is put around a text."""
+    """Use tokenizers like Blenderbot's, which add no special tokens to a text."""
     _, model = build("blenderbot", "blenderbot", tmp_path)
     with pytest.raises(ValueError, match="prompt: expected at least one token, got none"):
         lm.run(model, ("", TEXT), "attention")
@@ -328,7 +330,7 @@ def test_pictures_are_refused_by_name(name):
 
 
 def test_labels_are_no_target(tmp_path):
-    """`tokenizer(source, text_target=target)` names what is predicted; a map would be of the start token."""
+    """Give `tokenizer(source, text_target=target)`, which has labels. The map would be of the start token."""
     tokenizer, model = build("bart", "bart", tmp_path)
     for target in (TEXT, OTHER):
         encoding = tokenizer(TEXT, text_target=target)

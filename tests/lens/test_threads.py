@@ -1,4 +1,4 @@
-"""Several threads on one model: each gets its own maps, and the model comes back."""
+"""Test several threads on one model: each gets its own maps, and the model is restored."""
 
 from __future__ import annotations
 

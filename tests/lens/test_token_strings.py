@@ -1,4 +1,4 @@
-"""Tokens as text: what a character that is split over tokens is shown as, in each kind of tokenizer."""
+"""Test tokens as text, and characters that are split into several tokens, for each kind of tokenizer."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ TEXT = "the café 你好 مرحبا 👩\u200d🚀🇫🇷 👍🏽 naïve ह�
 
 
 def byte_level(texts=("the cat sat",), size=270):
-    """GPT-2's kind: merges on bytes, which are written as characters."""
+    """Return a tokenizer like GPT-2's: merges of bytes that are written as characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def byte_level(texts=("the cat sat",), size=270):
 
 
 def byte_fallback():
-    """Llama 2's kind: SentencePiece, with single bytes for what has no piece."""
+    """Return a tokenizer like Llama 2's: SentencePiece, with single bytes for unknown text."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁catfhe"]
     vocabulary = {name: number for number, name in enumerate(dict.fromkeys(names))} | {"▁c": 300}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("▁", "c")], byte_fallback=True, unk_token="<unk>"))
@@ -44,7 +44,7 @@ def byte_fallback():
 
 
 def unigram():
-    """T5's kind: pieces with scores, no bytes."""
+    """Return a tokenizer like T5's: tokens with scores, and no bytes."""
     pieces = [("<unk>", 0.0), ("▁", -3.0), *((c, -4.0) for c in sorted(set(TEXT.replace(" ", ""))))]
     tokenizer = Tokenizer(models.Unigram(pieces, 0))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -52,7 +52,7 @@ def unigram():
 
 
 def word_piece():
-    """BERT's kind: pieces that go on a word start with ##."""
+    """Return a tokenizer like BERT's: tokens inside a word start with ##."""
     names = [
         "[UNK]",
         "[CLS]",
@@ -117,7 +117,7 @@ def test_words_are_found_and_named(kind):
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback, byt5])
 @pytest.mark.parametrize("word", ["مرحبا", "café", "한국어", "नमस्ते", "ok👍", "你好café"])
 def test_a_single_word_of_split_characters(kind, word):
-    """No token carries a word mark, since there is no space; the bytes tell that none was lost."""
+    """Use a word without a space, so that no token has a mark of a word; the bytes show that it is whole."""
     tokens = read(kind(), word)
     assert [found.strip() for found in map_of(tokens).merge_words().tokens] == [word]
     assert [found.strip() for found in map_of(["<s>", *tokens]).merge_words().tokens] == ["<s>", word]
@@ -136,7 +136,7 @@ def test_tokens_of_a_character_are_told_apart():
 
 
 def test_what_is_text_on_its_own_stays():
-    """Also where it is less than a character: an accent, a part of an emoji."""
+    """Use tokens that are text but less than a visible character: an accent, a part of an emoji."""
     tokens = read(unigram(), "né 👩\u200d🚀 हि")
     assert tokens == [" ", "n", "é", " ", "👩", "\u200d", "🚀", " ", "ह", "ि"]
     assert read(word_piece(), "the café 你好 مرحبا 👩") == [
@@ -148,7 +148,7 @@ def test_what_is_text_on_its_own_stays():
 
 
 def test_tokens_across_a_characters_border_are_one_run():
-    """A token may end one character and start the next."""
+    """Use a token that ends one character and starts the next."""
     tokenizer = byte_level(["你好"], 277)
     tokens = read(tokenizer, "你好")
     assert join_tokens(tokens) == "你好"
@@ -157,7 +157,7 @@ def test_tokens_across_a_characters_border_are_one_run():
 
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback, byt5])
 def test_bytes_of_no_character(kind):
-    """A prompt cut within a character, and one with a special token there."""
+    """Use a prompt that ends inside a character, and one with a special token inside a character."""
     tokenizer = kind()
     first, *_ = tokenizer("é", add_special_tokens=False)["input_ids"][-2:]
     last = tokenizer("é", add_special_tokens=False)["input_ids"][-1]
@@ -177,7 +177,7 @@ def test_a_real_replacement_character():
 
 
 def test_maps_of_a_model():
-    """A string goes in, and the words come out."""
+    """Map a string and check the labels of its words."""
     model = gpt2_like()
     bytes_of_cafe = {piece: number for number, piece in enumerate("theĠcafÃ©s")}
     tokenizer = Tokenizer(models.BPE({**bytes_of_cafe, "<eos>": 20}, []))

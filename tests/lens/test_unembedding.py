@@ -1,4 +1,4 @@
-"""Unembedding one position per row gives that position of the whole logits, on every model."""
+"""Test that the unembedding of one position equals this position of all logits, for every model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks of the user's are told from those that TransformerLens puts on a model itself."""
+"""Test that user hooks are distinguished from the hooks that TransformerLens adds itself."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.tiny_models import available, bridge, hooked_encoder, hooked_transfor
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-# ------------------------------------------------------------------ what TransformerLens puts
+# ------------------------------------------------------------------ hooks of TransformerLens
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.part != "decoder"], ids=lambda c: c.label)
 def test_a_model_as_it_is_carries_none(case):
-    """Bridges get hooks in their first forward pass; T5, Falcon, OPT and BERT carry some before."""
+    """Check Bridges before and after a first pass, which adds hooks. Some models have hooks before too."""
     model = case.build()
     assert not carries_users_hooks(all_modules(model))
     if case.refusal is None:
@@ -35,7 +35,7 @@ def test_a_model_as_it_is_carries_none(case):
 
 
 def test_the_bridge_puts_hooks_of_its_own():
-    """Else the test above would show nothing."""
+    """Check that there are such hooks, because the test above would be empty without them."""
     model = build_or_skip(bridge, "gpt2")
     model(prompt_of(model))
     assert any(module._forward_pre_hooks for module in model.modules())
@@ -43,7 +43,7 @@ def test_the_bridge_puts_hooks_of_its_own():
     assert any("forward" in vars(module) for module in falcon.modules())
 
 
-# ------------------------------------------------------------------ what a user puts
+# ------------------------------------------------------------------ hooks of the user
 
 
 def unchanged(x, hook=None):
@@ -55,7 +55,7 @@ def see(module, given, out=None):
 
 
 class Watcher:
-    """An object that can be called, and one with a method to call."""
+    """An object that can be called, also by a method."""
 
     def __call__(self, module, given, out=None):
         return None
@@ -120,10 +120,11 @@ def hook_with_a_method(model):
 
 def replace_forward(model):
     module = model.blocks[0].attn
-    module = getattr(module, "original_component", module)  # the Bridge hands what it is given to this one
+    # The Bridge passes its inputs to this module.
+    module = getattr(module, "original_component", module)
     original = module.forward
 
-    @functools.wraps(original)  # it bears the module's name of what it wraps
+    @functools.wraps(original)  # The result has the `__module__` of the wrapped function.
     def forward(*args, **kwargs):
         return original(*args, **kwargs)
 
@@ -136,7 +137,7 @@ def replace_forward_of_a_class(model):
     kind = type(getattr(module, "original_component", module))
     original = kind.forward
 
-    @torch.no_grad()  # and this bears torch's
+    @torch.no_grad()  # The result has torch's `__module__`.
     def forward(self, *args, **kwargs):
         return original(self, *args, **kwargs)
 
@@ -187,7 +188,7 @@ def test_what_a_user_puts_is_seen_until_it_is_gone(factory, arguments, put):
     assert not carries_users_hooks(all_modules(model))
 
 
-# ------------------------------------------------------------------ what a module of the user's has
+# ------------------------------------------------------------------ attributes of a user's module
 
 
 class Noting(torch.nn.Module):
@@ -244,7 +245,7 @@ def test_plain_values_are_told_apart_and_are_the_same_for_equal_ones():
     assert plain_values({"a": torch.ones(1)}) is None
 
 
-# ------------------------------------------------------------------ what counts positions
+# ------------------------------------------------------------------ hooks on single positions
 
 
 def zeroed_at(position):
@@ -259,7 +260,7 @@ def zeroed_at(position):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("place", ["blocks.0.hook_resid_post", "blocks.1.attn.hook_v"])
 def test_a_hook_on_a_position_past_the_short_prompt_of_the_verification(name, place):
-    """The verification takes more of the prompt until the hook runs."""
+    """Check that the verification takes more of the prompt until the hook runs."""
     model = build_or_skip(bridge, name)
     prompt = prompt_of(model, 20)
     model.add_hook(place, zeroed_at(18))
@@ -267,7 +268,8 @@ def test_a_hook_on_a_position_past_the_short_prompt_of_the_verification(name, pl
     for mixing_map in maps.values():
         assert bool(mixing_map.scores.isfinite().all())
     with pytest.raises(IndexError):
-        lm.run(model, prompt[..., :9], "attention")  # as the model itself
+        # The model's own pass raises this error too.
+        lm.run(model, prompt[..., :9], "attention")
 
 
 def test_a_hook_on_a_position_of_the_decoder():
@@ -280,7 +282,7 @@ def test_a_hook_on_a_position_of_the_decoder():
 
 @pytest.mark.parametrize("place", ["unembed.hook_in", "unembed.hook_out"])
 def test_a_hook_on_a_position_of_the_unembedding(place):
-    """Without hooks only the logits of the row that is read are made."""
+    """Add a hook, because without hooks only the logits of the target's row are computed."""
     model = build_or_skip(bridge, "llama")
     prompt = prompt_of(model, 7)
     methods = ["input_gradients", "occlusion", "gim", "gradient_attention"]
@@ -289,7 +291,7 @@ def test_a_hook_on_a_position_of_the_unembedding(place):
     found = lm.run(model, prompt, methods, queries=[-1])
     for name, mixing_map in found.items():
         torch.testing.assert_close(mixing_map.scores, expected[name].scores, atol=1e-5, rtol=1e-4)
-    # The row of the position itself explains nothing any more.
+    # In the row of this position the target is constant, so all scores are 0.
     assert float(lm.run(model, prompt, "occlusion", queries=[3]).scores.abs().max()) < 1e-5
 
 
