@@ -122,7 +122,7 @@ def _announce(label: str, method: Method, blocks: Sequence[Block], effort: Effor
     passes = method.passes(blocks)
     for index, sentence in enumerate(passes.sentences(label) if passes else ()):
         if sentence is not None:
-            blocks[-1].warnings[index].append(sentence)
+            blocks[-1].record.warnings[index].append(sentence)
             effort.announce(label, sentence)
 
 
@@ -213,7 +213,7 @@ class _Record:
                 *prompt.notes,
                 *provenance.notes(scores, layers, queries),
                 *((provenance.SINK,) if has_sink else ()),
-                *(text for block in blocks for text in block.warnings[index]),
+                *(text for block in blocks for text in block.record.warnings[index]),
             ),
         )
 
@@ -223,7 +223,7 @@ class _Record:
             not self._checked_pass.verification.causal
             and not self._checked_pass.clean.lens.stack.reads_target
         )
-        explained = (block.default_rows[index] for block in self._blocks[label].values())
+        explained = (block.record.default_rows[index] for block in self._blocks[label].values())
         positions = (position for position in explained if position is not None and position < count)
         return next(positions, 0 if is_encoder else None)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, watch_pattern, zero_values
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.prompts import vocabulary
 from lens_mix.targets import Context
 
 if TYPE_CHECKING:
@@ -77,9 +78,9 @@ class Removal(abc.ABC):
         Args:
             block: the model's first block, as are all blocks below.
             prompt_index: for each group, the index of its prompt.
-            removed: for each group, its positions in `Block.input_tokens`.
+            removed: for each group, its positions in the inputs (`Block.inputs`).
         """
-        return Copies(prompt_index, removed, torch.zeros_like(prompt_index), block.input_tokens[None])
+        return Copies(prompt_index, removed, torch.zeros_like(prompt_index), _input_tokens(block)[None])
 
     @abc.abstractmethod
     def changes(self, block: Block, copies: Copies) -> contextlib.AbstractContextManager[Changed]:
@@ -104,8 +105,10 @@ class Removal(abc.ABC):
         return False
 
     def _every_layer(self, block: Block, removed: Bool[Tensor, "copy input"]) -> list[HookPair]:
-        layers = range(block.n_layers)
-        pairs = (self.interventions(layer, removed, attention=block.attention_template) for layer in layers)
+        layers = range(len(block.stack))
+        pairs = (
+            self.interventions(layer, removed, attention=block.stack.attention_template) for layer in layers
+        )
         return [pair for of_layer in pairs for pair in of_layer]
 
 
@@ -126,7 +129,7 @@ class OtherTokens(Removal):
     def make_copies(
         self, block: Block, prompt_index: Int[Tensor, " group"], removed: Bool[Tensor, "group input"]
     ) -> Copies:
-        tokens, real = block.input_tokens, block.real_inputs
+        tokens, real = _input_tokens(block), block.real_inputs
         by_prompt = []
         for own, is_own in zip(tokens, real, strict=True):
             others = self.others(block, own[is_own])
@@ -141,8 +144,8 @@ class OtherTokens(Removal):
     @contextlib.contextmanager
     def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
         others = copies.others[copies.sample, copies.prompt_index]
-        tokens = torch.where(copies.removed, others, block.input_tokens[copies.prompt_index])
-        yield block.altered_batch(copies.prompt_index, tokens=tokens), []
+        tokens = torch.where(copies.removed, others, _input_tokens(block)[copies.prompt_index])
+        yield _with_tokens(block, copies.prompt_index, tokens), []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,16 +177,16 @@ class ReplaceTokens(OtherTokens):
 
     def others(self, block: Block, tokens: Int[Tensor, " pos"]) -> Int[Tensor, "sample pos"]:
         # Only the width of the logits is read.
-        logits = torch.empty(1, block.d_vocab, dtype=torch.float32, device="meta")
-        as_target = _is_decoder(block) and not block.is_joint
-        context = Context(tokens, logits, block.tokenizer, as_target=as_target)
+        logits = torch.empty(1, _vocabulary_size(block), dtype=torch.float32, device="meta")
+        as_target = _is_decoder(block) and not block.stack.is_joint
+        context = Context(tokens, logits, block.clean.lens.tokenizer, as_target=as_target)
         listed = [
             context.token_id(one, self.argument) for one in check_items("tokens", self.tokens, "tokens")
         ]
         given = torch.tensor(listed, dtype=torch.long, device=tokens.device)[:, None]
         if self.own == "kept":
             return given.expand(-1, len(tokens))
-        return torch.where(given == tokens, (given + 1) % block.d_vocab, given)
+        return torch.where(given == tokens, (given + 1) % _vocabulary_size(block), given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,11 +230,11 @@ class SampleTokens(OtherTokens):
 
     def _pool(self, block: Block) -> Int[Tensor, " token"]:
         """Return the tokens to draw from, ascending."""
-        size = block.d_vocab
+        size = _vocabulary_size(block)
         if self.among is not None:
             checked = [check_whole_number("among", token, 0, size - 1) for token in self.among]
             return torch.tensor(checked, dtype=torch.long, device="cpu").unique()
-        special = list(getattr(block.tokenizer, "all_special_ids", ()))
+        special = list(getattr(block.clean.lens.tokenizer, "all_special_ids", ()))
         pool = torch.arange(size, device="cpu")
         return pool[~torch.isin(pool, torch.tensor(special, dtype=torch.long, device="cpu"))]
 
@@ -273,11 +276,11 @@ class Drop(Removal):
         stays = batch.real & ~copies.removed
         leaks: list[float] = []
         note = functools.partial(_note_leak, hidden=copies.removed, stays=stays, leaks=leaks)
-        layers = range(block.n_layers)
-        hooks = [watch_pattern(layer, note, attention=block.attention_template) for layer in layers]
+        layers = range(len(block.stack))
+        hooks = [watch_pattern(layer, note, attention=block.stack.attention_template) for layer in layers]
         yield dataclasses.replace(batch, real=stays), hooks
         # A model that ignores its mask would give a curve as if nothing had been removed.
-        if len(leaks) < block.n_layers or max(leaks) > 0:
+        if len(leaks) < len(block.stack) or max(leaks) > 0:
             raise UnsupportedModelError(
                 "Drop: expected the attention mask to hide what is removed, got attention to it "
                 f"(weight {max(leaks, default=0.0):.1e}); use ReplaceTokens, SampleTokens or ZeroValues"
@@ -286,7 +289,7 @@ class Drop(Removal):
     def runs_alone(self, block: Block, removed: Bool[Tensor, "group input"]) -> bool:
         # Rotary angles may depend on how many tokens are left.
         left = (block.real_inputs & ~removed).sum(-1)
-        return block.angles_differ(int(left.min()), int(left.max()))
+        return block.clean.lens.angles_differ(int(left.min()), int(left.max()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +306,8 @@ class MaskKeys(Removal):
             with must_fire(*self._every_layer(block, copies.removed)) as hooks:
                 yield None, hooks
         else:
-            yield block.altered_batch(copies.prompt_index, masked=copies.removed), []
+            batch = block.batch.select(copies.prompt_index)
+            yield dataclasses.replace(batch, hidden=copies.removed), []
 
     def interventions(
         self, layer: int, position: int | slice | Tensor, *, attention: str = DEFAULT_ATTENTION
@@ -312,7 +316,7 @@ class MaskKeys(Removal):
 
     def _acts_on(self, block: Block) -> bool:
         """Return whether hooks can share weights out anew before they mix; if not, the mask hides a key."""
-        pairs = self.interventions(block.layer, 0, attention=block.attention_template)
+        pairs = self.interventions(block.layer, 0, attention=block.stack.attention_template)
         try:
             block.replay(block.real.new_zeros(1, dtype=torch.long), pairs)
         except RuntimeError:
@@ -383,9 +387,34 @@ def each_group(
     return prompt_index, groups[prompt_index, keys], keys
 
 
+def _input_tokens(block: Block) -> Int[Tensor, "batch input"]:
+    """Return the tokens at the positions of `Block.inputs`: for the joint part, the source's come first."""
+    return torch.cat([block.batch.tokens, block.tokens], 1) if block.stack.is_joint else block.tokens
+
+
+def _with_tokens(
+    block: Block, prompt_index: Int[Tensor, " copy"], tokens: Int[Tensor, "copy input"]
+) -> Batch:
+    """Return copies of prompts with other tokens at the positions of `Block.inputs`."""
+    batch = block.batch.select(prompt_index)
+    if block.stack.is_joint:
+        source, target = tokens.split([batch.tokens.shape[1], block.tokens.shape[1]], dim=1)
+        return dataclasses.replace(batch, tokens=source, target=target)
+    if block.stack.reads_target:
+        return dataclasses.replace(batch, target=tokens)
+    return dataclasses.replace(batch, tokens=tokens)
+
+
+def _vocabulary_size(block: Block) -> int:
+    """Return the number of tokens on the mapped side of the model; for the joint part, on both sides."""
+    side = "target" if block.stack.reads_target else "prompt"
+    sides = ("prompt", "target") if block.stack.is_joint else (side,)
+    return min(vocabulary(block.clean.lens.model, name) for name in sides)
+
+
 def _is_decoder(block: Block) -> bool:
     """Return whether the mapped part reads the target of an encoder-decoder."""
-    return block.batch.target is not None and block.tokens is block.logits_tokens
+    return block.batch.target is not None and block.stack.reads_target
 
 
 def _note_leak(

@@ -12,6 +12,7 @@ from torch import Tensor
 from lens_mix.algebra.definitions import value_vectors
 from lens_mix.algebra.vectors import value_path
 from lens_mix.lens.anatomy import LinearNorm
+from lens_mix.lens.cross import cross_output
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.states import BlockStates, states_of
 
@@ -61,9 +62,9 @@ def block_parts(block: Block) -> BlockParts:
     Raises:
         UnsupportedModelError: a norm behind a feed-forward that can't be written down; cross-attention.
     """
-    if block.is_cross:
+    if block.stack.is_cross:
         raise UnsupportedModelError("block_parts: expected self-attention (part='decoder'), got part='cross'")
-    states = states_of(block, cross_out=block.cross_output())
+    states = states_of(block, cross_out=cross_output(block))
     path, s = value_path(block), block.anatomy.residual_multiplier
     x, wide = states.resid_pre, states.resid_pre.dtype
     pattern, value = states.pattern.to(wide), states.value.to(wide)

@@ -67,7 +67,7 @@ def token_directions(
     columns = unembedding.W_U.T[last.rows_of(_tokens(last, unembedding, token))]
     if against is not None:
         columns = columns - unembedding.W_U.T[_checked(against, unembedding, "against")]
-    return through_head(unembedding, last.final_residual, columns)
+    return through_head(unembedding, last.rows_of(last.clean.calls[len(last.stack) - 1].resid_post), columns)
 
 
 def _tokens(last: Block, unembedding: Unembedding, token: int | str) -> Int[Tensor, "batch pos"]:

@@ -197,7 +197,7 @@ class AttentionVectors:
     def __init__(self, block: Block, heads: HeadVectors) -> None:
         self.states = states_of(block)
         queries = None if block.every_query else block.queries
-        self.pairs = Pairs(self.states.pattern, heads, queries, cross=block.is_cross)
+        self.pairs = Pairs(self.states.pattern, heads, queries, cross=block.stack.is_cross)
 
     @functools.cached_property
     def attention(self) -> Vectors:

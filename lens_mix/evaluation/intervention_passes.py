@@ -67,7 +67,7 @@ class InterventionPasses:
     @property
     def place(self) -> int | None:
         """The position of the mapped stack that the target reads; None: several, or of another stack."""
-        return self.first_block.default_rows[0]
+        return self.first_block.record.default_rows[0]
 
     def positions(self, asked: Selection | None) -> list[int]:
         """Positions of the prompt, ascending; by default those that the target's can see."""
@@ -84,7 +84,7 @@ class InterventionPasses:
         session, positions = self.checked.session, self.checked.clean.real.shape[1]
         logits = 0
         if self.bound.reads_logits:
-            logits = 1 if self.bound.positions is not None else self.first_block.logits_tokens.shape[1]
+            logits = 1 if self.bound.positions is not None else self.first_block.batch.logits_tokens.shape[1]
         return copies_within(session.lens, session.max_memory, positions, logits=logits)
 
     def values(

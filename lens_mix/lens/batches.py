@@ -73,6 +73,16 @@ class Batch:
         hidden = None if self.hidden is None else self.hidden[examples]
         return Batch(prompts, self.tokens[examples], self.real[examples], target, target_real, inputs, hidden)
 
+    @property
+    def logits_tokens(self) -> Int[Tensor, "batch pos"]:
+        """The tokens of the positions that have logits: the target's, if there is one."""
+        return self.tokens if self.target is None else self.target
+
+    @property
+    def logits_real(self) -> Bool[Tensor, "batch pos"]:
+        """Which positions of the logits are the prompts' own."""
+        return self.real if self.target_real is None else self.target_real
+
     def real_positions(self, part: str) -> Bool[Tensor, "batch pos"]:
         """Return which positions of a part's queries are not padding.
 

@@ -67,7 +67,7 @@ def pair_passes(
         cheaper: The text for `Passes.cheaper`.
         every_row: Whether the method computes all rows, even if the user wants only some.
     """
-    each *= len(blocks) / blocks[-1].n_layers
+    each *= len(blocks) / len(blocks[-1].stack)
     rows = blocks[-1].real if every_row else blocks[-1].real_queries
     if each * rows.shape[1] <= _MANY:
         return None

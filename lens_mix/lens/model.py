@@ -283,6 +283,11 @@ class Lens:
             return []
         return [forward_pre_hook(block, _clamp_masks, with_kwargs=True) for block in self._all_blocks]
 
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None if it has none."""
+        return getattr(self.model, "tokenizer", None)
+
     def takes_input(self, name: str) -> bool:
         """Return whether the forward pass takes a further input of this name."""
         return name in further_inputs(self.model, self.model_class)

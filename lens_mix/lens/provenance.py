@@ -36,10 +36,10 @@ def details(blocks: list[Block], index: int) -> dict[str, Any]:
     Returns:
         A dict with "details": the values of all layers by name. It is empty if the method recorded nothing.
     """
-    names = dict.fromkeys(name for block in blocks for name in block.details[index])
+    names = dict.fromkeys(name for block in blocks for name in block.record.details[index])
     if not names:
         return {}
-    return {"details": {name: [block.details[index].get(name) for block in blocks] for name in names}}
+    return {"details": {name: [block.record.details[index].get(name) for block in blocks] for name in names}}
 
 
 def notes(scores: Tensor, layers: Sequence[int], queries: Sequence[int] | None) -> tuple[str, ...]:

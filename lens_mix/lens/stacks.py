@@ -37,6 +37,11 @@ class Stack:
         return self.name == "cross"
 
     @property
+    def is_joint(self) -> bool:
+        """Whether the encoder and the decoder are mapped together, down through both stacks."""
+        return self.source is not None
+
+    @property
     def reads_target(self) -> bool:
         """Return whether the queries are the tokens that the decoder of an encoder-decoder reads."""
         return self.name in ("decoder", "cross", "joint")

@@ -203,7 +203,7 @@ def states_of(
         prompts: the prompts of the batch that are wanted.
         dtype: the dtype of the states; None: the model's, float32 at least.
         attention_dtype: the dtype of `attention_out`, where that is to be wider; None: that of the others.
-        cross_out: `Block.cross_output`, for states behind a decoder's cross-attention.
+        cross_out: `lens_mix.lens.cross.cross_output`, for states behind a decoder's cross-attention.
     """
     start, stop, _ = prompts.indices(len(block.batch))
     dtype = dtype or torch.promote_types(block.resid_pre.dtype, torch.float32)

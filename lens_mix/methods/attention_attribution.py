@@ -106,7 +106,7 @@ class AttentionAttribution(TargetMethod):
     def passes(self, blocks: Sequence[Block]) -> Passes:
         steps = self.n_steps or nested_rules(self.max_steps).counts[1] + 1
         # A pass starts at the layer whose pattern moves, so that the blocks below cost nothing.
-        above = sum(block.n_layers - block.layer for block in blocks) / blocks[-1].n_layers
+        above = sum(len(block.stack) - block.layer for block in blocks) / len(blocks[-1].stack)
         counts = [steps * GRADIENT_PASS * above] * len(blocks[-1].batch)
         reason = f"{steps} {'points' if self.n_steps else 'or more points'} for each layer"
         return Passes(counts, reason, "fewer layers (layers=[...]) or a smaller n_steps take fewer")
@@ -146,7 +146,7 @@ class AttentionAttribution(TargetMethod):
         pattern = whole.recorded("pattern")
         baseline = make_pattern_baseline(self.baseline, whole, pattern)
         path = Path(whole, bound, pattern, baseline, self.interventions, self.internal_batch_size)
-        integral = Integral(path, self._choose_rules(), is_smooth=block.is_smooth)
+        integral = Integral(path, self._choose_rules(), is_smooth=block.verification.is_smooth)
         integral.refine(self.tolerance)
         for prompt in range(len(pattern)):
             integral.report(prompt, self.tolerance, self.max_steps if self.n_steps is None else None)

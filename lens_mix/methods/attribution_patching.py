@@ -16,6 +16,7 @@ from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_attention
 from lens_mix.hooks.mixing import sink
 from lens_mix.lens.autograd_graph import AutogradGraph, Mixing
 from lens_mix.lens.changed_backward import Rules
+from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows
@@ -159,7 +160,7 @@ class AttributionPatching(RowTargetMethod):
                     "model inputs: expected tokens alone, because they run at repeated positions, got also "
                     f"{sorted(first.batch.prompts[prompt].inputs)}"
                 )
-            graph = first.graph(prompt, rules)
+            graph = _make_graph(first, prompt, rules)
             rows_of_prompt = (bound.prompt_index == prompt).nonzero()[:, 0].tolist()
             for row in first.with_bar(rows_of_prompt, len(rows_of_prompt), "rows"):
                 self._fill_row(rows[row], blocks, bound, row, graph)
@@ -191,6 +192,17 @@ class AttributionPatching(RowTargetMethod):
             direct[chosen] = changes.abs().mean(0).to(direct.dtype)
         terms = {"direct": direct, "between": between, "all": direct + between}
         scores[places] = terms[self.paths].to(scores.dtype)
+
+
+def _make_graph(first: Block, prompt: int, rules: Rules) -> AutogradGraph:
+    """Return the autograd graph of one prompt: the clean pass's, or that of another pass under the rules."""
+    graph = first.clean.graph
+    if graph is not None and graph.rules == rules:
+        return graph
+    graph = AutogradGraph(first.clean.lens, list(first.verification.anatomy.values()), rules)
+    alone = first.batch.select(torch.tensor([prompt], device=first.tokens.device, dtype=torch.long))
+    clean_pass(first.clean.lens, alone, watched=(), graph=graph)
+    return graph
 
 
 def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix.lens.continuation import last_residual_from
 from lens_mix.method import Method, Scope
 from lens_mix.targets import Context, Target, TargetFunction, TargetLike, as_target, describe, predicted
 
@@ -91,7 +92,7 @@ class BoundTarget:
             largest: the most at a time; None: only memory bounds them.
         """
         index = torch.arange(len(self.functions), device=self.prompt_index.device)
-        step = self.block.gradient_rows(len(index), logits=self.reads_logits)
+        step = self.block.copies_with_gradients(len(index), logits=self.reads_logits)
         chunks = index.split(step if largest is None else min(step, largest))
         yield from self.block.with_bar(chunks, len(chunks), "chunks")
 
@@ -297,23 +298,25 @@ def _contexts(block: Block, target: Target) -> Iterator[tuple[slice, Context]]:
             "(torch.no_grad is fine)"
         )
     reads_logits, batch = target.reads == "logits", block.batch
-    tokens, given = (block.logits_tokens, {}) if reads_logits else (block.tokens, batch.inputs)
+    tokens, given = (block.batch.logits_tokens, {}) if reads_logits else (block.tokens, batch.inputs)
     # Further inputs belong to the source of an encoder-decoder, whichever part is mapped.
-    has_source = not reads_logits and batch.target is not None and block.tokens is block.logits_tokens
+    has_source = not reads_logits and batch.target is not None and block.stack.reads_target
     output = read_output(block, target)
-    for prompt, real in enumerate(block.logits_real if reads_logits else block.real):
+    for prompt, real in enumerate(block.batch.logits_real if reads_logits else block.real):
         places = real.nonzero()[:, 0]
         span = slice(int(places[0]), int(places[-1]) + 1)
         own = batch.real[prompt] if has_source else span
         context = Context(
             tokens[prompt, span],
             _at(output[prompt : prompt + 1], span),
-            block.tokenizer,
+            block.clean.lens.tokenizer,
             {name: value[prompt, own] for name, value in given.items()},
             source=batch.tokens[prompt, own] if has_source else None,
             as_target=reads_logits and batch.target is not None,
         )
-        block.set_default_row(prompt, target.default_row(context))
+        # Rows of an encoder's map are other positions than those of the logits.
+        has_row = block.batch.target is None or block.stack.reads_target
+        block.record.default_rows[prompt] = target.default_row(context) if has_row else None
         yield span, context
 
 
@@ -380,9 +383,10 @@ def read_output(
     if target.reads == "logits":
         logits = block.logits(fwd_hooks, positions=positions, **options)
         # A view has the one position's logits at every position, because targets index as in the whole.
-        return logits if positions is None else logits.expand(-1, block.logits_real.shape[1], -1)
-    after = getattr(target, "after_final_norm", False)
-    return block.last_residual(fwd_hooks, after_final_norm=after, **options)
+        return logits if positions is None else logits.expand(-1, block.batch.logits_real.shape[1], -1)
+    resid = last_residual_from(block.clean, block.layer, fwd_hooks, **options)
+    reads_normed = getattr(target, "after_final_norm", False)
+    return block.after_final_norm(resid, options.get("gradients", False)) if reads_normed else resid
 
 
 def evaluate(

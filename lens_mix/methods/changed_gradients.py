@@ -14,7 +14,7 @@ from torch import Tensor
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.changed_backward import Activations
+from lens_mix.lens.changed_backward import Activations, changed_backward
 from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
 from lens_mix.method import Method
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, gradients_of
@@ -75,7 +75,7 @@ class ChangedGradients(RowTargetMethod):
         return row_passes(blocks, GRADIENT_PASS, "a backward pass for each row")
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
-        if blocks[0].is_joint and self._list_streams() != [0]:
+        if blocks[0].stack.is_joint and self._list_streams() != [0]:
             raise ValueError(
                 "after_blocks: expected 0 with part='joint', because the encoder and the decoder have "
                 f"separate residual streams, got {self.after_blocks!r}"
@@ -109,8 +109,15 @@ class ChangedGradients(RowTargetMethod):
         numbers = self._list_streams()
         after = [number for number in numbers if number]
         constants = ones if self.conserves else None
-        changed = bound.block.changed_backward(
-            self, blocks[1:], after=after, constants=constants, logits=bound.reads_logits
+        source = blocks[0].verification.source
+        changed = changed_backward(
+            blocks[0].clean.lens,
+            [block.anatomy for block in blocks],
+            self,
+            below=None if source is None else list(source.anatomy.values()),
+            after=after,
+            constants=constants,
+            logits=bound.reads_logits,
         )
         with torch.enable_grad(), changed as streams:
             # Adding 0 times the ones gives them a gradient even if nothing in the model is constant.

@@ -10,7 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix.lens.batches import Batch, Prompt, pad
 from lens_mix.lens.effort import Passes
+from lens_mix.lens.prompts import pad_token
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, evaluate, read_output
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ class ContextLength(RowTargetMethod):
         """Return how many tokens stay in front of every cut."""
         if self.keep_first is None:
             token = first.batch.prompts[prompt].tokens[0]
-            return int(getattr(first.tokenizer, "bos_token_id", None) == int(token))
+            return int(getattr(first.clean.lens.tokenizer, "bos_token_id", None) == int(token))
         return int(self.keep_first)
 
     @staticmethod
@@ -96,8 +98,10 @@ class ContextLength(RowTargetMethod):
         bound: BoundRows, rows: Tensor, prompt: int, prefix: int, starts: Int[Tensor, " start"]
     ) -> Float[Tensor, "row start"]:
         """Return the target of some rows of a prompt, for contexts that start at `starts`."""
-        first, whole = bound.block, bound.block.own_tokens(prompt)
-        batch = first.prompts_with(prompt, [torch.cat([whole[:prefix], whole[s:]]) for s in starts.tolist()])
+        first = bound.block
+        whole = first.tokens[prompt][first.real[prompt]]
+        contexts = [torch.cat([whole[:prefix], whole[start:]]) for start in starts.tolist()]
+        batch = _make_batch(first, prompt, contexts)
         positions, queries = None, bound.queries[rows] - first.real[prompt].int().argmax()
         if bound.reads_one_position:
             positions = queries - starts + prefix
@@ -128,9 +132,36 @@ class ContextLength(RowTargetMethod):
         return values
 
 
+def _make_batch(first: Block, prompt: int, contexts: Sequence[Int[Tensor, " pos"]]) -> Batch:
+    """Return a batch of one prompt with other tokens for the mapped stack, padded on the right.
+
+    The padding is not masked, because no position of a causal model's prompt reads it. With a mask, rows of
+    transformers that see nothing but padding are NaN in float64, and make the others so.
+
+    Args:
+        first: The model's first block.
+        prompt: The index of the prompt.
+        contexts: The tokens of each copy. Their rotary angles must be alike (`Lens.angles_differ`).
+
+    Raises:
+        ValueError: The prompt has further inputs, which belong to its own tokens.
+    """
+    given = first.batch.prompts[prompt]
+    if given.inputs:
+        raise ValueError(
+            f"model inputs: expected tokens alone, as they are cut, got {sorted(given.inputs)} besides"
+        )
+    is_target = given.target is not None and first.stack.reads_target
+    prompts = [
+        Prompt(given.tokens, tokens) if is_target else Prompt(tokens, given.target) for tokens in contexts
+    ]
+    batch = pad(prompts, pad_token(first.clean.lens.model), "right")
+    return dataclasses.replace(batch, real=torch.ones_like(batch.real))
+
+
 def _count_contexts_per_batch(first: Block, lengths: Int[Tensor, " start"]) -> int:
     """Return how many contexts of these lengths run in one batch: one, if a model's angles depend on them."""
-    return 1 if first.angles_differ(int(lengths.min()), int(lengths.max())) else len(lengths)
+    return 1 if first.clean.lens.angles_differ(int(lengths.min()), int(lengths.max())) else len(lengths)
 
 
 def gains(values: Float[Tensor, "row start"]) -> Float[Tensor, "row key"]:

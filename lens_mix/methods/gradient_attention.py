@@ -103,7 +103,7 @@ class GradientAttention(TargetMethod):
         pairs = [
             pair
             for block, addition in zip(blocks, additions, strict=True)
-            for pair in self.interventions(block.layer, addition, attention=block.attention_template)
+            for pair in self.interventions(block.layer, addition, attention=block.stack.attention_template)
         ]
         with must_fire(*pairs) as hooks:
             values = bound.values(chunk, hooks, gradients=True)

@@ -111,4 +111,6 @@ def _add_residual(
         index, share = (
             each[:, None].expand(-1, scores.shape[1], -1, -1) for each in (index, share / scores.shape[1])
         )
-    return torch.cat([scores, share], dim=-1) if block.is_cross else scores.scatter_add_(-1, index, share)
+    return (
+        torch.cat([scores, share], dim=-1) if block.stack.is_cross else scores.scatter_add_(-1, index, share)
+    )

@@ -104,7 +104,7 @@ class Occlusion(RowTargetMethod):
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, last = blocks[0], blocks[-1]
-        if first.is_joint and self.by != "replace":
+        if first.stack.is_joint and self.by != "replace":
             raise UnsupportedModelError(
                 f"by={self.by!r} can't remove a source token from part='joint'; expected by='replace'"
             )

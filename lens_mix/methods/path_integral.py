@@ -60,14 +60,14 @@ class Path:
         """Return F and its gradient with respect to the pattern, at one point of the path per row."""
         scale = alphas.to(self.pattern)[:, None, None, None]
         leaf = (self.baseline[prompts] + scale * self.difference[prompts]).detach().requires_grad_(True)
-        pairs = self.interventions(self.block.layer, leaf, attention=self.block.attention_template)
+        pairs = self.interventions(self.block.layer, leaf, attention=self.block.stack.attention_template)
         with must_fire(*pairs) as hooks:
             values = self.bound.values(prompts, hooks, block=self.block, gradients=True)
         return values.detach(), gradients_of(values, [leaf])[0]
 
     def chunks(self, rows: int) -> Iterator[slice]:
         """Return slices over `rows` rows, with as many rows in each as memory allows."""
-        step = self.block.gradient_rows(rows, logits=self.bound.reads_logits)
+        step = self.block.copies_with_gradients(rows, logits=self.bound.reads_logits)
         step = step if self.largest_chunk is None else min(step, self.largest_chunk)
         return (slice(start, start + step) for start in range(0, rows, step))
 

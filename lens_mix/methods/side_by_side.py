@@ -12,8 +12,11 @@ from torch import Tensor
 
 from lens_mix.hooks import HookPair, must_fire, record_attention
 from lens_mix.hooks.mixing import pass_tolerance
+from lens_mix.lens.batches import Batch, Prompt
+from lens_mix.lens.copies import copies_within
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import relative_error
+from lens_mix.lens.users_hooks import carries_users_hooks
 from lens_mix.methods.bound_target import BoundRows, evaluate
 
 if TYPE_CHECKING:
@@ -123,7 +126,7 @@ class SideBySide:
             ValueError: As in `compute_targets`.
         """
         first, clean = self.bound.block, self.bound.clean[self.row]
-        if first.carries_users_hooks:
+        if carries_users_hooks(first.clean.lens.modules):
             # A hook on certain positions misses the replacements. Tokens that replace themselves detect that.
             error = float((self.compute_targets(self.tokens[self.chosen][None]) - clean).abs().max())
             if not error <= pass_tolerance(first.inputs.dtype) * max(1.0, float(clean.abs())):
@@ -151,18 +154,19 @@ class SideBySide:
         first, layout = self.bound.block, Layout.of(len(self.token_positions), self.chosen, len(others))
         prompt = int(self.bound.prompt_index[self.row])
         whole = int(first.real[prompt].sum())
-        if first.angles_differ(len(self.token_positions), whole):
+        if first.clean.lens.angles_differ(len(self.token_positions), whole):
             # If the angles depend on the largest position, the pass needs the same one as the clean pass.
             layout = layout.extend_to(whole - 1)
-        first.check_memory(len(layout.positions))
+        length = len(layout.positions)
+        copies_within(first.clean.lens, first.max_memory, length, logits=length)
         recorded: dict[str, Tensor] = {}
         pairs, controls, queries = [], [], layout.tokens[None].to(self.token_positions.device)
         for block in self.blocks:
-            options = {"attention": block.attention_template}
+            options = {"attention": block.stack.attention_template}
             pairs += self.interventions(block.layer, layout.allowed, **options)
             controls += record_attention(block.layer, recorded, ["z"], queries=queries, **options)
         tokens = layout.fill(self.tokens, others)[None]
-        batch = first.placed_batch(tokens, layout.positions.to(tokens.device)[None])
+        batch = _make_batch(first, tokens, layout.positions.to(tokens.device)[None])
         read = layout.read.flatten()[None]
         try:
             with torch.no_grad(), must_fire(*pairs, *controls) as hooks:
@@ -174,6 +178,16 @@ class SideBySide:
         as_prompt = logits[:, None].expand(-1, int(first.real[prompt].sum()), -1)
         values = evaluate(self.bound.functions[self.row], as_prompt)
         return values.unflatten(0, (-1, len(self.chosen)))
+
+
+def _make_batch(first: Block, tokens: Int[Tensor, "copy pos"], positions: Int[Tensor, "copy pos"]) -> Batch:
+    """Return tokens at given positions, which may repeat, for a model that takes `position_ids`."""
+    inputs = {"position_ids": positions}
+    if first.clean.lens.bears_a_mask:
+        # Without a mask and a cache, transformers takes positions that restart for several prompts.
+        inputs["attention_mask"] = torch.ones_like(tokens)
+    prompts = tuple(Prompt(copy) for copy in tokens)
+    return Batch(prompts, tokens, torch.ones_like(tokens, dtype=torch.bool), None, None, inputs)
 
 
 def _check_control(mixed: Float[Tensor, " index *axes"], clean: Float[Tensor, "pos head d_head"]) -> None:

@@ -115,7 +115,7 @@ class ValueZeroing(Method):
         if blocks[-1].engine == "algebra":
             each = _PASSES_PER_HEAD_ROW * sum(heads) / len(heads) if self.per_head else _PASSES_PER_ROW
             return pair_passes(blocks, each)
-        replays = sum(heads if self.per_head else [1] * len(heads)) / blocks[-1].n_layers
+        replays = sum(heads if self.per_head else [1] * len(heads)) / len(blocks[-1].stack)
         keys = blocks[-1].real_keys.sum(dim=1).tolist()
         counts = [replays * (count if self.spans is None else len(self.spans)) for count in keys]
         reason = "each block is replayed without each token's values, because no closed form applies"
@@ -126,7 +126,7 @@ class ValueZeroing(Method):
         chosen = list(range(block.n_heads)) if heads is None else list(heads)
         groups = [[head] for head in chosen] if self.per_head else [chosen]
         if block.engine == "algebra":
-            norm = block.final_norm() if self._reads_final_norm(block) else None
+            norm = block.next_norm() if self._reads_final_norm(block) else None
             scores = value_zeroing_maps(block, groups, self.spans, self.metric, norm)
             scores = scores if self.per_head else scores[:, 0]
         elif self.per_head:
@@ -178,7 +178,7 @@ class ValueZeroing(Method):
         clean = self._select_output(block, block.resid_post)
         for chunk in block.chunks(len(copies)):
             edits = self.interventions(
-                block.layer, zeroed[chunk], heads=heads, attention=block.attention_template
+                block.layer, zeroed[chunk], heads=heads, attention=block.stack.attention_template
             )
             with must_fire(*edits) as hooks:
                 zeroed_output = self._select_output(block, block.replay(rows[chunk], hooks))

@@ -205,7 +205,7 @@ def test_the_page_names_all_that_a_block_offers() -> None:
     of_block = {name for name in dir(Block) if not name.startswith("_")}
     described = Block.__doc__.split("Attributes:")[1]
     of_block |= set(re.findall(r"\w+", " ".join(re.findall(r"^ {8}([\w, ]+):", described, re.MULTILINE))))
-    assert {"layer", "n_heads", "real_inputs", "default_rows"} <= of_block
+    assert {"layer", "n_heads", "real_inputs", "record"} <= of_block
     of_anatomy = {name for name in dir(BlockAnatomy) if not name.startswith("_")}
     of_anatomy |= {field.name for field in dataclasses.fields(BlockAnatomy)}
     missing = [name for name in sorted(of_block | of_anatomy) if not re.search(rf"`{name}\b", HOW_TO)]

@@ -96,7 +96,7 @@ class Interrupting(Method):
         def interrupt(tensor, hook):
             raise self.problem("in the middle")
 
-        name = f"{block.attention_template.format(layer=block.layer)}.hook_v"
+        name = f"{block.stack.attention_template.format(layer=block.layer)}.hook_v"
         return block.replay(torch.tensor([0, 0]), [(name, interrupt)])
 
 

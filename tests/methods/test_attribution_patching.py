@@ -11,7 +11,7 @@ from benchmarks.input_map.decoder import Decoder
 from lens_mix.hooks import must_fire, record_mixing, zero_values
 from lens_mix.lens.autograd_graph import Mixing
 from lens_mix.lens.model import Lens
-from lens_mix.methods.attribution_patching import hidden_effects, hidden_key_effects
+from lens_mix.methods.attribution_patching import _make_graph, hidden_effects, hidden_key_effects
 from lens_mix.methods.bound_target import bind_rows
 from lens_mix.methods.side_by_side import Layout
 from lens_mix.statistics.passes import run_prompt
@@ -249,7 +249,7 @@ def test_terms_to_first_order_are_the_formula_on_the_gradients_of_the_rules(name
     model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 10)
     method, last = lm.AttributionPatching(), len(prompt) - 1
     blocks = run_prompt(model, prompt, method).blocks
-    graph = blocks[0].graph(0, method.clean_rules([block.anatomy for block in blocks]))
+    graph = _make_graph(blocks[0], 0, method.clean_rules([block.anatomy for block in blocks]))
     value = bind_rows(blocks, method.target).value_in(graph, last)
     effects = torch.zeros(len(prompt), len(prompt), dtype=torch.float64)
     for whole in graph.mixing(value).values():

@@ -117,7 +117,7 @@ def test_maps_are_those_of_all_pairs_at_once(case):
 
 def at_rows(block, queries):
     """Return the same block with only these rows."""
-    return Block(block._clean, block.layer, block._verification, block.engine, block.max_memory, queries)
+    return Block(block.clean, block.layer, block.verification, block.engine, block.max_memory, queries)
 
 
 def padded_blocks(model, lengths, side):

@@ -6,6 +6,7 @@ Nothing else of its pass changes: positions, chunks and biases are those of the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import lens_mix as lm
 from lens_mix.hooks import mask_keys
+from lens_mix.lens.hidden_keys import takes_masks
 from lens_mix.methods.occlusion import lost_without_key
 from lens_mix.session import Session
 from tests.matrix import build_or_skip, prompt_of
@@ -218,12 +220,12 @@ def test_a_batch_with_hidden_keys_is_what_hooks_on_the_pattern_give(build):
             masked = torch.zeros_like(first.tokens[rows], dtype=torch.bool)
             masked[1, 2] = masked[2, 0] = masked[2, 3] = True
             with torch.no_grad():
-                found = first.logits(batch=first.altered_batch(rows, masked=masked))
-                hooks = [mask_keys(b.layer, masked, attention=b.attention_template) for b in blocks]
+                found = first.logits(batch=dataclasses.replace(first.batch.select(rows), hidden=masked))
+                hooks = [mask_keys(b.layer, masked, attention=b.stack.attention_template) for b in blocks]
                 expected = first.logits(hooks, rows=rows)
     except lm.UnsupportedModelError as problem:
         pytest.skip(str(problem))
-    assert first.masks_by_input
+    assert takes_masks(first.stack)
     # Rows that see nothing else have any value, if a model masks later keys by a mask of its own.
     torch.testing.assert_close(found[:, 1:], expected[:, 1:], atol=1e-6, rtol=0)
     assert float((found[1:, -1] - found[0, -1]).abs().max()) > 1e-3

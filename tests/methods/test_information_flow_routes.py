@@ -87,7 +87,7 @@ def test_residual_and_feed_forward_equal_their_definition(case, biases):
     for block in blocks_of(case, lm.InformationFlowRoutes()):
         anatomy, mid = block.anatomy, written_out(block).mid
         lm.InformationFlowRoutes(biases=biases)(block)
-        found = block.details[0]["parts"]
+        found = block.record.details[0]["parts"]
         _, others = definition(block, biases)
         for name, value in others.items():
             assert largest(torch.tensor(found[name], dtype=torch.float64), value[0]) < 1e-10
@@ -129,7 +129,7 @@ def test_on_cross_attention_the_residual_is_a_key_of_its_own(name, biases):
         each = (own / heads)[:, None].expand(-1, heads, -1, -1)
         assert largest(apart, torch.cat([by_head, each], -1)) < 1e-10
         # Only a feed-forward follows the cross-attention, so its share is known.
-        parts = block.details[0]["parts"]
+        parts = block.record.details[0]["parts"]
         total = [sum(parts[part][row] for part in ("resid_mid", "mlp_out")) for row in range(len(own[0]))]
         assert total == pytest.approx([1.0] * len(own[0]))
 
