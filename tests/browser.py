@@ -1,4 +1,4 @@
-"""Chromium without a window, for the tests of what a browser shows (Debian: chromium, chromium-driver)."""
+"""Run Chromium without a window, for the tests in a browser (Debian: chromium, chromium-driver)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEEDS_CHROMIUM = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", name="browser")
 def chromium():
-    """One for all tests of a file; its console is kept. A test is skipped where Chromium does not start."""
+    """Return one browser for all tests of a file, with its console; skip the tests if it does not start."""
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
     for argument in (

@@ -1,7 +1,7 @@
-"""Nothing in the tests reaches a model hub, and tiny tensors run on one thread.
+"""Configure the tests: they use no model hub, and one thread for their small tensors.
 
-Tests that go through all models of the matrix have the usual ones in `make test`, the others in `.ci/run`.
-What no release of TransformerLens could change, `make test` runs on one release.
+Tests of all models of the matrix run on the usual models in `make test`, and on the others in `.ci/run`.
+Tests that do not depend on the release of TransformerLens run on one release in `make test`.
 """
 
 import functools
@@ -15,15 +15,15 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 
-import tests.shape_checks  # noqa: F401  the type checker that pyproject.toml names has to be importable
+import tests.shape_checks  # noqa: F401  pyproject.toml names this type checker, which must be importable.
 from tests import shared_models
 from tests.matrix import is_unusual
 
 torch.set_num_threads(1)
 
 TESTS = Path(__file__).parent
-# The source, pages, pictures (those of `make demo` too), matrices, and what is built on maps, on recorded
-# numbers, or on hooks: these are made in other tests, on every release.
+# These tests read the source, pages, pictures or matrices, or use maps, recorded numbers or hooks that other
+# tests make on every release.
 ONCE = (
     TESTS / "test_files.py",
     TESTS / "test_floors.py",
@@ -46,7 +46,7 @@ ON_MODELS = TESTS / "aggregation" / "test_joint.py"
 
 @pytest.fixture(scope="session")
 def model():
-    """A decoder in float64 that reads words (`toy_tokenizer`), one for all tests: none may change it."""
+    """Return a decoder in float64 that reads words (`toy_tokenizer`). No test may change it."""
     return shared_models.decoder()
 
 
@@ -75,5 +75,5 @@ def _is_once(path):
 
 
 def pytest_collection_finish():
-    # Memory is measured after gc.collect(), which goes through all tests that were collected otherwise.
+    # Memory is measured after gc.collect(), which would otherwise also examine all collected tests.
     gc.freeze()

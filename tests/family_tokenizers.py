@@ -1,6 +1,6 @@
-"""Small tokenizers of the families that transformers has, built here: no hub, no download.
+"""Build small tokenizers of the families that transformers has, without a hub and without a download.
 
-Each is saved and loaded again, as a user's is. Words are single letters, `a` to `z`.
+Each is saved and loaded again, like a user's. Words are single letters, `a` to `z`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VERSION = int(transformers.__version__.split(".")[0])
 
 
 def family_tokenizer(name: str, folder: Path) -> Any:
-    """The tokenizer of a family; None where this release of transformers can't build it from a list."""
+    """Return the tokenizer of a family; None if this release of transformers cannot build it from a list."""
     if VERSION < 5 and name not in _OF_EVERY_RELEASE:
         return None
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def _nllb(folder: Path) -> Any:
 
 
 def _marian(folder: Path) -> Any:
-    """Two models of pieces: what is one token in a source is spelled in letters in a target."""
+    """Return a tokenizer with two vocabularies: a single token of a source is several letters in a target."""
     import sentencepiece
 
     text = folder / "text.txt"
@@ -93,7 +93,7 @@ def _marian(folder: Path) -> Any:
 
 
 def _generic(single: str, pair: str, **special: str) -> Callable[[Path], Any]:
-    """A fast tokenizer of no family, with a template of its own."""
+    """Return a fast tokenizer of no family, with its own template."""
 
     def build(folder: Path) -> Any:
         from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -132,7 +132,7 @@ _FAMILIES: dict[str, Callable[[Path], Any]] = {
     "marian": _marian,
     "byt5": lambda folder: transformers.ByT5Tokenizer(),
     "generic": _generic("<s> $A </s>", "<s> $A </s> </s> $B:1 </s>:1", bos_token="<s>"),
-    # As flan-t5's files are, where only tokenizer.json is shared.
+    # The files are like those of flan-t5, of which only tokenizer.json is published.
     "generic_t5": _generic("$A </s>", "$A </s> $B </s>"),
 }
 _OF_EVERY_RELEASE = {

@@ -1,9 +1,8 @@
-"""Oracles that ask the Hugging Face model alone: no TransformerLens, no hook of it, no anatomy.
+"""Oracles that use only the Hugging Face model: no TransformerLens, none of its hooks, no anatomy.
 
-Attention in transformers goes through one function per model file, `eager_attention_forward(module, query,
-key, value, ...)`, or through a method of the attention module; that call is edited here: values `[batch head
-key d_head]` on the way in, what is mixed on the way out. The first attention module of a layer is its
-self-attention.
+Attention in transformers is one function per model file, `eager_attention_forward(module, query, key, value,
+...)`, or a method of the attention module. The oracles intervene in this call: in its values `[batch head key
+d_head]`, or in its result. The first attention module of a layer is its self-attention.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Methods of older attention modules: name -> (edit the values given, or among those returned; their place).
+# Older attention modules have these methods. The values are an argument or a result, at an index.
 _METHODS = {
     "_attn": ("given", 2),
     "_split_heads": ("returned", 2),
@@ -30,11 +29,11 @@ EditValues = Callable[[Tensor], Tensor]
 
 
 class Reference:
-    """One stack of a Hugging Face model, ready to be asked for one prompt.
+    """One stack of a Hugging Face model on one prompt.
 
     Args:
-        model: with eager attention.
-        prompt: tokens, or a pair of them.
+        model: A model with eager attention.
+        prompt: Tokens, or a pair of them.
         stack: "encoder", "decoder" or None.
     """
 
@@ -49,11 +48,11 @@ class Reference:
 
     @property
     def has_one_function(self) -> bool:
-        """Whether its attention goes through the function of its file."""
+        """Return whether its attention uses the function of its file."""
         return hasattr(sys.modules[type(self._attention(0)).__module__], "eager_attention_forward")
 
     def attention(self) -> Tensor:
-        """The model's own weights, [layer head query key]."""
+        """Return the model's own attention weights [layer, head, query, key]."""
         out = self.model(**self.inputs, output_attentions=True, use_cache=False)
         name = {None: "attentions", "encoder": "encoder_attentions", "decoder": "decoder_attentions"}[
             self.stack
@@ -63,7 +62,7 @@ class Reference:
         return torch.stack([weights[0] for weights in found])
 
     def value_zeroing(self) -> Tensor:
-        """1 - cos of each layer's output with and without each value vector, [layer query key]."""
+        """Return 1 − cos of each layer's output with and without each value vector, [layer, query, key]."""
         rows = []
         for layer in range(len(self.layers)):
             clean = self.output_of(layer, None)
@@ -75,9 +74,9 @@ class Reference:
         return torch.stack(rows)
 
     def value_shares(self) -> Tensor:
-        """What each key's value adds to the attention's output (no bias), [layer query key d_model].
+        """Return what each key's value adds to the attention's output, [layer, query, key, d_model].
 
-        The output with one value vector alone, less the output with none.
+        This is the output with one value vector only, minus the output with none, so it contains no bias.
         """
         layers = []
         for layer in range(len(self.layers)):
@@ -90,7 +89,7 @@ class Reference:
         return torch.stack(layers)
 
     def input_of(self, layer: int) -> Tensor:
-        """The residual stream that enters a layer, [query d_model]."""
+        """Return the residual stream that enters a layer, [query, d_model]."""
         kept: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -101,14 +100,14 @@ class Reference:
         return kept[0][0].detach()
 
     def output_of(self, layer: int, edit: EditValues | None) -> Tensor:
-        """A layer's output with its values edited, [query d_model]."""
+        """Return a layer's output with changed values, [query, d_model]."""
         return self._output(self.layers[layer], layer, edit)
 
     def attention_output(self, layer: int, edit: EditValues | None) -> Tensor:
-        """What the self-attention's last matrix gives, with its values edited, [query d_model]."""
+        """Return the output of the self-attention's last matrix with changed values, [query, d_model]."""
         attention = self._attention(layer)
         outer = next(module for module in self.layers[layer].modules() if attention in module.children())
-        # BERT's output matrix stands beside the module that mixes.
+        # BERT's output matrix is not inside the module that mixes.
         holder = outer.output if type(outer).__name__ in ("BertAttention", "RobertaAttention") else attention
         return self._output(_output_matrix(holder), layer, edit)
 
@@ -137,7 +136,7 @@ def _only(values: Tensor, key: int) -> Tensor:
 
 
 def _layers(model: Any, stack: str | None) -> list[nn.Module]:
-    """The layers of the stack that have attention: of the first list of modules that holds some."""
+    """Return the layers with attention, from the first list of modules that has any."""
     root = model if stack is None else getattr(model.base_model, stack)
     for module in root.modules():
         if isinstance(module, nn.ModuleList) and len(module) >= 2:
@@ -157,7 +156,7 @@ def _attentions(layer: nn.Module) -> list[nn.Module]:
 
 
 def _is_core(module: nn.Module) -> bool:
-    """Whether it holds the matrices itself; BERT's and T5's outer modules do not."""
+    """Return whether the module contains the matrices directly; BERT's and T5's outer modules do not."""
     return not any(
         type(child).__name__.endswith("Attention") for child in module.modules() if child is not module
     )
@@ -176,7 +175,7 @@ def _output_matrix(attention: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def edited_values(attention: nn.Module, edit: EditValues | None) -> Iterator[None]:
-    """The values of one attention module go through `edit`, [batch head key d_head]."""
+    """Apply `edit` to the values [batch, head, key, d_head] of one attention module, inside the context."""
     if edit is None:
         yield
         return
@@ -243,7 +242,7 @@ def _with_values(function: Any, edit: EditValues, where: str, place: int, calls:
             given[place] = edit(given[place])
             return function(*given, **kwargs)
         returned = list(function(*args, **kwargs))
-        # Falcon's method puts positions before heads.
+        # In Falcon's method, the axis of positions is before the axis of heads.
         value = returned[place].transpose(1, 2) if falcon else returned[place]
         returned[place] = edit(value).transpose(1, 2) if falcon else edit(value)
         return tuple(returned)
@@ -253,9 +252,10 @@ def _with_values(function: Any, edit: EditValues, where: str, place: int, calls:
 
 @contextlib.contextmanager
 def edited_weights(attention: nn.Module, edit: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """What one attention module mixes, `[batch query head d_head]`, becomes `edit(weights, values)`.
+    """Replace the mixed values [batch, query, head, d_head] of one attention module, inside the context.
 
-    Values are repeated where heads share them. Only for models that have `eager_attention_forward`.
+    They become `edit(weights, values)`, in which values are repeated if heads share them. The model must have
+    `eager_attention_forward`.
     """
     file = sys.modules[type(attention).__module__]
     original = file.eager_attention_forward
@@ -276,13 +276,13 @@ def edited_weights(attention: nn.Module, edit: Callable[[Tensor, Tensor], Tensor
 
 
 def gradient_attention(reference: Reference, layer: int) -> Tensor:
-    """mean_h (A ⊙ ∂F/∂A)⁺, F the logit that is largest at the last position; [query key]."""
+    """Return mean_h (A ⊙ ∂F/∂A)⁺ [query, key], where F is the largest logit at the last position."""
     gradient, weights = _gradient(reference, layer, 1.0, torch.nn.Identity())
     return (gradient * weights).clamp_min(0).mean(dim=0)
 
 
 def attention_attribution(reference: Reference, layer: int, steps: int) -> Tensor:
-    """Σ_h A ⊙ ∫ ∂F(αA)/∂A dα by Gauss-Legendre, F the probability of what is predicted last; [query key]."""
+    """Return Σ_h A ⊙ ∫ ∂F(αA)/∂A dα [query, key] by Gauss-Legendre; F is the prediction's probability."""
     points, shares = np.polynomial.legendre.leggauss(steps)
     total, weights = torch.zeros(()), torch.zeros(())
     for point, share in zip((points + 1) / 2, shares / 2, strict=True):

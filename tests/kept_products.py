@@ -1,4 +1,4 @@
-"""What `lens_mix.algebra.weight_cache` keeps between runs: counted, and dropped."""
+"""Count and delete the products that `lens_mix.algebra.weight_cache` keeps between runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from lens_mix.algebra import weight_cache
 
 
 def number(kind: str) -> int:
-    """How many products of a kind are kept."""
+    """Return how many products of a kind are stored."""
     return sum(kind in entries for entries in weight_cache._store.values())
 
 
 def forget() -> None:
-    """Drop them all."""
+    """Delete all stored products."""
     weight_cache._store.clear()

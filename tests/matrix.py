@@ -1,4 +1,4 @@
-"""Every model of the factory, by a label, and what is to be expected of it."""
+"""Every model of the factory by a label, with the expected result: maps, or an error."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.tiny_models import (
 
 ENCODER_DECODERS = ("t5", "t5_gated", "bart", "marian")
 PARTS = ("encoder", "decoder", "cross")
-# The models of the matrix that `make test` has: each class, and each kind of block, norm, position and
-# feed-forward once. `.ci/run` has them all.
+# `make test` has these models of the matrix: each class, and each kind of block, norm, position and
+# feed-forward once. `.ci/run` has all models.
 USUAL = (
     "bridge gpt2",
     "bridge llama",
@@ -41,7 +41,7 @@ USUAL = (
     *(f"HookedEncoderDecoder {part}" for part in PARTS),
 )
 
-# Refused altogether, with these words in the reason. Everything else has to give maps.
+# These models raise an error with these words for every method. All other models must have maps.
 UNSUPPORTED = {
     "bridge gpt2_unscaled": "known to run GPT-2 with scale_attn_weights=False wrongly",
     "bridge falcon_alibi": "known to run Falcon with alibi wrongly",
@@ -62,13 +62,13 @@ UNSUPPORTED_BEFORE_3 = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One model (one stack of it)."""
+    """One stack of one model."""
 
     label: str
     part: str | None = None
 
     def build(self, dtype: torch.dtype = torch.float32) -> Any:
-        """The model; skips the test where this TransformerLens does not have it."""
+        """Return the model; skip the test if this TransformerLens does not have it."""
         kind, _, rest = self.label.partition(" ")
         name = rest.split(" ")[0]
         factories = {
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def refusal(self) -> str | None:
-        """What the refusal has to say on the installed TransformerLens; None: it has to run."""
+        """Return the words of the error on the installed TransformerLens; None if maps are expected."""
         from lens_mix.lens.model_classes import transformer_lens_version
 
         major = transformer_lens_version()[0]
@@ -95,7 +95,7 @@ class Case:
 
     @property
     def wrong_logits(self) -> bool:
-        """Whether this release gives maps of it, but wrong logits (of TransformerLens 2's decoder)."""
+        """Return whether this release has maps but wrong logits (the decoder of TransformerLens 2)."""
         from lens_mix.lens.model_classes import transformer_lens_version
 
         return self.label == "HookedEncoderDecoder encoder" and transformer_lens_version()[0] < 3
@@ -103,14 +103,15 @@ class Case:
 
 @functools.cache
 def model_of(case: Case, dtype: torch.dtype = torch.float32) -> Any:
-    """`case.build(dtype)`, built once: for tests that leave it as it was."""
+    """Return `case.build(dtype)`, which is built once, for tests that do not change it."""
     return case.build(dtype)
 
 
 def cases(*, cross: bool = False) -> list[Case]:
-    """All of them; which ones exist depends on the TransformerLens release.
+    """Return all cases, which depend on the release of TransformerLens.
 
-    `cross`: with cross-attention too, on which most methods are not defined.
+    Args:
+        cross: Whether cross-attention is included, for which most methods are not defined.
     """
     found, parts = [], PARTS if cross else PARTS[:2]
     for name in BRIDGE_NAMES:
@@ -125,7 +126,7 @@ def cases(*, cross: bool = False) -> list[Case]:
 
 
 def is_unusual(parameter: object) -> bool:
-    """Whether a test's parameter is a model of the matrix, or its label, that `make test` leaves out."""
+    """Return whether a test's parameter is a model of the matrix, or a label, that `make test` leaves out."""
     label = getattr(parameter, "label", parameter)
     return isinstance(label, str) and label in _labels() and label not in USUAL
 
@@ -136,7 +137,7 @@ def _labels() -> frozenset[str]:
 
 
 def wide_cases() -> list[Case]:
-    """Those of the wide sweep (`tests/test_wide.py`), which `Case.refusal` knows nothing of."""
+    """Return the cases of the wide sweep (`tests/test_wide.py`). `Case.refusal` is not for them."""
     pairs = [(name, is_pair(name)) for name in WIDE_NAMES]
     return [
         Case(f"bridge {name}{f' {stack}' if stack else ''}", stack)
@@ -146,25 +147,25 @@ def wide_cases() -> list[Case]:
 
 
 def prompt_of(model: Any, seq: int = 7, seed: int = 1) -> Any:
-    """Tokens, or a pair of them for an encoder-decoder."""
+    """Return tokens, or a pair of them for an encoder-decoder."""
     first = tokens(model, 1, seq, seed)
     return (first, tokens(model, 1, max(2, seq - 2), seed + 50)) if is_encoder_decoder(model) else first
 
 
 def zeroed(values: torch.Tensor, key: int) -> torch.Tensor:
-    """Values [batch, key, ...] with nothing at one key."""
+    """Return values [batch, key, ...] that are zero at one key."""
     values = values.clone()
     values[:, key] = 0
     return values
 
 
 def slow(*values: Any) -> Any:
-    """A case for `.ci/run`, not for `make test`: in the list that `pytest.mark.parametrize` takes."""
+    """Return a parameter for `pytest.mark.parametrize` that runs in `.ci/run` and not in `make test`."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def build_or_skip(factory: Any, *arguments: Any, **keywords: Any) -> Any:
-    """The model, or a skip where this TransformerLens does not have the class."""
+    """Return the model; skip the test if this TransformerLens does not have the class."""
     try:
         return factory(*arguments, **keywords)
     except Unavailable as problem:

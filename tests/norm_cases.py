@@ -1,4 +1,4 @@
-"""Blocks of the tiny models, for tests that look at vectors rather than at maps."""
+"""Blocks of the tiny models, for tests of vectors instead of maps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lens_mix.method import Method
 from lens_mix.statistics.passes import run_prompt
 from tests.matrix import Case, cases, prompt_of, slow, wide_cases
 
-# The wide sweep is of the newest release; XGLM of Hugging Face does not run in float64.
+# The wide sweep is for the newest release. Hugging Face's XGLM does not run in float64.
 WIDE = [case for case in wide_cases() if transformer_lens_version()[0] > 3 and "xglm" not in case.label]
 ALL = [*cases(), *map(slow, WIDE)]
 CASES = pytest.mark.parametrize("case", ALL, ids=lambda case: case.label)
 
 
 def blocks_of(case: Case, method: Method) -> Any:
-    """The blocks in float64; skips models that the library refuses (`tests/test_matrix.py` has those)."""
+    """Return the blocks in float64; skip models that raise an error, which `tests/test_matrix.py` tests."""
     if case.refusal is not None:
         pytest.skip("refused altogether")
     try:
@@ -44,7 +44,7 @@ def blocks_of(case: Case, method: Method) -> Any:
 
 
 def read_by_a_norm(blocks: Any) -> Any:
-    """The blocks whose next norm is known; before a block without attention it is refused in words."""
+    """Return the blocks whose next norm is known. Before a block without attention there is an error."""
     layers, n_layers = {block.layer for block in blocks}, blocks[0].clean.lens.n_layers
     known = [block for block in blocks if block.layer + 1 in {*layers, n_layers}]
     for block in blocks:
@@ -56,14 +56,14 @@ def read_by_a_norm(blocks: Any) -> Any:
 
 @functools.cache
 def _checked_pass(case: Case) -> Any:
-    # All methods of the family need the same tensors recorded, so one clean pass serves every test.
+    # All methods of the family record the same tensors, so one clean pass is enough for every test.
     model = case.build(torch.float64)
     return run_prompt(model, prompt_of(model), lm.AttnRes(), part=case.part).blocks
 
 
 @dataclasses.dataclass(frozen=True)
 class WrittenOut:
-    """`lens_mix.algebra.definitions` on one block, `[batch query key d_model]`, and the true states."""
+    """`lens_mix.algebra.definitions` of one block, [batch, query, key, d_model], and the true states."""
 
     attention: torch.Tensor
     branch: torch.Tensor
@@ -74,12 +74,12 @@ class WrittenOut:
 
 
 def heads_of(block: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pattern, value vectors and W_O."""
+    """Return the pattern, the value vectors and W_O."""
     return block.recorded("pattern"), block.recorded("value"), block.anatomy.value_path.W_O
 
 
 def written_out(block: Any) -> WrittenOut:
-    """All stages up to the feed-forward; the true states come from `mix` and the anatomy."""
+    """Return all stages before the feed-forward, and the true states by `mix` and the anatomy."""
     anatomy, x = block.anatomy, block.resid_pre
     attention_out = anatomy.value_path.project(mix(*heads_of(block)[:2]))
     without_norm = dataclasses.replace(anatomy, attention_residual=None)
@@ -96,10 +96,10 @@ def written_out(block: Any) -> WrittenOut:
 
 
 def largest(x: Any, y: Any) -> float:
-    """The largest difference."""
+    """Return the largest difference."""
     return float((_tensor(x) - _tensor(y)).abs().max())
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    # A copy: pandas hands out arrays that must not be written to.
+    # The arrays of pandas are read-only, so they are copied.
     return torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value).double()

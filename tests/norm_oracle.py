@@ -1,9 +1,9 @@
-"""The norm-based family by definition: every vector of every pair written out, in float64, step by step.
+"""Compute the norm-based family by definition: every vector of every pair, in float64, step by step.
 
-Slow on purpose, and written apart from the library's factors: from a block's anatomy (its weights and its
-wiring), its input and its pattern alone. The last column of every tensor `[query, key + 1, d_model]` belongs
-to no token: it collects what the biases put in. So the columns of each stage must add up to the true state,
-which the tests compare with what the model itself put out. Integrated gradients are integrated numerically.
+This is slow on purpose, and independent of the library's factors. It uses only a block's anatomy (its weights
+and its wiring), its input and its pattern. The last column of every tensor [query, key + 1, d_model] is for
+no token: it is the sum of the biases' effects. So the columns of each stage must add up to the true state,
+which the tests compare with the model's own. Integrated gradients are integrated numerically.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NODES = 64
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """One block of one prompt, `[query, key + 1, d_model]` per stage; see `lens_mix.lens.anatomy`."""
+    """One block of one prompt, [query, key + 1, d_model] for each stage; see `lens_mix.lens.anatomy`."""
 
     attention: Tensor
     residual: Tensor
@@ -34,12 +34,12 @@ class Oracle:
 
 
 def oracle(block: Any, biases: str = "on_path", feed_forward: bool = True) -> Oracle:
-    """All stages of a block of a one-prompt batch; those after the feed-forward on request only.
+    """Return all stages of a block of a batch with one prompt.
 
     Args:
-        block: a `lens_mix.lens.block.Block` with "pattern" recorded.
+        block: A `lens_mix.lens.block.Block` with a recorded pattern.
         biases: "on_path" (A) or "fixed" (B).
-        feed_forward: False stops before it.
+        feed_forward: Whether the feed-forward and later stages are computed.
     """
     anatomy = block.anatomy
     x, pattern = block.resid_pre[0].double(), block.recorded("pattern")[0].double()
@@ -64,12 +64,12 @@ def oracle(block: Any, biases: str = "on_path", feed_forward: bool = True) -> Or
 
 
 def norms(vectors: Tensor) -> Tensor:
-    """Norms of the tokens' vectors, `[query, key]`."""
+    """Return the norms of the tokens' vectors, [query, key]."""
     return vectors[:, :-1].norm(dim=-1)
 
 
 def mixing_ratio(vectors: Tensor) -> Tensor:
-    """Per query, from the vectors themselves."""
+    """Return the mixing ratio of each query, computed from the vectors."""
     out = []
     for query in range(len(vectors)):
         kept = vectors[query, query]
@@ -80,7 +80,7 @@ def mixing_ratio(vectors: Tensor) -> Tensor:
 
 
 def through_norm(norm: Norm | None, vectors: Tensor, state: Tensor) -> Tensor:
-    """Vectors `[query, column, d_model]` through a norm held linear at the given state, without β."""
+    """Return vectors [query, column, d_model] after a norm, linearised at the given state, without β."""
     if norm is None:
         return vectors
     centre = norm.kind == "layer"
@@ -116,7 +116,7 @@ def _attention(anatomy: Any, x: Tensor, pattern: Tensor) -> Tensor:
 
 
 def _feed_forward(feed_forward: Any, reading: Tensor, biases: str) -> Tensor:
-    """Shares of the output: integrated gradients of the hidden layer, then W_out."""
+    """Return the shares of the output: integrated gradients of the hidden layer, times W_out."""
     activation = ACTIVATIONS[feed_forward.activation]
     matrices = [(feed_forward.W_in, feed_forward.b_in)]
     if feed_forward.W_gate is not None:
@@ -131,7 +131,7 @@ def _feed_forward(feed_forward: Any, reading: Tensor, biases: str) -> Tensor:
 
     starts = [share[:, -1] if biases == "fixed" else torch.zeros_like(share[:, -1]) for share in shares]
     ends = [share.sum(1) for share in shares]
-    # ReLU has a kink where the first path crosses zero: each side is integrated by itself.
+    # The derivative of ReLU jumps where the first path crosses zero, so each side is integrated separately.
     change = ends[0] - starts[0]
     kink = torch.where(change != 0, -starts[0] / change, torch.zeros_like(change)).clamp(0, 1)
     total = torch.zeros_like(shares[0])

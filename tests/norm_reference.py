@@ -1,7 +1,7 @@
-"""The small models of the norm-based references, on every class that TransformerLens has, in float64.
+"""Build the small models of the norm-based references in float64, for every class of TransformerLens.
 
-The weights are in `tests/reference/` (see the README there); what a file does not hold (the masked-language
-head, which no map depends on) stays at transformers' initial values.
+The weights are in `tests/reference/` (see the README there). A file does not contain the masked-language
+unembedding, which no map depends on, so it keeps transformers' initial values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GPT2_CLASSES = ("TransformerBridge", "HookedTransformer")
 
 @functools.cache
 def reference(name: str) -> dict[str, torch.Tensor]:
-    """The tensors of one reference file."""
+    """Return the tensors of one reference file."""
     return load_file(FOLDER / f"{name}.safetensors")
 
 
@@ -39,7 +39,7 @@ def _quietly() -> Iterator[None]:
 
 
 def reference_inputs(row: int) -> dict[str, torch.Tensor]:
-    """Arguments for `lens_mix.run` on the reference BERT: row 1 ends in three padding tokens."""
+    """Return arguments of `lens_mix.run` for the reference BERT; example 1 ends in three padding tokens."""
     known = reference("norm_analysis_tiny_f64")
     return {
         "prompt": known["input_ids"][row],
@@ -50,10 +50,10 @@ def reference_inputs(row: int) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def reference_bert(class_name: str) -> Any:
-    """The BERT of norm-analysis, GlobEnc, DecompX, ALTI and the feed-forward oracle.
+    """Return the BERT of norm-analysis, GlobEnc, DecompX, ALTI and the feed-forward oracle.
 
     Raises:
-        Unavailable: this TransformerLens has no such class.
+        Unavailable: If this TransformerLens has no such class.
     """
     config = transformers.BertConfig(
         vocab_size=101,
@@ -80,10 +80,10 @@ def reference_bert(class_name: str) -> Any:
 
 @functools.cache
 def reference_gpt2(class_name: str) -> Any:
-    """The GPT-2 of ALTI-Logit.
+    """Return the GPT-2 of ALTI-Logit.
 
     Raises:
-        Unavailable: this TransformerLens has no such class.
+        Unavailable: If this TransformerLens has no such class.
     """
     config = transformers.GPT2Config(
         vocab_size=101,
@@ -119,7 +119,7 @@ def _bridge(source: Any) -> Any:
 def _hooked_config(**more: Any) -> Any:
     import transformer_lens
 
-    # TransformerLens 4 raises ImportError, not AttributeError, for the classes it dropped.
+    # For removed classes, TransformerLens 4 raises an ImportError and not an AttributeError.
     try:
         transformer_lens.HookedTransformerConfig  # noqa: B018
     except (ImportError, AttributeError) as error:
@@ -152,6 +152,6 @@ def _hooked_transformer(source: Any) -> Any:
     from transformer_lens.pretrained.weight_conversions import convert_gpt2_weights
 
     model = HookedTransformer(config)
-    # Not load_and_process_state_dict: TransformerLens 3 rounds the weights to float32 in it.
+    # In load_and_process_state_dict, TransformerLens 3 would round the weights to float32.
     model.double().load_state_dict(convert_gpt2_weights(source, config), strict=False)
     return model.eval()

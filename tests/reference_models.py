@@ -1,4 +1,4 @@
-"""The models of the peers' outputs in tests/reference, on every TransformerLens class that can hold them."""
+"""Build the models of the recorded outputs in tests/reference, for every class of TransformerLens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFERENCE = Path(__file__).parent / "reference"
 
 
 def reference(name: str) -> dict[str, Any]:
-    """Arrays of one reference file as tensors."""
+    """Return the arrays of one reference file as tensors."""
     with np.load(REFERENCE / f"{name}.npz", allow_pickle=False) as arrays:
         return {
             key: torch.from_numpy(arrays[key]) if arrays[key].dtype.kind in "fi" else arrays[key].item()
@@ -27,7 +27,7 @@ def reference(name: str) -> dict[str, Any]:
 
 
 def official_bert(model_class: str) -> Any:
-    """The BERT of the official Value Zeroing run in float64: "TransformerBridge" or "HookedEncoder"."""
+    """Return the BERT of the official Value Zeroing run: "TransformerBridge" or "HookedEncoder", float64."""
     config = transformers.BertConfig(
         vocab_size=50,
         hidden_size=32,
@@ -50,7 +50,7 @@ def official_bert(model_class: str) -> Any:
 
 
 def inseq_gpt2(model_class: str) -> Any:
-    """The GPT-2 of the inseq run in float64: "TransformerBridge" or "HookedTransformer"."""
+    """Return the GPT-2 of the inseq run in float64: "TransformerBridge" or "HookedTransformer"."""
     config = transformers.GPT2Config(
         vocab_size=60, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2
     )
@@ -67,7 +67,7 @@ def inseq_gpt2(model_class: str) -> Any:
 
 
 def inseq_t5(model_class: str) -> Any:
-    """The T5 of the inseq run in float64: "TransformerBridge" or "HookedEncoderDecoder"."""
+    """Return the T5 of the inseq run in float64: "TransformerBridge" or "HookedEncoderDecoder"."""
     sizes = {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4}
     model = transformers.T5ForConditionalGeneration._from_config(
         transformers.T5Config(**sizes, decoder_start_token_id=1)
@@ -82,7 +82,7 @@ def inseq_t5(model_class: str) -> Any:
 
 
 def _load(model: Any, weights: dict[str, torch.Tensor]) -> None:
-    """The reference's weights; heads that it does not have stay as they are."""
+    """Load the reference's weights. An unembedding that the file does not contain stays as it is."""
     result = model.load_state_dict(weights, strict=False)
     if result.unexpected_keys:
         raise ValueError(f"expected no unknown weights, got {result.unexpected_keys}")
@@ -93,7 +93,7 @@ def _load(model: Any, weights: dict[str, torch.Tensor]) -> None:
 
 
 def to_bridge(model: Any) -> Any:
-    """The Hugging Face model under a TransformerBridge."""
+    """Return the Hugging Face model in a TransformerBridge."""
     try:
         from transformer_lens.model_bridge.sources import build_bridge_from_module
     except ImportError as problem:
@@ -102,7 +102,7 @@ def to_bridge(model: Any) -> Any:
 
 
 def to_hooked(model: Any, model_class: str, convert: str, *, n_ctx: int, **options: Any) -> Any:
-    """The Hugging Face model's weights in one of the hooked classes, unprocessed, same dtype."""
+    """Return a hooked model with the Hugging Face model's weights, unprocessed and in the same dtype."""
     try:
         import transformer_lens
         from transformer_lens.pretrained import weight_conversions

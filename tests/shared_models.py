@@ -1,6 +1,6 @@
 """Models that many tests share: each is built once per process, and no test may change it.
 
-After each test file `tests/conftest.py` asks which one is not as it was built.
+After each test file, `tests/conftest.py` checks which models have changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Shared:
-    """A model and what it was when it was built."""
+    """A model and its state when it was built."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -31,7 +31,7 @@ class _Shared:
         self.settings = list(_settings(model))
 
     def changes(self) -> list[str]:
-        """Which tensors and settings are not as they were."""
+        """Return the names of the tensors and settings that have changed."""
         found = [
             key
             for holder, key, tensor, value in self.tensors
@@ -43,7 +43,7 @@ class _Shared:
 
 def _settings(model: Any) -> Iterator[Any]:
     for module in model.modules():
-        # Hooks of TransformerLens's points only: a bridge puts some of torch's on its norms as it runs.
+        # Only hooks of TransformerLens count, because a Bridge adds torch's hooks to its norms in a pass.
         yield module.training, len(getattr(module, "fwd_hooks", ())), len(getattr(module, "bwd_hooks", ()))
         yield "forward" in vars(module)
     yield [parameter.requires_grad for parameter in model.parameters()]
@@ -63,19 +63,19 @@ def _built_once(name: str, build: Callable[[], Any]) -> Any:
 
 
 def decoder() -> Any:
-    """`gpt2_like` in float64 that reads the words of `toy_tokenizer`."""
+    """Return `gpt2_like` in float64 that reads the words of `toy_tokenizer`."""
     return _built_once(
         "decoder", lambda: tiny_models.gpt2_like(torch.float64, tokenizer=tiny_models.toy_tokenizer())
     )
 
 
 def constructed(built: ConstructedModel) -> Any:
-    """The model of one of `lens_mix.evaluation.constructed_models()`."""
+    """Return the model of one of `lens_mix.evaluation.constructed_models()`."""
     return _built_once(built.name, built.model)
 
 
 def changed() -> list[str]:
-    """The shared models that are not as they were built, and how; they are given to nobody any more."""
+    """Return the changes of shared models, and forget these models, so that no other test uses them."""
     changes = {name: shared.changes() for name, shared in _models.items()}
     for name in [name for name, found in changes.items() if found]:
         del _models[name]

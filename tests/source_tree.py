@@ -1,4 +1,4 @@
-"""The library's files as `ast` sees them: what imports what, and what a file keeps at module level."""
+"""Read the library's files with `ast`: their imports, and what they store at module level."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Literal
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "lens_mix"
 
-# when the file is imported; when the function is called; for type checkers only
+# An import runs with the file, or when a function is called, or it is for type checkers only.
 When = Literal["module", "function", "types"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """One file of the library imports another; both as module names below lens_mix ("lens.verification.verify")."""
+    """An import of one of the library's files in another, as module names ("lens.verification.verify")."""
 
     importer: str
     imported: str
@@ -30,20 +30,20 @@ class Import:
 
 
 def module_name(path: Path) -> str:
-    """ "lens.verification.verify"; a package's `__init__.py` by the package's name, lens_mix's own as ""."""
+    """Return a module's name in lens_mix ("lens.verification.verify"); the package's for `__init__.py`."""
     parts = path.relative_to(LIBRARY).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
-    """Module name to its parsed file."""
+    """Return the parsed file of each module by the module's name."""
     return {module_name(path): ast.parse(path.read_text()) for path in sorted(LIBRARY.rglob("*.py"))}
 
 
 @functools.cache
 def imports() -> tuple[Import, ...]:
-    """All imports between files of the library."""
+    """Return all imports between files of the library."""
     return tuple(
         Import(importer, imported, when, function)
         for importer, tree in trees().items()
@@ -67,7 +67,7 @@ def _import_statements(
 
 
 def _files_of(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """The files that one statement names: algebra.budget for `from lens_mix.algebra import budget`."""
+    """Return the files of one statement: algebra.budget for `from lens_mix.algebra import budget`."""
     if isinstance(node, ast.Import):
         modules = [alias.name for alias in node.names]
     else:
@@ -94,9 +94,9 @@ _CACHES = frozenset({"cache", "lru_cache"})
 
 
 def module_level_stores(tree: ast.Module) -> list[str]:
-    """Names assigned at module level that the file's own code changes later: what outlives a call.
+    """Return the names at module level whose values the file's code changes later, and so outlive a call.
 
-    Functions that keep their results are among them, and instances of the file's classes that change.
+    Functions that cache their results are included, and instances of the file's classes that change.
     """
     assigned = dict(_assignments(tree.body))
     cached = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _is_cached(node)}
@@ -129,13 +129,13 @@ def _assignments(statements: list[ast.stmt]) -> Iterator[tuple[str, ast.expr | N
 
 
 def _is_weak(value: ast.expr | None) -> bool:
-    """A weak store is there to be filled, by whoever."""
+    """Return whether a value is a weak dictionary or set, which is a store by its nature."""
     return "Weak" in _called(value)
 
 
 def _called(value: ast.expr | None) -> str:
-    """The last name of what is called: "cache" of `functools.cache(f)`; "" where nothing is."""
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Call):  # lru_cache(maxsize=8)(f)
+    """Return the last name of a called function, "cache" for `functools.cache(f)`; "" if it is no call."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Call):  # As in lru_cache(maxsize=8)(f).
         value = value.func
     return ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
 
@@ -146,7 +146,7 @@ def _is_cached(function: ast.FunctionDef) -> bool:
 
 
 def _changes_itself(node: ast.ClassDef) -> bool:
-    """Whether a method other than `__init__` assigns to an attribute."""
+    """Return whether a method other than `__init__` assigns to an attribute."""
     methods = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name != "__init__"]
     parts = (part for method in methods for part in ast.walk(method))
     return any(isinstance(part, ast.Attribute) and not isinstance(part.ctx, ast.Load) for part in parts)

@@ -1,4 +1,4 @@
-"""The stub `lens_mix/__init__.pyi` with the names of all methods; `make stub` writes it."""
+"""Write the stub `lens_mix/__init__.pyi` with the names of all methods, for `make stub`."""
 
 from __future__ import annotations
 

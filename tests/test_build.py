@@ -1,9 +1,9 @@
-"""What a release would hold: the source distribution, and the wheel that is made from it alone.
+"""Test the source distribution, and the wheel that is made from it alone.
 
     checkout -> sdist -> wheel made from the unpacked sdist -> a clean environment -> one map
 
-The clean environment sees torch and TransformerLens of the environment that runs the tests through a .pth
-file; lens_mix itself is there only from the wheel, and the result says where it was imported from.
+A .pth file makes torch and TransformerLens of the tests' environment available in the clean environment.
+lens_mix itself is installed there only from the wheel, and the result contains the path of its import.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PACKAGES = sysconfig.get_path("purelib")
 
 pytestmark = pytest.mark.slow
 
-# Runs in the clean environment; the tiny model comes from the cookbook of the sdist.
+# This runs in the clean environment. The tiny model is from the cookbook of the source distribution.
 PROGRAM = """
 import json, sys
 import torch
@@ -45,8 +45,8 @@ print(json.dumps({
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """The output of a command; an error that shows everything it printed."""
-    # A PYTHONPATH of the caller would let the checkout in.
+    """Return the output of a command, or raise an error with everything that it printed."""
+    # With the caller's PYTHONPATH, the checkout could be imported.
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PIP_"))}
     done = subprocess.run(
         [str(part) for part in command],
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(folder: Path) -> Path:
-    """The source distribution of the checkout, unpacked."""
+    """Return the folder of the checkout's source distribution, unpacked."""
     build = (sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", folder / "sdist")
     run(*build, ROOT, cwd=folder)
     (archive,) = (folder / "sdist").iterdir()
@@ -79,7 +79,7 @@ def sdist(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(folder: Path, sdist: Path) -> Path:
-    """The wheel made from the unpacked source distribution, where the checkout is not."""
+    """Return the wheel, made from the unpacked source distribution in a folder outside the checkout."""
     build = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder / "wheel")
     run(*build, sdist, cwd=folder)
     (made,) = (folder / "wheel").iterdir()
@@ -87,7 +87,7 @@ def wheel(folder: Path, sdist: Path) -> Path:
 
 
 def sources(root: Path, part: str) -> set[str]:
-    """Every source file of one folder, relative to the root."""
+    """Return every source file of one folder, relative to the root."""
     return {
         path.relative_to(root).as_posix()
         for path in (root / part).rglob("*")
@@ -123,12 +123,12 @@ def test_the_wheel_runs_a_map_in_a_clean_environment(folder: Path, sdist: Path, 
     python = folder / "clean" / "bin" / "python"
     (clean_packages,) = (folder / "clean").glob("lib/python*/site-packages")
     (clean_packages / "environment.pth").write_text(PACKAGES + "\n")
-    # --target: nothing that is installed elsewhere is looked at, let alone removed
+    # With --target, pip neither reads nor removes packages that are installed elsewhere.
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     run(*pip, "--no-deps", "--no-index", "--target", clean_packages, wheel, cwd=folder)
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    # -P: neither the program's folder nor the working one is searched for modules.
+    # With -P, Python searches neither the program's folder nor the working directory for modules.
     printed = run(python, "-P", program, cwd=folder, PYTHONPATH=str(sdist / "hooks"), HF_HUB_OFFLINE="1")
     result = json.loads(printed.splitlines()[-1])
     assert Path(result["origin"]) == clean_packages / "lens_mix" / "__init__.py"

@@ -15,7 +15,7 @@ from tests.tiny_models import Unavailable, available, bridge, wrapped_model
 
 EOS = 2
 TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
-# Those of decoders that end in padding, which is the end-of-sequence token, as for reward models.
+# These prompts may end in padding, which is the end-of-sequence token, as for reward models.
 PROMPTS = [TOKENS, torch.tensor([5, 9, 12, 7, 30, EOS]), torch.tensor([5, EOS, 12, 7, EOS, EOS])]
 PLACES = [5, 4, 3]
 
@@ -115,7 +115,8 @@ def test_a_class_of_a_prompt(name):
             expected = pytest.approx(expected.item(), abs=2e-6)
             assert explained_without_a_bridge(classifier, target, tokens) == expected
         if model is not None:
-            value, row = value_of(model, target, tokens)  # the difference of two
+            # This target is the last one, the difference of two logits.
+            value, row = value_of(model, target, tokens)
             assert value == expected
             assert row == (0 if name in ENCODERS else place)
 
@@ -260,7 +261,8 @@ def test_dtypes(name, classifier_dtype, model_dtype, accepted):
 )
 def test_hooked_models(name, model_class, convert, options):
     wrapped = wrapped_model(name, torch.float64, **padding_of(name))
-    if name == "bert":  # what the conversion reads besides
+    # The conversion of BERT also reads the other weights of BertForPreTraining.
+    if name == "bert":
         whole = tiny_models.randomise(transformers.BertForPreTraining(wrapped.config)).double().eval()
         whole.bert.load_state_dict(wrapped.bert.state_dict(), strict=False)
         wrapped = whole
@@ -321,7 +323,8 @@ def test_hidden_tokens_leave_the_position_where_it_is():
     target = lm.targets.hf_classifier(classifier, 3, of="logit")
     for by in ("mask", "values"):
         found = lm.run(model, PROMPTS[1], lm.Occlusion(target=target, by=by), queries=[-1])
-        assert found.scores[0, 0, -1].abs() < 1e-12  # position 4 is read, which sees nothing later
+        # The target reads position 4, which sees no later position.
+        assert found.scores[0, 0, -1].abs() < 1e-12
         assert found.scores[0, 0, :4].abs().min() > 1e-6
 
 
@@ -400,7 +403,8 @@ def test_cut_contexts_of_an_answer():
 def test_rows_of_a_classifier_of_tokens():
     classifier, model = pair("bert", "TokenClassification")
     logits = own_output(classifier, TOKENS).logits[0]
-    for position in (None, 2):  # a row is read at its own position
+    # The target is read at each row's own position.
+    for position in (None, 2):
         target = lm.targets.hf_classifier(classifier, 1, of="logit", position=position)
         method = lm.Occlusion(target=target, replacements=[11])
         found = lm.run(model, TOKENS, method)
@@ -477,7 +481,8 @@ def test_classifiers_that_read_the_decoder(name):
     found = lm.run(
         model, (source, shifted), lm.Occlusion(target=target, replacements=[11]), part="joint", queries=[-1]
     )
-    for place in (0, 3):  # tokens of the source, which the decoder still reads
+    # These are tokens of the source, which the decoder still reads.
+    for place in (0, 3):
         changed = source.clone()
         changed[place] = 11
         with torch.no_grad():
@@ -498,7 +503,8 @@ def test_classifiers_that_read_the_decoder(name):
 @pytest.mark.parametrize("name", PAIRS)
 def test_other_classifiers_of_encoder_decoders(name):
     model = mapped(name)
-    if name == "t5":  # one of the encoder alone
+    # T5 also has a classifier of the encoder alone.
+    if name == "t5":
         classifier, source, shifted = encoder_decoder(name, "TokenClassification")
         own = own_output(classifier, source).logits[0, 2, 1].item()
         target = lm.targets.hf_classifier(classifier, 1, of="logit", position=2)
@@ -516,7 +522,7 @@ def test_other_classifiers_of_encoder_decoders(name):
     assert value == pytest.approx(own, abs=2e-6)
 
 
-# ---------------------------------------------------------------------- what does not fit
+# ---------------------------------------------------------------------- classifiers that do not fit
 
 
 def test_names_of_labels():

@@ -1,4 +1,4 @@
-"""Maps on a CUDA device equal those on the processor; skipped where there is no such device."""
+"""Test that maps on a CUDA device equal those on the CPU; skipped without such a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MORE = {
 
 
 def maps_of(model, case):
-    """Each method's scores, or the error that says why there are none."""
+    """Return each method's scores, or the error that says why there are none."""
     prompt = prompt_of(model)
     methods = {name: default_method(name) for name in METHODS} | MORE
     found = {}

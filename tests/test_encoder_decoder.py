@@ -1,4 +1,4 @@
-"""Cross-attention maps: against inseq's numbers, and against transformers without TransformerLens's hooks."""
+"""Compare cross-attention maps with inseq's numbers, and with transformers without TransformerLens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GRADIENTS = ["attention_attribution", "gradient_attention"]
 
 
 class Plain:
-    """A decoder of transformers, of T5's or of BART's kind, with hooks of torch alone."""
+    """A decoder of transformers, like T5's or BART's, with torch's hooks only."""
 
     def __init__(self, name, pair):
         self.model = wrapped_model(name, torch.float64)
@@ -44,17 +44,17 @@ class Plain:
         return block.layer[1].EncDecAttention if self.t5 else block.encoder_attn
 
     def part(self, layer, name):
-        """The matrix "v" or "o" of the cross-attention."""
+        """Return the matrix "v" or "o" of the cross-attention."""
         long = {"v": "v_proj", "o": "out_proj"}[name]
         return getattr(self.cross(layer), name if self.t5 else long)
 
     def norm(self, layer):
-        """The norm before (T5) or after (BART) the cross-attention's branch."""
+        """Return the norm before (T5) or after (BART) the cross-attention."""
         block = self.blocks[layer]
         return block.layer[1].layer_norm if self.t5 else block.encoder_attn_layer_norm
 
     def run(self, *, watch=(), edit=(), **options):
-        """The output, and what the watched modules were given and gave."""
+        """Return the output, and the inputs and outputs of the watched modules."""
         seen, handles = {}, []
         for module in watch:
 
@@ -73,7 +73,7 @@ class Plain:
         return out, seen
 
     def value_zeroing(self, layer, key):
-        """1 - cos of the block's output without one source position's cross value."""
+        """Return 1 − cos of the block's output without the cross value of one source position."""
         block = self.blocks[layer]
         zero = (self.part(layer, "v"), lambda module, given, out: zeroed(out, key))
         with torch.no_grad():
@@ -82,7 +82,7 @@ class Plain:
         return 1 - torch.cosine_similarity(clean, changed, dim=-1)[0]
 
     def vectors(self, layer):
-        """Σ_h a_ijh u_jh, the branch's true output, the residual stream before it, after norms."""
+        """Return Σ_h a_ijh u_jh, the true output of cross-attention, and the residual stream before it."""
         value, out, norm = self.part(layer, "v"), self.part(layer, "o"), self.norm(layer)
         with torch.no_grad():
             output, seen = self.run(watch=[value, out, norm], output_attentions=True)
@@ -101,7 +101,7 @@ def pair_of(name):
     model = build_or_skip(bridge, name, torch.float64)
     try:
         lm.run(model, prompt_of(model), "attention", part="cross")
-    except lm.UnsupportedModelError as problem:  # T5 before TransformerLens 4
+    except lm.UnsupportedModelError as problem:  # It is T5 before TransformerLens 4.
         pytest.skip(str(problem))
     pair = prompt_of(model)
     return model, pair, Plain(name, pair)
@@ -166,7 +166,7 @@ def test_gradients_by_cross_patterns_equal_transformers_own(name):
         )
 
 
-@pytest.mark.parametrize("name", NAMES[1:])  # all but T5, whose ReLU has kinks on the path
+@pytest.mark.parametrize("name", NAMES[1:])  # All but T5, because ReLU is not smooth.
 def test_attributions_to_cross_patterns_sum_to_what_the_branch_does_to_the_target(name):
     model, pair, plain = pair_of(name)
     method = lm.AttentionAttribution(target=lm.targets.token(5, of="logit"), n_steps=40)
@@ -208,11 +208,11 @@ def inseq_arrays():
         return {name: torch.from_numpy(arrays[name]) for name in names}
 
 
-# ------------------------------------------------------------------ what comes back
+# ------------------------------------------------------------------ results
 
 
 def any_pair_model(dtype=torch.float64):
-    """BART under a Bridge; before TransformerLens 3, nothing."""
+    """Return BART in a Bridge, which does not exist before TransformerLens 3."""
     return build_or_skip(bridge, "bart", dtype)
 
 
@@ -311,7 +311,7 @@ def test_a_padded_source_gives_what_it_gives_alone(name, side):
 
 
 def test_prompts_of_other_lengths_in_one_batch():
-    """Beside those of the matrix: the longest source has the shortest target."""
+    """Map a batch in which the longest source has the shortest target."""
     model = bridge_or_hooked()
     pairs = [(torch.arange(3, 4 + n), torch.arange(20, 27 - n)) for n in range(5)]
     methods = [*METHODS, *GRADIENTS]
@@ -435,7 +435,7 @@ def test_decoder_only_models_have_no_parts():
 
 
 def test_a_hook_that_edits_what_the_proof_speaks_of_is_noticed():
-    """A model whose cross-attention is not pattern @ values W_O + b_O gives no map."""
+    """Check that there is no map if cross-attention is not pattern @ values W_O + b_O."""
     model = bridge_or_hooked()
     pair = prompt_of(model)
     name = next(name for name in model.hook_dict if name.endswith("0.cross_attn.hook_z"))
@@ -449,7 +449,7 @@ def test_a_hook_that_edits_what_the_proof_speaks_of_is_noticed():
 
 
 def bridge_or_hooked():
-    """Whatever encoder-decoder this TransformerLens runs."""
+    """Return an encoder-decoder that this TransformerLens can run."""
     from lens_mix.lens.model_classes import transformer_lens_version
 
     if transformer_lens_version()[0] < 3:
@@ -463,7 +463,7 @@ def test_strings_with_a_tokenizer():
     model = build_or_skip(bridge, "bart", torch.float64)
     model.tokenizer = toy_tokenizer()
     m = lm.run(model, ("w5 w6 w7", "w8 w9"), "attention", part="cross")
-    # transformers 4 has no add_bos_token for fast tokenizers.
+    # Fast tokenizers of transformers 4 have no add_bos_token.
     first = model.tokenizer.convert_ids_to_tokens(model.tokenizer("w8")["input_ids"])[:-1]
     assert m.key_tokens == [*first, "w5", "w6", "w7"]
     assert m.tokens[1:] == [*first, "w8", "w9"]

@@ -1,4 +1,4 @@
-"""Imports run down the floors, and nothing outlives a call unseen (docs/development.md)."""
+"""Test that imports go down the floors, and that every store that outlives a call is listed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.source_tree import (
     trees,
 )
 
-# A file imports from its own floor or a lower one. The longest name that fits a module counts.
+# A file imports only from its own floor or a lower one. The longest matching name decides a module's floor.
 FLOORS = {
     "hooks": 0,
     "lens": 1,
@@ -45,18 +45,18 @@ FLOORS = {
     "serve": 8,
     "cli": 8,
     "__main__": 9,
-    # lens_mix itself: names are imported when they are first asked for
+    # lens_mix itself imports its names when they are first used.
     "arguments": 0,
     "files": 0,
     "tables": 0,
     "": 9,
 }
 
-# What a function may import from above when it is called: drawing, and what hands over to it.
+# These functions may import from a higher floor when they are called: drawing, and callers of drawing.
 DRAWING = {"view"}
 DRAWING_FUNCTIONS = {"show"}
 
-# What is filled at module level, cached functions too: each one with the reason why it may outlive a call.
+# These stores are at module level, including cached functions. Each has the reason why it outlives a call.
 STORES = {
     "aggregation.flow._compute_even_flow": "flows of uniform attention: two numbers each, for 4,096 cases",
     "aggregation.flow_rows._network": "what a worker process was started with",
@@ -64,11 +64,11 @@ STORES = {
     "algebra.large_product._onednn_is_faster": "a measurement of this processor, per number of threads",
     "algebra.quadrature.nested_rules": "points and weights of nested rules, per number of points",
     "algebra.weight_cache._store": "the one cache of products of weights, up to one bound",
-    "lens.changes._open_changes": "what is changed at this moment, for a process that is forked meanwhile",
+    "lens.changes._open_changes": "the changes that are active, for a process that is forked meanwhile",
     "lens.model_classes.transformer_lens_version": "the version that is installed",
-    "lens.precision._float32_products": "the user's setting, which torch has once for all threads",
-    "lens.verification.kept._verifications": "verifications, by the model that they are about",
-    "lens.sketch.random_vectors": "8 numbers per unit of a matrix's width, on its device; 64 widths",
+    "lens.precision._float32_products": "the user's setting, which is one setting for all threads",
+    "lens.verification.kept._verifications": "verifications, by the model",
+    "lens.sketch.random_vectors": "8 numbers per unit of a matrix's width; 64 widths",
     "lens.signals._waiting": "signals that wait at this moment",
     "lens.texts._templates": "what TransformerLens has replaced in a tokenizer, by the tokenizer",
     "lens.state._evaluated_models": "models that are in evaluation mode at this moment",
@@ -81,12 +81,12 @@ STORES = {
 
 
 def package(module: str) -> str:
-    """The package, or the file beside them, that a module belongs to: "methods" for "methods.alti"."""
+    """Return the package of a module, "methods" for "methods.alti"; the module itself outside packages."""
     return module.split(".")[0]
 
 
 def innermost_package(module: str) -> str:
-    """The innermost package that holds a module; of a file right below lens_mix, the file."""
+    """Return the innermost package of a module; the module itself if it is directly in lens_mix."""
     is_package = (LIBRARY / module.replace(".", "/")).is_dir()
     return module if is_package else module.rpartition(".")[0] or module
 
@@ -96,17 +96,17 @@ def run_upwards(arrows: Iterable[Import]) -> Iterator[Import]:
 
 
 def arrows() -> list[Import]:
-    """Imports that run code."""
+    """Return the imports that run code."""
     return [arrow for arrow in imports() if arrow.when != "types"]
 
 
 def arrows_but_drawing() -> list[Import]:
-    """A function's imports count too: a circle closed within a function is a circle. Drawing is left out."""
+    """Return all imports except those of drawing. An import in a function can close a circle too."""
     return [a for a in arrows() if a.function not in DRAWING_FUNCTIONS or package(a.imported) not in DRAWING]
 
 
 def circles(edges: Iterable[tuple[str, str]]) -> set[tuple[str, ...]]:
-    """Groups of two or more that reach each other."""
+    """Return the groups of two or more nodes that reach each other."""
     following: dict[str, set[str]] = {}
     for start, end in edges:
         following.setdefault(start, set()).add(end)
@@ -153,13 +153,13 @@ def test_no_circle_of_files():
 
 
 def test_no_circle_of_packages():
-    """Of two packages on one floor at most one knows of the other."""
+    """Check that of two packages on one floor at most one imports the other."""
     edges = {(package(arrow.importer), package(arrow.imported)) for arrow in arrows_but_drawing()}
     assert not circles(edge for edge in edges if edge[0] != edge[1])
 
 
 def test_no_circle_of_inner_packages():
-    """Nor do a package and one inside it know of each other."""
+    """Check that a package and one inside it do not import each other."""
     edges = {
         (innermost_package(arrow.importer), innermost_package(arrow.imported))
         for arrow in arrows_but_drawing()
@@ -172,7 +172,7 @@ def test_circles_are_found():
 
 
 def test_no_symbolic_link():
-    """Packers follow links or drop them, each in its own way."""
+    """Check that there are no links, because archives of a release may follow or drop them."""
     visible = [path for path in ROOT.iterdir() if not path.name.startswith(".")]
     links = [path for path in visible if path.is_symlink()]
     links += [path for top in visible if top.is_dir() for path in top.rglob("*") if path.is_symlink()]
@@ -180,7 +180,7 @@ def test_no_symbolic_link():
 
 
 def test_nothing_is_kept_at_module_level():
-    """State belongs to a session, where it ends with the call that made it."""
+    """Check that only the listed stores outlive a call. Other state belongs to the session of a call."""
     kept = {f"{module}.{name}" for module, tree in trees().items() for name in module_level_stores(tree)}
     assert kept == set(STORES)
 
@@ -209,7 +209,7 @@ def unsized(): ...
 
 
 def test_folders_of_tests_mirror_the_library():
-    """Those of scripts beside the library have their folder's name."""
+    """Check that each folder of tests has the name of a package, or of a folder of scripts."""
     scripts = {"benchmarks", "demos"}
     folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")} - {ROOT / "tests"}
     for folder in folders:

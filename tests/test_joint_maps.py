@@ -1,4 +1,4 @@
-"""Input maps over source and target at once (part="joint"), against transformers and autograd alone."""
+"""Compare input maps of source and target (part="joint") with transformers and autograd alone."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def model_of(name):
     model = build_or_skip(*factory, torch.float64)
     try:
         lm.run(model, prompt_of(model), "attention", part="cross")
-    except lm.UnsupportedModelError as problem:  # T5 before TransformerLens 4
+    except lm.UnsupportedModelError as problem:  # It is T5 before TransformerLens 4.
         pytest.skip(str(problem))
     return model
 
 
 def stacks_of(model):
-    """First blocks of encoder and decoder, of transformers' T5 and BART or of TransformerLens's own."""
+    """Return the first blocks of encoder and decoder, of transformers' or of TransformerLens's own models."""
     if hasattr(model, "model"):
         return model.model.encoder.layers[0], model.model.decoder.layers[0]
     if hasattr(model.encoder, "block"):
@@ -41,7 +41,7 @@ def stacks_of(model):
 
 
 def both_gradients(name, row):
-    """Embeddings and gradients [source + target, d_model] of the largest logit at a row."""
+    """Return embeddings and gradients [source + target, d_model] of the largest logit at a row."""
     ours = name == "HookedEncoderDecoder"
     model = model_of(name) if ours else wrapped_model(name, torch.float64)
     source, target = prompt_of(model_of(name))
@@ -79,7 +79,7 @@ def test_gradients_equal_autograd_on_both_embeddings(name):
     assert norm.scores.shape == (1, 2, sum(LENGTHS))
     for place, row in enumerate(ROWS):
         x, gradient = both_gradients(name, row)
-        # T5's softmax is made in float32 in any model.
+        # T5's softmax is float32, whatever the dtype of the model is.
         torch.testing.assert_close(norm.scores[0, place], gradient.norm(dim=-1), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(times_input.scores[0, place], (gradient * x).sum(-1), atol=1e-5, rtol=1e-5)
 
@@ -101,7 +101,8 @@ def test_integrated_gradients_go_down_both_paths_together():
 def test_replaced_tokens_equal_loops_over_transformers_alone(name, measure):
     model = model_of(name)
     pair = [side.clone() for side in prompt_of(model)]
-    pair[0][0, 2] = 3  # one replacement is the token itself: the next number serves
+    # One replacement is the token itself, so the next number replaces it.
+    pair[0][0, 2] = 3
     wrapped = wrapped_model(name, torch.float64)
     wrapped.set_attn_implementation("eager")
 
@@ -164,7 +165,7 @@ def test_replaced_groups_of_both_sides_equal_loops_over_transformers_alone(name)
 
 @pytest.fixture
 def float64_softmax(monkeypatch):
-    """T5's, in transformers and in the Bridge, is made in float32 whatever the model's dtype."""
+    """Compute T5's softmax in float64, which transformers and the Bridge compute in float32."""
     softmax = torch.nn.functional.softmax
 
     def wide(x, dim=None, dtype=None, **options):
@@ -193,7 +194,7 @@ def test_changed_rules_equal_a_t5_written_by_hand(name, method):
 
 @pytest.mark.parametrize("name", [*BRIDGES, "HookedEncoderDecoder"])
 def test_what_both_sides_give_and_the_biases_make_the_logit(name):
-    """No norm, activation, bias or stream of either stack was missed."""
+    """Check that scores and biases add up to the logit, so that no norm, activation or bias is missing."""
     model = model_of(name)
     method = lm.FrozenGradients(activations="ratio")
     found = lm.run(model, prompt_of(model), method, part="joint")
@@ -203,7 +204,7 @@ def test_what_both_sides_give_and_the_biases_make_the_logit(name):
     assert max(map(abs, gaps)) < 1e-10
     assert not found.notes
     assert (max(map(abs, constants)) > 0.01) is (name in ("bart", "marian", "HookedEncoderDecoder"))
-    # By the decoder alone, what comes from the source counts among the constants.
+    # In the map of the decoder alone, the effect of the source is constant.
     alone = lm.run(model, prompt_of(model), method, part="decoder")
     assert (alone.provenance["details"]["conservation_gap"][0][-1]) < 1e-10
     torch.testing.assert_close(alone.scores, found.scores[..., 7:])
@@ -218,7 +219,7 @@ def test_padding_and_rows_change_nothing(name, method):
     model = model_of(name)
     source, target = (side[0] for side in prompt_of(model))
     pairs = [(source, target), (source[:3], target[:4]), (source[:1], target[:1])]
-    # A pair of one token each has one row.
+    # If source and target have one token each, there is one row.
     asked = {"part": "joint"} if method != "gim" else {"part": "joint", "queries": [0, -1]}
     pairs = pairs if method != "gim" else pairs[:2]
     for pair, one in zip(pairs, lm.run_many(model, pairs, method, **asked), strict=True):
@@ -238,14 +239,14 @@ def test_the_record(tmp_path):
     assert found.key_tokens[7:] == found.tokens
     assert found.provenance["joint"] == {"source": 7, "target": 5}
     assert found.provenance["part"] == "joint"
-    # The prefix ends at the row's own position; every source token is seen.
+    # The prefix ends at the row's own position, and the row sees every source token.
     assert found.visible()[0, 0].tolist() == [True] * 9 + [False] * 3
     assert bool((found.scores[0, 0, :9] > 0).all())
     assert not bool(found.scores[0, 0, 9:].any())
     found.save(tmp_path / "map")
     again = lm.run_again(model, lm.MixingMap.load(tmp_path / "map"))
     assert torch.equal(again.scores, found.scores)
-    # What the target reads in the decoder alone is the same.
+    # The target of the map is the same for the decoder alone.
     alone = lm.run(model, pair, lm.Gim(readout="absolute"), part="decoder", queries=[1, -1])
     torch.testing.assert_close(found.scores[..., 7:], alone.scores)
 
@@ -269,16 +270,18 @@ def test_what_is_refused_in_words():
 
 
 def test_the_benchmark_scores_what_may_be_scored():
-    # Source a b </s>, target <s> c d e; the row of d, whose largest scores are where nothing is scored.
+    # Source a b </s>, target <s> c d e. In the row of d, the largest scores are of tokens that do not count.
     importance = torch.tensor([[3.0, 2.0, 99.0, 99.0, 1.0, 4.0, 99.0]])
     record = {"source": 3, "queries": [2], "importance": [importance, importance], "rows": {}}
     assert joint.scored(record, 0).tolist() == [0, 1, 4, 5]
     record["rows"]["other"] = torch.tensor([[30.0, 20.0, 0.0, 0.0, 10.0, 5.0, 0.0]])
     found = joint.agreement(record, "other")
-    # Ranks 3 2 1 4 against 4 3 2 1: -0.2; with the position's 1 2 3 4 (0.2 and -1) nothing is left of it.
+    # The ranks 3 2 1 4 and 4 3 2 1 correlate with -0.2. Controlled for the position's 1 2 3 4 (0.2 and -1) it
+    # is 0.
     assert found["Spearman"] == pytest.approx(-0.2)
     assert found["partial"] == 0
-    assert found["source alone"] == 0  # two keys have no partial correlation
+    # Two keys have no partial correlation.
+    assert found["source alone"] == 0
     assert found["prefix alone"] == pytest.approx(-1)
     ceiling = joint.agreement(record, "measured with two of the words, against the other two")
     assert ceiling["Spearman"] == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""Model x method: every method agrees with its oracle on every model, or is refused with the reason."""
+"""Test that every method agrees with its oracle on every model, or raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def default_method(name):
-    """The method without arguments; the few that need one get a plain one."""
+    """Return the method without arguments, or with a simple one if it needs an argument."""
     try:
         return METHODS[name]()
     except (TypeError, ValueError):
@@ -27,7 +27,7 @@ def default_method(name):
 
 
 def run_or_reason(model, case, method, prompt=None, **options):
-    """The map, or the reason of the refusal: there is no third outcome."""
+    """Return the map, or the message of an `UnsupportedModelError`; other errors are failures."""
     try:
         return lm.run(
             model, prompt_of(model) if prompt is None else prompt, method, part=case.part, **options
@@ -54,7 +54,7 @@ def test_refused_models_say_why_and_all_others_are_proven(label):
 
 
 def attention_oracle(model, case, prompt):
-    """TransformerLens's own cache (eager, so that delegated attention keeps its pattern)."""
+    """Return the patterns of TransformerLens's own cache, with eager attention so that they exist."""
     lens = Lens(model, case.part)
     batch = pad([read_prompt(model, lens.model_class, prompt)], pad_token(model), "right")
     store = {}
@@ -70,7 +70,7 @@ def attention_oracle(model, case, prompt):
 
 
 def value_zeroing_oracle(model, case, prompt):
-    """Whole forward passes, one per layer and position; outputs read by hooks of torch, not of ours."""
+    """Compute whole forward passes, one per layer and position, and read outputs by torch's hooks."""
     lens = Lens(model, case.part)
     batch = pad([read_prompt(model, lens.model_class, prompt)], pad_token(model), "right")
     positions = batch.real_keys(lens.stack.name).shape[1]
@@ -136,7 +136,7 @@ def test_every_method_gives_a_sound_map_or_the_reason_that_support_gives(label, 
     for name, engine, reason in table:
         m, refusal = run_or_reason(model, case, default_method(name))
         ran = (None, refusal) if m is None else (m.provenance["engine"], "")
-        # What run says besides: which hooks are on the model.
+        # `run` also adds a note on the hooks of the model.
         assert engine == ran[0], f"{name}: support says the first, run the second"
         assert ran[1].partition("; these hooks are on the model")[0] == reason, name
         if m is None:
@@ -150,7 +150,7 @@ def test_every_method_gives_a_sound_map_or_the_reason_that_support_gives(label, 
 
 @functools.cache
 def each_alone(label):
-    """(prompts, methods that run, a dict of maps per prompt); prompts of three lengths."""
+    """Return prompts of three lengths, the methods that run, and the maps of each prompt."""
     case = CASES[label]
     model = model_of(CASES[label], torch.float32)
     prompts = [prompt_of(model, seq, seed) for seq, seed in ((7, 1), (4, 2), (6, 3))]
@@ -158,11 +158,11 @@ def each_alone(label):
     return prompts, methods, [lm.run(model, prompt, methods, part=case.part) for prompt in prompts]
 
 
-# Each class pads in its own way; these three are bridges of decoders, as others in `make test` are.
+# Each class pads in a different way. These three are Bridges of decoders, like others in `make test`.
 _PADDED_LATER = {"bridge gpt_neox", "bridge mixtral", "bridge bloom"}
 
 
-# The first decorator's values change fastest: both sides of a model are one worker's.
+# The values of the first decorator change fastest, so both sides of a model run in one worker.
 @pytest.mark.parametrize("side", ["right", slow("left")])
 @pytest.mark.parametrize("label", [slow(label) if label in _PADDED_LATER else label for label in CASES])
 def test_padded_prompts_give_what_each_gives_alone(label, side):
@@ -199,7 +199,7 @@ def test_run_and_support_agree_whichever_is_asked_first():
 
 
 def test_left_padding_is_not_refused_everywhere():
-    """The test above may not pass by refusing all."""
+    """Check that left padding works somewhere, because the test above passes if all models raise errors."""
     for label in ("bridge gpt2", "HookedTransformer LN"):
         try:
             model = model_of(CASES[label], torch.float32)

@@ -1,4 +1,4 @@
-"""Measured facts: what the library quotes is in `measured.json`; no docstring or comment has a figure."""
+"""Test that all quoted facts are in `measured.json`, and that no docstring or comment has a figure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.source_tree import LIBRARY
 
 pytestmark = pytest.mark.once
 
-# A mean with its interval: 0.51 [0.46, 0.57], or 0.51 (0.46 to 0.57).
+# It finds a mean with its interval: 0.51 [0.46, 0.57], or 0.51 (0.46 to 0.57).
 INTERVAL = re.compile(r"\d\.\d+ [\[(][-−]?\d*\.\d+(?:,| to) [-−]?\d*\.\d+[\])]")
-# What was measured on a real model names it, or says how it was done.
+# A text about a measurement names the model or the procedure.
 MODEL = re.compile(r"SmolLM|Gemma 3 270M|MiniLM|rxnfp|flan-t5|held[- ]out|GFLOP|\bmeasured:")
 FIGURE = re.compile(r"\d\.\d|\d ?%|\b\d+ ms\b")
-# How much faster something is.
+# It finds by how much something is faster.
 MANY = r"(?:\d|\b(?:two|three|four|five|ten|forty|hundred))"
 SPEED = re.compile(rf"{MANY} times (?:as (?:fast|long)|slower|faster)")
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Yield where and what for every docstring, and every run of comments, of the library."""
+    """Yield the place and the text of every docstring, and of all neighbouring comments, of the library."""
     for path in sorted(LIBRARY.rglob("*.py")):
         source, name = path.read_text(), path.relative_to(LIBRARY).as_posix()
         for node in ast.walk(ast.parse(source)):

@@ -1,4 +1,4 @@
-"""What a file keeps to itself has an underscore; what others import, or find in a signature, has none."""
+"""Test that names that only one file uses have an underscore, and that other names have none."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import lens_mix as lm
 from tests.source_tree import LIBRARY, ROOT
 
-# A test may look behind an underscore: what nobody else reads has one all the same.
+# Tests may use private names, so a use in a test does not make a name public.
 READERS = ("lens_mix", "demos", "benchmarks", "hooks")
-# Modules whose functions a user calls: the formulas of the papers, tables, and figures of these.
+# Users call the functions of these modules: formulas of papers, tables, and their figures.
 FOR_USERS = ("methods", "statistics", "tables", "view/norm_figures")
 CALLED_FROM_OUTSIDE = {
     "cli.serve": "a command",
-    "algebra.definitions.head_parts": "a definition, for tests to hold the algebra against",
-    "algebra.logit_shares.through_head": "gives the directions that two formulas take",
+    "algebra.definitions.head_parts": "a definition, with which tests compare the algebra",
+    "algebra.logit_shares.through_head": "returns the directions that two formulas take",
 }
 
 
@@ -66,7 +66,7 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 
 def _names_wanted(tree: ast.Module) -> Iterator[str]:
-    """Imported, read off a module, or named as text (lazy tables, monkeypatch)."""
+    """Yield the names that are imported, read from a module, or named in a string (monkeypatch)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             yield from (alias.name for alias in node.names)
@@ -77,7 +77,7 @@ def _names_wanted(tree: ast.Module) -> Iterator[str]:
 
 
 def _in_signatures(tree: ast.Module) -> Iterator[str]:
-    """Names in the annotations, and the bases, of what has no underscore: whoever calls it meets them."""
+    """Yield the names in annotations and base classes of public names, because users see them."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             yield from _annotations(node)

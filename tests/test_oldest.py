@@ -1,4 +1,4 @@
-"""The oldest dependencies: the pins of constraints/oldest.txt, and that the library works with them.
+"""Test the pins of the oldest dependencies in constraints/oldest.txt, and the library with them.
 
 `make test-oldest` runs this file and a few others in an environment with these pins.
 """
@@ -18,13 +18,13 @@ from packaging.version import Version
 import lens_mix as lm
 from tests.source_tree import ROOT
 
-# Its release is that of constraints/torch.txt everywhere: builds for other releases are gigabytes.
+# torch always has the release of constraints/torch.txt, because each other release is gigabytes.
 NOT_PINNED = {"torch"}
 PROMPT = "w3 w5 w7 w9 w4"
 
 
 def requirements():
-    """What pyproject.toml asks for, extras included, each once."""
+    """Return the requirements of pyproject.toml, including extras, each once."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     found = [
@@ -34,13 +34,13 @@ def requirements():
 
 
 def pins():
-    """The pins of constraints/oldest.txt."""
+    """Return the pins of constraints/oldest.txt."""
     lines = (ROOT / "constraints" / "oldest.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if "==" in line)
 
 
 def bound_of(requirement):
-    """The lower bound of a requirement."""
+    """Return the lower bound of a requirement."""
     (bound,) = [one.version for one in requirement.specifier if one.operator == ">="]
     return Version(bound)
 
@@ -52,7 +52,7 @@ def test_each_lower_bound_is_the_release_that_is_tested():
 
 
 def test_no_bound_is_below_what_the_oldest_transformer_lens_asks_for():
-    """For these the oldest TransformerLens has bounds of its own, read from its metadata (2.16.1)."""
+    """Check packages for which the oldest TransformerLens (2.16.1) has bounds in its metadata."""
     wanted = {"torch": "2.6", "transformers": "4.51", "numpy": "1.24", "rich": "12.6", "beartype": "0.14.1"}
     assert str(requirements()["transformer-lens"].specifier) == "<5,>=2.16.1"
     for name, least in wanted.items():

@@ -1,4 +1,4 @@
-"""The package: its names, what importing it costs. (Its floors: tests/test_floors.py.)"""
+"""Test the names of the package and the cost of its import (its floors: tests/test_floors.py)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import lens_mix as lm
 from tests.source_tree import ROOT, trees
 from tests.stub import STUB, stub_text
 
-# Imported by another name than the distribution has.
+# These are imported by another name than that of the distribution.
 DISTRIBUTIONS = {"lazy_loader": "lazy-loader", "transformer_lens": "transformer-lens"}
-# Extras that serve the scripts and tests beside the library.
+# These extras are for scripts and tests outside the library.
 BESIDE = {"demos", "dev"}
 
 
@@ -37,7 +37,7 @@ def test_public_modules_say_what_is_public(name):
     module = getattr(lm, name)
     assert all(getattr(module, public).__doc__ for public in module.__all__)
     assert not [public for public in module.__all__ if public.startswith("_")]
-    # What a file or page calls by the module's name is among it.
+    # The public names include all that a page uses by the module's name.
     text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     assert set(re.findall(rf"\blm\.{name}\.(\w+)\(", text)) <= set(module.__all__)
 
@@ -66,7 +66,7 @@ def test_aggregations_are_cited():
 
 
 def test_importing_lens_mix_leaves_large_modules_out():
-    """Nor does it bring matplotlib to name what the public packages hold."""
+    """Check that neither the import nor a list of the public packages' names imports matplotlib."""
     code = (
         "import transformer_lens, torch, sys; before = set(sys.modules); import lens_mix as lm;"
         "new = lambda: {module.split('.')[0] for module in set(sys.modules) - before};"
@@ -87,7 +87,7 @@ def test_importing_lens_mix_leaves_large_modules_out():
 
 
 def test_what_is_imported_is_declared():
-    """Imports within functions and for type checkers too; nothing is declared that no file imports."""
+    """Check all imports, also in functions and for type checkers, and that each declared package is used."""
     nodes = [node for tree in trees().values() for node in ast.walk(tree)]
     modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]

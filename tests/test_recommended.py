@@ -1,4 +1,4 @@
-"""`lm.input_map`: the best map that a model allows, and why not a better one."""
+"""Test `lm.input_map`: it computes the best map that a model allows, and notes why no better one."""
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ def test_encoder_decoders_get_gradients_over_source_and_prefix(name):
     asked = lm.input_map(model, pair, queries=[1, -1], target=lm.targets.logit(4))
     expected = lm.run(model, pair, lm.InputGradients(lm.targets.logit(4)), part="joint", queries=[1, -1])
     assert torch.equal(asked.scores, expected.scores)
-    # By the decoder alone as before: no column of the source's.
+    # The map of the decoder alone has no column of the source.
     alone = lm.input_map(model, pair, part="decoder")
     assert alone.key_tokens is None
     with pytest.raises(ValueError, match="part: expected 'joint', or 'decoder' without the source"):

@@ -1,4 +1,4 @@
-"""Rows and layers that are asked for equal the cut of the whole map, for every method on every model."""
+"""Test that selected rows and layers equal those of the whole map, for every method on every model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ CASES = {case.label: case for case in cases(cross=True)}
 
 
 def supported(model, stack):
-    """The methods that run on a model: those that make their rows alone, all of layers, of all of it."""
+    """Return the methods that run on a model.
+
+    Returns:
+        Three lists: the methods that compute single rows, all methods that can select layers, and the methods
+        with one map of the whole model.
+    """
     engines = {name: engine for name, engine, _ in lm.support(model, part=stack) if engine is not None}
     names = list(engines)
     layerwise = [name for name in names if METHODS[name].scope == "layer"]
@@ -28,7 +33,7 @@ def supported(model, stack):
 
 
 def assert_cut(part, whole, queries, layers, exactness=1e-10):
-    """`part` holds what is left of `whole`, and nothing else."""
+    """Check that `part` is the selection of `whole`, and contains nothing else."""
     cut = whole.select_layers(layers).select_queries(queries)
     assert (part.queries, part.layers, part.tokens) == (cut.queries, cut.layers, cut.tokens)
     assert part.causal == cut.causal
@@ -46,10 +51,10 @@ def test_rows_and_layers_equal_the_cut_of_the_whole_map(label):
         pytest.skip("refused altogether: tested with the matrix")
     prompt = prompt_of(model, 9)
     alone, every, one_map = supported(model, case.part)
-    # Hugging Face's GPT-Neo and GPT-J make their patterns in float32 in any model.
+    # The patterns of Hugging Face's GPT-Neo and GPT-J are float32 in any model.
     exactness = 1e-6 if label in ("bridge gpt_neo", "bridge gptj") else 1e-10
     whole = lm.run(model, prompt, [*every, *one_map], part=case.part)
-    # Alone the pass records these rows only; with the others it records all, and each block is cut.
+    # For the methods of `alone` the pass records only the selected rows. With others it records all rows.
     for names, queries, layers in (
         (alone, [-1], [1]),
         (every, [5, 2], [0]),

@@ -50,11 +50,13 @@ def test_the_same_method_twice_gets_its_parameters_in_the_key(model):
 
 def test_one_clean_pass_serves_all_methods(model):
     prompt = tokens(model, 1, 5)
-    lm.run(model, prompt, "attention")  # the verification is made
+    # This makes the verification.
+    lm.run(model, prompt, "attention")
     seen_by_embedding = []
     handle = model.embed.register_forward_hook(lambda *_: seen_by_embedding.append(1))
     try:
-        lm.run(model, prompt, "attention")  # made again: a hook has come
+        # The verification is made again, because of a new hook.
+        lm.run(model, prompt, "attention")
         seen_by_embedding.clear()
         lm.run(model, prompt, ["attention", lm.AttentionWeights(per_head=True)])
     finally:
@@ -156,7 +158,8 @@ def test_max_memory_changes_the_chunks_and_not_the_numbers(model):
     lm.run(model, prompt, "value_zeroing", engine="hooks")
     handle.remove()
     torch.testing.assert_close(small, whole, atol=1e-6, rtol=1e-5)
-    assert one_by_one >= len(ran) + 5  # two copies at a time, against all twelve
+    # Two copies at a time need more passes than all twelve copies at once.
+    assert one_by_one >= len(ran) + 5
 
 
 def test_progress_shows_a_bar(model, capsys):

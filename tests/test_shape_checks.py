@@ -1,4 +1,4 @@
-"""The type checker of the suite finds what it is there for."""
+"""Test that the suite's type checker finds wrong shapes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_library_is_checked(request):
 
 
 def unquoted_shapes(tree: ast.AST) -> list[str]:
-    """Annotations as Float[Tensor, copy *axes]: a product of names that there are not, and never checked."""
+    """Return annotations such as Float[Tensor, copy *axes], which are products of unknown names."""
     return [
         ast.unparse(node)
         for node in ast.walk(tree)
@@ -103,7 +103,7 @@ SHAPED = ("Bool", "Float", "Int", "Num", "Real", "Shaped")
 
 
 def test_shapes_stand_in_quotes():
-    """Linters take "copy *axes" for an expression and drop the quotes, but not those of " copy *axes"."""
+    """Check the quotes of shapes: linters remove those of "copy *axes", but not those of " copy *axes"."""
     assert not {module: shapes for module, tree in trees().items() if (shapes := unquoted_shapes(tree))}
     mistake = ast.parse("def f(x: Float[Tensor, copy *axes], y: Float[Tensor, ' copy *axes']): ...")
     assert unquoted_shapes(mistake) == ["Float[Tensor, copy * axes]"]

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.verification.support import Support  # a table with free text
+from lens_mix.lens.verification.support import Support
 from lens_mix.tables import Table, are_written, format_cell, read_cell, read_csv
 from tests.source_tree import LIBRARY
 
-# What pandas reads as no value, a truth value or a number; what breaks lines and cells; what spreadsheets
-# compute; what the notation itself uses.
+# These texts are what pandas reads as a missing value, a boolean or a number, line breaks and separators,
+# formulas of spreadsheets, and the table's own notation.
 NASTY = [
     *("NA", "N/A", "n/a", "nan", "NaN", "None", "null", "NULL", "<NA>", "#N/A", "#NA", "1.#IND", "-1.#QNAN"),
     *("True", "False", "TRUE", "true", "inf", "-inf", "Infinity"),

@@ -220,7 +220,7 @@ def test_a_loss_needs_two_tokens(model):
         clean_value(model, lm.targets.loss(), TOKENS[:1])
 
 
-# ---------------------------------------------------------------------- a head that the Bridge dropped
+# ---------------------------------------------------------------------- a classifier that the Bridge dropped
 
 
 @pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")
@@ -237,7 +237,7 @@ def test_a_dropped_head_is_told():
     assert lm.run(model, TOKENS, "attention").notes == ()
 
 
-# ---------------------------------------------------------------------- the row that is meant
+# ---------------------------------------------------------------------- the default row
 
 
 def test_the_targets_row_is_the_one_that_is_meant(model):

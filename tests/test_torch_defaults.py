@@ -1,4 +1,4 @@
-"""torch's default dtype and device are the user's: no tensor of the library takes its own from them."""
+"""Test that no tensor of the library depends on torch's default dtype and device, which a user may set."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.source_tree import trees
 from tests.tiny_models import bridge, gpt2_like, llama_like, tokens
 
 DTYPES = (torch.float64, torch.bfloat16, torch.float16)
-# With whole numbers these make int64, whatever the default is.
+# With whole numbers, these functions return int64, whatever the default is.
 WHOLE_NUMBERS = {"arange", "randint", "randperm", "tril_indices", "triu_indices"}
-# What makes a tensor of the default dtype or on the default device, if nothing else is said.
+# Without a dtype and a device, these functions use the defaults.
 MAKERS = WHOLE_NUMBERS | {
     *("eye", "zeros", "ones", "empty", "full", "linspace", "logspace", "scalar_tensor", "complex"),
     *("tensor", "as_tensor", "asarray", "rand", "randn", "normal", "hann_window", "range", "frombuffer"),
 }
-# They read or make tensors of the default type, or change the default for all.
+# These read or make tensors of the default type, or change the default.
 NEVER = {"Tensor", "FloatTensor", "get_default_dtype", "set_default_dtype", "set_default_device"}
 
 
 def takes_defaults(tree: ast.AST) -> Iterator[str]:
-    """The calls `torch.maker(...)` without a dtype or without a device, as source."""
+    """Yield the source of calls of torch's functions without a dtype or without a device."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -68,7 +68,7 @@ def test_the_rule_finds_them():
 
 @contextlib.contextmanager
 def defaults(dtype=torch.float32, device=None):
-    """Within the block torch has another default dtype or device."""
+    """Set another default dtype or device of torch inside the context."""
     torch.set_default_dtype(dtype)
     torch.set_default_device(device)
     try:
@@ -79,7 +79,7 @@ def defaults(dtype=torch.float32, device=None):
 
 
 def same(what, found, expected):
-    """A map is what it is with torch's own defaults, its dtype included."""
+    """Check that a map, including its dtype, equals the one with torch's own defaults."""
     assert (found.tokens, found.notes, found.layers) == (expected.tokens, expected.notes, expected.layers), (
         what
     )
@@ -89,7 +89,7 @@ def same(what, found, expected):
 
 
 def aggregated(maps):
-    """Each map rolled out, sent through a network and averaged, where that is defined."""
+    """Yield the name and the result of each aggregation that is defined for a map."""
     for name, m in maps.items():
         if m.kind == "layer" and not bool((m.scores < 0).any()):
             yield f"rollout of {name}", lm.rollout(m)
@@ -101,7 +101,7 @@ def aggregated(maps):
 
 
 def everything(model, prompt):
-    """All that is compared: every method that the model can have, aggregations, the recommended map."""
+    """Return all results to compare: each method's map, aggregations, and the recommended map."""
     runs = [name for name, engine, _ in lm.support(model).rows if engine is not None]
     assert len(runs) > len(METHODS) // 2
     maps = lm.run(model, prompt, runs, residual_shares=True)
@@ -123,7 +123,7 @@ BUILDERS = {
 
 @pytest.fixture(scope="module")
 def usual():
-    """A model by its name, a prompt, and all its results with torch's own defaults."""
+    """Return a model by its name, a prompt, and all results with torch's own defaults."""
     made = {}
 
     def of(name):
@@ -199,7 +199,7 @@ def test_evaluations(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_statistics_and_what_a_run_announces(dtype):
-    """Whole numbers that are divided, or whose logarithm is taken, become the default dtype."""
+    """Check divisions and logarithms of whole numbers, whose results would have the default dtype."""
     model = gpt2_like()
     prompts = list(tokens(model, 3, 23, 1))
 

@@ -1,8 +1,8 @@
-"""The wide sweep: every architecture that a tiny configuration can make x every method.
+"""The wide sweep: test every method on every architecture that a small configuration can build.
 
-A cell agrees with an oracle that asks the Hugging Face model alone, or is refused with the words of the
-table. What the norm-based methods make of the verified parts is compared with their definitions on these models
-too, by the tests in `tests/methods` (`tests/norm_cases.py`).
+A map agrees with an oracle that uses only the Hugging Face model, or the method raises an error with the
+words of a table. The tests in `tests/methods` also compare the norm-based methods with their definitions on
+these models (`tests/norm_cases.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 CASES = {case.label: case for case in (*cases(), *wide_cases()) if case.label.startswith("bridge ")}
-# transformers itself cannot run it in float64.
+# transformers cannot run these in float64.
 FLOAT32 = ("xglm",)
 
 _GATED = r"gated attention is not supported"
@@ -37,7 +37,7 @@ _LATENT = r"latent attention|DeepSeek-V3"
 _WITHOUT = r"TransformerLens has no attention module in any block"
 _HIDDEN = r"hooks that never fired: .*an attention kernel that keeps no pattern"
 _NO_HOOKS = r"is wrapped without them"
-# Refused altogether, with these words; those of the main matrix stand in `tests/matrix.py`.
+# These models raise an error with these words for every method. The main matrix's are in `tests/matrix.py`.
 UNSUPPORTED = {
     "afmoe": _GATED,
     "laguna": _GATED,
@@ -57,7 +57,7 @@ UNSUPPORTED = {
     **dict.fromkeys(("nemotron_h", "recurrent_gemma"), _WITHOUT),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), rf"{_GATED}|a hybrid: of 4 blocks"),
 }
-# One method's refusal on a model that others run on has to say one of these.
+# If only some methods raise an error on a model, the message contains one of these.
 REASONS = (
     r"mixture feed-forward: run as a whole",
     r"opaque feed-forward: run as a whole",
@@ -96,13 +96,13 @@ def dtype_of(label):
 
 
 def tolerance(label):
-    # Some models' softmax is float32 in any dtype.
+    # In some models the softmax is float32, whatever the dtype is.
     return 2e-4 if architecture(label) in FLOAT32 else 1e-5
 
 
 @functools.cache
 def reference(label):
-    """The same weights in a Hugging Face model that TransformerLens never saw."""
+    """Return a Hugging Face model with the same weights that TransformerLens has not changed."""
     untouched = wrapped_model(architecture(label), dtype_of(label), attn_implementation="eager")
     return Reference(untouched, prompt_of(model_of(label)), CASES[label].part)
 
@@ -115,7 +115,7 @@ def default_method(name):
 
 @functools.cache
 def cell(label, name):
-    """(map or None, reason); another exception than the refusal is a failure."""
+    """Return (map, "") or (None, the message of an `UnsupportedModelError`); other errors are failures."""
     case, model = CASES[label], model_of(label)
     try:
         return lm.run(model, prompt_of(model), default_method(name), part=case.part), ""
@@ -129,7 +129,7 @@ def engines_of(label):
 
 
 def refusal_of(label, name="attention"):
-    """The words of a refusal altogether; None where maps are expected."""
+    """Return the words of a model's error for every method; None if maps are expected."""
     if METHODS[name].scope == "model" and CASES[label].part == "encoder":
         return r"the logits stand over the decoder's tokens"
     if "position_ids" in METHODS[name].needs and CASES[label].part == "decoder":
@@ -188,7 +188,7 @@ def test_value_norms_agree_with_hugging_face(label):
 
 @pytest.mark.parametrize("label", RUNNING)
 def test_norm_based_maps_agree_with_vectors_that_hugging_face_confirms(label):
-    """The vectors are written out; their shares of attention and their sums are Hugging Face's own."""
+    """Compute all vectors, and compare their shares of attention and their sums with Hugging Face's."""
     found = {name: scores_of(label, name) for name in ("attn_res", "attn_res_ln")}
     names = {"atb_ff": "feed_forward", "atb_ff_res": "feed_forward_residual", "atb_ff_res_ln": "output"}
     further = {name: stage for name, stage in names.items() if cell(label, name)[0] is not None}
@@ -211,7 +211,7 @@ def blocks_of(label):
 
 @pytest.mark.parametrize("label", [label for label in RUNNING if not label.endswith("coder")])
 def test_gradients_agree_with_hugging_face(label):
-    """Encoder-decoders and models with an attention function of their own have no such oracle here."""
+    """Use models with this oracle: no encoder-decoders, and no models with their own attention function."""
     if not reference(label).has_one_function:
         pytest.skip("its attention does not go through eager_attention_forward")
     for layer in range(len(reference(label).layers)):

@@ -1,18 +1,18 @@
-"""Tiny random models of every kind TransformerLens knows, for the tests. No hub, no download.
+"""Build tiny random models of every kind that TransformerLens supports, without a hub or a download.
 
-Every parameter is drawn from a seeded normal distribution (biases and norm weights included), so that no term
-of a block is zero or one by accident. Two layers, 32 positions, a vocabulary of 50.
+Every parameter is drawn from a seeded normal distribution (including biases and norm weights), so that no
+term of a block is zero or one by accident. The models have two layers, 32 positions and a vocabulary of 50.
 
-Which classes exist depends on the TransformerLens release (2.18: no bridge; 4.3: only bridges). A factory
-that cannot build what was asked raises `Unavailable`; `available(factory, *arguments)` asks first:
+The classes depend on the TransformerLens release (2.18: no Bridge; 4.3: only Bridges). A factory that cannot
+build a model raises `Unavailable`; `available(factory, *arguments)` checks this beforehand:
 
     @pytest.mark.skipif(not available(bridge, "gpt2"), reason="no TransformerBridge in this TransformerLens")
 
-A model that builds is not always a model that is right: `bridge("falcon_new")`, `bridge("falcon_alibi")` and
-`bridge("gpt2_unscaled")` compute other logits than the wrapped model, and `bridge("opt_postln")` cannot run
-forward; on TransformerLens 3.9 the T5 bridges cannot either, and cohere and deepseek_v3 are wrong; on 2.18
-the decoder of `hooked_encoder_decoder` attends to later positions. They are built all the same: refusing them
-is the lens's work.
+Some of these models are wrong. `bridge("falcon_new")`, `bridge("falcon_alibi")` and `bridge("gpt2_unscaled")`
+compute other logits than the wrapped model, and the forward pass of `bridge("opt_postln")` fails. In
+TransformerLens 3.9 that of the T5 Bridges fails too, and cohere and deepseek_v3 are wrong. In 2.18 the
+decoder of `hooked_encoder_decoder` attends to later positions. They are built because the library must raise
+errors for them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ CONTEXT = 32
 
 
 class Unavailable(Exception):
-    """The installed TransformerLens (or transformers) has no such class or architecture."""
+    """The installed TransformerLens or transformers has no such class or architecture."""
 
 
 def available(factory: Callable[..., Any], *arguments: Any, **keywords: Any) -> bool:
-    """True if `factory(*arguments)` builds here, False if it raises `Unavailable`; other errors pass."""
+    """Return whether `factory(*arguments)` builds a model here, and does not raise `Unavailable`."""
     if factory is bridge:
-        # Asked while tests are collected, in every process: nothing is built.
+        # Every process calls this while it collects tests, so no model is built.
         return _has_bridge(arguments[0])
     return _available(factory, arguments, tuple(sorted(keywords.items())))
 
@@ -61,7 +61,7 @@ _SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def _sizes(names: str) -> dict[str, Any]:
-    """The sizes under the names one family of configurations gives them: `"hidden_size=24 num_layers=2"`."""
+    """Return the sizes by the names of one family of configurations, "hidden_size=24 num_layers=2"."""
     pairs = (pair.split("=") for pair in names.split())
     return {"vocab_size": VOCABULARY, **_SPECIAL, **{name: int(value) for name, value in pairs}}
 
@@ -107,11 +107,11 @@ _VIT = _sizes(
     "patch_size=8 num_labels=5"
 )
 _MULTI_QUERY = {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True, "alibi": False}
-# with multi_query=True, transformers' default, no TransformerBridge of the new architecture can be built
+# With multi_query=True, transformers' default, a TransformerBridge of the new architecture cannot be built.
 _NEW_FALCON = {"multi_query": False, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False}
 _ALIBI_FALCON = {**_MULTI_QUERY, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}
 
-# name: (model class of transformers, its configuration class, the configuration)
+# Each name has a model class of transformers, its configuration class and the configuration.
 _WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
     "gpt2_unscaled": ("GPT2LMHeadModel", "GPT2Config", {**_GPT2, "scale_attn_weights": False}),
@@ -165,11 +165,13 @@ _WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "vit": ("ViTForImageClassification", "ViTConfig", _VIT),
 }
-# Not of the matrix: each stands for one trap.
+# These are not in the matrix. Each has one unusual property.
 _TRAPS = {
-    "mt5": ("MT5ForConditionalGeneration", "MT5Config", _WRAPPED["t5_gated"][2]),  # its RMSNorm: MT5LayerNorm
-    "nemotron": ("NemotronForCausalLM", "NemotronConfig", _LLAMA),  # LayerNorm times weight + 1
-    # A final norm that the Bridge does not map, and a projection after it.
+    # Its RMSNorm is called MT5LayerNorm.
+    "mt5": ("MT5ForConditionalGeneration", "MT5Config", _WRAPPED["t5_gated"][2]),
+    # Its LayerNorm multiplies by weight + 1.
+    "nemotron": ("NemotronForCausalLM", "NemotronConfig", _LLAMA),
+    # The Bridge has no hook points for its final norm and the projection after it.
     "opt_projected": ("OPTForCausalLM", "OPTConfig", {**_OPT, "word_embed_proj_dim": 16}),
 }
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], **_SLIDING}
@@ -182,7 +184,7 @@ _MAMBA = _sizes(
     "max_position_embeddings=32 mamba_n_heads=4 mamba_d_state=8 mamba_d_head=16 mamba_n_groups=1 "
     "num_local_experts=4 num_experts_per_tok=2"
 )
-# Models that run by themselves, of which something can't be read, or that fail by themselves (Granite).
+# These models run, but their blocks cannot be read, or they do not run (Granite).
 _TRAPS |= {
     "gemma4_two_sizes": (
         "Gemma4ForCausalLM",
@@ -265,13 +267,13 @@ _STATE_SPACE = _sizes(
 _SWITCH = {**_T5, **_sizes("num_experts=4 expert_capacity=32 num_sparse_encoder_layers=1")}
 _GEMMA_SIDE = {**_GEMMA, **_SCALAR, **_SLIDING, **_ONE_KIND}
 
-# The wide sweep's (tests/test_wide.py): whatever else a tiny configuration can make. A pair stands for an
-# encoder-decoder whose configuration holds two.
+# The wide sweep (tests/test_wide.py) has all other architectures that a small configuration can build. A pair
+# is an encoder-decoder whose configuration contains two configurations.
 _WIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "afmoe": ("AfmoeForCausalLM", "AfmoeConfig", {**_MOE, "head_dim": 8, "num_dense_layers": 1, **_ONE_KIND}),
     "apertus": ("ApertusForCausalLM", "ApertusConfig", _LLAMA),
     "arcee": ("ArceeForCausalLM", "ArceeConfig", {**_LLAMA, "head_dim": 6}),
-    # Every second block of a hybrid has attention.
+    # In these hybrids, every second block has attention.
     "bamba": (
         "BambaForCausalLM",
         "BambaConfig",
@@ -390,7 +392,7 @@ WIDE_NAMES: tuple[str, ...] = tuple(_WIDE)
 
 
 def is_pair(name: str) -> bool:
-    """Whether an architecture of the tables is an encoder-decoder, without building it."""
+    """Return whether an architecture of the tables is an encoder-decoder, without building it."""
     return "ConditionalGeneration" in _entry({**_WRAPPED, **_WIDE}, name)[0]
 
 
@@ -449,7 +451,7 @@ def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.25) -> tor
                 continue
             seen.add(id(parameter))
             value = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            # Gemma multiplies by 1 + weight, and A_log is an exponent: around their own centre they stay sane
+            # Norms have weights around 1, except Gemma's, which multiply by 1 + weight. A_log is an exponent.
             if "Norm" in kind and name in ("weight", "w") and not kind.startswith("Gemma"):
                 value = 1 + value
             elif name == "A_log":
@@ -461,7 +463,7 @@ def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.25) -> tor
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep TransformerLens's notices, and what building draws from the global generator, out of the tests."""
+    """Hide TransformerLens's notices, and keep the global random state, inside the context."""
     with (
         warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),
@@ -472,15 +474,15 @@ def _quietly() -> Iterator[None]:
 
 
 def wrapped_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> Any:
-    """The transformers model that `bridge(name, dtype, seed)` wraps: same weights, no bridge around it."""
+    """Return the transformers model that `bridge(name, dtype, seed)` wraps, without a Bridge."""
     model_class, config_class, usual = _entry({**_WRAPPED, **_WIDE}, name)
     if not hasattr(transformers, model_class) or not hasattr(transformers, config_class):
         raise Unavailable(f"transformers {transformers.__version__} has no {model_class}")
     with _quietly():
-        # What `randomise` keeps (A_log) is drawn here; two models of one seed must be alike.
+        # `randomise` does not set A_log, which is drawn here. Two models with one seed must be equal.
         torch.manual_seed(seed)
         model = getattr(transformers, model_class)(getattr(transformers, config_class)(**{**usual, **config}))
-    # the grouped matrix product that transformers takes for mixtures knows no float64
+    # The grouped matrix product of transformers for mixtures has no float64.
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     model = randomise(model, seed).to(dtype).eval()
@@ -491,7 +493,8 @@ def wrapped_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, 
 
 @functools.cache
 def _in_transformers() -> frozenset[str]:
-    return frozenset(dir(transformers))  # takes a third of a second
+    # This takes a third of a second.
+    return frozenset(dir(transformers))
 
 
 @functools.cache
@@ -505,18 +508,18 @@ def _has_bridge(name: str) -> bool:
 
 
 def _norm_in_double(model: torch.nn.Module) -> None:
-    """Let norms compute in the dtype of their input: transformers casts to float32 there."""
+    """Let norms compute in the dtype of their input, because transformers casts it to float32."""
     for module in model.modules():
         kind = type(module).__name__
         if kind == "LayerNorm" or not kind.endswith("Norm") or not hasattr(module, "forward"):
             continue
         weight = getattr(module, "weight", None)
         x = torch.randn(3, 24 if weight is None else weight.shape[-1], dtype=torch.float64)
-        # What a norm does is measured: its name does not say whether it centres or multiplies by 1 + weight.
+        # The norm is measured, because its name does not say whether it centres or multiplies by 1 + weight.
         for centred, offset in itertools.product((False, True), (False, True)):
             try:
                 difference = module(x) - _normed(module, x, centred=centred, offset=offset)
-            except (TypeError, RuntimeError):  # a norm that takes more than a vector
+            except (TypeError, RuntimeError):  # Such a norm takes more than a vector.
                 break
             if difference.abs().max() < 1e-4:
                 module.forward = functools.partial(_normed, module, centred=centred, offset=offset)
@@ -534,11 +537,12 @@ def _normed(module: torch.nn.Module, x: torch.Tensor, *, centred: bool, offset: 
 def bridge(
     name: str, dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None, **config: Any
 ) -> Any:
-    """A TransformerBridge over a tiny random in-memory model, in eval mode, its attention kernel untouched.
+    """Return a TransformerBridge of a tiny random model in evaluation mode, with its own attention kernel.
 
     `config` overrides fields of the wrapped model's configuration.
 
-    Raises `Unavailable` where TransformerLens has no bridge at all (2.x) or none for this architecture.
+    Raises:
+        Unavailable: If TransformerLens has no Bridge (2.x), or none for this architecture.
     """
     model = wrapped_model(name, dtype, seed, **config)
     try:
@@ -563,7 +567,7 @@ def _classic(
 ) -> Any:
     import transformer_lens
 
-    # TransformerLens 4 raises ImportError, not AttributeError, for the classes it dropped
+    # For removed classes, TransformerLens 4 raises an ImportError and not an AttributeError.
     try:
         model_class = getattr(transformer_lens, class_name)
         config_class = transformer_lens.HookedTransformerConfig
@@ -571,7 +575,8 @@ def _classic(
         raise Unavailable(f"this TransformerLens has no {class_name}") from error
     with _quietly():
         model = model_class(config_class(**{**_CLASSIC_BASE, **config, "dtype": dtype}), tokenizer=tokenizer)
-    for parameter in model.parameters():  # the router of a mixture is float32 whatever the configuration says
+    # The router of a mixture is float32, whatever the configuration says.
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return randomise(model, seed).eval()
 
@@ -579,9 +584,10 @@ def _classic(
 def hooked_transformer(
     name: str = "LN", dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None, **config: Any
 ) -> Any:
-    """A tiny random HookedTransformer; `config` overrides fields of its configuration.
+    """Return a tiny random HookedTransformer; `config` overrides fields of its configuration.
 
-    Raises `Unavailable` on TransformerLens 4.
+    Raises:
+        Unavailable: If it is TransformerLens 4.
     """
     return _classic("HookedTransformer", {**_entry(_CLASSIC, name), **config}, dtype, seed, tokenizer)
 
@@ -589,32 +595,32 @@ def hooked_transformer(
 def bridge_or_hooked(
     name: str, hooked: str, dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None
 ) -> Any:
-    """`bridge(name)`, or `hooked_transformer(hooked)` where this TransformerLens has no such bridge."""
+    """Return `bridge(name)`, or `hooked_transformer(hooked)` if this TransformerLens has no such Bridge."""
     build, name = (bridge, name) if available(bridge, name) else (hooked_transformer, hooked)
     return build(name, dtype, seed, tokenizer)
 
 
 def gpt2_like(dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None) -> Any:
-    """A decoder with learned positions, LayerNorm and biases, of a class that this TransformerLens has."""
+    """Return a decoder with learned positions, LayerNorm and biases, of a class that this release has."""
     return bridge_or_hooked("gpt2", "LN", dtype, seed, tokenizer)
 
 
 def llama_like(dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None) -> Any:
-    """A decoder with rotary positions and grouped values, of a class that this TransformerLens has."""
+    """Return a decoder with rotary positions and grouped values, of a class that this release has."""
     return bridge_or_hooked("llama", "grouped", dtype, seed, tokenizer)
 
 
 def hooked_encoder(
     dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None, **config: Any
 ) -> Any:
-    """A tiny random HookedEncoder (BERT). Raises `Unavailable` on TransformerLens 4."""
+    """Return a tiny random HookedEncoder (BERT). Raise `Unavailable` in TransformerLens 4."""
     return _classic("HookedEncoder", {"attention_dir": "bidirectional", **config}, dtype, seed, tokenizer)
 
 
 def hooked_encoder_decoder(
     dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None, **config: Any
 ) -> Any:
-    """A tiny random HookedEncoderDecoder (T5). Raises `Unavailable` on TransformerLens 4."""
+    """Return a tiny random HookedEncoderDecoder (T5). Raise `Unavailable` in TransformerLens 4."""
     t5 = {
         "act_fn": "relu",
         "normalization_type": "RMS",
@@ -629,7 +635,7 @@ def hooked_encoder_decoder(
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """True for HookedEncoderDecoder and for bridges over encoder-decoder models."""
+    """Return whether it is a HookedEncoderDecoder, or a Bridge of an encoder-decoder."""
     config = getattr(getattr(model, "original_model", None), "config", None)
     return type(model).__name__ == "HookedEncoderDecoder" or bool(
         getattr(config, "is_encoder_decoder", False)
@@ -637,7 +643,7 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def tokens(model: Any, batch: int = 2, seq: int = 7, seed: int = 1) -> torch.Tensor:
-    """Random token ids [batch, seq], no special ids; for a vision model pixel values (seq is its own)."""
+    """Return random tokens [batch, seq] without special ones; pixel values for a vision model."""
     generator = torch.Generator().manual_seed(seed)
     config = getattr(getattr(model, "original_model", None), "config", None)
     if config is not None and config.model_type == "vit":
@@ -647,7 +653,7 @@ def tokens(model: Any, batch: int = 2, seq: int = 7, seed: int = 1) -> torch.Ten
 
 
 def inputs(model: Any, batch: int = 2, seq: int = 7, seed: int = 1) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`(args, kwargs)` for `model(*args, **kwargs)`: `tokens`, and for encoder-decoders `seq - 2` more."""
+    """Return `(args, kwargs)` of a model's call: `tokens`, and `seq - 2` more for an encoder-decoder."""
     first = tokens(model, batch, seq, seed)
     if not is_encoder_decoder(model):
         return (first,), {}
@@ -658,13 +664,13 @@ def inputs(model: Any, batch: int = 2, seq: int = 7, seed: int = 1) -> tuple[tup
 
 
 def toy_tokenizer(padding_side: str = "right") -> Any:
-    """A tokenizer of the words `w3` ... `w49` split at spaces; ids 0, 1, 2 are `<pad>`, `<bos>`, `<eos>`."""
+    """Return a tokenizer of `w3` ... `w49`, split at spaces; 0, 1, 2 are `<pad>`, `<bos>`, `<eos>`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"w{i}": i for i in range(3, VOCABULARY)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # name_or_path and add_bos_token keep TransformerLens from looking for the tokenizer on the hub
+    # With name_or_path and add_bos_token, TransformerLens does not look for the tokenizer on the hub.
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<bos>",
