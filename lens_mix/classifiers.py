@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lens_mix.arguments import check_whole_number, describe_value
 from lens_mix.hooks.mixing import pass_tolerance
-from lens_mix.lens.changes import Changes, forward_hook, forward_pre_hook, replaced_method
+from lens_mix.lens.changes import Changes, forward_hook, forward_pre_hook, replace_method
 from lens_mix.lens.state import all_modules, evaluation_mode
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class ClassifierPass:
             for start in range(0, len(hidden), chunk_size):
                 chunk = slice(start, start + chunk_size)
                 output = self._make_base_output(hidden[chunk].to(dtype))
-                with Changes([replaced_method(self._base, "forward", _make_forward(output))]):
+                with Changes([replace_method(self._base, "forward", _make_forward(output))]):
                     logits.append(self._call({name: value[chunk] for name, value in inputs.items()}))
         return torch.cat(logits)
 

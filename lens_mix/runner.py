@@ -16,7 +16,7 @@ from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.parts import parts_of
-from lens_mix.lens.prompts import is_causal_model, of_encoding
+from lens_mix.lens.prompts import is_causal_model, read_encoding
 from lens_mix.lens.rows import Selection
 from lens_mix.lens.verification.support import Support, any_tokens, support_table
 from lens_mix.map_prompts import find_measuring_method, map_prompts
@@ -175,7 +175,7 @@ def run_many(
         UnsupportedModelError: As in `run`.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
-        prompts, attention_mask, inputs = of_encoding(prompts, attention_mask, inputs)
+        prompts, attention_mask, inputs = read_encoding(prompts, attention_mask, inputs)
     is_single_prompt = isinstance(prompts, (str, bytes, Mapping)) or getattr(prompts, "ndim", 1) == 0
     if is_single_prompt or not isinstance(prompts, Iterable):
         raise TypeError(

@@ -35,7 +35,7 @@ from lens_mix.lens.raw_errors import LibraryErrors
 from lens_mix.lens.rows import Rows, Selection, read_selection
 from lens_mix.lens.state import reading
 from lens_mix.lens.token_strings import token_strings
-from lens_mix.lens.users_hooks import carries_users_hooks, named_users_hooks
+from lens_mix.lens.users_hooks import has_user_hooks, name_user_hooks
 from lens_mix.lens.verification.engines import choose_engine, find_obstacle, needs_unembedding
 from lens_mix.lens.verification.kept import verification_of
 from lens_mix.lens.verification.prompt_check import describe_user_hooks, find_input_mismatch, find_mismatch
@@ -179,7 +179,7 @@ class Session:
             batch = pad(prompts, pad_token(lens.model), side)
             real = batch.real_positions(lens.stack.name)
             rows = None if self.queries is None else Rows.of(self.queries, real)
-            watched = self.recorded_layers if carries_users_hooks(lens.modules) else []
+            watched = self.recorded_layers if has_user_hooks(lens.modules) else []
             clean = self._clean_pass(batch, rows, engines, watched, self._make_graph(batch, verification))
             entering = streams_before_cross(clean, verification.anatomy)
             clean = dataclasses.replace(clean, z_factors=verification.z_factors, entering=entering)
@@ -219,7 +219,7 @@ class Session:
 
     def _raise_unsupported(self, reason: str) -> NoReturn:
         """Raise an UnsupportedModelError that also names the user hooks, which may be the cause."""
-        names = named_users_hooks(self.lens.model)
+        names = name_user_hooks(self.lens.model)
         hooks = f"; these hooks are on the model: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
         raise UnsupportedModelError(reason + hooks * bool(names))
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lens_mix.lens.model_classes import TransformerLensModel, transformer_lens_version
 from lens_mix.lens.provenance import model_name
 from lens_mix.lens.state import all_modules
-from lens_mix.lens.users_hooks import plain_values, settings_of_users_modules, users_functions
+from lens_mix.lens.users_hooks import find_user_functions, plain_values, read_user_module_settings
 from lens_mix.version import __version__
 
 # An identity has the versions of these libraries, so the names of their functions and classes are enough.
@@ -60,10 +60,10 @@ def identity_of_model(model: TransformerLensModel) -> dict[str, Any]:
         "dtype": sorted({str(dtype).removeprefix("torch.") for dtype in floating}),
         "weights": _digest_of_weights(modules),
         "settings": _digest_json(
-            [_read_settings(module), *map(_read_settings, modules), settings_of_users_modules(modules)]
+            [_read_settings(module), *map(_read_settings, modules), read_user_module_settings(modules)]
         ),
         "tokenizer": _digest_json(_identify_tokenizer(getattr(model, "tokenizer", None))),
-        "hooks": [[place, identity(function)] for place, function in users_functions(modules)],
+        "hooks": [[place, identity(function)] for place, function in find_user_functions(modules)],
         "versions": _VERSIONS,
     }
 

@@ -15,7 +15,7 @@ from lens_mix import targets
 from lens_mix.arguments import check_instance, check_real_tensor
 from lens_mix.hooks import HookPair
 from lens_mix.lens.block import Block
-from lens_mix.lens.copies import copies_within
+from lens_mix.lens.copies import count_copies
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection, read_selection
 from lens_mix.method import Method
@@ -85,7 +85,7 @@ class InterventionPasses:
         logits = 0
         if self.bound.reads_logits:
             logits = 1 if self.bound.positions is not None else self.first_block.batch.logits_tokens.shape[1]
-        return copies_within(session.lens, session.max_memory, positions, logits=logits)
+        return count_copies(session.lens, session.max_memory, positions, logits=logits)
 
     def values(
         self, copies: int, fwd_hooks: Sequence[HookPair] = (), **options: Any

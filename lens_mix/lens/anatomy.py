@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lens_mix.hooks.mixing import tolerance
-from lens_mix.lens.offloading import brought_in, is_offloaded
+from lens_mix.lens.offloading import is_offloaded, load_offloaded
 
 Placement = Literal["pre", "post", "sandwich", "branch", "none"]
 
@@ -57,11 +57,11 @@ def constant(compute: Callable[[Any], T]) -> functools.cached_property[T]:
     """
 
     @functools.wraps(compute)
-    def without_gradients(owner: Any) -> T:
+    def find_gradient_obstacle(owner: Any) -> T:
         with torch.inference_mode(False), torch.no_grad():
             return compute(owner)
 
-    return functools.cached_property(without_gradients)
+    return functools.cached_property(find_gradient_obstacle)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,7 +346,7 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
     # OLMo's norms store none.
     eps = getattr(inner, "eps", getattr(inner, "variance_epsilon", None))
     weight, bias = (
-        tensor if (tensor := brought_in(inner, name)) is not None else read_weight(inner, name)
+        tensor if (tensor := load_offloaded(inner, name)) is not None else read_weight(inner, name)
         for name in ("weight", "bias")
     )
     stored = Norm("layer", weight, bias, float(cfg.eps if eps is None else eps))

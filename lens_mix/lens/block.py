@@ -17,7 +17,7 @@ from lens_mix.lens.batches import Batch
 from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.components import FINAL_NORM, measure_end
 from lens_mix.lens.continuation import logits_from, unembedding_from
-from lens_mix.lens.copies import copies_within
+from lens_mix.lens.copies import count_copies
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.recorded import RecordedEnd
@@ -308,7 +308,7 @@ class Block:
             logits: Whether the logits of all positions are computed too.
         """
         outputs = self.batch.logits_tokens.shape[1] if logits else 0
-        fitting = copies_within(self._lens, self.max_memory, self.real_inputs.shape[1], logits=outputs)
+        fitting = count_copies(self._lens, self.max_memory, self.real_inputs.shape[1], logits=outputs)
         step = self._effort.at_once(fitting, copies)
         starts = range(0, copies, step)
         for start in self.with_bar(starts, len(starts), "chunks"):
@@ -327,7 +327,7 @@ class Block:
         outputs = self.batch.logits_tokens.shape[1] if logits else 0
         source, positions = self.stack.source, self.real_inputs.shape[1]
         blocks = len(self.stack) - self.layer + (0 if source is None else len(source))
-        fitting = copies_within(self._lens, self.max_memory, positions, blocks=blocks, logits=outputs)
+        fitting = count_copies(self._lens, self.max_memory, positions, blocks=blocks, logits=outputs)
         return max(1, min(copies, self._effort.at_once(fitting, copies)))
 
     def with_bar(self, chunks: Iterable[T], total: int, unit: str) -> Iterator[T]:

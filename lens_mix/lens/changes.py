@@ -193,7 +193,7 @@ def forward_pre_hook(module: nn.Module, function: Any, *, with_kwargs: bool = Fa
     return lambda: module.register_forward_pre_hook(function, with_kwargs=with_kwargs).remove
 
 
-def replaced_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Change:
+def replace_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Change:
     """Return a change that replaces a method of one module, even if the module already has its own."""
 
     def replace() -> Undo:

@@ -19,7 +19,7 @@ from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, is_out_of_memory
 from lens_mix.lens.rows import Rows, rows_at
-from lens_mix.lens.tracebacks import failing_users_code
+from lens_mix.lens.tracebacks import find_user_code
 
 # How torch complains of two dtypes, or of a number that one of them can't hold.
 _DTYPE_TEXTS = ("scalar type", "dtype", "without overflow")
@@ -175,7 +175,7 @@ def clean_pass(
         except StopForward:
             raise
         except Exception as problem:
-            if not is_out_of_memory(problem) and failing_users_code(problem) is None:
+            if not is_out_of_memory(problem) and find_user_code(problem) is None:
                 _explain(lens, batch, problem)
             raise
     # Recorded tensors are detached, even when the pass keeps its graph.

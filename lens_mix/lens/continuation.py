@@ -19,7 +19,7 @@ from lens_mix.hooks import HookPair
 from lens_mix.lens import known_faults
 from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.batches import Batch, pad
-from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_method
+from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replace_method
 from lens_mix.lens.clean_pass import CleanPass, StopForward, stop_forward
 from lens_mix.lens.components import LOGITS, measure_end
 from lens_mix.lens.model import Lens
@@ -27,7 +27,7 @@ from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_
 from lens_mix.lens.prompts import pad_token, read_prompt
 from lens_mix.lens.recorded import RecordedEnd
 from lens_mix.lens.replay import BlockCall, captured_calls, enter_with, with_first
-from lens_mix.lens.tracebacks import failing_users_code
+from lens_mix.lens.tracebacks import find_user_code
 from lens_mix.lens.unembedding import Unembedding, read_unembedding, row_at, unembedding_at
 
 
@@ -140,7 +140,7 @@ def run_from(
     except StopForward:
         raise
     except Exception as problem:
-        users, lengths = failing_users_code(problem), (batch.tokens.shape[1], clean.batch.tokens.shape[1])
+        users, lengths = find_user_code(problem), (batch.tokens.shape[1], clean.batch.tokens.shape[1])
         if users is None or lengths[0] == lengths[1]:
             raise
         raise UnsupportedModelError(
@@ -199,4 +199,4 @@ def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Te
 
 def _skipped(block: nn.Module, output: Any) -> Change:
     """The block gives back a recorded output instead of running (a hook would let it run first)."""
-    return replaced_method(block, "forward", lambda *args, **kwargs: output)
+    return replace_method(block, "forward", lambda *args, **kwargs: output)

@@ -9,7 +9,7 @@ import torch
 from lens_mix.lens.model import Lens
 
 
-def copies_within(
+def count_copies(
     lens: Lens, max_memory: int | None, positions: int, *, blocks: int = 1, logits: int = 0
 ) -> int:
     """Return how many copies of one prompt may run at once, at least 1.

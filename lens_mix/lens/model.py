@@ -50,7 +50,7 @@ class Lens:
         n_layers: The number of the stack's blocks.
         n_heads: The number of query heads.
         encoder_decoder: Whether a prompt is a pair of source and target.
-        bears_a_mask: Whether an attention mask only hides padding. In OpenAI GPT it replaces the causal mask.
+        takes_padding_mask: Whether an attention mask only hides padding. In OpenAI GPT it replaces the causal mask.
 
     Raises:
         TypeError: If it is not a TransformerLens model.
@@ -90,7 +90,7 @@ class Lens:
         self.n_layers: int = len(self.stack)
         self.n_heads: int = int(model.cfg.n_heads)
         self.encoder_decoder: bool = is_encoder_decoder(model, self.model_class)
-        self.bears_a_mask: bool = wrapped_config(model, "model_type") != "openai-gpt"
+        self.takes_padding_mask: bool = wrapped_config(model, "model_type") != "openai-gpt"
 
     # ------------------------------------------------------------- what the model is
 
@@ -266,7 +266,7 @@ class Lens:
             return self.model(batch.tokens, **inputs, **options)
         # If a model of transformers keeps no cache and gets no mask, it takes positions that restart for
         # several packed prompts.
-        packs = wrapped_config(self.model, "use_cache") is False or not self.bears_a_mask
+        packs = wrapped_config(self.model, "use_cache") is False or not self.takes_padding_mask
         inputs.setdefault("attention_mask", None if packs and bool(batch.real.all()) else mask)
         with Changes(self._finite_masks()):
             # A replayed block must not find the keys of its first run in a cache.

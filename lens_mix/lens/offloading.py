@@ -20,7 +20,7 @@ def execution_device(model: nn.Module) -> torch.device | None:
     return None if device is None else torch.device(device)
 
 
-def brought_in(module: nn.Module, name: str) -> Tensor | None:
+def load_offloaded(module: nn.Module, name: str) -> Tensor | None:
     """Return an offloaded weight of a module, on the device that runs it; None if it is not offloaded."""
     for hook in _hooks(module):
         if hook.weights_map is not None and name in dict(module.named_parameters(recurse=False)):

@@ -116,7 +116,7 @@ def read_prompt(
         prompt, notes = _read_text(model, model_class, prompt, prepend_bos)
         prepend_bos = None
     if isinstance(prompt, Mapping):
-        prompt, attention_mask, given = of_encoding(prompt, attention_mask, given)
+        prompt, attention_mask, given = read_encoding(prompt, attention_mask, given)
     by_name = given.pop("decoder_input_ids", None)
     if by_name is not None:
         if target is not None:
@@ -231,7 +231,7 @@ def _causal_tokens(
     return tokens, notes
 
 
-def of_encoding(
+def read_encoding(
     encoding: Mapping[str, Any], attention_mask: Any, given: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     """Return the tokens, the mask and the further inputs of what a tokenizer returned.

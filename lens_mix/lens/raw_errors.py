@@ -12,7 +12,7 @@ from lens_mix.lens.changes import Changes
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.provenance import model_name
 from lens_mix.lens.replay import is_out_of_memory
-from lens_mix.lens.tracebacks import failing_users_code, is_own_error
+from lens_mix.lens.tracebacks import find_user_code, is_own_error
 
 # Checks of shapes are for developers. An error that they raise is a mistake in lens_mix.
 _CHECKS = frozenset({"jaxtyping", "beartype"})
@@ -56,7 +56,7 @@ def _is_raw(problem: Exception) -> bool:
         return False
     if type(problem).__module__.partition(".")[0] in _CHECKS:
         return False
-    return not is_own_error(problem) and failing_users_code(problem) is None
+    return not is_own_error(problem) and find_user_code(problem) is None
 
 
 def _find_place(model: Any, problem: Exception) -> str:

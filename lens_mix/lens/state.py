@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lens_mix.lens import signals
 from lens_mix.lens.angles import restore_angles
-from lens_mix.lens.changes import Change, Changes, Undo, replace_attributes, replaced_method
+from lens_mix.lens.changes import Change, Changes, Undo, replace_attributes, replace_method
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.precision import full_precision
 
@@ -56,7 +56,7 @@ def evaluation_mode(
     return Changes(_evaluation_mode(model, modules, gradients, precise), functools.partial(_lock, model))
 
 
-def without_gradients(modules: Sequence[nn.Module]) -> str | None:
+def find_gradient_obstacle(modules: Sequence[nn.Module]) -> str | None:
     """Return why no gradient can be taken in a model of these modules; None if one can."""
     tensors = (tensor for m in modules for tensor in (*m._parameters.values(), *m._buffers.values()))
     if not any(tensor is not None and tensor.is_inference() for tensor in tensors):
@@ -99,9 +99,9 @@ def _evaluation_mode(
         cached = [module for module in modules if hasattr(type(module), _CACHING)]
         for module in cached:
             casting = functools.partial(_in_one_dtype, getattr(module, _CACHING))
-            yield replaced_method(module, _CACHING, casting)
+            yield replace_method(module, _CACHING, casting)
     if gradients:
-        reason = without_gradients(modules)
+        reason = find_gradient_obstacle(modules)
         if reason is not None:
             raise UnsupportedModelError(f"model: {reason}")
         # The autograd graph must begin at the tensor that a hook inserts, and not at the parameters.

@@ -13,7 +13,7 @@ _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdl
 _RAISING = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
 
 
-def failing_users_code(problem: BaseException) -> str | None:
+def find_user_code(problem: BaseException) -> str | None:
     """Return the user's function that raised an error or called what raised it; None if there is none.
 
     Args:

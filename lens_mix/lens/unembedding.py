@@ -16,7 +16,7 @@ from lens_mix.lens.changes import Changes, forward_pre_hook
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.offloading import is_offloaded
 from lens_mix.lens.prompts import wrapped_config
-from lens_mix.lens.users_hooks import carries_users_hooks
+from lens_mix.lens.users_hooks import has_user_hooks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def row_at(tensor: Tensor, positions: Tensor) -> Tensor:
 def _is_watched(model: TransformerLensModel, unembed: nn.Module) -> bool:
     """Return whether user hooks see what is unembedded, and may count on its positions."""
     wholes = [model, getattr(model, "original_model", None)]
-    return carries_users_hooks([*unembed.modules(), *(m for m in wholes if isinstance(m, nn.Module))])
+    return has_user_hooks([*unembed.modules(), *(m for m in wholes if isinstance(m, nn.Module))])
 
 
 @contextlib.contextmanager

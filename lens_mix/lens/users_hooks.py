@@ -27,7 +27,7 @@ _CAPTURING = "transformers.utils.output_capturing"
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-def named_users_hooks(model: nn.Module) -> list[str]:
+def name_user_hooks(model: nn.Module) -> list[str]:
     """Return the place and the name of each user hook, for errors: "blocks.1.attn.hook_z (zero_head)"."""
     trees = {"": model, "original_model.": getattr(model, "original_model", None)}
     modules = {
@@ -51,7 +51,7 @@ def _name(function: Any) -> str:
     return "a hook" if function is None else getattr(function, "__name__", type(function).__name__)
 
 
-def carries_users_hooks(modules: Sequence[nn.Module]) -> bool:
+def has_user_hooks(modules: Sequence[nn.Module]) -> bool:
     """Return whether a model has a user hook, or a `forward` that the user wrote.
 
     Torch's global hooks count too, and a `forward` of a user's class.
@@ -63,7 +63,7 @@ def carries_users_hooks(modules: Sequence[nn.Module]) -> bool:
     return _has_global_hooks() or any(map(_is_users_class, classes)) or any(map(_users_functions, modules))
 
 
-def users_functions(modules: Sequence[nn.Module]) -> list[tuple[int, Any]]:
+def find_user_functions(modules: Sequence[nn.Module]) -> list[tuple[int, Any]]:
     """Return the user's functions on a model: hooks, backward hooks, and each `forward` that the user wrote.
 
     Args:
@@ -86,7 +86,7 @@ def users_functions(modules: Sequence[nn.Module]) -> list[tuple[int, Any]]:
     return functions
 
 
-def settings_of_users_modules(
+def read_user_module_settings(
     modules: Sequence[nn.Module],
 ) -> tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...]:
     """Return the attributes of each module of a user's class that consist of plain values.

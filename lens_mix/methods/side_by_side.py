@@ -13,10 +13,10 @@ from torch import Tensor
 from lens_mix.hooks import HookPair, must_fire, record_attention
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens.batches import Batch, Prompt
-from lens_mix.lens.copies import copies_within
+from lens_mix.lens.copies import count_copies
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import relative_error
-from lens_mix.lens.users_hooks import carries_users_hooks
+from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.methods.bound_target import BoundRows, evaluate
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class SideBySide:
             ValueError: As in `compute_targets`.
         """
         first, clean = self.bound.block, self.bound.clean[self.row]
-        if carries_users_hooks(first.clean.lens.modules):
+        if has_user_hooks(first.clean.lens.modules):
             # A hook on certain positions misses the replacements. Tokens that replace themselves detect that.
             error = float((self.compute_targets(self.tokens[self.chosen][None]) - clean).abs().max())
             if not error <= pass_tolerance(first.inputs.dtype) * max(1.0, float(clean.abs())):
@@ -158,7 +158,7 @@ class SideBySide:
             # If the angles depend on the largest position, the pass needs the same one as the clean pass.
             layout = layout.extend_to(whole - 1)
         length = len(layout.positions)
-        copies_within(first.clean.lens, first.max_memory, length, logits=length)
+        count_copies(first.clean.lens, first.max_memory, length, logits=length)
         recorded: dict[str, Tensor] = {}
         pairs, controls, queries = [], [], layout.tokens[None].to(self.token_positions.device)
         for block in self.blocks:
@@ -183,7 +183,7 @@ class SideBySide:
 def _make_batch(first: Block, tokens: Int[Tensor, "copy pos"], positions: Int[Tensor, "copy pos"]) -> Batch:
     """Return tokens at given positions, which may repeat, for a model that takes `position_ids`."""
     inputs = {"position_ids": positions}
-    if first.clean.lens.bears_a_mask:
+    if first.clean.lens.takes_padding_mask:
         # Without a mask and a cache, transformers takes positions that restart for several prompts.
         inputs["attention_mask"] = torch.ones_like(tokens)
     prompts = tuple(Prompt(copy) for copy in tokens)

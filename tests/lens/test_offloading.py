@@ -6,7 +6,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 
 import lens_mix as lm
 from lens_mix.evaluation import randomised
-from lens_mix.lens.users_hooks import named_users_hooks
+from lens_mix.lens.users_hooks import name_user_hooks
 from lens_mix.methods import METHODS
 from tests.tiny_models import available, bridge, tokens, wrapped_model
 
@@ -81,7 +81,7 @@ def test_what_runs_is_the_map_of_the_same_model_with_its_weights(name, how, tmp_
             continue
         expected = lm.run(plain, prompt, asked, queries=[-1])
         torch.testing.assert_close(found.scores, expected.scores, atol=1e-5, rtol=1e-4)
-    assert not named_users_hooks(model)
+    assert not name_user_hooks(model)
     # All weights are still offloaded.
     assert any(parameter.is_meta for parameter in model.original_model.parameters())
 

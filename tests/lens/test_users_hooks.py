@@ -11,7 +11,7 @@ from torch.nn.modules import module as everywhere
 import lens_mix as lm
 from lens_mix import hooks
 from lens_mix.lens.state import all_modules
-from lens_mix.lens.users_hooks import carries_users_hooks, plain_values
+from lens_mix.lens.users_hooks import has_user_hooks, plain_values
 from tests.matrix import build_or_skip, cases, prompt_of
 from tests.tiny_models import available, bridge, hooked_encoder, hooked_transformer, is_encoder_decoder
 
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_a_model_as_it_is_carries_none(case):
     """Check Bridges before and after a first pass, which adds hooks. Some models have hooks before too."""
     model = case.build()
-    assert not carries_users_hooks(all_modules(model))
+    assert not has_user_hooks(all_modules(model))
     if case.refusal is None:
         lm.run(model, prompt_of(model), "attention")
-        assert not carries_users_hooks(all_modules(model))
+        assert not has_user_hooks(all_modules(model))
         if not is_encoder_decoder(model):
             model.run_with_cache(prompt_of(model))
-            assert not carries_users_hooks(all_modules(model))
+            assert not has_user_hooks(all_modules(model))
 
 
 def test_the_bridge_puts_hooks_of_its_own():
@@ -182,10 +182,10 @@ def test_what_a_user_puts_is_seen_until_it_is_gone(factory, arguments, put):
     lm.run(model, prompt_of(model), "attention")
     remove = put(model)
     try:
-        assert carries_users_hooks(all_modules(model))
+        assert has_user_hooks(all_modules(model))
     finally:
         remove()
-    assert not carries_users_hooks(all_modules(model))
+    assert not has_user_hooks(all_modules(model))
 
 
 # ------------------------------------------------------------------ attributes of a user's module
@@ -231,7 +231,7 @@ def nested(count, width):
 )
 def test_a_module_may_have_attributes_of_any_shape(noted):
     model = with_a_noting_module(noted)
-    assert carries_users_hooks(all_modules(model))
+    assert has_user_hooks(all_modules(model))
     assert bool(lm.run(model, prompt_of(model), "attention").scores.isfinite().all())
 
 

@@ -10,7 +10,7 @@ from lens_mix.lens import known_faults
 from lens_mix.lens.components import UNEMBEDDING
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
-from lens_mix.lens.state import without_gradients
+from lens_mix.lens.state import find_gradient_obstacle
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, Verification
 
 
@@ -107,7 +107,7 @@ def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
             "(the target's own tokens)" + " or part='joint' (the source's too)" * joint
         )
     if "gradients" in _needs(method):
-        yield without_gradients(lens.modules)
+        yield find_gradient_obstacle(lens.modules)
     places = lens.takes_input("position_ids") and not lens.stack.reads_target
     if "position_ids" in _needs(method) and not places:
         yield (

@@ -14,7 +14,7 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.users_hooks import carries_users_hooks, settings_of_users_modules
+from lens_mix.lens.users_hooks import has_user_hooks, read_user_module_settings
 from lens_mix.lens.verification.verify import masks_padding, short_batch, verify
 from lens_mix.lens.verification_record import UNEMBEDDING_UNVERIFIED, Verification
 
@@ -90,7 +90,7 @@ def _may_be_outdated(lens: Lens, verification: Verification) -> bool:
     compares it with its own prompts (`find_mismatch`).
     """
     failed = any(entry.error is not None and not entry.ok for entry in verification.components)
-    return failed and carries_users_hooks(lens.modules)
+    return failed and has_user_hooks(lens.modules)
 
 
 def _find_unembedding_failure(lens: Lens, prompt: Prompt, verification: Verification) -> str | None:
@@ -119,4 +119,4 @@ def _state(lens: Lens) -> tuple[Any, ...]:
         for m in lens.modules
         if m._forward_hooks or m._forward_pre_hooks
     )
-    return weights, hooks, settings_of_users_modules(lens.modules)
+    return weights, hooks, read_user_module_settings(lens.modules)

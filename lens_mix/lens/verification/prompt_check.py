@@ -18,7 +18,7 @@ from lens_mix.lens.components import COMPONENTS, VALUES, Component, ComponentErr
 from lens_mix.lens.recorded import RecordedBlock
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import spread
-from lens_mix.lens.users_hooks import carries_users_hooks
+from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.lens.verification_record import Verification
 
 # Rows rebuilt per batch, and per prompt at least one: without hooks a model treats all positions alike.
@@ -46,7 +46,7 @@ def find_mismatch(
         whole: the layers whose rows are all rebuilt, because a method computes their feed-forward.
     """
     sampled, every = _rows(clean, _SAMPLED_ROWS), _rows(clean, None)
-    if carries_users_hooks(clean.lens.modules):
+    if has_user_hooks(clean.lens.modules):
         sampled = every
     for layer in layers:
         block = RecordedBlock(clean, layer, verification.anatomy[layer])

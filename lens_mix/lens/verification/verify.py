@@ -27,8 +27,8 @@ from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, wrapped_config
 from lens_mix.lens.recorded import RecordedBlock
 from lens_mix.lens.replay import BlockCall, captured_calls, relative_error
-from lens_mix.lens.tracebacks import failing_users_code
-from lens_mix.lens.users_hooks import carries_users_hooks
+from lens_mix.lens.tracebacks import find_user_code
+from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.lens.verification.next_norms import next_norm_failures
 from lens_mix.lens.verification.reasons import with_likely_cause
 from lens_mix.lens.verification_record import Verification
@@ -47,7 +47,7 @@ def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
     while True:
         short = _verification_prompt(prompt, n_ctx, count, target_count)
         is_whole = count >= lengths[0] and target_count >= lengths[1]
-        if is_whole or not carries_users_hooks(lens.modules) or _runs(lens, short):
+        if is_whole or not has_user_hooks(lens.modules) or _runs(lens, short):
             return short
         count, target_count = 2 * count, 2 * target_count
 
@@ -57,7 +57,7 @@ def _runs(lens: Lens, short: Prompt) -> bool:
     try:
         clean_pass(lens, pad([short], pad_token(lens.model), "right"), watched=())
     except Exception as problem:
-        return failing_users_code(problem) is None
+        return find_user_code(problem) is None
     return True
 
 
@@ -255,7 +255,7 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
         prompt: what to try it on; a short piece is used.
         side: where the padding is.
     """
-    if lens.stack.gaps is not None or not lens.bears_a_mask:
+    if lens.stack.gaps is not None or not lens.takes_padding_mask:
         return False  # prompts run one by one
     short = _short_prompt(lens, prompt)
     half = max(1, len(short.tokens) // 2)
