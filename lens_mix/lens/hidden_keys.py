@@ -25,12 +25,6 @@ from lens_mix.lens.stacks import Stack
 _MASKS = ("additive_attention_mask", "attention_mask", "mask")
 
 
-def takes_masks(stack: Stack) -> bool:
-    """Return whether keys can be hidden in every attention module of a stack."""
-    modules = map(stack.attention_module, stack.attention_layers)
-    return all(_mask_argument(module) is not None for module in modules)
-
-
 def _mask_argument(module: nn.Module) -> tuple[int, str] | None:
     """Return the index and the name of the mask among an attention module's arguments; None without one."""
     component = getattr(module, "original_component", None)

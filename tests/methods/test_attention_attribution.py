@@ -530,7 +530,7 @@ def test_which_models_are_smooth(name, smooth):
 
     class Asks(lm.AttentionWeights):
         def __call__(self, block):
-            seen.append(block.is_smooth)
+            seen.append(block.verification.is_smooth)
             return super().__call__(block)
 
     lm.run(model, prompt, Asks())
