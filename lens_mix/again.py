@@ -71,7 +71,8 @@ def run_again(
     method = _make_method(mixing_map) if method is None else method
     if record.get("engine") in method.engines and len(method.engines) > 1:
         recorded["engine"] = record["engine"]
-    return run(model, prompt, method, **{**recorded, **options})
+    remade: MixingMap = run(model, prompt, method, **{**recorded, **options})
+    return remade
 
 
 def _read_numbers(record: dict[str, Any], name: str) -> Tensor:

@@ -254,9 +254,10 @@ def check_real_tensor(name: str, values: Any) -> Tensor:
                 values = torch.from_numpy(array)
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"{expected}, got {error}") from error
-    if check_dense_tensor(name, values).is_complex():
-        raise TypeError(f"{name}: expected real numbers, got {values.dtype}")
-    return values.detach()
+    tensor = check_dense_tensor(name, values)
+    if tensor.is_complex():
+        raise TypeError(f"{name}: expected real numbers, got {tensor.dtype}")
+    return tensor.detach()
 
 
 def check_file_path(name: str, path: Any, write: bool = False) -> str:
@@ -272,7 +273,7 @@ def check_file_path(name: str, path: Any, write: bool = False) -> str:
         ValueError: If it is the path of a folder, or cannot be the path of a file.
         FileNotFoundError: If the file, or the folder to write to, does not exist.
     """
-    text = os.fspath(check_instance(name, path, (str, os.PathLike), "a path"))
+    text: str = os.fspath(check_instance(name, path, (str, os.PathLike), "a path"))
     is_folder = "\0" not in str(text) and os.path.isdir(text)
     if is_folder or not text or "\0" in str(text):
         raise ValueError(

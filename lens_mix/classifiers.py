@@ -303,7 +303,7 @@ class ClassifierPass:
     def _call(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the logits of one call of the classifier."""
         output = self._model(**inputs, return_dict=True)
-        logits = getattr(output, "logits", None)
+        logits: Tensor | None = getattr(output, "logits", None)
         if logits is None and getattr(output, "start_logits", None) is not None:
             logits = torch.stack([output.start_logits, output.end_logits], -1)
         if logits is None:

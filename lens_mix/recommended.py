@@ -101,7 +101,7 @@ def input_map(
         try:
             last = isinstance(method, DecompX) and options.get("layers") is None
             only = {"layers": [-1]} if last else {}
-            mixing_map = run(model, prompt, method, queries=queries, **options | only)
+            mixing_map: MixingMap = run(model, prompt, method, queries=queries, **options | only)
         except UnsupportedModelError as problem:
             reasons.append(str(problem))
             continue

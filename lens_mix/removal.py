@@ -233,7 +233,8 @@ class SampleTokens(OtherTokens):
         size = _vocabulary_size(block)
         if self.among is not None:
             checked = [check_whole_number("among", token, 0, size - 1) for token in self.among]
-            return torch.tensor(checked, dtype=torch.long, device="cpu").unique()
+            chosen: Tensor = torch.tensor(checked, dtype=torch.long, device="cpu").unique()
+            return chosen
         special = list(getattr(block.clean.lens.tokenizer, "all_special_ids", ()))
         pool = torch.arange(size, device="cpu")
         return pool[~torch.isin(pool, torch.tensor(special, dtype=torch.long, device="cpu"))]

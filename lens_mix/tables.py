@@ -62,7 +62,7 @@ def read_csv(path: str | os.PathLike[str], **options: Any) -> Table:
     return Table(_convert_cells(pd.read_csv(check_file_path("path", path), **options), read_cell))
 
 
-class Table(pd.DataFrame):
+class Table(pd.DataFrame):  # type: ignore[misc]  # pandas comes without types
     """A data frame whose `to_csv` and `to_excel` write text that is not misread and is never a formula."""
 
     @property
@@ -82,7 +82,7 @@ class Table(pd.DataFrame):
         return _convert_cells(self, format_cell).to_excel(*arguments, **options)
 
 
-class Column(pd.Series):
+class Column(pd.Series):  # type: ignore[misc]  # pandas comes without types
     """A column of a `Table`, from which pandas makes further columns and tables of these classes."""
 
     @property

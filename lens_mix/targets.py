@@ -344,7 +344,8 @@ class _HfClassifier(Target):
             own = classifiers.ClassifierPass(self.hf_model, context.tokens, context.inputs, context.source)
             own.check(context.output)
             context.found[id(self.hf_model)] = own
-        return context.found[id(self.hf_model)]
+        found: classifiers.ClassifierPass = context.found[id(self.hf_model)]
+        return found
 
     def _find_position(self, own: classifiers.ClassifierPass, context: Context) -> int | None:
         """Return the position whose logits are read, or None if the logits are of the whole prompt."""

@@ -38,7 +38,8 @@ def first_layer_bound(
     """
     first, last = capacities[0], capacities[level - 1]
     if np.triu(capacities[:level].any(0), 1).any():
-        return np.minimum(last.sum(1)[:, None], first.sum(0)[None, :])
+        bound: np.ndarray = np.minimum(last.sum(1)[:, None], first.sum(0)[None, :])
+        return bound
     # Row i of the running sum is the capacity that enters j from positions up to i; those before j add 0.
     enters = np.cumsum(first, axis=0)
     leaves = np.cumsum(last[:, ::-1], axis=1)[:, ::-1]

@@ -138,7 +138,7 @@ def _integral(integrand: Callable[[float], Tensor], intervals: int, points: int)
     # The rule's points lie in -1..1.
     places = ((np.arange(intervals)[:, None] + (nodes + 1) / 2) / intervals).flatten().tolist()
     shares = np.tile(weights / 2 / intervals, intervals).tolist()
-    total = integrand(places[0]) * shares[0]
+    total: Tensor = integrand(places[0]) * shares[0]
     for place, share in zip(places[1:], shares[1:], strict=True):
         total.add_(integrand(place), alpha=share)
     return total

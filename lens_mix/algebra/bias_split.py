@@ -46,7 +46,7 @@ def _weights(vectors: Tensor, bias: Tensor, rule: str) -> Float[Tensor, "*batch 
         weights[..., 0] = 1
         return weights
     if rule in ("norm", "equal"):
-        lengths = torch.linalg.vector_norm(vectors, dim=-1)
+        lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
         return lengths if rule == "norm" else (lengths != 0).to(vectors.dtype)
     product = (vectors @ bias[..., None])[..., 0]
     if rule in ("dot", "absdot"):

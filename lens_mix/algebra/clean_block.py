@@ -150,7 +150,8 @@ class CleanBlock:
             if norm is not None:
                 mid = norm.output(rows, norm.sizes(rows, mid))
         if metric == "euclidean":
-            return torch.linalg.vector_norm(mid, dim=-1)
+            length: Tensor = torch.linalg.vector_norm(mid, dim=-1)
+            return length
         direction, size = self.direction[rows], self._size[rows]
         along = _scalar_products(mid, direction)
         # No difference of two squares: where a vector is stretched, nothing would be left of the rest.

@@ -132,7 +132,8 @@ def distance(
     wide = torch.promote_types(x.dtype, torch.float32)
     x, y = x.to(wide), y.to(wide)
     if metric == "euclidean":
-        return torch.linalg.vector_norm(x - y, dim=-1)
+        length: Tensor = torch.linalg.vector_norm(x - y, dim=-1)
+        return length
     size_x, size_y = torch.linalg.vector_norm(x, dim=-1), torch.linalg.vector_norm(y, dim=-1)
     tiny = torch.finfo(wide).tiny
     apart = (x / size_x.clamp_min(tiny)[..., None] - y / size_y.clamp_min(tiny)[..., None]).square().sum(

@@ -60,7 +60,8 @@ class HeadVectors:
         value = self._of_query_heads(self.value[:, keys])
         # One product per head; einsum would make it one per head and key.
         rows = value.movedim(2, 0).flatten(1, 2)
-        return torch.bmm(rows, matrices).unflatten(1, value.shape[:2]).movedim(0, 2)
+        by_head: Tensor = torch.bmm(rows, matrices).unflatten(1, value.shape[:2])
+        return by_head.movedim(0, 2)
 
     def weighted(
         self, weights: Float[Tensor, "batch query key head"], keys: slice = slice(None)

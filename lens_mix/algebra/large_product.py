@@ -43,7 +43,8 @@ def by_onednn(x: Tensor) -> bool:
 
 def product_by_onednn(x: Float[Tensor, "row inner"], matrix: Float[Tensor, "inner column"]) -> Tensor:
     """x @ matrix, without gradients, by the operation of compiled models."""
-    return torch.ops.mkldnn._linear_pointwise(x, matrix.T, None, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, matrix.T, None, "none", [], "")
+    return product
 
 
 @functools.lru_cache

@@ -36,7 +36,8 @@ def by_key(
 
 def _qr_factor(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch rank head"]:
     """R with ‖R a‖ = ‖Σ_h a_h vector_h‖ for any a, in float64: 2e-13 even where the heads cancel."""
-    return torch.linalg.qr(vectors.double().mT, mode="r").R
+    factor: Tensor = torch.linalg.qr(vectors.double().mT, mode="r").R
+    return factor
 
 
 def _gram(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch head head_"]:
@@ -54,7 +55,8 @@ def _factor_norms(
     """‖Σ_h weights_h vector_h‖ in float64 from `_qr_factor` (`exact`) or `_gram`; `out` for the products."""
     product = torch.bmm(factors, weights, out=out)
     if exact:
-        return torch.linalg.vector_norm(product, dim=-2)
+        lengths: Tensor = torch.linalg.vector_norm(product, dim=-2)
+        return lengths
     return product.mul_(weights).sum(-2).clamp_min_(0).sqrt_()  # rounding may fall below 0
 
 

@@ -116,4 +116,5 @@ def _further_nodes(nodes: numpy.ndarray) -> numpy.ndarray:
     # Newton's steps: eigenvalues of a companion matrix, which is what came out, lack the last digits.
     for _ in range(3):
         roots -= legendre.legval(roots, coefficients) / legendre.legval(roots, legendre.legder(coefficients))
-    return (roots - roots[::-1]) / 2  # symmetric about 0, to the bit
+    symmetric: numpy.ndarray = (roots - roots[::-1]) / 2  # symmetric about 0, to the bit
+    return symmetric

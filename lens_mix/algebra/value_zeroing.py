@@ -133,7 +133,7 @@ class _Maps:
         by_head = values.permute(2, 0, 1, 3).flatten(1, 2)
 
         def through(matrix: Tensor) -> Float[Tensor, "source rank width"]:
-            of_heads = torch.bmm(by_head, matrix).unflatten(1, positions.shape)
+            of_heads: Tensor = torch.bmm(by_head, matrix).unflatten(1, positions.shape)
             # To [source, span · head, width]; a view, no copy, where each key is zeroed alone.
             return of_heads.permute(1, 2, 0, 3).flatten(1, 2)
 

@@ -184,8 +184,9 @@ class Vectors:
 
     def mixing_ratio(self) -> Float[Tensor, "batch query"]:
         """‖Σ_{j≠i} F_ij‖ / (‖Σ_{j≠i} F_ij‖ + ‖F_ii‖) in 0..1 (Kobayashi et al., EMNLP 2021, eq. 13)."""
-        mixed = torch.linalg.vector_norm(self.total - self.diagonal, dim=-1)
-        return mixed / (mixed + torch.linalg.vector_norm(self.diagonal, dim=-1))
+        mixed: Tensor = torch.linalg.vector_norm(self.total - self.diagonal, dim=-1)
+        own: Tensor = torch.linalg.vector_norm(self.diagonal, dim=-1)
+        return mixed / (mixed + own)
 
 
 class AttentionVectors:

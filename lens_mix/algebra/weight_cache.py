@@ -42,7 +42,7 @@ def fits(weight: Tensor, kind: str, size: int) -> bool:
     """Whether a product of `size` bytes may be kept, beside others of its kind."""
     # Another thread may add a product while the store is searched, which would break the search.
     with changing:
-        others = sum(
+        others: int = sum(
             entries[kind].product.nbytes
             for name, entries in _store.items()
             if kind in entries and name is not weight

@@ -303,4 +303,5 @@ def _share_in_top(scores: np.ndarray, k: int) -> np.ndarray:
     """Return the share of each key in the `k` highest: 1, 0, or its part of the places that ties share."""
     cut = np.sort(scores)[-k]
     above, tied = scores > cut, scores == cut
-    return above + tied * ((k - above.sum()) / tied.sum())
+    shares: np.ndarray = above + tied * ((k - above.sum()) / tied.sum())
+    return shares

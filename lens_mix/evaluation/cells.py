@@ -203,7 +203,9 @@ def pool_cells(curves: Sequence[CellFaithfulness]) -> CellFaithfulness:
         TypeError: A curve is not a `CellFaithfulness`.
         ValueError: There are no curves, or they differ in map, operator or number of fractions.
     """
-    listed = check_items("curves", curves, "curves of one map", least=1, kind=CellFaithfulness)
+    listed: list[CellFaithfulness] = check_items(
+        "curves", curves, "curves of one map", least=1, kind=CellFaithfulness
+    )
     settings = {(one.name, one.operator, len(one.shares)) for one in listed}
     if len(settings) > 1:
         raise ValueError(

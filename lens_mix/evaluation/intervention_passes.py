@@ -112,7 +112,8 @@ class InterventionPasses:
             chunk = copies.at(slice(start, start + step))
             with removal.changes(block, chunk) as (batch, hooks):
                 values.append(self.values(len(chunk), hooks, batch=batch))
-        return torch.cat(values).unflatten(0, (-1, copies.samples)).mean(1)
+        by_group: Tensor = torch.cat(values).unflatten(0, (-1, copies.samples))
+        return by_group.mean(1)
 
     def _index(self, copies: int) -> Int[Tensor, " copy"]:
         return torch.zeros(copies, dtype=torch.long, device=self.checked.clean.real.device)

@@ -234,10 +234,14 @@ class _Evaluation:
         # Only one row of an input map is scored, but an aggregation needs all rows of layer maps.
         asked: dict[str, Any] = {"queries": [case.query]} if method.scope != "layer" else {}
         asked["progress"] = None
+        mixing_map: MixingMap
         if not self.task.layer_maps:
             with contextlib.suppress(UnsupportedModelError):
-                return run(self.model, case.prompt, method, residual_shares=True, **asked, **self.options)
-        return run(self.model, case.prompt, method, **asked, **self.options)
+                with_shares = {"residual_shares": True, **asked}
+                mixing_map = run(self.model, case.prompt, method, **with_shares, **self.options)
+                return mixing_map
+        mixing_map = run(self.model, case.prompt, method, **asked, **self.options)
+        return mixing_map
 
     def _make_candidates(self, case: Case, suffix: str) -> dict[tuple[str, str], Any]:
         """Return rows of input maps, or the layer maps themselves if the task scores those."""

@@ -24,6 +24,7 @@ from lens_mix.evaluation.agreement import (
 from lens_mix.evaluation.cells import Operator, keep_cells
 from lens_mix.evaluation.curves import removal_curves
 from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.maps import MixingMap
 from lens_mix.methods.occlusion import Occlusion
 from lens_mix.removal import Removal
 from lens_mix.runner import run
@@ -144,7 +145,9 @@ class Importance(RowTask):
         return [Case(prompt, check_whole_number("query", self.query)) for prompt in self.prompts]
 
     def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
-        mixing_map = run(model, case.prompt, self.occlusion, queries=[case.query], progress=None, **options)
+        mixing_map: MixingMap = run(
+            model, case.prompt, self.occlusion, queries=[case.query], progress=None, **options
+        )
         row = mixing_map.scores[0, 0].double()
         hidden = ~mixing_map.visible()[0, 0].to(row.device)
         hidden[[position for position in self.leave_out if -len(row) <= position < len(row)]] = True

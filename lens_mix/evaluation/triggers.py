@@ -368,4 +368,5 @@ def _predict(predict: Predict, examples: Sequence[Example]) -> list[Hashable]:
 
 
 def _compute_accuracy(right: Sequence[Hashable], predicted: Sequence[Hashable]) -> float:
-    return sum(map(operator.eq, right, predicted)) / len(right)
+    n_right: int = sum(map(operator.eq, right, predicted))
+    return n_right / len(right)

@@ -282,4 +282,5 @@ def _split_heads(mixed: Tensor, values: Tensor) -> Float[Tensor, "batch query he
             f"hook_z: expected a multiple of {values.shape[2]} heads of {d_head} numbers, as in hook_v; "
             f"got {flat.shape[2]} numbers"
         )
-    return flat.unflatten(2, (-1, d_head))
+    by_head: Tensor = flat.unflatten(2, (-1, d_head))
+    return by_head

@@ -131,7 +131,8 @@ class _MaskAttention(OneArgumentHook):
         self.calls += 1
 
     def _find_hidden(self, pattern: Tensor, values: Tensor) -> Bool[Tensor, "#batch #head #query key"]:
-        allowed, expected = self._argument.to(pattern.device), tuple(pattern.shape)
+        allowed: Tensor = self._argument.to(pattern.device)
+        expected = tuple(pattern.shape)
         if allowed.shape[2:] != expected[2:] or any(
             got not in (1, size) for got, size in zip(allowed.shape, expected, strict=True)
         ):

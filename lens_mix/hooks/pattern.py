@@ -248,13 +248,14 @@ class _ScalePatternPerHead(OneArgumentHook):
     points = ("values", "mixed")
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
-        n_heads, n_factors = mixed.shape[2], len(self._argument)
+        factors: Tensor = self._argument
+        n_heads, n_factors = mixed.shape[2], len(factors)
         if n_factors != n_heads:
             raise ValueError(
                 f"factor: expected one number for each of {n_heads} query heads; got {n_factors}"
             )
         self.calls += 1
-        return mixed * self._argument.to(mixed)[:, None]
+        return mixed * factors.to(mixed)[:, None]
 
 
 class _PruneHeads(OneArgumentHook):

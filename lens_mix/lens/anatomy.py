@@ -76,7 +76,7 @@ class Norm:
     def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
         """What the (centred) vector is divided by."""
         # As a length: no tensor of squares is made, and their sum would overflow float16.
-        length = torch.linalg.vector_norm(self._centred(x), dim=-1, keepdim=True)
+        length: Tensor = torch.linalg.vector_norm(self._centred(x), dim=-1, keepdim=True)
         return ((length / math.sqrt(x.shape[-1])).square() + self.eps).sqrt()
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:

@@ -260,7 +260,8 @@ class Block:
         if norm is None:
             return resid
         with self._lens.evaluation_mode(gradients):
-            return norm(resid)
+            normed: Tensor = norm(resid)
+            return normed
 
     def unembedding(self) -> Unembedding:
         """Return the model's final norm and unembedding, verified on these prompts.

@@ -173,7 +173,8 @@ def prompt_logits(lens: Lens, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
     if wrong is not None:
         raise UnsupportedModelError(wrong)
     read = read_prompt(lens.model, lens.model_class, prompt)
-    return _run_batch(lens, pad([read], pad_token(lens.model), "right"))[0]
+    logits: Tensor = _run_batch(lens, pad([read], pad_token(lens.model), "right"))[0]
+    return logits
 
 
 def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Tensor | None) -> list[Change]:

@@ -33,7 +33,7 @@ def count_copies(
     per_position = 12 * cfg.d_model + 6 * lens.n_heads * cfg.d_head + 4 * d_mlp * experts
     # Scores, masked scores, their float32 softmax and the pattern are in memory at the same time.
     attention = lens.n_heads * positions**2 * (3 * size + 8)
-    through_one = positions * per_position * size + attention
+    through_one: int = positions * per_position * size + attention
     bytes_per_copy = blocks * through_one
     bytes_per_copy += 3 * logits * int(getattr(cfg, "d_vocab", 0) or 0) * size
     max_positions = 2048 if lens.device.type == "cpu" else 65536

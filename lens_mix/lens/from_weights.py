@@ -101,7 +101,8 @@ def model_from_weights(weights: Weights) -> TransformerLensModel:
         # Norms keep their first weights 1 and biases 0.
         if "ln" not in plain:
             parameter.data.copy_(named.get(plain, torch.zeros_like(parameter)))
-    return model.eval()
+    evaluated: TransformerLensModel = model.eval()
+    return evaluated
 
 
 def _names_of_hooked(weights: Weights) -> dict[str, Tensor]:

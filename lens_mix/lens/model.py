@@ -98,7 +98,8 @@ class Lens:
     def dtype(self) -> torch.dtype:
         """Return the dtype of the model's parameters."""
         # Quantised weights are whole numbers, which are no dtype to compute in.
-        return next(p.dtype for p in self.model.parameters() if p.dtype.is_floating_point)
+        dtype: torch.dtype = next(p.dtype for p in self.model.parameters() if p.dtype.is_floating_point)
+        return dtype
 
     @property
     def device(self) -> torch.device:
@@ -144,7 +145,8 @@ class Lens:
     @functools.cached_property
     def hook_points(self) -> Mapping[str, HookPoint]:
         """Return TransformerLens's hook points by name, with their aliases."""
-        return self.model.hook_dict
+        hook_points: Mapping[str, HookPoint] = self.model.hook_dict
+        return hook_points
 
     def where(self, layer: int) -> str:
         """Return the name of a block, for errors."""

@@ -24,7 +24,8 @@ def load_offloaded(module: nn.Module, name: str) -> Tensor | None:
     """Return an offloaded weight of a module, on the device that runs it; None if it is not offloaded."""
     for hook in _hooks(module):
         if hook.weights_map is not None and name in dict(module.named_parameters(recurse=False)):
-            return hook.weights_map[name].to(hook.execution_device)
+            weight: Tensor = hook.weights_map[name].to(hook.execution_device)
+            return weight
     return None
 
 

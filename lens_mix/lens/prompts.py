@@ -184,7 +184,8 @@ def _joins_pairs(model: TransformerLensModel, model_class: ModelClass) -> bool:
     if tokenizer is None or is_causal_model(model, model_class):
         return False
     with texts.own_template(tokenizer):
-        return tokenizer.num_special_tokens_to_add(pair=True) > 0
+        added: int = tokenizer.num_special_tokens_to_add(pair=True)
+    return added > 0
 
 
 def _is_chat(prompt: object) -> bool:
@@ -224,7 +225,8 @@ def _causal_tokens(
     def read(prepend_bos: bool | None) -> Int[Tensor, " pos"]:
         options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
         # By default TransformerLens truncates a long prompt without a warning.
-        return model.to_tokens(text, truncate=False, **options)[0]
+        tokens: Tensor = model.to_tokens(text, truncate=False, **options)[0]
+        return tokens
 
     tokens = read(prepend_bos)
     notes = texts.notes_on_string(model.tokenizer, text, tokens.tolist(), lambda value: read(value).tolist())
@@ -376,7 +378,8 @@ def _find_shift(model: TransformerLensModel, start: int | None) -> Callable[[Seq
         if own is None:
             return [cast(int, start), *labels[:-1]]
         try:
-            return own(_long_tensor(model, labels)[None])[0].tolist()
+            shifted: list[int] = own(_long_tensor(model, labels)[None])[0].tolist()
+            return shifted
         except (ValueError, AssertionError) as problem:
             raise ValueError(
                 f"target: the model can't make its decoder's input from labels ({problem}); give the tokens, "
@@ -435,7 +438,8 @@ def _like_tokens(value: Any, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
         raise ValueError(
             f"{name}: expected the tokens' shape [{len(tokens)}] or [1, ...], got {list(value.shape)}"
         )
-    return value.to(tokens.device)
+    placed: Tensor = value.to(tokens.device)
+    return placed
 
 
 def _checked_tokens(

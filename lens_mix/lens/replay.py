@@ -38,11 +38,9 @@ class BlockCall:
     @property
     def resid_pre(self) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream that entered the block."""
-        if self.args and torch.is_tensor(self.args[0]):
-            return self.args[0]
-        for name in _RESIDUAL_KEYWORDS:
-            if torch.is_tensor(self.kwargs.get(name)):
-                return self.kwargs[name]
+        for value in (*self.args[:1], *(self.kwargs.get(name) for name in _RESIDUAL_KEYWORDS)):
+            if isinstance(value, Tensor):
+                return value
         raise UnsupportedModelError(
             f"block arguments: expected the residual stream first or as one of {_RESIDUAL_KEYWORDS}, "
             f"got {[type(a).__name__ for a in self.args]} and {sorted(self.kwargs)}"
@@ -56,7 +54,8 @@ class BlockCall:
 
 def first_tensor(output: Any) -> Tensor:
     """A block returns its residual stream alone or first in a tuple or list."""
-    return output[0] if isinstance(output, tuple | list) else output
+    residual: Tensor = output[0] if isinstance(output, tuple | list) else output
+    return residual
 
 
 def with_first(output: Any, tensor: Tensor) -> Any:
@@ -87,7 +86,8 @@ def _follow_batch(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Tenso
 def _follow_batch_and_heads(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Tensor:
     """As above, and a first axis of batch * heads is both (BLOOM's alibi)."""
     if tensor.ndim and tensor.shape[0] == batch * heads and heads > 1:
-        return tensor.unflatten(0, (batch, heads)).index_select(0, rows).flatten(0, 1)
+        by_head: Tensor = tensor.unflatten(0, (batch, heads))
+        return by_head.index_select(0, rows).flatten(0, 1)
     return _follow_batch(tensor, rows, batch, heads)
 
 

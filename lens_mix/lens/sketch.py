@@ -27,7 +27,8 @@ def random_vectors(length: int, dtype: torch.dtype, device: torch.device) -> Flo
     with torch.inference_mode(False):
         sizes, signs = torch.rand(2, _VECTORS, length, generator=generator, device="cpu", dtype=torch.float64)
         sizes, signs = sizes + 0.5, signs - 0.5
-        return (sizes.copysign(signs) / (13 / 12) ** 0.5).to(device, dtype)
+        numbers: Tensor = sizes.copysign(signs) / (13 / 12) ** 0.5
+        return numbers.to(device, dtype)
 
 
 def sketch(x: Float[Tensor, "*row column"]) -> Float[Tensor, "*row vector"]:

@@ -57,7 +57,8 @@ class Stack:
 
     def attention_module(self, layer: int) -> nn.Module:
         """Return the attention module of block `layer`."""
-        return getattr(self.blocks[layer], self.attention)
+        module: nn.Module = getattr(self.blocks[layer], self.attention)
+        return module
 
     def __len__(self) -> int:
         return len(self.blocks)

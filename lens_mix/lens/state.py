@@ -113,7 +113,7 @@ def _evaluation_mode(
 
 def _lock(model: object) -> Undo:
     # `setdefault` is one step, so two threads get the same lock.
-    lock = _locks.setdefault(_locked_module(model), threading.RLock())
+    lock: threading.RLock = _locks.setdefault(_locked_module(model), threading.RLock())
     # Without a timeout, nothing could interrupt the main thread here, because `Changes` makes signals wait.
     while not lock.acquire(timeout=_WAIT_SECONDS):
         signals.deliver()

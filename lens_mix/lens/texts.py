@@ -92,7 +92,8 @@ def notes_on_template(tokenizer: Any) -> tuple[str, ...]:
 def encoded(tokenizer: Any, text: str | Sequence[str]) -> Mapping[str, Any]:
     """Return the tokenizer's encoding of a text or of a pair of texts, with the template of its files."""
     with own_template(tokenizer):
-        return tokenizer(*([text] if isinstance(text, str) else text))
+        encoding: Mapping[str, Any] = tokenizer(*([text] if isinstance(text, str) else text))
+        return encoding
 
 
 def notes_on_string(

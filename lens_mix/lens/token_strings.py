@@ -49,7 +49,7 @@ def _text_or_bytes(tokenizer: Any, token: int, piece: object) -> str | bytes:
     # SentencePiece drops the leading space when it decodes a single token.
     if isinstance(piece, str) and "▁" in piece:
         return piece.replace("▁", " ")
-    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    text: str = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     if text and "\ufffd" not in text:
         return text
     data = _bytes_of(piece)

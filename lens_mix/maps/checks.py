@@ -185,7 +185,8 @@ def as_residual(residual: object) -> float:
 
 def as_record(name: str, value: object) -> dict[str, Any]:
     """Return a mapping as a dict that JSON can represent; raise a TypeError for anything else."""
-    return _as_plain(check_instance(name, value, Mapping, "a dict"), name)
+    record: dict[str, Any] = _as_plain(check_instance(name, value, Mapping, "a dict"), name)
+    return record
 
 
 def _as_plain(value: Any, name: str, depth: int = 0) -> Any:

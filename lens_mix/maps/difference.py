@@ -23,7 +23,7 @@ def difference(mixing_map: MixingMap, other: MixingMap) -> MixingMap:
         ValueError: If the maps differ in tokens, layers, rows, heads or kind.
     """
     if not isinstance(other, type(mixing_map)):
-        return NotImplemented
+        return NotImplemented  # type: ignore[no-any-return]  # this function is `MixingMap.__sub__`
     different = [name for name in _SAME if getattr(mixing_map, name) != getattr(other, name)]
     different += ["heads"] * (mixing_map.scores.shape[1:-2] != other.scores.shape[1:-2])
     if different:

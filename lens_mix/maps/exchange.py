@@ -21,6 +21,7 @@ from lens_mix.maps.positions import shorten
 
 if TYPE_CHECKING:
     import networkx
+    import numpy
     import xarray
 
     from lens_mix.maps import MixingMap
@@ -135,7 +136,7 @@ def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch
         raise ValueError(f"{expected}, got {location}, which does not contain one: {problem}") from problem
 
 
-def to_numpy(tensor: Tensor) -> Any:
+def to_numpy(tensor: Tensor) -> numpy.ndarray:
     """Return a numpy array of the same numbers. Half precision becomes float32, which is exact."""
     if tensor.dtype not in (torch.float32, torch.float64):
         tensor = tensor.to(torch.float32)

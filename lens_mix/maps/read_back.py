@@ -25,7 +25,7 @@ _READ_AS_TEXT = (
 )
 
 
-def from_dataframe(cls: type[MixingMap], table: pandas.DataFrame, **fields: Any) -> MixingMap:
+def from_dataframe(cls: type[MixingMap], /, table: pandas.DataFrame, **fields: Any) -> MixingMap:
     """Return the map of a table that `to_dataframe` made, also one that was read from a CSV file.
 
     The columns contain the tokens, layers, heads and rows; a key without a score (NaN) is hidden. The other
@@ -97,7 +97,7 @@ def _read_tokens(table: pandas.DataFrame, axis: str, positions: list[int]) -> di
     return tokens
 
 
-def from_xarray(cls: type[MixingMap], array: xarray.DataArray, **fields: Any) -> MixingMap:
+def from_xarray(cls: type[MixingMap], /, array: xarray.DataArray, **fields: Any) -> MixingMap:
     """Return the map of an array that `to_xarray` made.
 
     Args:

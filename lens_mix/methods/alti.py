@@ -80,8 +80,9 @@ def alti(
         state: y, the sum that the vectors are terms of.
         order: The order of the vector norm, 1 or 2.
     """
-    apart = torch.linalg.vector_norm(state[:, :, None] - vectors, ord=order, dim=-1)
-    return (torch.linalg.vector_norm(state, ord=order, dim=-1)[..., None] - apart).clamp_min(0)
+    apart: Tensor = torch.linalg.vector_norm(state[:, :, None] - vectors, ord=order, dim=-1)
+    length: Tensor = torch.linalg.vector_norm(state, ord=order, dim=-1)
+    return (length[..., None] - apart).clamp_min(0)
 
 
 def normalize_rows(scores: Float[Tensor, "*batch key"]) -> Float[Tensor, "*batch key"]:

@@ -125,7 +125,8 @@ Gradient = Callable[[Float[Tensor, "row pos d_model"]], Float[Tensor, "row pos d
 
 def gradient_norm(gradient: Gradient, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos"]:
     """Return ‖∂F/∂x_j‖₂ for every position j."""
-    return _widen(gradient(x)).norm(dim=-1)
+    lengths: Tensor = _widen(gradient(x)).norm(dim=-1)
+    return lengths
 
 
 def gradient_times_input(gradient: Gradient, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos"]:

@@ -177,7 +177,8 @@ class SideBySide:
             _check_control(recorded[str(name)][0], self.mixed[block.layer])
         as_prompt = logits[:, None].expand(-1, int(first.real[prompt].sum()), -1)
         values = evaluate(self.bound.functions[self.row], as_prompt)
-        return values.unflatten(0, (-1, len(self.chosen)))
+        by_row: Tensor = values.unflatten(0, (-1, len(self.chosen)))
+        return by_row
 
 
 def _make_batch(first: Block, tokens: Int[Tensor, "copy pos"], positions: Int[Tensor, "copy pos"]) -> Batch:

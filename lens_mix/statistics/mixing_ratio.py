@@ -127,8 +127,8 @@ def _compute_feed_forward_ratio(block: Block, vectors: AttentionVectors) -> Floa
     if block.anatomy.parallel:
         added = shares.joined(shares.share(vectors.states.resid_pre))
         total, diagonal = total + added, diagonal + added
-    diagonal_norm = torch.linalg.vector_norm(shares.after(diagonal), dim=-1)
-    mixed = torch.linalg.vector_norm(shares.after(total - diagonal), dim=-1)
+    diagonal_norm: Tensor = torch.linalg.vector_norm(shares.after(diagonal), dim=-1)
+    mixed: Tensor = torch.linalg.vector_norm(shares.after(total - diagonal), dim=-1)
     return mixed / (mixed + diagonal_norm)
 
 
@@ -198,4 +198,5 @@ def counted_ranks(table: pd.DataFrame) -> dict[str, float]:
     check_columns("table", table, ("prompt", "position", "token"))
     positions = table.drop_duplicates(subset=["prompt", "position"])
     counts = positions["token"].value_counts()
-    return counts.rank(ascending=False, method="average").to_dict()
+    ranks: dict[str, float] = counts.rank(ascending=False, method="average").to_dict()
+    return ranks

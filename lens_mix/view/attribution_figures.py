@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from lens_mix.evaluation import HeadImportance, PruningCurves
+    from lens_mix.view.canvas import Picture
 
 # Curves differ in hue, in lightness and in their marks, so that they can be distinguished without colours.
 _HUES = ("#1c75ad", "#d1662c", "#3f8f5b", "#8a4fa3", "#b3902f", "#a33b52")
@@ -43,7 +44,7 @@ def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
     bottom = 0.25 + canvas.measure_longest(tokens, FONT)
     inner = (max(0.34 * len(tokens), 3.0), max(0.34 * len(levels), 1.0))
     left, top = 1.05, 0.45
-    picture = canvas.Picture(left + inner[0] + 0.2, bottom + inner[1] + top)
+    picture: Picture = canvas.Picture(left + inner[0] + 0.2, bottom + inner[1] + top)
     axes = picture.add_box(left, bottom, *inner)
     axes.set(xlim=(-0.6, len(tokens) - 0.4), ylim=(-0.6, len(levels) - 0.4))
     _draw_edges(axes, tree, height_of)
@@ -95,7 +96,7 @@ def head_map(importance: HeadImportance, title: str | None = None, highest: floa
     canvas = load_canvas()
     layers, heads = importance.scores.shape
     inner = (min(max(0.22 * heads, 1.6), 7.0), min(max(0.16 * layers, 1.2), 6.0))
-    picture = canvas.Picture(max(0.6 + inner[0] + 0.9, 3.2), 0.55 + inner[1] + 0.65)
+    picture: Picture = canvas.Picture(max(0.6 + inner[0] + 0.9, 3.2), 0.55 + inner[1] + 0.65)
     axes = picture.add_box(0.6, 0.55, *inner)
     low, high = float(importance.scores.min()), float(importance.scores.max())
     signed = low < 0
@@ -137,7 +138,7 @@ def pruning_figure(curves: PruningCurves, title: str | None = None, metric: str 
     if not hasattr(curves, "fractions"):
         raise TypeError(f"curves: expected PruningCurves, got {describe_value(curves)}")
     canvas = load_canvas()
-    picture = canvas.Picture(6.0, 3.6)
+    picture: Picture = canvas.Picture(6.0, 3.6)
     axes = picture.add_box(0.65, 0.5, 3.9, 2.65)
     shares = [100 * fraction for fraction in curves.fractions]
     for index, (name, values) in enumerate(curves.values.items()):

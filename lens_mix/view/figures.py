@@ -42,6 +42,8 @@ from lens_mix.view.lazy import load_canvas
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from lens_mix.view.canvas import Picture
+
 _LONGEST_NAME = 30  # a longer name of a row of bars is broken into lines
 _LABELLED = 8  # the number of strongest columns that always have a label
 SHARE, RAW = "share of the row", "raw score"
@@ -251,7 +253,7 @@ def token_bars(
     first_map = next((row for row in rows.values() if isinstance(row, MixingMap)), None)
     subtitle = "" if first_map is None else make_subtitle(first_map, "each row in its own unit")
     frame = BarFrame(names, labels, title, subtitle)
-    picture = canvas.Picture(frame.width, frame.height)
+    picture: Picture = canvas.Picture(frame.width, frame.height)
     for row_index, (name, values) in enumerate(zip(names, vectors.values(), strict=True)):
         bottom = frame.height - frame.top - (row_index + 1) * frame.row + frame.gap
         axes = picture.add_box(frame.left, bottom, frame.inner, frame.row - frame.gap)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import networkx
     from matplotlib.figure import Figure
 
+    from lens_mix.view.canvas import Picture
+
 _STAYS = "#c9c9c9"
 _MOVES = "#2c5f8a"
 _TARGET = "#c1442e"
@@ -48,13 +50,17 @@ def information_flow(
     name, widths = _read_widths(graph, by)
     legend = _make_legend(graph, name, widths)
     frame = _Frame(graph, title, layer_height, len(legend))
-    picture = canvas.Picture(frame.width, frame.height)
+    picture: Picture = canvas.Picture(frame.width, frame.height)
     axes = picture.add_box(frame.left, frame.bottom, frame.inner, frame.rows)
     _draw_edges(axes, frame, widths)
     _draw_nodes(axes, frame, graph)
     _write_labels(axes, frame)
     picture.write_title(title)
-    look = {"loc": "lower left", "bbox_to_anchor": (0.05 / frame.width, 0.0), "frameon": False}
+    look: dict[str, Any] = {
+        "loc": "lower left",
+        "bbox_to_anchor": (0.05 / frame.width, 0.0),
+        "frameon": False,
+    }
     for text in picture.legend(handles=legend, fontsize=FONT - 0.5, labelcolor=QUIET, **look).get_texts():
         text.set_parse_math(False)
     return picture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from lens_mix.maps.exchange import full_name
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, count_labels, make_visible
 from lens_mix.view.layers import name_layers
 from lens_mix.view.lazy import load_canvas
+
+if TYPE_CHECKING:
+    from lens_mix.view.canvas import Picture
 
 _FAINTEST = 1e-4  # the start of a logarithmic scale, as a share of the largest score
 _LONGEST_PROMPT = 60  # the most characters of a prompt in a subtitle
@@ -60,7 +63,7 @@ def draw_grid(
     unit: str,
     logarithmic: bool,
     strongest: Sequence[int],
-) -> Any:
+) -> Picture:
     """Return a figure of heat maps on one colour scale.
 
     Args:
@@ -72,7 +75,7 @@ def draw_grid(
         strongest: the keys that always have a label.
     """
     canvas = load_canvas()
-    picture = canvas.Picture(grid.width, grid.height)
+    picture: Picture = canvas.Picture(grid.width, grid.height)
     norm = _make_norm((scores.masked_fill(~visible, 0) for scores, visible in panels), logarithmic)
     for index, (scores, visible) in enumerate(panels):
         axes = picture.add_box(*grid.find_corner(index), grid.panel_width, grid.panel_height)

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
+    from lens_mix.view.canvas import Picture
+
 
 def leaderboard_figure(table: pandas.DataFrame, metric: str, title: str) -> Figure:
     """Return a figure with one horizontal bar per method and aggregation, the last row of the table on top.
@@ -26,7 +28,7 @@ def leaderboard_figure(table: pandas.DataFrame, metric: str, title: str) -> Figu
     ]
     height = 0.2 * len(names)
     label = 0.075 * max(map(len, names)) + 0.2
-    figure = load_canvas().Picture(label + 4.6, height + 1.0)
+    figure: Picture = load_canvas().Picture(label + 4.6, height + 1.0)
     figure.write_title(title)
     axes = figure.add_box(label, 0.5, 4.3, height)
     means = table[metric].to_numpy()

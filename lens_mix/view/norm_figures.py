@@ -175,8 +175,8 @@ def contextualisation(table: pandas.DataFrame, title: str = "Contextualisation c
     return picture
 
 
-def _make_axes(width: float, height: float, title: str, x_label: str, y_label: str) -> tuple[Any, Any]:
-    picture = load_canvas().Picture(width, height)
+def _make_axes(width: float, height: float, title: str, x_label: str, y_label: str) -> tuple[Figure, Any]:
+    picture: Figure = load_canvas().Picture(width, height)
     picture.set_layout_engine("constrained")
     axes = picture.subplots()
     axes.set_title(title, fontsize=TITLE_FONT, color=INK, loc="left", parse_math=False)

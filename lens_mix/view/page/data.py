@@ -67,7 +67,8 @@ def pack(mixing_map: MixingMap, label: str) -> dict[str, Any]:
 
 def make_plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values in a form that can be written as JSON; NaN and infinity become text."""
-    return json.loads(as_json(dict(values)), parse_constant=str)
+    plain: dict[str, Any] = json.loads(as_json(dict(values)), parse_constant=str)
+    return plain
 
 
 def _find_residual(mixing_map: MixingMap) -> float:
