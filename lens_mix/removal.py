@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, watch_pattern, zero_values
@@ -126,6 +127,7 @@ class OtherTokens(Removal):
             TypeError, ValueError: a given token is not one of the model's.
         """
 
+    @override
     def make_copies(
         self, block: Block, prompt_index: Int[Tensor, " group"], removed: Bool[Tensor, "group input"]
     ) -> Copies:
@@ -142,6 +144,7 @@ class OtherTokens(Removal):
         return Copies(prompt_index, removed, sample, others)
 
     @contextlib.contextmanager
+    @override
     def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
         others = copies.others[copies.sample, copies.prompt_index]
         tokens = torch.where(copies.removed, others, _input_tokens(block)[copies.prompt_index])
@@ -175,6 +178,7 @@ class ReplaceTokens(OtherTokens):
         ]
         object.__setattr__(self, "tokens", tuple(checked))
 
+    @override
     def others(self, block: Block, tokens: Int[Tensor, " pos"]) -> Int[Tensor, "sample pos"]:
         # Only the width of the logits is read.
         logits = torch.empty(1, _vocabulary_size(block), dtype=torch.float32, device="meta")
@@ -216,6 +220,7 @@ class SampleTokens(OtherTokens):
             listed = check_items("among", self.among, "token numbers", 1)
             object.__setattr__(self, "among", tuple(check_whole_number("among", one, 0) for one in listed))
 
+    @override
     def others(self, block: Block, tokens: Int[Tensor, " pos"]) -> Int[Tensor, "sample pos"]:
         pool = self._pool(block)
         # On the processor, so that a seed draws the same tokens on every device.
@@ -267,6 +272,7 @@ class Drop(Removal):
     keeps_target: ClassVar[bool] = True
 
     @contextlib.contextmanager
+    @override
     def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
         if _is_decoder(block):
             raise UnsupportedModelError(
@@ -287,6 +293,7 @@ class Drop(Removal):
                 f"(weight {max(leaks, default=0.0):.1e}); use ReplaceTokens, SampleTokens or ZeroValues"
             )
 
+    @override
     def runs_alone(self, block: Block, removed: Bool[Tensor, "group input"]) -> bool:
         # Rotary angles may depend on how many tokens are left.
         left = (block.real_inputs & ~removed).sum(-1)
@@ -302,6 +309,7 @@ class MaskKeys(Removal):
     """
 
     @contextlib.contextmanager
+    @override
     def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
         if self._acts_on(block):
             with must_fire(*self._every_layer(block, copies.removed)) as hooks:
@@ -310,6 +318,7 @@ class MaskKeys(Removal):
             batch = block.batch.select(copies.prompt_index)
             yield dataclasses.replace(batch, hidden=copies.removed), []
 
+    @override
     def interventions(
         self, layer: int, position: int | slice | Tensor, *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
@@ -334,10 +343,12 @@ class ZeroValues(Removal):
     """
 
     @contextlib.contextmanager
+    @override
     def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
         with must_fire(*self._every_layer(block, copies.removed)) as hooks:
             yield None, hooks
 
+    @override
     def interventions(
         self, layer: int, position: int | slice | Tensor, *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.lens.states import states_of
 from lens_mix.methods.value_norms import VectorMethod
@@ -32,9 +33,11 @@ class ResidualShares(VectorMethod):
     residual: ClassVar[float] = 0.0
     citation: ClassVar[str] = "ferrando-etal-2022-measuring"
 
+    @override
     def key_groups(self, positions: int) -> list[list[int]]:
         return [list(range(positions))]
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query 1"]:
         states = states_of(block)
         return residual_shares(states.resid_pre, states.attention_sum)[..., None]

@@ -56,7 +56,7 @@ def path_multipliers(
 def plain_multiplier(
     activation: str, end: Float[Tensor, "*batch d_mlp"], start: Float[Tensor, "*batch d_mlp"] | None
 ) -> Float[Tensor, "*batch d_mlp"]:
-    """m of a plain neuron that reads `end` (p), on the path from `start` (b; None for zero)."""
+    """Return m of a plain neuron that reads `end` (p), on the path from `start` (b; None for zero)."""
     function = ACTIVATIONS[activation]
     if start is None:
         # g(p) / p keeps all its digits down to p = 0, for every activation has g(0) = 0.
@@ -145,7 +145,7 @@ def _integral(integrand: Callable[[float], Tensor], intervals: int, points: int)
 
 
 def _ratio(above: Tensor, below: Tensor, limit: Callable[[Tensor], Tensor], close: float) -> Tensor:
-    """above / below; where `below` is this close to zero, what `limit` gives for these places."""
+    """Return above / below; where `below` is this close to zero, what `limit` gives for these places."""
     near = below.abs() <= close
     if not bool(near.any()):
         return above / below

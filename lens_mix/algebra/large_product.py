@@ -42,7 +42,7 @@ def by_onednn(x: Tensor) -> bool:
 
 
 def product_by_onednn(x: Float[Tensor, "row inner"], matrix: Float[Tensor, "inner column"]) -> Tensor:
-    """x @ matrix, without gradients, by the operation of compiled models."""
+    """Return x @ matrix, without gradients, by the operation of compiled models."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, matrix.T, None, "none", [], "")
     return product
 

@@ -227,7 +227,7 @@ def value_path(block: Block) -> ValuePath:
 
 
 def head_vectors(block: Block) -> HeadVectors:
-    """u of a block; needs "value", and the attention's parts verified."""
+    """Return u of a block; needs "value", and the attention's parts verified."""
     dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
     value = block.recorded("value").detach().to(dtype)
     return HeadVectors(value_path(block), value)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.arguments import check_items, check_whole_number
 from lens_mix.evaluation.agreement import (
@@ -100,6 +101,7 @@ class RowTask(Task):
     def score(self, row: Float[Tensor, " key"], truth: Float[Tensor, " key"], query: int) -> dict[str, float]:
         """Return the scores of one row by metric. A score that is not defined is NaN."""
 
+    @override
     def scores(
         self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
     ) -> dict[str, dict[str, float]]:
@@ -141,9 +143,11 @@ class Importance(RowTask):
                 f"spans={self.occlusion.spans}"
             )
 
+    @override
     def cases(self, model: TransformerLensModel) -> list[Case]:
         return [Case(prompt, check_whole_number("query", self.query)) for prompt in self.prompts]
 
+    @override
     def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
         mixing_map: MixingMap = run(
             model, case.prompt, self.occlusion, queries=[case.query], progress=None, **options
@@ -153,6 +157,7 @@ class Importance(RowTask):
         hidden[[position for position in self.leave_out if -len(row) <= position < len(row)]] = True
         return row.masked_fill(hidden, torch.nan)
 
+    @override
     def score(self, row: Float[Tensor, " key"], truth: Float[Tensor, " key"], query: int) -> dict[str, float]:
         scored = ~truth.isnan()
         positions = torch.arange(len(truth), dtype=torch.float64, device="cpu")
@@ -169,6 +174,7 @@ class Importance(RowTask):
             "top_1": top_k_overlap(ours[others], theirs[others], 1),
         }
 
+    @override
     def describe(self) -> dict[str, Any]:
         return {"task": self.name, **self.occlusion.parameters(), "leave_out": list(self.leave_out)}
 
@@ -194,9 +200,11 @@ class Cues(RowTask):
             raise ValueError("given: expected cases that name their relevant positions, got some without")
         object.__setattr__(self, "given", cases)
 
+    @override
     def cases(self, model: TransformerLensModel) -> list[Case]:
         return list(self.given)
 
+    @override
     def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
         visible = run(model, case.prompt, "attention", queries=[case.query], layers=[-1], **options).visible()
         relevant = torch.zeros(visible.shape[-1], dtype=torch.float64, device="cpu")
@@ -205,6 +213,7 @@ class Cues(RowTask):
         hidden[[position for position in self.leave_out if -len(relevant) <= position < len(relevant)]] = True
         return relevant.masked_fill(hidden, torch.nan)
 
+    @override
     def score(self, row: Float[Tensor, " key"], truth: Float[Tensor, " key"], query: int) -> dict[str, float]:
         scored = ~truth.isnan()
         row, relevant = row[scored], truth[scored] > 0
@@ -246,6 +255,7 @@ class Removals(_PromptTask):
     exact: int = 8
     beam: int = 3
 
+    @override
     def scores(
         self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
     ) -> dict[str, dict[str, float]]:
@@ -256,6 +266,7 @@ class Removals(_PromptTask):
             for name, curve in curves.items()
         }
 
+    @override
     def describe(self) -> dict[str, Any]:
         how = self.removal if isinstance(self.removal, str) else repr(self.removal)
         return {"task": self.name, "removal": how, "exact": self.exact, "beam": self.beam}
@@ -280,6 +291,7 @@ class Cells(_PromptTask):
 
     operator: Operator = "zero"
 
+    @override
     def scores(
         self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
     ) -> dict[str, dict[str, float]]:
@@ -288,5 +300,6 @@ class Cells(_PromptTask):
         )
         return {name: {"closeness": -one.distance, "area": one.area} for name, one in curves.items()}
 
+    @override
     def describe(self) -> dict[str, Any]:
         return {"task": self.name, "operator": self.operator}

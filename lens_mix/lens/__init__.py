@@ -1,0 +1,1 @@
+"""Run a model with hooks, and read its blocks: the clean pass, the components and their verification."""

@@ -80,6 +80,7 @@ class Norm:
         return ((length / math.sqrt(x.shape[-1])).square() + self.eps).sqrt()
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """Return the normed vectors."""
         out = self._centred(x) / self.scale(x)
         return _plus(out if self.weight is None else out * self.weight.to(x.dtype), self.bias)
 
@@ -191,6 +192,7 @@ class FeedForward:
         return [self.W_in] if self.W_gate is None else [self.W_gate, self.W_in]
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """Return what the feed-forward adds, from its normed input."""
         return self.output(self.pre_activations(x))
 
     def pre_activations(self, x: Float[Tensor, "*batch d_model"]) -> list[Float[Tensor, "*batch d_mlp"]]:

@@ -37,7 +37,7 @@ class BackwardRules(Protocol):
 
     @property
     def activations(self) -> Activations:
-        """ "gradient"; or "ratio": those of `lens_mix.hooks.hold_activation_ratio` in every feed-forward."""
+        """Return "gradient", or "ratio": `lens_mix.hooks.hold_activation_ratio` in every feed-forward."""
 
     def interventions(self, layer: int, *, attention: str) -> Sequence[HookPair]:
         """The hooks on one attention module."""

@@ -28,6 +28,7 @@ class Unembedding:
     b_U: Float[Tensor, " d_vocab"] | None
 
     def __call__(self, resid: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
+        """Return the logits of residual streams."""
         out = (resid if self.norm is None else self.norm(resid)) @ self.W_U.to(resid.dtype)
         return out if self.b_U is None else out + self.b_U.to(resid.dtype)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.algebra.budget import attention_budget, distance_bytes
 from lens_mix.algebra.distances import distances, lengths
@@ -57,6 +58,7 @@ class Alti(VectorMethod):
         super().__post_init__()
         check_choice("distance", self.distance, ("l1", "l2"))
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)
         heads.budget = attention_budget(block, heads, distance_bytes(block, heads), what="ALTI")

@@ -10,6 +10,7 @@ import torch
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.algebra.logit_shares import logit_shares, token_directions
 from lens_mix.arguments import check_choice, check_whole_number
@@ -73,6 +74,7 @@ class AltiLogit(VectorMethod):
             check_whole_number("against", self.against, 0)
         Alti(self.distance)
 
+    @override
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         if anatomy.attention_residual is not None:
             return "a norm on the residual stream (post-norm) lies between the block and the logits"
@@ -80,6 +82,7 @@ class AltiLogit(VectorMethod):
             return "expected a block without cross-attention: the map has no keys for the other part's tokens"
         return None
 
+    @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         last = blocks[-1]
         directions = token_directions(last, self.token, self.against)

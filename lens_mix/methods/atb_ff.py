@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.algebra.feed_forward import Variant, feed_forward_maps, unsupported_feed_forward
 from lens_mix.arguments import check_choice
@@ -58,12 +59,15 @@ class AtbFf(VectorMethod):
         super().__post_init__()
         check_choice("biases", self.biases, ("on_path", "fixed"))
 
+    @override
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         return unsupported_feed_forward(anatomy)
 
+    @override
     def passes(self, blocks: Sequence[Block]) -> Passes | None:
         return pair_passes(blocks, _PASSES_PER_ROW)
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return feed_forward_maps(block, self.biases).output
 
@@ -84,6 +88,7 @@ class AtbFfRes(AtbFf):
     residual: ClassVar[float] = 0.0
     includes_residual: ClassVar[bool] = True
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return feed_forward_maps(block, self.biases).residual
 
@@ -109,10 +114,12 @@ class AtbFfResLn(AtbFf):
 
     next_norm: bool = False
 
+    @override
     def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
         reads_next = self.next_norm and anatomy.feed_forward_residual is None
         return self.needs | {"next_norm"} if reads_next else self.needs
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         reading = block.next_norm() if "next_norm" in self.needs_for(block.anatomy) else None
         return feed_forward_maps(block, self.biases, reading).normed

@@ -9,6 +9,7 @@ import torch
 from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.algebra.budget import budget_beside
 from lens_mix.method import Method
@@ -42,6 +43,7 @@ class AttentionWeights(Method):
 
     per_head: bool = False
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         pattern = block.recorded("pattern")
         pattern = pattern.to(block.zeros().dtype)
@@ -65,6 +67,7 @@ class AttnResWeights(Method):
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         pattern = block.recorded("pattern")
         copied = pattern.shape[1] if pattern.dtype != block.zeros().dtype else 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.algebra.quadrature import NestedRules, nested_rules, one_rule, rule_name
 from lens_mix.arguments import check_number, check_whole_number
@@ -99,10 +100,12 @@ class AttentionAttribution(TargetMethod):
         if self.tolerance is not None:
             check_number("tolerance", self.tolerance, 0, above=True)
 
+    @override
     def parameters(self) -> dict[str, object]:
         readable = {"baseline": describe_baseline(self.baseline), "method": rule_name(self.method)}
         return {**super().parameters(), **readable}
 
+    @override
     def passes(self, blocks: Sequence[Block]) -> Passes:
         steps = self.n_steps or nested_rules(self.max_steps).counts[1] + 1
         # A pass starts at the layer whose pattern moves, so that the blocks below cost nothing.
@@ -111,9 +114,11 @@ class AttentionAttribution(TargetMethod):
         reason = f"{steps} {'points' if self.n_steps else 'or more points'} for each layer"
         return Passes(counts, reason, "fewer layers (layers=[...]) or a smaller n_steps take fewer")
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         return self.of_stack([block])[0]
 
+    @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         bound = bind(blocks, self.target)
         layers = blocks[-1].with_bar(blocks, len(blocks), "layers")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.algebra.definitions import norms, residual_vectors, through_norm
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors
@@ -36,6 +37,7 @@ class AttnRes(VectorMethod):
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return attention_vectors(block).residual.norms()
 
@@ -61,6 +63,7 @@ class AttnResLn(AttnRes):
 
     next_norm: bool = False
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return self.vectors(block, attention_vectors(block)).norms()
 

@@ -10,6 +10,7 @@ import torch
 from einops import einsum, rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_attention
@@ -111,6 +112,7 @@ class AttributionPatching(RowTargetMethod):
             return None
         return "the weights of its feed-forward are offloaded and not read; load the model on one device"
 
+    @override
     def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> Rules:
         written = all(anatomy.is_written_down for anatomy in anatomies)
         # The softmax at temperature 2 has a derivative of half its size.
@@ -138,6 +140,7 @@ class AttributionPatching(RowTargetMethod):
         """
         return [mask_attention(layer, allowed, attention=attention)]
 
+    @override
     def passes(self, blocks: Sequence[Block]) -> Passes:
         positions = blocks[0].real.shape[1]
         beside = 0 if self.paths == "between" else 1 + 2 * min(self.n_exact + 1, positions) / positions
@@ -145,6 +148,7 @@ class AttributionPatching(RowTargetMethod):
         reason = f"a backward pass and a pass with {samples} replacements for each row"
         return row_passes(blocks, GRADIENT_PASS + samples * beside, reason, "fewer replacements take fewer")
 
+    @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, bound = blocks[0], bind_rows(blocks, self.target)
         if bound.positions is None:

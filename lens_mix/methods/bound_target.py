@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.lens.continuation import last_residual_from
 from lens_mix.method import Method, Scope
@@ -35,9 +36,11 @@ class TargetMethod(Method):
         super().__post_init__()
         as_target(self.target)
 
+    @override
     def parameters(self) -> dict[str, object]:
         return {**super().parameters(), "target": describe(as_target(self.target))}
 
+    @override
     def takes_rows(self, engine: str) -> bool:
         return True
 

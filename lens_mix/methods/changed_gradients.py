@@ -10,6 +10,7 @@ import torch
 from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
@@ -61,19 +62,23 @@ class ChangedGradients(RowTargetMethod):
         if self.internal_batch_size is not None:
             check_whole_number("internal_batch_size", self.internal_batch_size, 1)
 
+    @override
     def check(self, n_heads: int, n_layers: int, layers: Sequence[int]) -> None:
         for number in self._list_streams():
             check_whole_number("after_blocks", number, 0, n_layers - 1)
 
+    @override
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         if self.activations == "gradient" or anatomy.is_written_down:
             return None
         kind = anatomy.feed_forward_kind
         return f"activations='ratio' needs a feed-forward that is written down, got {kind!r}"
 
+    @override
     def passes(self, blocks: Sequence[Block]) -> Passes:
         return row_passes(blocks, GRADIENT_PASS, "a backward pass for each row")
 
+    @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         if blocks[0].stack.is_joint and self._list_streams() != [0]:
             raise ValueError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.lens.batches import Batch, Prompt, pad
 from lens_mix.lens.effort import Passes
@@ -55,10 +56,12 @@ class ContextLength(RowTargetMethod):
         if self.keep_first not in (None, True, False):
             raise TypeError(f"keep_first: expected True, False or None, got {self.keep_first!r}")
 
+    @override
     def passes(self, blocks: Sequence[Block]) -> Passes:
         counts = blocks[0].real.sum(dim=1).tolist()
         return Passes(counts, "one for each token at most", "lm.input_map takes about five")
 
+    @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound = bind_rows(blocks, self.target)
         scores = bound.block.zeros(len(bound.functions), bound.block.real.shape[1])

@@ -10,6 +10,7 @@ import torch
 from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.algebra.activations import gated_multipliers, plain_multiplier
 from lens_mix.algebra.bias_split import SPLITS, Split, split_bias, through_linear
@@ -77,6 +78,7 @@ class DecompX(VectorMethod):
         check_choice("biases", self.biases, SPLITS)
         check_choice("slope", self.slope, SLOPES)
 
+    @override
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         reason = unsupported_feed_forward(anatomy)
         if reason is not None and (anatomy.cross or anatomy.feed_forward_kind != "none"):
@@ -85,9 +87,11 @@ class DecompX(VectorMethod):
             return f"slope: a gated feed-forward has 'zero_origin' only, got {self.slope!r}"
         return None
 
+    @override
     def passes(self, blocks: Sequence[Block]) -> Passes | None:
         return pair_passes(blocks, _PASSES_PER_ROW, "gim with queries=[-1] takes about four", every_row=True)
 
+    @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         *below, last = (lengths for lengths, _ in carried(blocks, self.biases, self.slope))
         # The last block may have only some rows, but those of the blocks below are all read.
@@ -126,9 +130,11 @@ class DecompXLocal(DecompX):
     scope: ClassVar[Scope] = "layer"
     of_stack = Method.of_stack
 
+    @override
     def passes(self, blocks: Sequence[Block]) -> Passes | None:
         return pair_passes(blocks, _PASSES_PER_LOCAL_ROW)
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return Decomposition(block, None, self.biases, self.slope, keeps=False).lengths()
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 from einops import einsum, reduce
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, scale_pattern_gradient
 from lens_mix.methods.changed_gradients import ChangedGradients
@@ -49,6 +50,7 @@ class FrozenGradients(ChangedGradients):
     citation: ClassVar[str] = "ali-etal-2022-xai"
 
     @property
+    @override
     def conserves(self) -> bool:
         return self.activations == "ratio"
 

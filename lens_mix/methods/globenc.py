@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.algebra.budget import attention_budget, second_norm_bytes
 from lens_mix.algebra.definitions import norms, through_norm
@@ -39,6 +40,7 @@ class GlobEnc(VectorMethod):
     includes_residual: ClassVar[bool] = True
     citation: ClassVar[str] = "modarressi-etal-2022-globenc"
 
+    @override
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         if anatomy.cross:
             return (
@@ -52,9 +54,11 @@ class GlobEnc(VectorMethod):
             )
         return None
 
+    @override
     def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
         return self.needs | {"next_norm" if anatomy.feed_forward_residual is None else "feed_forward"}
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)
         heads.budget = attention_budget(block, heads, second_norm_bytes(block, heads), what="globenc")

@@ -10,6 +10,7 @@ import torch
 from einops import reduce
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, add_to_pattern, must_fire
 from lens_mix.method import Method
@@ -54,9 +55,11 @@ class GradientAttention(TargetMethod):
     per_head: bool = False
     rectify: bool = True
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         return self.of_stack([block])[0]
 
+    @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         bound = bind(blocks, self.target)
         gradients = torch.cat([self._compute_gradients(blocks, bound, chunk) for chunk in bound.chunks()])

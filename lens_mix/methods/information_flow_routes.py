@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.algebra.budget import attention_budget, head_proximity_bytes, route_bytes
 from lens_mix.algebra.distances import head_proximities
@@ -63,10 +64,12 @@ class InformationFlowRoutes(VectorMethod):
         super().__post_init__()
         check_choice("biases", self.biases, ("whole", "part"))
 
+    @override
     def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
         ends_in_known_norm = anatomy.feed_forward_residual is not None and not lacks_block_output(anatomy)
         return self.needs | {"feed_forward"} if ends_in_known_norm else self.needs
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         heads = head_vectors(block)
         batch, queries, d_model = block.resid_pre.shape

@@ -11,6 +11,7 @@ import torch
 from einops import einsum, reduce
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.arguments import check_choice, check_whole_number
@@ -87,16 +88,19 @@ class InputGradients(RowTargetMethod):
         if self.internal_batch_size is not None:
             check_whole_number("internal_batch_size", self.internal_batch_size, 1)
 
+    @override
     def parameters(self) -> dict[str, object]:
         readable = {"baseline": baselines.describe_baseline(self.baseline), "method": rule_name(self.method)}
         return {**super().parameters(), **readable}
 
+    @override
     def passes(self, blocks: Sequence[Block]) -> Passes:
         if self.score != "integrated":
             return row_passes(blocks, GRADIENT_PASS, "a backward pass for each row")
         reason, cheaper = f"{self.n_steps} backward passes for each row", "a smaller n_steps takes fewer"
         return row_passes(blocks, self.n_steps * GRADIENT_PASS, reason, cheaper)
 
+    @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound, last = bind_rows(blocks, self.target), blocks[-1]
         chunks = [self._compute_scores(bound, rows) for rows in bound.chunks(self.internal_batch_size)]

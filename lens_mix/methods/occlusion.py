@@ -10,6 +10,7 @@ import torch
 from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.arguments import check_choice, check_groups, check_items, groups_within
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
@@ -90,9 +91,11 @@ class Occlusion(RowTargetMethod):
         if self.replacements is not None and self.by != "replace":
             raise ValueError(f"replacements: for by='replace' only, got by={self.by!r}")
 
+    @override
     def key_groups(self, positions: int) -> list[list[int]] | None:
         return None if self.spans is None else groups_within("spans", self.spans, positions)
 
+    @override
     def passes(self, blocks: Sequence[Block]) -> Passes:
         samples = self.n_samples if self.replacements is None else len(self.replacements)
         each = samples if self.by == "replace" else 1
@@ -102,6 +105,7 @@ class Occlusion(RowTargetMethod):
         reason = f"{each} for each {'token' if self.spans is None else 'group of tokens'}"
         return Passes(counts, reason, f"{fewer}lm.input_map takes about five")
 
+    @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, last = blocks[0], blocks[-1]
         if first.stack.is_joint and self.by != "replace":
@@ -131,7 +135,9 @@ class Occlusion(RowTargetMethod):
     def interventions(
         self, layer: int, position: int | slice | Tensor, *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
-        """Return the hooks that remove positions in one layer, by "mask" or "values". On your run, for key j:
+        """Return the hooks that remove positions in one layer, by "mask" or "values".
+
+        On your run, for key j:
 
             hooks = [pair for layer in range(model.cfg.n_layers) for pair in method.interventions(layer, j)]
             column = target(model(tokens)) - target(model.run_with_hooks(tokens, fwd_hooks=hooks))

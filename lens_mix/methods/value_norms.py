@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.algebra.budget import budget_beside, vector_bytes
 from lens_mix.algebra.definitions import norms, value_vectors
@@ -55,6 +56,7 @@ class ValueNorms(VectorMethod):
 
     per_head: bool = False
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         if not self.per_head:
             return attention_vectors(block).pairs.norms

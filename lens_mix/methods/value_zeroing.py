@@ -10,6 +10,7 @@ import torch
 from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from lens_mix.algebra.distances import distance
 from lens_mix.algebra.value_zeroing import value_zeroing_maps
@@ -88,6 +89,7 @@ class ValueZeroing(Method):
         if self.spans is not None:
             object.__setattr__(self, "spans", check_groups("spans", self.spans))
 
+    @override
     def check(self, n_heads: int, n_layers: int, layers: Sequence[int]) -> None:
         named = sorted(self.heads) if isinstance(self.heads, Mapping) else []
         if named and named[-1] >= n_layers:
@@ -99,9 +101,11 @@ class ValueZeroing(Method):
             if outside:
                 raise ValueError(f"heads: expected query heads 0..{n_heads - 1}, got {outside}")
 
+    @override
     def key_groups(self, positions: int) -> list[list[int]] | None:
         return None if self.spans is None else groups_within("spans", self.spans, positions)
 
+    @override
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         if anatomy.cross:
             return (
@@ -110,6 +114,7 @@ class ValueZeroing(Method):
             )
         return None
 
+    @override
     def passes(self, blocks: Sequence[Block]) -> Passes | None:
         heads = [len(self._select_heads(block.layer) or range(block.n_heads)) for block in blocks]
         if blocks[-1].engine == "algebra":
@@ -121,6 +126,7 @@ class ValueZeroing(Method):
         reason = "each block is replayed without each token's values, because no closed form applies"
         return Passes(counts, reason, "layers=[-1] maps the last layer alone")
 
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         heads = self._select_heads(block.layer)
         chosen = list(range(block.n_heads)) if heads is None else list(heads)

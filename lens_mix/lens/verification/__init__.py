@@ -1,0 +1,1 @@
+"""Rebuild every block of a model from its components, and compare it with what the model computed."""
