@@ -35,8 +35,8 @@ class Method:
             is of attention only, 0 if it already includes the residual stream.
         engines: The engines that can compute it, the fastest first. "recorded" reads the clean pass, "hooks"
             replays blocks with interventions, and "algebra" uses the verified components of a block.
-        includes_residual: Whether the map's diagonal includes the residual stream. In cross-attention such a map
-            has one more key after the source's tokens, `RESIDUAL_KEY`.
+        includes_residual: Whether the map's diagonal includes the residual stream. In cross-attention such a
+            map has one more key after the source's tokens, `RESIDUAL_KEY`.
         has_unit_rows: Whether rows sum to 1, unless an attention sink has some of their weight.
         scope: "layer": a map of one block. "stack": an input map, from a block down to the tokens. "model":
             one input map of all blocks together, which is labelled as the last layer.

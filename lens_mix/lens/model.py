@@ -50,7 +50,8 @@ class Lens:
         n_layers: The number of the stack's blocks.
         n_heads: The number of query heads.
         encoder_decoder: Whether a prompt is a pair of source and target.
-        takes_padding_mask: Whether an attention mask only hides padding. In OpenAI GPT it replaces the causal mask.
+        takes_padding_mask: Whether an attention mask only hides padding. In OpenAI GPT it replaces the causal
+            mask.
 
     Raises:
         TypeError: If it is not a TransformerLens model.

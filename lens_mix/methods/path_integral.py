@@ -37,7 +37,8 @@ class Path:
         bound: The target F.
         pattern: A.
         baseline: B.
-        edits: The function that makes the hooks for a point of the path: `AttentionAttribution.interventions`.
+        interventions: The function that makes the hooks for a point of the path:
+            `AttentionAttribution.interventions`.
         largest_chunk: The largest number of points of all prompts in one pass. None: as many as memory
             allows.
     """

@@ -99,7 +99,7 @@ class SideBySide:
         token_positions: The positions of the prompt's tokens in the padded batch, up to the query.
         chosen: Which of these are replaced. The last one is the query.
         mixed: For each layer, z of the clean pass at these positions.
-        edits: The function that makes the hooks for a layout: `AttributionPatching.interventions`.
+        interventions: The function that makes the hooks for a layout: `AttributionPatching.interventions`.
     """
 
     blocks: Sequence[Block]
