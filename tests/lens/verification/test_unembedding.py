@@ -43,7 +43,7 @@ def test_a_changed_logit_is_refused_by_support_and_run(model):
         "unembed.hook_out" if hasattr(model, "original_model") else "ln_final.hook_normalized", _bend
     )
     reason = lm.support(model)["alti_logit"]
-    assert "unembedding: expected logits = final norm" in reason or "final norm: expected its parts" in reason
+    assert "unembedding: expected logits = final norm" in reason or "final norm: expected its components" in reason
     with pytest.raises(lm.UnsupportedModelError) as refused:
         lm.run(model, prompt_of(model), "alti_logit")
     assert str(refused.value).startswith(f"{reason}; these hooks are on the model: ")
