@@ -170,7 +170,9 @@ class Session:
         # The user may have added or removed modules since the last batch, so the lens is made anew.
         self.lens = lens = Lens(self.lens.model, self.lens.stack.name)
         with LibraryErrors(lens.model), lens.evaluation_mode():
-            verification = verification_of(lens, prompts[0], head=needs_unembedding(self.methods.values()))
+            verification = verification_of(
+                lens, prompts[0], with_unembedding=needs_unembedding(self.methods.values())
+            )
             engines = self._choose_engines(verification)
             uses_algebra = "algebra" in engines.values()
             if uses_algebra:
@@ -238,7 +240,9 @@ class Session:
         if find_mismatch(clean, verification, layers, uses, rebuilt) is None:
             return clean, verification, engines
         splits_logits = needs_unembedding(self.methods.values())
-        verification = verification_of(clean.lens, clean.batch.prompts[0], head=splits_logits, again=True)
+        verification = verification_of(
+            clean.lens, clean.batch.prompts[0], with_unembedding=splits_logits, again=True
+        )
         clean = dataclasses.replace(clean, z_factors=verification.z_factors)
         rebuilt = self._find_rebuilt_layers(verification, engines)
         mismatch = find_mismatch(clean, verification, layers, uses, rebuilt)

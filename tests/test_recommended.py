@@ -83,7 +83,7 @@ def test_feed_forwards_that_are_not_written_down():
 def test_encoders_of_encoder_decoders_have_none():
     model = build_or_skip(bridge, "bart", torch.float64)
     with pytest.raises(
-        lm.UnsupportedModelError, match=r"input_map: .*the logits stand over the decoder's tokens"
+        lm.UnsupportedModelError, match=r"input_map: .*the logits are at the decoder's tokens"
     ):
         lm.input_map(model, (torch.arange(3, 9), torch.arange(3, 8)), part="encoder")
 

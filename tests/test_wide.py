@@ -45,8 +45,8 @@ UNSUPPORTED = {
     "bitnet": r"normalised \(attn_sub_norm\) before the output matrix",
     "gemma4": r"the values are normalised \(v_norm\)",
     "olmo_clipped": r"clipped at 1 \(clip_qkv\)",
-    "switch encoder": r"hook_pattern holds no attention weights",
-    "switch decoder": r"hook_pattern holds no attention weights",
+    "switch encoder": r"hook_pattern is not the attention weights",
+    "switch decoder": r"hook_pattern is not the attention weights",
     "jetmoe": _NO_HOOKS,
     "deepseek_v4": _NO_HOOKS,
     "led encoder": _HIDDEN,
@@ -61,17 +61,17 @@ UNSUPPORTED = {
 REASONS = (
     r"mixture feed-forward: run as a whole",
     r"opaque feed-forward: run as a whole",
-    r"the activation .* is not among those known",
+    r"the activation .* is unknown",
     r"cross-attention",
     r"expected a causal model",
     r"decoder-only TransformerBridge whose model takes position_ids",
     r"expected attention to read tokens and their positions alone",
     r"this model leaves attention to transformers",
-    r"head: the encoder of an encoder-decoder has no logits",
-    r"head: .* soft cap at",
-    r"head: .*a dense layer or a cap between the two",
+    r"unembedding: the encoder of an encoder-decoder has no logits",
+    r"unembedding: .* soft cap at",
+    r"unembedding: .*a dense layer or a cap between the two",
     r"a norm on the residual stream \(post-norm\)",
-    r"besides attention and feed-forward the block holds",
+    r"besides attention and feed-forward, the block has",
     r"multiplier",
     r"a hybrid: of 4 blocks of 'blocks' only \[1, 3\] have attention",
     r"next norm: block 2 has no attention",
@@ -131,7 +131,7 @@ def engines_of(label):
 def refusal_of(label, name="attention"):
     """Return the words of a model's error for every method; None if maps are expected."""
     if METHODS[name].scope == "model" and CASES[label].part == "encoder":
-        return r"the logits stand over the decoder's tokens"
+        return r"the logits are at the decoder's tokens"
     if "position_ids" in METHODS[name].needs and CASES[label].part == "decoder":
         return r"whose model takes position_ids"
     return CASES[label].refusal or UNSUPPORTED.get(name_of(label))

@@ -1,16 +1,16 @@
-"""What a block is made of: the norms, the value path, the feed-forward, and how they are wired.
+"""The components of a block: the norms, the value path, the feed-forward, and their order.
 
-Every TransformerLens block is read as
+Every TransformerLens block is described by these equations:
 
     attention_out = O(pattern @ V(N1(x)))            value path
     mid           = Q1(x + s P1(attention_out))      attention branch
-    feed_forward  = F(N2(mid))                       or F(N2(x)) where the branches are parallel
+    feed_forward  = F(N2(mid))                       or F(N2(x)) if the branches are parallel
     post          = Q2(mid + s P2(feed_forward))     feed-forward branch
 
-where N, P, Q are norms or nothing: N1, N2 alone is a pre-norm block, Q1, Q2 a post-norm one, N and P a
-sandwich, P alone a branch norm (OLMo 2). s is the residual multiplier (Granite). A decoder block of an
-encoder-decoder has the cross-attention branch between the two. Nothing here is believed until
-`lens_mix.lens.verification.verify` has rebuilt the block's recorded output from it.
+N, P and Q are norms or the identity. A pre-norm block has N1 and N2 alone, a post-norm one Q1 and Q2, a
+sandwich block N and P, and a block with branch norms P alone (OLMo 2). s is the residual multiplier
+(Granite). A decoder block of an encoder-decoder has the cross-attention branch between the two. An anatomy is
+used only if `lens_mix.lens.verification.verify` can rebuild the block's recorded output from it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Placement = Literal["pre", "post", "sandwich", "branch", "none"]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    # BLOOM's own: the constant of the tanh approximation with eight digits, 1e-9 off.
+    # BLOOM rounds the constant of the tanh approximation to eight digits, which makes a difference of 1e-9.
     "gelu_tanh_bloom": lambda x: x / 2 * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))),
     "silu": functional.silu,
     "relu": functional.relu,
@@ -44,16 +44,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_squared": lambda x: functional.relu(x).square(),
     "identity": lambda x: x,
 }
-# Those that are not smooth: their slope, or its slope, jumps at 0.
+# These are not smooth: their first or second derivative jumps at 0.
 WITH_KINK = frozenset({"relu", "relu_squared"})
 
 T = TypeVar("T")
 
 
 def constant(compute: Callable[[Any], T]) -> functools.cached_property[T]:
-    """Return a property that is computed when it is first read, and is a constant for autograd.
+    """Return a property that is computed when it is first read, and that autograd treats as a constant.
 
-    It is computed outside of inference mode, as autograd can't save what was made inside for a backward pass.
+    It is computed outside of inference mode, because autograd can't use tensors that were created inside.
     """
 
     @functools.wraps(compute)
@@ -66,7 +66,7 @@ def constant(compute: Callable[[Any], T]) -> functools.cached_property[T]:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """LayerNorm or RMSNorm; weight and bias None where there is none (folded, or never learned)."""
+    """LayerNorm or RMSNorm; weight and bias are None if absent (folded, or never learned)."""
 
     kind: Literal["layer", "rms"]
     weight: Float[Tensor, " d_model"] | None
@@ -74,22 +74,22 @@ class Norm:
     eps: float
 
     def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
-        """What the (centred) vector is divided by."""
-        # As a length: no tensor of squares is made, and their sum would overflow float16.
+        """Return the number that the (centred) vector is divided by."""
+        # The vector norm needs no tensor of squares, whose sum could overflow float16.
         length: Tensor = torch.linalg.vector_norm(self._centred(x), dim=-1, keepdim=True)
         return ((length / math.sqrt(x.shape[-1])).square() + self.eps).sqrt()
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """Return the normed vectors."""
+        """Return the output of the norm."""
         out = self._centred(x) / self.scale(x)
         return _plus(out if self.weight is None else out * self.weight.to(x.dtype), self.bias)
 
     def linear_at(self, state: Float[Tensor, "*batch d_model"]) -> LinearNorm:
-        """Return the norm with its scale held at a state: a linear map, without the bias."""
+        """Return the norm with the scale that it has at a state: a linear map, without the bias."""
         return LinearNorm(self, state)
 
     def linear_part(self, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """Return the vectors centred (LayerNorm) and times the weight, not divided by any scale."""
+        """Return the vectors, centred (LayerNorm) and times the weight, but not divided by a scale."""
         weight = None if self.weight is None else self.weight.detach().to(vectors.dtype)
         if self.kind == "layer":
             centred = self._centred(vectors)
@@ -102,11 +102,11 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinearNorm:
-    """A norm that divides by its scale at one state, whatever it is applied to; linear and differentiable.
+    """A norm that always divides by its scale at one state; it is linear and differentiable.
 
     Attributes:
         norm: the norm; None for the identity.
-        state: what it is held at, usually what the norm reads in the clean pass.
+        state: the state that determines the scale, usually the norm's input in the clean pass.
     """
 
     norm: Norm | None
@@ -114,12 +114,12 @@ class LinearNorm:
 
     @constant
     def scale(self) -> Float[Tensor, "*batch 1"]:
-        """What it divides by; 1 for the identity."""
+        """Return the number that it divides by; 1 for the identity."""
         return torch.ones_like(self.state[..., :1]) if self.norm is None else self.norm.scale(self.state)
 
     @property
     def bias(self) -> Float[Tensor, " d_model"] | None:
-        """The norm's bias, which is in no result: what hands it out adds it."""
+        """The norm's bias, which the results do not include; the caller adds it."""
         return None if self.norm is None else self.norm.bias
 
     def __call__(
@@ -128,8 +128,8 @@ class LinearNorm:
         """Return γ ⊙ (v - mean v) / scale (RMSNorm does not centre).
 
         Args:
-            vectors: shares or changes of the state, or the state; with one axis more, several for each row.
-            rows: the rows that the vectors are of, on the second axis of the state.
+            vectors: the state, or shares or changes of it; an additional axis has several vectors per row.
+            rows: the rows of the vectors, on the second axis of the state.
         """
         if self.norm is None:
             return vectors
@@ -139,7 +139,7 @@ class LinearNorm:
         return out / scale if out is vectors else out.div_(scale)
 
     def transposed(self, directions: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """Return the directions whose products with vectors are those of `directions` with the results."""
+        """Return the directions d' with d' · v = d · norm(v) for all vectors v."""
         if self.norm is None:
             return directions
         if self.norm.weight is not None:
@@ -151,7 +151,7 @@ class LinearNorm:
 
 @dataclasses.dataclass(frozen=True)
 class ValuePath:
-    """The value and output matrices; W_V has as many heads as the value hook (fewer when grouped)."""
+    """The value and output matrices; W_V has as many heads as the value hook (fewer if grouped)."""
 
     W_V: Float[Tensor, "value_head d_model d_head"]
     b_V: Float[Tensor, "value_head d_head"] | None
@@ -159,12 +159,12 @@ class ValuePath:
     b_O: Float[Tensor, " d_model"] | None
 
     def values(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch value_head d_head"]:
-        """Value vectors of normalised inputs."""
+        """Return the value vectors of normalised inputs."""
         axes = "... d_model, head d_model d_head -> ... head d_head"
         return _plus(einsum(x, self.W_V.to(x.dtype), axes), self.b_V)
 
     def project(self, z: Float[Tensor, "*batch head d_head"]) -> Float[Tensor, "*batch d_model"]:
-        """The attention output of mixed values, with b_O."""
+        """Return the attention's output from mixed values, with b_O."""
         axes = "... head d_head, head d_head d_model -> ... d_model"
         return _plus(einsum(z, self.W_O.to(z.dtype), axes), self.b_O)
 
@@ -188,15 +188,15 @@ class FeedForward:
 
     @property
     def input_matrices(self) -> list[Float[Tensor, "d_model d_mlp"]]:
-        """W_gate where there is one, and W_in."""
+        """W_gate, if there is one, and W_in."""
         return [self.W_in] if self.W_gate is None else [self.W_gate, self.W_in]
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """Return what the feed-forward adds, from its normed input."""
+        """Return the feed-forward's output from its input."""
         return self.output(self.pre_activations(x))
 
     def pre_activations(self, x: Float[Tensor, "*batch d_model"]) -> list[Float[Tensor, "*batch d_mlp"]]:
-        """Return x times each of `input_matrices`, biases included."""
+        """Return x times each of `input_matrices`, with biases."""
         up = _affine(x, self.W_in, self.b_in)
         return [up] if self.W_gate is None else [_affine(x, self.W_gate, self.b_gate), up]
 
@@ -219,18 +219,17 @@ def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class BlockAnatomy:
-    """One block, read from the model (see the module's docstring for the equations).
+    """One block's components and their order (see the module's docstring for the equations).
 
     Attributes:
-        placement: where the norms sit.
+        placement: the places of the norms.
         parallel: whether the feed-forward reads the block's input instead of the middle of the block.
-        feed_forward: None where there is none or where it can't be written this way.
-        feed_forward_kind: "plain", "gated", "mixture", "opaque" (unknown), "offloaded" (its weights are
-            elsewhere) or "none".
-        cross: whether a cross-attention branch lies between the two.
-        before: of a block read by its cross-attention (`by_cross_attention`), the norm that its
-            self-attention ends in.
-        residual_multiplier: what the branches are multiplied by before they join the residual stream.
+        feed_forward: None if the block has none, or one that has another form.
+        feed_forward_kind: "plain", "gated", "mixture", "opaque" (unknown), "offloaded" (its weights can't be
+            read) or "none".
+        cross: whether a cross-attention branch is between the two.
+        before: the norm after the self-attention, for an anatomy made by `by_cross_attention`; else None.
+        residual_multiplier: the factor of the branches before they are added to the residual stream.
     """
 
     placement: Placement
@@ -251,10 +250,10 @@ class BlockAnatomy:
     residual_multiplier: float = 1.0
 
     def by_cross_attention(self) -> BlockAnatomy:
-        """The block from its cross-attention on, read as one whose attention that is.
+        """Return the anatomy of the block from its cross-attention on, which is then its attention.
 
-        It starts at the residual stream that its self-attention leaves (`entered`), and its keys are the
-        encoder's outputs. `value_path` has to be the cross-attention's.
+        It starts at the residual stream after the self-attention (`entered`), and its keys are the encoder's
+        outputs. `value_path` has to be the cross-attention's.
         """
         return dataclasses.replace(
             self,
@@ -267,47 +266,47 @@ class BlockAnatomy:
         )
 
     def entered(self, x: Tensor, self_attention_out: Tensor) -> Tensor:
-        """The residual stream that the cross-attention's branch is added to (`by_cross_attention`)."""
+        """Return the residual stream that the cross-attention's branch is added to (`by_cross_attention`)."""
         return _apply(self.before, x + self_attention_out * self.residual_multiplier)
 
     def after_attention(self, x: Tensor, attention_out: Tensor, cross_out: Tensor | None = None) -> Tensor:
-        """The residual stream after the attention branch (and the cross-attention branch)."""
+        """Return the residual stream after the attention branch and any cross-attention branch."""
         mid = _apply(self.attention_residual, self.attention_sum(x, attention_out))
         return mid if cross_out is None else _apply(self.cross_residual, mid + cross_out)
 
     def attention_sum(self, x: Tensor, attention_out: Tensor) -> Tensor:
-        """The sum of the residual stream and the attention branch, before any norm on it."""
+        """Return the sum of the residual stream and the attention branch, before any norm on it."""
         branch = _apply(self.attention_branch, attention_out) * self.residual_multiplier
-        # Value Zeroing computes branches with a norm in a wider dtype.
+        # Value Zeroing computes a branch that has a norm in a wider dtype.
         return x + branch.to(x.dtype)
 
     def feed_forward_in(self, x: Tensor, mid: Tensor) -> Tensor:
-        """What the feed-forward reads."""
+        """Return the feed-forward's input, after its norm."""
         return _apply(self.feed_forward_input, x if self.parallel else mid)
 
     def after_feed_forward(self, mid: Tensor, feed_forward_out: Tensor | None) -> Tensor:
-        """The block's output."""
+        """Return the block's output from the feed-forward's."""
         if feed_forward_out is None:
             return mid
         return _apply(self.feed_forward_residual, mid + self.feed_forward_added(feed_forward_out))
 
     def feed_forward_added(self, feed_forward_out: Tensor) -> Tensor:
-        """What the feed-forward's branch adds to the residual stream."""
+        """Return the vector that the feed-forward's branch adds to the residual stream."""
         return _apply(self.feed_forward_branch, feed_forward_out) * self.residual_multiplier
 
     @property
     def ends_in_norm(self) -> bool:
-        """Whether a norm is the last that the block does to the residual stream (post-norm)."""
+        """Whether the block's last operation on the residual stream is a norm (post-norm)."""
         last = self.attention_residual if self.feed_forward_kind == "none" else self.feed_forward_residual
         return last is not None
 
     @property
     def is_written_down(self) -> bool:
-        """Whether the whole block is known: its feed-forward is plain, gated, or absent."""
+        """Whether the equations give the whole block: its feed-forward is plain, gated, or absent."""
         return self.feed_forward is not None or self.feed_forward_kind == "none"
 
     def after(self, x: Tensor, attention_out: Tensor, cross_out: Tensor | None = None) -> Tensor:
-        """The block's output, of a block that is written down."""
+        """Return the block's output from the attention's, for a block that `is_written_down`."""
         mid = self.after_attention(x, attention_out, cross_out)
         read = self.feed_forward_in(x, mid)
         return self.after_feed_forward(mid, None if self.feed_forward is None else self.feed_forward(read))
@@ -317,15 +316,15 @@ def _apply(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-# ------------------------------------------------------------------ reading it from the model
+# ------------------------------------------------------------------ reading an anatomy from the model
 
 
 def read_weight(module: object, name: str) -> Tensor | None:
-    """Return a weight by TransformerLens's name; None if there is none, or none that can be read.
+    """Return a weight by its name in TransformerLens; None if it is absent or can't be read.
 
-    A Bridge computes a weight when it is asked for, and raises many types of errors if it can't: there is no
-    such matrix (AttributeError, TypeError), latent attention (NotImplementedError), heads of another size
-    than the configuration's (Gemma 4's own ValueError). Offloaded weights have only a shape.
+    A Bridge computes a weight when it is read, and raises many types of errors if it can't: for a missing
+    matrix (AttributeError, TypeError), for latent attention (NotImplementedError), and for heads of another
+    size than the configuration's (Gemma 4's own ValueError). Offloaded weights have only a shape.
     """
     try:
         weight = getattr(module, name)
@@ -335,17 +334,17 @@ def read_weight(module: object, name: str) -> Tensor | None:
 
 
 def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
-    """A norm module of any class; None for nothing or Identity."""
+    """Return the norm that a module of any class computes; None for no module or an Identity."""
     if module is None or type(module).__name__ == "Identity":
         return None
-    # A norm of Hugging Face's that no component of TransformerLens wraps is read as it is.
+    # A norm of Hugging Face that TransformerLens does not wrap is read itself.
     inner = getattr(module, "original_component", None if hasattr(module, "hook_scale") else module)
     if type(inner).__name__ == "Identity":
         return None
-    if inner is None:  # TransformerLens's own class; where weights were folded it has none
+    if inner is None:  # This is TransformerLens's own class, which has no weights if they were folded.
         kind: Literal["layer", "rms"] = "rms" if "RMS" in type(module).__name__ else "layer"
         return Norm(kind, read_weight(module, "w"), read_weight(module, "b"), float(cast(Any, module).eps))
-    # OLMo's norms store none.
+    # OLMo's norms store no eps.
     eps = getattr(inner, "eps", getattr(inner, "variance_epsilon", None))
     weight, bias = (
         tensor if (tensor := load_offloaded(inner, name)) is not None else read_weight(inner, name)
@@ -355,22 +354,22 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
     try:
         return _measured(inner, stored, int(cfg.d_model))
     except (TypeError, ValueError, RuntimeError, IndexError):
-        # It takes other arguments than a residual stream, as norms over pictures do. If it is used, its
-        # output is compared with that of the stored weights.
+        # Some norms, such as those over images, take other arguments than a residual stream. If a block uses
+        # such a norm, the verification compares its output with that of the stored weights.
         return stored
 
 
 def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
-    """What a norm of Hugging Face's does to four vectors, in the numbers that it stores where they fit.
+    """Return a norm of Hugging Face as measured on four vectors, with its stored numbers if they agree.
 
-    Its name says little (T5LayerNorm does not centre), nor does its weight: Gemma and Nemotron add 1 to it.
-    `forward` is asked itself, so that no hook sees the vectors.
+    The names and weights of norms are not reliable: T5LayerNorm does not centre, and Gemma and Nemotron add 1
+    to the weight. `forward` is called directly, so that no hook receives the vectors.
     """
     own = (tensor for tensor in (stored.weight, stored.bias, *module.parameters()) if tensor is not None)
     like = next(own, torch.zeros(width, dtype=torch.float32, device="cpu")).detach()
-    # So small that eps shows beside it.
+    # The factor is small enough for eps to have an effect.
     wide, small = torch.promote_types(like.dtype, torch.float32), 2.0**-10
-    # Of mean 0, without a 0, and exact in every dtype, as is what is made of it here.
+    # The vector has mean 0 and no 0, and it and the vectors made from it are exact in every dtype.
     signs = torch.ones_like(like)
     signs[1::2] = -1
     if len(signs) % 2:
@@ -378,10 +377,10 @@ def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
     with torch.no_grad():
         probes = torch.stack([signs, -signs, signs + 1, small * signs])[None]
         up, down, raised, lowered = module.forward(probes)[0].to(wide)
-    # A norm of -x is minus that of x, but for the bias.
+    # Without the bias, the norm of -x is minus that of x, so the mean of both results is the bias.
     signs, bias, accepted = signs.to(wide), (up + down) / 2, tolerance(like.dtype)
     square, eps = float(signs.square().mean()), stored.eps
-    # 1 if eps is 0; where it is not what the stored eps gives, eps is solved for.
+    # The ratio is 1 if eps is 0. If the stored eps gives another ratio, the equation is solved for eps.
     shrunk = float((lowered - bias) @ (up - bias) / (up - bias).square().sum()) ** 2
     expected = small**2 * (square + eps) / (small**2 * square + eps)
     if abs(shrunk - expected) > 2 * accepted * expected and shrunk > small**2:
@@ -391,7 +390,7 @@ def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
     offset = None if stored.weight is None else 1 + stored.weight.to(wide)
     weight = _nearest(multiplier, [stored.weight, offset], torch.ones_like(multiplier), accepted)
     shift = _nearest(bias, [stored.bias], torch.zeros_like(bias), accepted)
-    # A norm that centres gives the same for signs and signs + 1.
+    # A norm that centres has the same output for signs and for signs + 1.
     uncentred = (signs + 1) * multiplier / math.sqrt(square + 1 + eps) + bias
     centres = torch.dist(raised, up) < torch.dist(raised, uncentred)
     return Norm("layer" if centres else "rms", weight, shift, eps)
@@ -400,21 +399,21 @@ def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
 def _nearest(
     measured: Tensor, stored: list[Tensor | None], neutral: Tensor, accepted: float
 ) -> Tensor | None:
-    """The stored numbers that are nearest to the measured ones, or these; None where they change nothing."""
+    """Return stored numbers that agree with the measured ones, or else these; None if they are neutral."""
 
-    def apart(numbers: Tensor) -> float:
+    def distance(numbers: Tensor) -> float:
         return float(torch.dist(measured, numbers.to(measured.dtype)))
 
-    best = min((numbers for numbers in stored if numbers is not None), key=apart, default=None)
-    if best is not None and apart(best) <= accepted:
+    best = min((numbers for numbers in stored if numbers is not None), key=distance, default=None)
+    if best is not None and distance(best) <= accepted:
         return best
-    return None if apart(neutral) <= accepted else measured
+    return None if distance(neutral) <= accepted else measured
 
 
 def read_value_path(attention: nn.Module) -> ValuePath | None:
-    """W_V, b_V, W_O, b_O; None where the module does not offer them."""
-    # HookedTransformer can repeat grouped values before the hook: then the hook has all heads.
-    # Else the hook has the grouped ones, as `_W_V` does; its W_V is expanded (a Bridge's is not).
+    """Return the value path of an attention module; None if its weights can't be read."""
+    # HookedTransformer can repeat grouped values before the hook, which then has all heads. Otherwise the
+    # hook has the grouped heads, as `_W_V` does. Its W_V is expanded, unlike that of a Bridge.
     ungrouped = getattr(getattr(attention, "cfg", None), "ungroup_grouped_query_attention", False)
     grouped = None if ungrouped else read_weight(attention, "_W_V")
     W_V = read_weight(attention, "W_V") if grouped is None else grouped
@@ -426,10 +425,10 @@ def read_value_path(attention: nn.Module) -> ValuePath | None:
 
 
 def _value_paths(attention: nn.Module) -> Iterator[ValuePath | None]:
-    """Yield the value path, and then the one with W_O transposed if its layout is not known.
+    """Yield the value path, and then the one with W_O transposed if its layout is unknown.
 
-    TransformerBridge takes a square matrix to be [in, out] unless it is that of a torch.nn.Linear, but other
-    layers, such as an adapter's, have [out, in] too.
+    TransformerBridge assumes that a square matrix is [in, out] unless it belongs to a torch.nn.Linear. But
+    other layers, such as those of adapters, are [out, in] too.
     """
     path = read_value_path(attention)
     yield path
@@ -443,7 +442,7 @@ def _value_paths(attention: nn.Module) -> Iterator[ValuePath | None]:
 
 
 def _read_feed_forward(mlp: nn.Module | None, activation: str) -> tuple[FeedForward | None, str]:
-    """The feed-forward and its kind."""
+    """Return the feed-forward and its kind (`BlockAnatomy.feed_forward_kind`)."""
     if mlp is None:
         return None, "none"
     if "MoE" in type(mlp).__name__ or hasattr(mlp, "experts"):
@@ -453,27 +452,27 @@ def _read_feed_forward(mlp: nn.Module | None, activation: str) -> tuple[FeedForw
     W_in, W_out, W_gate = read_weight(mlp, "W_in"), read_weight(mlp, "W_out"), read_weight(mlp, "W_gate")
     if W_in is None or W_out is None or W_in.ndim != 2 or W_in.shape[1] != W_out.shape[0]:
         return None, "opaque"
-    bridge = hasattr(mlp, "original_component")
+    is_bridge = hasattr(mlp, "original_component")
     b_in = read_weight(mlp, "b_in")
     b_gate, b_out = read_weight(mlp, "b_gate"), read_weight(mlp, "b_out")
     if W_gate is None:
         return FeedForward(activation, W_in, W_out, b_in=b_in, b_out=b_out), "plain"
     # The hooked classes add b_in after the product of a gated feed-forward.
-    biases = {"b_in": b_in, "b_gate": b_gate} if bridge else {"b_hidden": b_in}
+    biases = {"b_in": b_in, "b_gate": b_gate} if is_bridge else {"b_hidden": b_in}
     return FeedForward(activation, W_in, W_out, W_gate, b_out=b_out, **biases), "gated"
 
 
 def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: float) -> Iterator[BlockAnatomy]:
-    """Every anatomy that the block's modules allow, the likeliest first.
+    """Yield every anatomy that the block's modules allow, the likeliest first.
 
-    The same module names stand for different wirings (ln1 is before attention in GPT-2, after it in
-    BERT, on the branch in OLMo 2 on TransformerLens 3.9), so each is offered and the verification decides.
+    The same module names are used for different orders: ln1 is before attention in GPT-2, after it in BERT,
+    and on the branch in OLMo 2 on TransformerLens 3.9. The verification selects the anatomy that fits.
     """
     cross = hasattr(block, "cross_attn")
     mlp = None if getattr(cfg, "attn_only", False) else getattr(block, "mlp", None)
     feed_forward, kind = _read_feed_forward(mlp, "gelu")
     first = bool(getattr(cfg, "parallel_attn_mlp", False))
-    # What cfg says comes first, and is not believed.
+    # The order of the configuration is tried first, but it may be wrong.
     order = (False,) if cross or mlp is None else (first, not first)
     wirings = list(_wirings(block, cfg, cross, has_mlp=mlp is not None))
     for path, parallel, wiring in itertools.product(_value_paths(attention), order, wirings):
@@ -484,15 +483,15 @@ def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: flo
 def _wirings(block: nn.Module, cfg: Any, cross: bool, has_mlp: bool) -> Iterator[dict[str, Any]]:
     names = ("ln1", "ln2", "ln3", "ln1_post", "ln2_post")
     ln1, ln2, ln3, ln1_post, ln2_post = (read_norm(getattr(block, name, None), cfg) for name in names)
-    if ln1_post is not None:  # Gemma 2 and 3; without ln1 OLMo 2
+    if ln1_post is not None:  # These are Gemma 2 and 3 and, without ln1, OLMo 2.
         branch = {"attention_branch": ln1_post, "feed_forward_branch": ln2_post}
         placement = "branch" if ln1 is None else "sandwich"
         yield {"placement": placement, "attention_input": ln1, "feed_forward_input": ln2, **branch}
-    elif cross:  # T5; below, BART and Marian
+    elif cross:  # The first is T5, the second BART and Marian.
         yield {"placement": "pre", "attention_input": ln1, "cross_input": ln2, "feed_forward_input": ln3}
         residual = {"attention_residual": ln1, "cross_residual": ln2, "feed_forward_residual": ln3}
         yield {"placement": "post", **residual}
-    elif ln2 is None:  # GPT-J, Phi, Falcon and Cohere: both branches read one norm
+    elif ln2 is None:  # In GPT-J, Phi, Falcon and Cohere, both branches read one norm.
         placement = "none" if ln1 is None else "pre"
         yield {"placement": placement, "attention_input": ln1, "feed_forward_input": ln1 if has_mlp else None}
     else:

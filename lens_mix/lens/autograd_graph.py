@@ -1,4 +1,4 @@
-"""The graph of a pass under changed rules; where the clean pass leaves it, no pass of its own is needed."""
+"""The autograd graph of a pass with changed rules; the clean pass can build it at no further pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lens_mix.lens.model_classes import UnsupportedModelError
 
 @dataclasses.dataclass(frozen=True)
 class Mixing:
-    """What one layer's attention mixed, pattern @ values = mixed, and the gradient by that."""
+    """One layer's pattern, values, pattern @ values, and the gradient with respect to that product."""
 
     pattern: Float[Tensor, "*batch head query key"]
     values: Float[Tensor, "*batch key value_head d_head"]
@@ -28,21 +28,21 @@ class Mixing:
     gradient: Float[Tensor, "*batch query head d_head"]
 
     def at(self, places: Int[Tensor, " pos"]) -> Mixing:
-        """Of the only prompt, without the batch's axis: some positions."""
+        """Return some positions of the only prompt, without the batch axis."""
         rows = (each[0, places] for each in (self.values, self.mixed, self.gradient))
         return Mixing(self.pattern[0][:, places][..., places], *rows)
 
 
 class AutogradGraph:
-    """From what enters the first block on, as the rules differentiate it.
+    """The autograd graph from the first block's input to the last block's output, with changed rules.
 
     Args:
         lens: the face of the model.
-        anatomies: of all its blocks.
-        rules: what the backward pass does.
+        anatomies: the anatomies of all blocks.
+        rules: the rules of the backward pass.
 
     Attributes:
-        rules: as given.
+        rules: the rules of the backward pass.
     """
 
     def __init__(self, lens: Lens, anatomies: Sequence[BlockAnatomy], rules: Rules) -> None:
@@ -56,19 +56,20 @@ class AutogradGraph:
 
     @property
     def resid_post(self) -> Float[Tensor, "batch pos d_model"] | None:
-        """What the last block gave, in the graph; None before a pass."""
+        """The last block's output in the autograd graph; None before a pass."""
         return self._changed.streams.get(self._lens.n_layers)
 
     def built(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose passes follow the rules; the first through the blocks is the graph's."""
+        """Return a context whose passes follow the rules; the first pass builds the autograd graph."""
         return self._changed.applied(self._recording)
 
     def mixing(self, value: Float[Tensor, " 1"]) -> dict[int, Mixing]:
-        """What every layer mixed, with the gradient of a number in the graph; the graph stays.
+        """Return every layer's mixing with the gradient of a number; the autograd graph is kept.
 
         Raises:
-            ValueError: no gradient goes through the number. UnsupportedModelError: none comes back to a
-                layer, or through a changed rule, or mixed values that are not pattern @ values.
+            ValueError: the number has no gradient.
+            UnsupportedModelError: a layer or a changed rule gets no gradient, or the mixed values of a layer
+                are not pattern @ values.
         """
         if not value.requires_grad:
             raise ValueError(
@@ -78,7 +79,7 @@ class AutogradGraph:
         layers = self._lens.stack.attention_layers
         recorded = {layer: self._recorded_of(layer) for layer in layers}
         mixed = {layer: z for layer, (_, _, z) in recorded.items() if z.requires_grad}
-        # The leaf too, as the rules of the first block are only reached on the way to it.
+        # The leaf is included, because only its gradient reaches the rules of the first block.
         inputs, one = [self._changed.streams[0], *mixed.values()], torch.ones_like(value)
         _, *gradients = torch.autograd.grad(value, inputs, one, allow_unused=True, retain_graph=True)
         gradient_of = dict(zip(mixed, gradients, strict=True))
@@ -90,7 +91,7 @@ class AutogradGraph:
         return {layer: _checked(*recorded[layer], gradient) for layer, gradient in gradient_of.items()}
 
     def _recorded_of(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The pattern, the values and z of one layer."""
+        """Return the pattern, the values and z of one layer."""
         pattern, value, z = (self._lens.stack.hook_name(role, layer) for role in ("pattern", "value", "z"))
         if z not in self._recorded:
             raise UnsupportedModelError(
@@ -103,7 +104,7 @@ class AutogradGraph:
 def _checked(pattern: Tensor, values: Tensor, mixed: Tensor, gradient: Tensor) -> Mixing:
     pattern, values, mixed = pattern.detach(), values.detach(), mixed.detach()
     try:
-        check_mixing("gradients by mixed values", mixed, pattern, values)
+        check_mixing("gradients with respect to mixed values", mixed, pattern, values)
     except RuntimeError as problem:
         raise UnsupportedModelError(str(problem)) from problem
     return Mixing(pattern, values, mixed, gradient)

@@ -1,9 +1,8 @@
-"""Passes whose values are the model's own and whose gradients follow other rules.
+"""Passes whose values are the model's own, and whose gradients follow other rules.
 
-Gradients are changed where they pass hook points (`lens_mix.hooks.gradient`), or values are replaced by
-y − y' + y' with only y' in the graph; what is replaced is first held against what it stands for. Without
-gradients nothing here has an effect, and each rule counts its calls in the backward pass: a rule that gets
-none was put where no gradient goes through, and is an error.
+Gradients are changed at hook points (`lens_mix.hooks.gradient`), or a value y is replaced by y − y' + y',
+with only y' in the autograd graph. The replacement y' is first compared with y. Without gradients, the rules
+have no effect. Each rule counts its calls in the backward pass, and a rule without a call is an error.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ Activations = Literal["gradient", "ratio"]
 
 
 class BackwardRules(Protocol):
-    """What the backward pass does instead of differentiating; norms are always held at their scale."""
+    """The rules of a backward pass; the scale of a norm is always treated as constant."""
 
     @property
     def activations(self) -> Activations:
-        """Return "gradient", or "ratio": `lens_mix.hooks.hold_activation_ratio` in every feed-forward."""
+        """The activations' rule: "gradient", or "ratio" for `lens_mix.hooks.hold_activation_ratio`."""
 
     def interventions(self, layer: int, *, attention: str) -> Sequence[HookPair]:
-        """The hooks on one attention module."""
+        """Return the hooks on one attention module."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Rules whose edits are `lens_mix.hooks.scale_pattern_gradient`, with `scores` as its factor."""
+    """Rules that change attention by `lens_mix.hooks.scale_pattern_gradient`, with `scores` as its factor."""
 
     temperature: float = 1.0
     scores: float = 1.0
     activations: Activations = "gradient"
 
     def interventions(self, layer: int, *, attention: str) -> list[HookPair]:
-        """The hooks on one attention module."""
+        """Return the hooks on one attention module."""
         return [scale_pattern_gradient(layer, self.scores, temperature=self.temperature, attention=attention)]
 
 
@@ -67,20 +66,25 @@ def changed_backward(
     constants: Float[Tensor, " row"] | None = None,
     logits: bool = True,
 ) -> Iterator[dict[int, Float[Tensor, "row pos d_model"]]]:
-    """Backward passes inside follow the rules; yields the streams after some blocks, as passes fill it.
+    """Enter a context whose backward passes follow the rules, and yield the residual streams after blocks.
 
     Args:
         lens: the face of the model.
-        anatomies: of all blocks of its stack.
-        rules: the rules.
-        below: of the joint part, anatomies of the encoder's blocks: gradients go down through these too.
-        after: numbers of blocks, 1 or more: the residual stream after so many is kept, for its gradient.
-        constants: a leaf of ones per row of the passes: its gradient is the share of the target that comes
-            from no token, but from biases and, in a decoder alone, from the encoder. For rules that conserve.
-        logits: whether the passes go through the model's head.
+        anatomies: the anatomies of all blocks of the stack.
+        rules: the rules of the backward pass.
+        below: for the joint part, the anatomies of the encoder's blocks; gradients propagate through them
+            too.
+        after: numbers of blocks, each 1 or more; the residual stream after so many blocks is kept.
+        constants: a leaf with a 1 per example of the passes. With rules that conserve, its gradient is the
+            share of the target that comes from no token: from biases and, in a decoder alone, from the
+            encoder.
+        logits: whether the passes compute logits.
+
+    Yields:
+        number of blocks -> the residual stream after them, once a pass has run.
 
     Raises:
-        UnsupportedModelError: a rule that no gradient went through, or a part that is not as it was read.
+        UnsupportedModelError: a rule got no gradient, or a component differs from its anatomy.
     """
     changed = ChangedRules(
         lens, anatomies, rules, below=below, after=after, constants=constants, logits=logits
@@ -91,13 +95,13 @@ def changed_backward(
 
 
 class ChangedRules:
-    """Rules on one model, for several passes; the arguments and errors are those of `changed_backward`.
+    """The rules on one model, for several passes; other arguments and errors are as in `changed_backward`.
 
     Args:
-        leaf: whether the first pass starts from a leaf: the stream after 0 blocks, cut from what is below.
+        leaf: whether the first pass starts from a leaf: the detached residual stream before the first block.
 
     Attributes:
-        streams: the residual streams that passes with gradients leave, by the number of blocks before them.
+        streams: number of blocks -> the residual stream after them, from passes with gradients.
     """
 
     def __init__(
@@ -131,47 +135,48 @@ class ChangedRules:
 
     @contextlib.contextmanager
     def applied(self, fwd_hooks: Sequence[HookPair] = ()) -> Iterator[None]:
-        """Enter a context whose passes follow the rules where gradients are on.
+        """Enter a context whose passes with gradients follow the rules.
 
-        `fwd_hooks` are further hooks of TransformerLens, put on after those of the rules.
+        Args:
+            fwd_hooks: further TransformerLens hooks, which run after those of the rules.
         """
         with self._lens.hooked([*self._pairs, *fwd_hooks]), Changes(self._changes):
             yield
 
     def require_gradients(self) -> None:
-        """After the backward pass. Raises UnsupportedModelError: a rule that no gradient went through."""
-        idle = [repr(rule) for rule in self._required if not rule.calls]
-        if idle:
+        """Raise UnsupportedModelError if a rule got no gradient; to be called after the backward pass."""
+        unused = [repr(rule) for rule in self._required if not rule.calls]
+        if unused:
             raise UnsupportedModelError(
                 "a backward pass with changed rules: expected a gradient through "
-                f"{', '.join(idle[:5])}; got none"
+                f"{', '.join(unused[:5])}; got none"
             )
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Let the first block read its residual stream as a leaf; later passes leave the streams alone."""
+        """Replace the first block's input by a leaf; later passes change nothing."""
         if 0 in self.streams:
             return None
         leaf = self.streams[0] = BlockCall(args, kwargs, None).resid_pre.detach().requires_grad_(True)
         return enter_with(leaf)(module, args, kwargs)
 
     def _kept(self, number: int) -> Change:
-        """Return the change that keeps the stream after so many blocks."""
+        """Return the change that records the residual stream after a number of blocks."""
         blocks = self._lens.stack.blocks
 
-        def enters(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def record_input(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.is_grad_enabled():
                 self.streams[number] = BlockCall(args, kwargs, None).resid_pre
 
-        def leaves(module: nn.Module, args: Any, output: Any) -> None:
+        def record_output(module: nn.Module, args: Any, output: Any) -> None:
             if torch.is_grad_enabled():
                 self.streams[number] = first_tensor(output)
 
         if number == len(blocks):
-            return forward_hook(blocks[-1], leaves)
-        return forward_pre_hook(blocks[number], enters, with_kwargs=True)
+            return forward_hook(blocks[-1], record_output)
+        return forward_pre_hook(blocks[number], record_input, with_kwargs=True)
 
     def _block(self, stack: Stack, layer: int, anatomy: BlockAnatomy) -> None:
-        """One block's patterns, values, feed-forward, and the constants that it adds."""
+        """Add the rules of one block: of its patterns, values, feed-forward and biases."""
         block, module = stack.template.format(layer=layer), stack.blocks[layer]
         attention, cross = stack.attention_template.format(layer=layer), f"{block}.cross_attn"
         self._attention(layer, stack.attention_template)
@@ -179,12 +184,12 @@ class ChangedRules:
             self._constant(f"{attention}.hook_v", anatomy.value_path.b_V)
             self._output(module, attention, "o", anatomy.value_path.b_O)
         if anatomy.cross:
-            # The encoder's outputs are constants, unless gradients go down through it.
-            joint = self._lens.stack.source is not None
-            self._attention(layer, f"{stack.template}.cross_attn", values=joint)
+            # The encoder's outputs are constants, unless gradients propagate through the encoder.
+            is_joint = self._lens.stack.source is not None
+            self._attention(layer, f"{stack.template}.cross_attn", values=is_joint)
             if self._constants is not None and anatomy.value_path is not None:
                 path = read_value_path(module.get_submodule("cross_attn"))
-                if not joint:
+                if not is_joint:
                     self._point(f"{cross}.hook_v", Constant(None, self._constants, cross))
                 elif path is not None:
                     self._constant(f"{cross}.hook_v", path.b_V)
@@ -193,7 +198,7 @@ class ChangedRules:
             self._feed_forward(module, f"{block}.mlp", anatomy.feed_forward)
 
     def _norms(self, logits: bool) -> None:
-        """Every norm that the model calls, those on queries and keys and in its head too."""
+        """Add the rules of every norm of the model, including norms on queries and keys and the final one."""
         lens = self._lens
         inner = {id(getattr(module, "original_component", None)) for module in lens.modules}
         final, blocks = ({id(lens.final_norm())} if logits else set()), list(lens.stack.blocks)
@@ -209,9 +214,9 @@ class ChangedRules:
                 self._module(module, _NormRule(norm, self._constants), required=id(module) in required)
 
     def _module(self, module: nn.Module, rule: Constant | _NormRule, required: bool = True) -> None:
-        """A rule on what a module of torch puts out."""
-        acts = functools.partial(_on_module, rule) if isinstance(rule, Constant) else rule.on_module
-        self._changes.append(forward_hook(module, acts, with_kwargs=True))
+        """Add a rule on the output of a module of torch."""
+        hook = functools.partial(_on_module, rule) if isinstance(rule, Constant) else rule.on_module
+        self._changes.append(forward_hook(module, hook, with_kwargs=True))
         self._required += [rule] * required
 
     def _point(self, name: HookName, rule: HookFunction, required: bool = True) -> None:
@@ -221,10 +226,10 @@ class ChangedRules:
         self._required += [rule] * required
 
     def _attention(self, layer: int, attention: str, values: bool = True) -> None:
-        """The edits of one attention module; `values`: whether its values have a gradient."""
-        of_values = f"{attention.format(layer=layer)}.hook_v"
+        """Add the interventions of one attention module; `values`: whether its values have a gradient."""
+        value_hook = f"{attention.format(layer=layer)}.hook_v"
         for name, rule in self._rules.interventions(layer, attention=attention):
-            self._point(name, rule, required=values or name != of_values)
+            self._point(name, rule, required=values or name != value_hook)
 
     def _feed_forward(self, block: nn.Module, mlp: str, feed_forward: FeedForward) -> None:
         gated = feed_forward.W_gate is not None
@@ -242,7 +247,7 @@ class ChangedRules:
             self._point(name, Constant(bias, self._constants, name))
 
     def _output(self, block: nn.Module, module: str, matrix: str, bias: Tensor | None) -> None:
-        """The bias of the last matrix; the hooked classes show what it gives as the module's output alone."""
+        """Add the rule of the last matrix's bias; the hooked classes show it in the module's output only."""
         if self._lens.model_class is ModelClass.BRIDGE:
             self._constant(f"{module}.{matrix}.hook_out", bias)
         elif self._constants is not None and bias is not None:
@@ -250,14 +255,14 @@ class ChangedRules:
             self._module(submodule, Constant(bias, self._constants, module))
 
 
-# ------------------------------------------------------------------ rules that hang on modules of torch
+# ------------------------------------------------------------------ rules on modules of torch
 
-# Norms, since not all of them show their scale at a hook point, and a TransformerBridge rounds otherwise
-# where a hook acts there; biases, since some are seen in what a module puts out alone.
+# Norms have their rules on modules, because not all have a hook point for their scale, and a hook there
+# changes the rounding of a TransformerBridge. Biases do if they are visible in a module's output only.
 
 
 class _NormRule(GradientCounter):
-    """A norm with its scale held: centring and weight are what is differentiated."""
+    """A norm whose scale is treated as constant: only its centring and its weight are differentiated."""
 
     def __init__(self, norm: Norm, constants: Tensor | None) -> None:
         super().__init__(f"a norm of kind {norm.kind!r}")
@@ -285,6 +290,6 @@ class _NormRule(GradientCounter):
 
 
 def _on_module(rule: Constant, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """A hook at what a module of torch puts out."""
+    """Apply a rule to the output of a module of torch."""
     changed = rule(first_tensor(output), None)
     return None if changed is None else with_first(output, changed)

@@ -1,4 +1,4 @@
-"""One forward pass without interventions, and what it leaves behind."""
+"""The clean pass: one forward pass without interventions, and its records."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, is_out_
 from lens_mix.lens.rows import Rows, rows_at
 from lens_mix.lens.tracebacks import find_user_code
 
-# How torch complains of two dtypes, or of a number that one of them can't hold.
+# Pieces of torch's errors about different dtypes, or about a number that a dtype can't represent.
 _DTYPE_TEXTS = ("scalar type", "dtype", "without overflow")
 
 
 class StopForward(Exception):
-    """Ends a forward pass once the last wanted block has run.
+    """End a forward pass after the last requested block has run.
 
-    TransformerLens's `stop_at_layer` is unknown to two classes and ignored, or gives logits, on some Bridges.
+    Two classes of TransformerLens have no `stop_at_layer`, and some Bridges ignore it or return logits.
     """
 
 
 def stop_forward(module: nn.Module, args: Any, output: Any) -> None:
-    """A forward hook of torch that ends the pass; it is put on last."""
+    """End the pass; this forward hook of torch has to be registered last."""
     raise StopForward
 
 
 @dataclasses.dataclass(frozen=True)
 class CleanPass:
-    """What one forward pass without interventions left behind.
+    """The records of one forward pass without interventions.
 
     Attributes:
         lens: the face of the model.
         batch: the prompts.
-        calls: per block, its arguments and output, at all positions.
-        recorded: hook name -> tensor, for the hooks that were asked.
-        attended: per watched layer, which keys got any weight from any head.
-        rows: the rows that `recorded` patterns, z and `attended` hold; None: all positions.
-        replays: per block, the way it is run again, once that has been verified.
-        cache: per block, what the methods of one run share about it, for as long as it is being mapped.
-        z_factors: by layer, what hooks multiply z of each head by (`Verification.z_factors`).
-        entering: per block that is read by its cross-attention, the residual stream before that.
-        source_calls: of the joint part, the arguments and output of the encoder's first block.
-        graph: of the pass, where it was asked for.
+        calls: layer -> the block's arguments and output, at all positions.
+        recorded: hook name -> tensor, for the requested hooks.
+        attended: watched layer -> the mask of the keys that got weight from any head.
+        rows: the rows of the recorded patterns and z, and of `attended`; None for all positions.
+        replays: layer -> the block's replay.
+        cache: layer -> results that the methods of one run share, until the block has been mapped.
+        z_factors: layer -> the factors by which user hooks multiply z of each head.
+        entering: layer -> the residual stream before a mapped cross-attention.
+        source_calls: for the joint part, the arguments and output of the encoder's first block.
+        graph: the autograd graph of the pass; None if it was not requested.
     """
 
     lens: Lens
@@ -70,52 +70,52 @@ class CleanPass:
     graph: AutogradGraph | None = None
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream that the mapped attention's branch is added to."""
+        """Return the residual stream that the mapped attention's branch is added to."""
         return self.entering[layer] if layer in self.entering else self.calls[layer].resid_pre
 
     def tensor(self, role: str, layer: int) -> Tensor:
-        """What was recorded as "query", "value", "pattern" or "z" in one layer."""
+        """Return the recorded "query", "value", "pattern" or "z" of one layer."""
         return self.recorded[self.lens.stack.hook_name(role, layer)]
 
     def effective_pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """The recorded pattern times what hooks multiply z of each head by: what mixed the values."""
+        """Return the recorded pattern times the factors by which user hooks multiply z of each head."""
         pattern, factors = self.tensor("pattern", layer), self.z_factors
         return pattern if layer not in factors else pattern * factors[layer].to(pattern.dtype)[:, None, None]
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
-        """Which positions of the lens's stack (its queries) are the prompts' own."""
+        """The mask of the stack's positions (its queries) that are the prompts' own."""
         return self.batch.real_positions(self.lens.stack.name)
 
     @property
     def real_rows(self) -> Bool[Tensor, "batch query"]:
-        """Which of the rows that `recorded` and `attended` hold are the prompts' own."""
+        """The mask of the recorded rows that are the prompts' own."""
         return self.real if self.rows is None else rows_at(self.real, self.rows.positions)
 
     @property
     def real_keys(self) -> Bool[Tensor, "batch key"]:
-        """Which of the keys are the prompts' own: in cross-attention the source's positions."""
+        """The mask of the keys that are the prompts' own; the keys of cross-attention are the source's."""
         return self.batch.real_keys(self.lens.stack.name)
 
     @property
     def inputs(self) -> Float[Tensor, "batch input d_model"]:
-        """What enters the first block; of the joint part the encoder's, then the decoder's."""
+        """The input of the first block; for the joint part, the encoder's and then the decoder's."""
         source, resid_pre = self.lens.stack.source, self.calls[0].resid_pre
         return resid_pre if source is None else torch.cat([self.source_calls[0].resid_pre, resid_pre], 1)
 
     @property
     def real_inputs(self) -> Bool[Tensor, "batch input"]:
-        """Which positions of `inputs` are the prompts' own."""
+        """The mask of the positions of `inputs` that are the prompts' own."""
         return self.real if self.lens.stack.source is None else torch.cat([self.batch.real, self.real], 1)
 
     def replay(self, layer: int) -> BlockReplay:
-        """Block `layer`, ready to run again in any number of copies."""
+        """Return the replay of a block."""
         if layer not in self.replays:
             self.replays[layer] = BlockReplay(self.lens, layer, self.calls[layer], self.real)
         return self.replays[layer]
 
     def with_whole_pattern(self, layer: int) -> CleanPass:
-        """This pass with one layer's pattern alone recorded, at all rows: the block runs again for it."""
+        """Run a block again and return this pass with that block's pattern alone, recorded at all rows."""
         whole = dataclasses.replace(self, recorded={}, attended={}, rows=None, cache={})
         template = self.lens.stack.attention_template
         pairs = record_attention(layer, whole.recorded, ["pattern"], attention=template)
@@ -137,23 +137,23 @@ def clean_pass(
     as_given: bool = False,
     graph: AutogradGraph | None = None,
 ) -> CleanPass:
-    """One forward pass that captures the blocks' calls and what the hooks record.
+    """Make one forward pass, and record the blocks' calls and the tensors of the hooks.
 
     Args:
         lens: the face of the model.
         batch: the prompts.
         fwd_hooks: TransformerLens hooks that record, into `recorded`.
-        recorded: what they fill.
-        required: names that have to be in it afterwards.
-        watched: layers of which it is kept which keys got weight; None: all that run and have attention.
-        stop_after: last block to run; the pass ends there.
-        rows: the rows that the hooks record, and that are watched; None: all positions.
+        recorded: the dictionary that the hooks fill.
+        required: hook names that have to be in `recorded` afterwards.
+        watched: the layers to fill `CleanPass.attended` for; None for all that run and have attention.
+        stop_after: the last block to run; the pass ends there.
+        rows: the rows that the hooks record; None for all positions.
         as_given: as in `Lens.forward`.
-        graph: is built by the pass, which has to reach the last block.
+        graph: the autograd graph that the pass builds; the pass has to reach the last block.
 
     Raises:
-        ValueError: no such hook point, an input out of range, or a block output that is not finite.
-        UnsupportedModelError: a hook that the model has but that never fired; as `_explain`.
+        ValueError: a hook point is missing, an input is out of range, or a block's output is not finite.
+        UnsupportedModelError: a hook never fired, or the model's own forward pass fails (`_explain`).
     """
     last = lens.layer_index(stop_after)
     recorded = {} if recorded is None else recorded
@@ -165,7 +165,7 @@ def clean_pass(
     capturing = captured_calls(dict(enumerate(lens.stack.blocks[: last + 1])), clean.calls)
     if lens.stack.source is not None:
         capturing += captured_calls({0: lens.stack.source.blocks[0]}, clean.source_calls)
-    # The last to be put on: torch calls hooks in that order, and no later one would see the block's output.
+    # It is registered last, because it raises: torch would not call any hook after it.
     capturing.append(forward_hook(lens.stack.blocks[last], stop_forward))
     hooks = lens.hooked([*fwd_hooks, *watching])
     mode, stopping = lens.evaluation_mode(gradients=graph is not None), contextlib.suppress(StopForward)
@@ -178,19 +178,18 @@ def clean_pass(
             if not is_out_of_memory(problem) and find_user_code(problem) is None:
                 _explain(lens, batch, problem)
             raise
-    # Recorded tensors are detached, even when the pass keeps its graph.
+    # Recorded tensors are detached even if the pass builds an autograd graph.
     recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
     _require_complete(clean, required, layers, last)
     return clean
 
 
 def _explain(lens: Lens, batch: Batch, problem: Exception) -> None:
-    """Say why the model's own forward pass fails, if it does.
+    """Raise an error that explains why the model's own forward pass fails, if it does.
 
     Raises:
-        ValueError: an input that the model has no row for.
-        UnsupportedModelError: something in the model is of one dtype whatever the rest is cast to; or the
-            pass that the user would make fails too.
+        ValueError: an input is out of the model's range.
+        UnsupportedModelError: the model mixes dtypes, or a pass with the user's own inputs fails too.
     """
     if isinstance(problem, IndexError) and batch.inputs:
         got = {name: f"{value.min()}..{value.max()}" for name, value in batch.inputs.items()}
@@ -216,12 +215,12 @@ def _explain(lens: Lens, batch: Batch, problem: Exception) -> None:
 def _watch_keys(layer: int, clean: CleanPass) -> Callable[[Tensor], None]:
     positions = None if clean.rows is None else clean.rows.positions
 
-    def see(pattern: Tensor) -> None:
+    def watch(pattern: Tensor) -> None:
         pattern = rows_at(pattern, positions, axis=2)
-        # A quarter of the time that `(pattern != 0).any(dim=1)` takes.
+        # This takes a quarter of the time of `(pattern != 0).any(dim=1)`.
         clean.attended[layer] = (pattern.amax(dim=1) != 0) | (pattern.amin(dim=1) != 0)
 
-    return see
+    return watch
 
 
 def _require_complete(clean: CleanPass, required: Sequence[str], watched: Sequence[int], last: int) -> None:
@@ -236,10 +235,11 @@ def _require_complete(clean: CleanPass, required: Sequence[str], watched: Sequen
             f"hooks that never fired: {silent}; expected each to fire once in a forward pass "
             "(an attention kernel that keeps no pattern, or a module the model does not call)"
         )
-    real = clean.real  # padding may hold anything: rows that see nothing but padding are NaN in some models
-    whole = bool(real.all())
+    # Padding is not checked: in some models, rows that attend to nothing but padding are NaN.
+    real = clean.real
+    is_unpadded = bool(real.all())
     for layer, call in clean.calls.items():
-        if not bool(torch.isfinite(call.resid_post if whole else call.resid_post[real]).all()):
+        if not bool(torch.isfinite(call.resid_post if is_unpadded else call.resid_post[real]).all()):
             raise ValueError(
                 f"{lens.where(layer)}: expected finite outputs, got NaN or infinity{_bad_weight(lens)}"
             )
@@ -248,5 +248,5 @@ def _require_complete(clean: CleanPass, required: Sequence[str], watched: Sequen
 def _bad_weight(lens: Lens) -> str:
     for name, parameter in lens.model.named_parameters():
         if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
-            return f"; the weight {name!r} holds NaN or infinity"
+            return f"; the weight {name!r} has NaN or infinity"
     return "; all weights are finite, so the activations overflow (dtype?)"

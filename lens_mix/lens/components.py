@@ -1,8 +1,8 @@
 """The components of a model as a table: how each one is rebuilt, and what it is compared with.
 
-The verification of a model evaluates every row on a short prompt (`lens_mix.lens.verification.verify`). The check of
-a run's own prompts evaluates the rows that the asked methods need (`lens_mix.lens.verification.prompt_check`). Both use
-`measure`, and nothing else rebuilds a component.
+The verification of a model (`lens_mix.lens.verification.verify`) rebuilds every component on a short prompt.
+The check of a run's own prompts (`lens_mix.lens.verification.prompt_check`) rebuilds the components that the
+requested methods need. Both use `measure`, and nothing else rebuilds a component.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from lens_mix.lens.recorded import RecordedBlock, RecordedEnd
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.sketch import random_vectors, sketched_error
 
-_CHUNK_ROWS = 512  # rows of all prompts that are rebuilt at once
+_CHUNK_ROWS = 512  # The number of rows, of all prompts together, that are rebuilt at once.
 
 
 class _NotRebuilt(Exception):
-    """Raised by a row of the table, with the reason why its component can't be rebuilt."""
+    """Say why a component can't be rebuilt."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ComponentError:
-    """How well one component of one block was rebuilt.
+    """The result of rebuilding one component of one block.
 
     Attributes:
         layer: the block.
         component: its name.
-        error: the largest relative error of a position; None if the component can't be rebuilt.
+        error: the largest relative error of any row; None if the component can't be rebuilt.
         tolerance: the largest accepted error in the model's dtype.
         note: why there is no error, or what was found.
     """
@@ -56,7 +56,7 @@ class ComponentError:
 
 
 class _Recorded(Protocol):
-    """What a row of the table needs to know of the recorded tensors: which rows and keys count; None: all."""
+    """The masks of the recorded rows and keys that are compared; None for all of them."""
 
     @property
     def real_rows(self) -> Bool[Tensor, "batch row"] | None: ...
@@ -69,22 +69,22 @@ R = TypeVar("R", bound=_Recorded)
 
 @dataclasses.dataclass(frozen=True)
 class Component(Generic[R]):
-    """One row of the table.
+    """One entry of the table.
 
     Attributes:
         name: the component's name, a column of `lens_mix.check`.
         formula: how it is rebuilt, in words.
-        recorded: what that is compared with, in words.
+        recorded: what the rebuilt component is compared with, in words.
         rebuild: computes it from the recorded tensors, [batch row ...]; None if one of them is missing, or if
-            the anatomy has no formula for it. It raises `_NotRebuilt` if shapes do not fit.
+            the anatomy has no formula for it. It raises `_NotRebuilt` if the shapes are unexpected.
         compare_with: returns the recorded tensor, [batch row ...]; None if it was not recorded.
         needed_for: what can't run without it: "hooks" (which every method needs), "algebra", a name that
             only some methods list in their `needs`, or "next_norm" (the norm that reads a block's output).
         checked_for: the engine, or the name in `needs`, for which it is compared again on a run's own
-            prompts; "": for none.
-        claim: what is expected on these prompts, for the error.
-        of_keys: whether it has a vector for every key instead of one for every row.
-        needs_replay: whether the block is run again for it, whatever its anatomy.
+            prompts; "" if it is not compared again.
+        claim: the expectation on these prompts, for the error message.
+        of_keys: whether it has one vector per key instead of one per row.
+        needs_replay: whether rebuilding it runs the block again, with any anatomy.
         sketched: returns the block with an anatomy that rebuilds the sketch of the component
             (`lens_mix.lens.sketch`); None if the component is always rebuilt as a whole.
     """
@@ -112,7 +112,7 @@ class Component(Generic[R]):
         return relative_error(rebuilt.flatten(2), expected.flatten(2), self._real(recorded))
 
     def error_of_sketch(self, recorded: R) -> float | None:
-        """Return the same from the sketch of each row, without rebuilding the row itself."""
+        """Return the largest relative error of a row's sketch, without rebuilding the row itself."""
         rebuilt = None if self.sketched is None else self.rebuild(self.sketched(recorded))
         expected, real = self.compare_with(recorded), self._real(recorded)
         if rebuilt is None or expected is None:
@@ -131,14 +131,13 @@ def measure(
     *,
     by_sketch: bool = False,
 ) -> ComponentError:
-    """Return how well a component of a block is rebuilt.
+    """Rebuild a component of a block, compare it, and return the result.
 
     Args:
-        component: a row of the table.
-        block: what was recorded of the block, and what it is read as.
-        places: which of the recorded rows to rebuild, so many at once that their memory is bounded; None: all
-            rows, at once.
-        by_sketch: compare a component that has a sketch by that, at every row or key.
+        component: an entry of the table.
+        block: the recorded tensors of the block, and its anatomy.
+        places: which of the recorded rows to rebuild, in chunks of bounded memory; None for all rows at once.
+        by_sketch: whether to compare the sketch of a component that has one, at every row or key.
     """
     error, note = None, ""
     try:
@@ -156,13 +155,13 @@ def measure(
 
 def _largest(errors: Iterable[float | None]) -> float | None:
     found = [error for error in errors if error is not None]
-    # Python's own max may lose a NaN.
+    # The result of Python's own max with a NaN depends on the order.
     return float(torch.tensor(found, dtype=torch.float64, device="cpu").max()) if found else None
 
 
-def measure_end(row: Component[RecordedEnd], end: RecordedEnd) -> float:
-    """Return the largest relative error of a position; NaN if there is nothing to compare."""
-    error = row.error(end)
+def measure_end(component: Component[RecordedEnd], end: RecordedEnd) -> float:
+    """Return the largest relative error of any position; NaN if there is nothing to compare."""
+    error = component.error(end)
     return math.nan if error is None else error
 
 
@@ -177,13 +176,13 @@ def _mixed(block: RecordedBlock) -> Tensor:
 def _require_mixable(block: RecordedBlock) -> None:
     batch, heads, rows, keys = block.pattern.shape
     value, z = block.value, block.z
-    fits = (
+    is_mixable = (
         value.ndim == 4
         and value.shape[:2] == (batch, keys)
         and heads % value.shape[2] == 0
         and z.numel() == batch * rows * heads * value.shape[3]
     )
-    if not fits:
+    if not is_mixable:
         shapes = f"value {list(value.shape)}, pattern {list(block.pattern.shape)}, z {list(z.shape)}"
         raise _NotRebuilt(
             f"expected value [batch, key, head, d_head] and z [batch, query, head, d_head], got {shapes}"
@@ -195,13 +194,13 @@ def _z(block: RecordedBlock) -> Tensor:
 
 
 def _by_head(block: RecordedBlock, z: Tensor) -> Tensor:
-    # The z of a Bridge may be flat, as the output matrix reads it.
+    # A Bridge may flatten the heads of z, because its output matrix reads them so.
     return z.reshape(*z.shape[:2], block.pattern.shape[1], -1)
 
 
 def _values(block: RecordedBlock) -> Tensor | None:
     x, norm, path = block.key_input, block.anatomy.attention_input, block.anatomy.value_path
-    # The values of cross-attention are made of the encoder's outputs: no method follows them back to these.
+    # The values of cross-attention are computed from the encoder's outputs, and no method needs that step.
     return None if x is None or path is None else path.values(x if norm is None else norm(x))
 
 
@@ -212,7 +211,7 @@ def _sketched_values(block: RecordedBlock) -> RecordedBlock:
     W_V, b_V = path.W_V.to(block.wide_dtype), path.b_V
     heads, d_model, d_head = W_V.shape
     vectors = random_vectors(heads * d_head, W_V.dtype, W_V.device).unflatten(-1, (heads, d_head))
-    # One value head, whose vector has the scalar products of all heads with the random vectors.
+    # One value head is enough: its vector has the scalar products of all heads with the random vectors.
     W_V = einsum(W_V, vectors, "head d_model d_head, v head d_head -> d_model v")[None]
     if b_V is not None:
         b_V = einsum(b_V.to(W_V.dtype), vectors, "head d_head, v head d_head -> v")[None]
@@ -248,14 +247,14 @@ def _feed_forward(block: RecordedBlock) -> Tensor | None:
 
 def _feed_forward_out(block: RecordedBlock) -> Tensor | None:
     # A block without a feed-forward adds nothing in its place.
-    has_none = block.anatomy.feed_forward_kind == "none"
-    return torch.zeros_like(block.resid_pre) if has_none else block.output("feed_forward_out")
+    is_absent = block.anatomy.feed_forward_kind == "none"
+    return torch.zeros_like(block.resid_pre) if is_absent else block.output("feed_forward_out")
 
 
 def _residual(block: RecordedBlock) -> Tensor | None:
-    mid, has_none = _mid(block), block.anatomy.feed_forward_kind == "none"
-    out = None if has_none else block.output("feed_forward_out")
-    if mid is None or (out is None and not has_none):
+    mid, is_absent = _mid(block), block.anatomy.feed_forward_kind == "none"
+    out = None if is_absent else block.output("feed_forward_out")
+    if mid is None or (out is None and not is_absent):
         return None
     return block.anatomy.after_feed_forward(mid, out)
 
@@ -280,7 +279,7 @@ def _z_of_replay_without_first_value(block: RecordedBlock) -> Tensor:
     if z is None:
         raise _NotRebuilt("the hook on z never fired")
     if bool((out == block.resid_post).all()) and _has_an_effect(block):
-        raise _NotRebuilt("the edit did not change the block's output")
+        raise _NotRebuilt("the intervention did not change the block's output")
     return _by_head(block, z)
 
 
@@ -291,9 +290,9 @@ def _mixed_without_first_value(block: RecordedBlock) -> Tensor:
 
 
 def _has_an_effect(block: RecordedBlock) -> bool:
-    """Return whether zeroing the first value has to change the block's output.
+    """Return whether zeroing the first value vector has to change the block's output.
 
-    It has not where the output matrix is zero (an ablated block), or where the value is zero anyway.
+    It need not if the output matrix is zero (an ablated block), or if the value vector is zero already.
     """
     attention_out = block.output("attention_out")
     writes = attention_out is None or bool((attention_out != attention_out[:, :1]).any())
@@ -310,9 +309,9 @@ def _logits(end: RecordedEnd) -> Tensor | None:
 
 # ------------------------------------------------------------------ the table
 
-# Names that a method lists in its `needs`. Most maps take the values that the pass recorded, which hooks may
-# have edited; only a method that follows values back to the block's input needs VALUE (DecompX). A method
-# that splits logits needs UNEMBEDDING.
+# A method lists these names in its `needs`. Most methods use the recorded values, which user hooks may have
+# changed. Only a method that computes values from the block's input (DecompX) needs VALUE. A method that
+# splits logits needs UNEMBEDDING.
 VALUE = "value"
 UNEMBEDDING = "unembedding"
 
@@ -323,7 +322,7 @@ MIXING = Component(
     _mixed,
     _z,
     needed_for="hooks",
-    # The engine "hooks" needs no check: its replays run with whatever is on the model.
+    # The engine "hooks" needs no check, because its replays run with the user hooks of the model.
     checked_for="recorded",
     claim="z to be pattern @ values, up to a factor per head, at every position",
 )
@@ -346,7 +345,7 @@ PROJECTION = Component(
     "the attention's output",
     _projected,
     lambda block: block.output("attention_out"),
-    # A run records no outputs within a block. On its prompts BLOCK contains this row and the next two.
+    # A run records no outputs within a block. On its prompts, BLOCK covers this component and the next two.
     needed_for="algebra",
 )
 
@@ -378,7 +377,7 @@ BLOCK = Component(
     checked_for="algebra",
 )
 
-# The effect of a hook: what an intervention on values does.
+# This verifies that an intervention on values has the expected effect.
 ZERO_VALUE = Component(
     "zero_value",
     "the hook on z in a replay with one value vector zeroed",
@@ -399,10 +398,10 @@ COMPONENTS: tuple[Component[RecordedBlock], ...] = (
     ZERO_VALUE,
 )
 
-# What is not of one block. Methods that need the norm or the unembedding evaluate its row on every prompt.
+# These belong to no block. Methods that need the norm or the unembedding compare it on every prompt.
 NEXT_NORM: Component[RecordedEnd] = Component(
     "next_norm",
-    "what the final norm reads, in a pass from the last block on",
+    "the final norm's input, in a pass from the last block on",
     "the last block's output",
     lambda end: end.read,
     lambda end: end.resid_post,
@@ -411,7 +410,7 @@ NEXT_NORM: Component[RecordedEnd] = Component(
 FINAL_NORM = Component(
     "final_norm",
     "N(x), from the last residual stream",
-    "what the model's own final norm gives",
+    "the output of the model's own final norm",
     _normed,
     lambda end: end.normed,
     needed_for="next_norm",
@@ -430,14 +429,14 @@ END_COMPONENTS: tuple[Component[RecordedEnd], ...] = (NEXT_NORM, FINAL_NORM, LOG
 
 
 def names_needed_for(need: str) -> tuple[str, ...]:
-    """Return the components of a block that something needs (`Component.needed_for`)."""
-    return tuple(row.name for row in COMPONENTS if row.needed_for == need)
+    """Return the names of a block's components that are needed for something (`Component.needed_for`)."""
+    return tuple(each.name for each in COMPONENTS if each.needed_for == need)
 
 
 def describe() -> str:
-    """Return the table as text, a line per component."""
-    rows: tuple[Component[Any], ...] = (*COMPONENTS, *END_COMPONENTS)
-    return "\n".join(f"    {row.name:<13} {row.formula}, against {row.recorded}" for row in rows)
+    """Return the table as text, with one line per component."""
+    table: tuple[Component[Any], ...] = (*COMPONENTS, *END_COMPONENTS)
+    return "\n".join(f"    {each.name:<13} {each.formula}, against {each.recorded}" for each in table)
 
 
 __doc__ = f"{__doc__}\n{describe()}\n"

@@ -1,7 +1,7 @@
-"""Passes with interventions: the model run from a block on, or from its tokens.
+"""Passes with interventions: the model is run from a block on, or from its tokens.
 
-From a block on, a pass starts with the residual stream that a clean pass left there. The blocks below are
-not run: each returns its output of the clean pass. This works on every class, while TransformerLens's own
+From a block on, a pass starts with the residual stream that a clean pass recorded there. The blocks below are
+not run: each returns its output of the clean pass. This works on every class of TransformerLens, whose own
 `start_at_layer` is missing or wrong on several.
 """
 
@@ -39,14 +39,17 @@ def logits_from(
     positions: Int[Tensor, " row"] | Int[Tensor, "row read"] | None = None,
     **options: Any,
 ) -> Float[Tensor, "row *pos d_vocab"]:
-    """The model's logits, with hooks, from a block on.
+    """Run the model with hooks from a block on, and return its logits.
 
     Args:
-        clean, layer, fwd_hooks, options: as in `run_from`.
-        positions: unembed one position per row only, [row 1 d_vocab], or several, [row read d_vocab].
+        clean: the clean pass to start from.
+        layer: the first block to run.
+        fwd_hooks: TransformerLens hooks for this pass.
+        positions: the only positions to unembed, one or several per example; None for all.
+        **options: further arguments of `run_from`.
 
     Raises:
-        UnsupportedModelError: the block does not give its own output when run again, or the model no logits.
+        UnsupportedModelError: the block does not reproduce its output, or the model returns no logits.
     """
     with clean.lens.evaluation_mode(), unembedding_at(clean.lens.model, positions) as narrowed:
         out = run_from(clean, layer, fwd_hooks, **options)
@@ -59,7 +62,7 @@ def logits_from(
 def last_residual_from(
     clean: CleanPass, layer: int, fwd_hooks: Sequence[HookPair] = (), **options: Any
 ) -> Float[Tensor, "row pos d_model"]:
-    """What the stack's last block gives, before any final norm and head; `options` as in `run_from`."""
+    """Return the output of the stack's last block; the arguments are those of `run_from`."""
     last = clean.lens.stack.blocks[-1]
     calls: dict[int, BlockCall] = {}
     ending = [*captured_calls({0: last}, calls), forward_hook(last, stop_forward)]
@@ -69,10 +72,10 @@ def last_residual_from(
 
 
 def unembedding_from(clean: CleanPass, norm: Norm | None) -> Unembedding:
-    """The model's head, verified on a pass that reached the last block.
+    """Return the model's unembedding, verified on a pass that reached the last block.
 
     Raises:
-        UnsupportedModelError: the logits are not this final norm, then unembedding.
+        UnsupportedModelError: the logits are not the unembedding of the last residual stream after `norm`.
     """
     lens, last = clean.lens, clean.lens.n_layers - 1
     if lens.stack.name == "encoder":
@@ -85,19 +88,19 @@ def unembedding_from(clean: CleanPass, norm: Norm | None) -> Unembedding:
     resid, logits = (
         tensor[clean.real][None].to(lens.wide_dtype) for tensor in (clean.calls[last].resid_post, logits)
     )
-    head = read_unembedding(lens.model, norm, resid.shape[-1], logits.shape[-1])
-    rebuilt = head(resid)
-    scale = float((rebuilt * logits).sum() / rebuilt.square().sum())  # by least squares
+    unembedding = read_unembedding(lens.model, norm, resid.shape[-1], logits.shape[-1])
+    rebuilt = unembedding(resid)
+    scale = float((rebuilt * logits).sum() / rebuilt.square().sum())  # This is the least-squares solution.
     if abs(scale - 1) > lens.tolerance:
         # Cohere and Granite multiply the logits by a constant.
-        head = head.scaled(scale)
-    error = measure_end(LOGITS, RecordedEnd(resid, unembedding=head, logits=logits))
-    if not error <= lens.tolerance:  # so that NaN is refused too
+        unembedding = unembedding.scaled(scale)
+    error = measure_end(LOGITS, RecordedEnd(resid, unembedding=unembedding, logits=logits))
+    if not error <= lens.tolerance:  # This is also true for NaN.
         raise UnsupportedModelError(
-            "unembedding: expected logits = final norm, then unembedding; rebuilt logits are off by a relative "
-            f"{error:.1e} (a dense layer or a cap between the two can't be split by token)"
+            "unembedding: expected logits = final norm, then unembedding; rebuilt logits have a relative "
+            f"error of {error:.1e} (a dense layer or a cap between the two can't be split by token)"
         )
-    return head
+    return unembedding
 
 
 def run_from(
@@ -112,31 +115,31 @@ def run_from(
     batch: Batch | None = None,
     changes: Sequence[Change] = (),
 ) -> Any:
-    """The model's output.
+    """Run the model with interventions from a block on, and return its output.
 
     Args:
         clean: the clean pass to start from.
-        layer: first block to run.
+        layer: the first block to run.
         fwd_hooks: TransformerLens hooks for this pass, which see `[row, ...]` tensors.
-        resid_pre: what enters that block; the clean residual stream by default. Of the joint part, whose
-            first block it is, what enters the encoder and the decoder (`CleanPass.inputs`).
-        resid_post: what the last block gives: none is run.
-        rows: which prompt of the clean batch each row is (repeats allowed); all, once, by default.
-        gradients: build the graph.
-        batch: other prompts to run instead, from their tokens on: `layer` and `rows` count for nothing.
+        resid_pre: the input of that block; None for the clean residual stream. For the joint part, the inputs
+            of the encoder and the decoder (`CleanPass.inputs`).
+        resid_post: the output of the last block; no block is run then.
+        rows: the example of the clean batch that each copy is made from; None for each example once.
+        gradients: whether to build the autograd graph.
+        batch: other prompts to run instead, from their tokens on; `layer` and `rows` have no effect then.
         changes: further changes to the model.
     """
     lens = clean.lens
-    enters: list[Change] = []
+    entering: list[Change] = []
     if resid_post is not None:
         batch = clean.batch if rows is None else clean.batch.select(rows)
-        ends = (with_first(clean.calls[number].output, resid_post) for number in range(lens.n_layers))
-        enters = [_skipped(block, end) for block, end in zip(lens.stack.blocks, ends, strict=True)]
+        outputs = (with_first(clean.calls[number].output, resid_post) for number in range(lens.n_layers))
+        entering = [_skipped(block, output) for block, output in zip(lens.stack.blocks, outputs, strict=True)]
     elif batch is None:
-        enters = _entered_at(clean, lens.layer_index(layer), resid_pre, rows)
+        entering = _entered_at(clean, lens.layer_index(layer), resid_pre, rows)
         batch = clean.batch if rows is None else clean.batch.select(rows)
     try:
-        return _run_batch(lens, batch, fwd_hooks, gradients=gradients, changes=[*enters, *changes])
+        return _run_batch(lens, batch, fwd_hooks, gradients=gradients, changes=[*entering, *changes])
     except StopForward:
         raise
     except Exception as problem:
@@ -178,7 +181,7 @@ def prompt_logits(lens: Lens, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
 
 
 def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Tensor | None) -> list[Change]:
-    """What makes a pass enter the model at a block."""
+    """Return the changes that make a pass start at a block."""
     lens, blocks = clean.lens, clean.lens.stack.blocks
     replay = clean.replay(start)
     replay.prepare()
@@ -187,7 +190,7 @@ def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Te
         entry = clean.calls[start].resid_pre
         resid_pre = entry if rows is None else entry.index_select(0, rows)
     elif lens.stack.source is not None:
-        # Of the joint part the first positions enter the encoder.
+        # For the joint part, the first positions enter the encoder.
         below = clean.batch.tokens.shape[1]
         entries = [(lens.stack.source.blocks[0], slice(below)), (blocks[start], slice(below, None))]
     outputs = [clean.calls[lower].output for lower in range(start)]
@@ -199,5 +202,5 @@ def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Te
 
 
 def _skipped(block: nn.Module, output: Any) -> Change:
-    """The block gives back a recorded output instead of running (a hook would let it run first)."""
+    """Return a change that makes a block return a recorded output without running, as a hook could not."""
     return replace_method(block, "forward", lambda *args, **kwargs: output)

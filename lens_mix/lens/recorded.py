@@ -1,4 +1,4 @@
-"""What a clean pass recorded of one block, or after the last one, in the dtype of the rebuilding."""
+"""The tensors that a clean pass recorded of one block, or after the last one, to rebuild components from."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lens_mix.lens.unembedding import Unembedding
 
 @dataclasses.dataclass(frozen=True)
 class RecordedBlock:
-    """The recorded tensors of one block, and what the block is read as.
+    """The recorded tensors of one block, and its anatomy.
 
-    A tensor is converted when it is first read, so that a component costs only what it needs.
+    A tensor is converted to `wide_dtype` when it is first read, so unread tensors cost nothing.
 
     Attributes:
-        clean: the clean pass; it recorded what the evaluated components read.
+        clean: the clean pass, which recorded the tensors that the components read.
         layer: the block.
-        anatomy: what the block is read as.
-        outputs: by role, the outputs of modules in the block, at all positions. A run does not record them.
-        places: which of the rows that the clean pass recorded; None: all of them.
+        anatomy: the anatomy to rebuild the block with.
+        outputs: role -> output of a module in the block, at all positions. A run does not record them.
+        places: indices into the rows that the clean pass recorded; None for all of them.
     """
 
     clean: CleanPass
@@ -38,15 +38,15 @@ class RecordedBlock:
     places: Int[Tensor, "batch row"] | None = None
 
     def at(self, places: Int[Tensor, "batch row"]) -> RecordedBlock:
-        """Return the same block at some of the rows that the clean pass recorded."""
+        """Return this block at some of the rows that the clean pass recorded."""
         return dataclasses.replace(self, places=places)
 
     def read_as(self, anatomy: BlockAnatomy) -> RecordedBlock:
-        """Return the same tensors, read with another anatomy."""
+        """Return the same tensors with another anatomy."""
         return dataclasses.replace(self, anatomy=anatomy)
 
     def scaled(self, factors: Float[Tensor, " head"]) -> RecordedBlock:
-        """Return the same block with a pattern that is multiplied by a factor per head."""
+        """Return this block with its pattern multiplied by a factor per head."""
         clean = dataclasses.replace(self.clean, z_factors={**self.clean.z_factors, self.layer: factors})
         return dataclasses.replace(self, clean=clean)
 
@@ -57,7 +57,7 @@ class RecordedBlock:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """What components are rebuilt in: float32 at least."""
+        """The dtype of the rebuilding: the model's, but float32 at least."""
         return self.clean.lens.wide_dtype
 
     @property
@@ -67,12 +67,12 @@ class RecordedBlock:
 
     @property
     def z_factors(self) -> Float[Tensor, " head"] | None:
-        """What the user's hooks multiply z of each head by; None if they do not."""
+        """The factors by which user hooks multiply z of each head; None if they do not."""
         return self.clean.z_factors.get(self.layer)
 
     @functools.cached_property
     def pattern(self) -> Float[Tensor, "batch head row key"]:
-        """The recorded pattern, times `z_factors`."""
+        """The recorded pattern times `z_factors`."""
         pattern = self._wide(rows_at(self.clean.tensor("pattern", self.layer), self.places, axis=2))
         factors = self.z_factors
         return pattern if factors is None else pattern * factors.to(pattern.dtype)[:, None, None]
@@ -84,12 +84,12 @@ class RecordedBlock:
 
     @functools.cached_property
     def z(self) -> Float[Tensor, "batch row ..."]:
-        """The mixed values; the heads may be flattened."""
+        """The mixed values; their heads may be flattened."""
         return self._wide(rows_at(self.clean.tensor("z", self.layer), self.places))
 
     @functools.cached_property
     def key_input(self) -> Float[Tensor, "batch key d_model"] | None:
-        """The residual stream that values are computed from; None if that is the encoder's output."""
+        """The residual stream that values are computed from; None for cross-attention."""
         is_cross = self.clean.lens.stack.is_cross
         return None if is_cross else self._wide(self.clean.calls[self.layer].resid_pre)
 
@@ -97,7 +97,7 @@ class RecordedBlock:
     def resid_pre(self) -> Float[Tensor, "batch row d_model"]:
         """The residual stream that the attention's branch is added to."""
         x, before = self._of_positions(self.clean.resid_pre(self.layer)), self.output("before")
-        # A block that is read by its cross-attention starts after its self-attention.
+        # With the anatomy of its cross-attention, a block starts after its self-attention.
         return x if before is None else self.anatomy.entered(x, before)
 
     @functools.cached_property
@@ -106,11 +106,11 @@ class RecordedBlock:
         return self._of_positions(self.clean.calls[self.layer].resid_post)
 
     def output(self, role: str) -> Float[Tensor, "batch row d_model"] | None:
-        """Return what a module in the block gave; None if that was not recorded."""
+        """Return the output of a module in the block; None if it was not recorded."""
         return self._of_positions(self.outputs[role]) if role in self.outputs else None
 
     def replay_with(self, fwd_hooks: Sequence[HookPair]) -> tuple[Tensor, Tensor | None]:
-        """Return the block's output and z of a replay with hooks; z is None if its hook never fired."""
+        """Return the block's output and z in a replay with hooks; z is None if its hook never fired."""
         store: dict[str, Tensor] = {}
         name = self.clean.lens.stack.hook_name("z", self.layer)
         out = self.clean.replay(self.layer).run([*fwd_hooks, record(store, name)])
@@ -118,12 +118,12 @@ class RecordedBlock:
 
     @property
     def real_rows(self) -> Bool[Tensor, "batch row"]:
-        """Which rows are the prompts' own; the others are padding."""
+        """The mask of the rows that are the prompts' own; the others are padding."""
         return rows_at(self.clean.real_rows, self.places)
 
     @property
     def real_keys(self) -> Bool[Tensor, "batch key"]:
-        """Which positions of `key_input` are the prompts' own."""
+        """The mask of the positions of `key_input` that are the prompts' own."""
         return self.clean.real
 
     @functools.cached_property
@@ -142,15 +142,15 @@ class RecordedBlock:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedEnd:
-    """What was recorded after the last block, at the prompts' own positions, and what that is read as.
+    """The tensors recorded after the last block, at the prompts' own positions, and the modules read there.
 
     Attributes:
         resid_post: the residual stream that leaves the last block.
-        read: what the model's final norm reads.
+        read: the input of the model's final norm.
         norm: the final norm; None if there is none.
-        normed: what the model's final norm gives.
-        unembedding: final norm and unembedding.
-        logits: the model's.
+        normed: the output of the model's final norm.
+        unembedding: the final norm and the unembedding.
+        logits: the model's logits.
     """
 
     resid_post: Float[Tensor, "1 row d_model"]

@@ -1,6 +1,7 @@
-"""The replay: one block run again with hooks, in one copy or several, from the arguments of the clean pass.
+"""The replay: one block is run again with hooks, in one or more copies, with the arguments of the clean pass.
 
-Called with the residual stream alone, many blocks of a TransformerBridge run without rotary angles and mask.
+The residual stream alone is not enough: without rotary angles and mask, many Bridge blocks compute something
+else.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _RESIDUAL_KEYWORDS = ("hidden_states", "resid_pre")  # Hugging Face's blocks, an
 
 _Key = TypeVar("_Key")
 
-# How one captured argument follows the batch: (tensor, rows, batch size, heads) -> tensor.
+# Repeats the examples of one captured argument: (tensor, rows, batch size, heads) -> tensor.
 _Expansion = Callable[[Tensor, Tensor, int, int], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockCall:
-    """What one block was called with and what it returned, in the clean pass."""
+    """The arguments and the output of one block in the clean pass."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -53,20 +54,24 @@ class BlockCall:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """A block returns its residual stream alone or first in a tuple or list."""
+    """Return the residual stream of a block's output, which may be the first item of a tuple or list."""
     residual: Tensor = output[0] if isinstance(output, tuple | list) else output
     return residual
 
 
 def with_first(output: Any, tensor: Tensor) -> Any:
-    """What a block or module returns, with another tensor first."""
+    """Return the output of a block or module with its first tensor replaced."""
     return type(output)((tensor, *output[1:])) if isinstance(output, tuple | list) else tensor
 
 
 def enter_with(residual: Float[Tensor, "batch pos d_model"], span: slice = slice(None)) -> Callable[..., Any]:
-    """A forward pre-hook (with keyword arguments) that makes a block start from some positions of `residual`.
+    """Return a forward pre-hook (with keyword arguments) that replaces a block's input.
 
-    These are taken when the block is called, as gradients may be off before.
+    Positions are selected when the block is called, because gradients may be off before that.
+
+    Args:
+        residual: the new input.
+        span: the positions of `residual` that enter the block.
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,12 +84,12 @@ def enter_with(residual: Float[Tensor, "batch pos d_model"], span: slice = slice
 
 
 def _follow_batch(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Tensor:
-    """The first axis is the batch where it has the batch's size; else it is shared."""
+    """Repeat along the first axis if it has the batch's size; else return the tensor as it is."""
     return tensor.index_select(0, rows) if tensor.ndim and tensor.shape[0] == batch else tensor
 
 
 def _follow_batch_and_heads(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Tensor:
-    """As above, and a first axis of batch * heads is both (BLOOM's alibi)."""
+    """Repeat as `_follow_batch` does, and also along a first axis of batch * heads (BLOOM's alibi)."""
     if tensor.ndim and tensor.shape[0] == batch * heads and heads > 1:
         by_head: Tensor = tensor.unflatten(0, (batch, heads))
         return by_head.index_select(0, rows).flatten(0, 1)
@@ -92,7 +97,7 @@ def _follow_batch_and_heads(tensor: Tensor, rows: Tensor, batch: int, heads: int
 
 
 def _share_head_axis(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Tensor:
-    """As the first, but a first axis that could be heads is heads (MPT's position bias, batch = heads)."""
+    """Repeat as `_follow_batch` does, but not along a first axis of heads (MPT's bias if batch = heads)."""
     is_bias = tensor.ndim == 3 and tensor.shape[:2] == (heads, 1)
     return tensor if is_bias else _follow_batch(tensor, rows, batch, heads)
 
@@ -102,16 +107,16 @@ _EXPANSIONS: tuple[_Expansion, ...] = (_follow_batch_and_heads, _follow_batch, _
 
 @dataclasses.dataclass(eq=False)
 class BlockReplay:
-    """One block of one clean pass, ready to run again.
+    """One block of one clean pass, which can be run again.
 
-    The captured arguments do not say which of their axes is the batch, so the ways they can be read are
-    tried, and the one that reproduces the block's own output is used; if none does, the replay refuses.
+    It is unknown which axes of the captured arguments are the batch. The possible readings are tried, and the
+    first that reproduces the block's own output is used. If none does, the replay raises an error.
 
     Attributes:
         lens: the face of the model.
-        layer: which block.
+        layer: the block's number.
         call: its arguments and output in the clean pass.
-        real: which positions of the batch are the prompts' own.
+        real: the mask of the positions that are the prompts' own.
     """
 
     lens: Lens
@@ -123,25 +128,26 @@ class BlockReplay:
     def run(
         self, fwd_hooks: Sequence[HookPair] = (), rows: Int[Tensor, " row"] | None = None
     ) -> Float[Tensor, "row pos d_model"]:
-        """Return the block's output when it is run again with hooks.
+        """Run the block again with hooks and return its output.
 
         Args:
             fwd_hooks: TransformerLens hooks, which see `[row, ...]` tensors.
-            rows: which prompt of the clean batch each copy is; None: the batch as it is, with the very
-                arguments of the clean pass.
+            rows: the example of the clean batch that each copy is made from; None for the batch itself, with
+                the arguments of the clean pass.
 
         Raises:
-            UnsupportedModelError: copies are wanted, and the block does not give its own output in copies.
+            UnsupportedModelError: copies are requested, and the block does not reproduce its output in
+                copies.
         """
         expansion = None if rows is None else self.prepare()
         with self.lens.evaluation_mode(), self.lens.hooked(fwd_hooks):
             return self._run(rows, expansion)
 
     def prepare(self) -> _Expansion:
-        """Verify, once, that the block run again gives its own output; to be called without any hook on.
+        """Verify once that the block, when it is run again, reproduces its output. No hook may be on it.
 
         Raises:
-            UnsupportedModelError: it does not.
+            UnsupportedModelError: the block does not reproduce its output.
         """
         if self._expansion is None:
             with self.lens.evaluation_mode():
@@ -154,7 +160,7 @@ class BlockReplay:
             try:
                 error = self._error(expansion)
             except (RuntimeError, ValueError, IndexError) as problem:
-                if is_out_of_memory(problem):  # on a GPU a RuntimeError too
+                if is_out_of_memory(problem):  # This is a RuntimeError on a GPU.
                     raise
                 failures.append(f"{type(problem).__name__}: {str(problem)[:120]}")
                 continue
@@ -167,7 +173,7 @@ class BlockReplay:
         )
 
     def expand(self, value: Any, rows: Int[Tensor, " row"]) -> Any:
-        """Tensors of the clean pass (alone, or in tuples and lists) for the given rows of its batch."""
+        """Return tensors of the clean pass (alone, or in tuples and lists) for the given examples."""
         return self._expand(value, rows, self.prepare())
 
     def _expand(self, value: Any, rows: Tensor, expansion: _Expansion) -> Any:
@@ -187,40 +193,46 @@ class BlockReplay:
 
     def _error(self, expansion: _Expansion) -> float:
         batch = self.call.resid_pre.shape[0]
-        # Another number of prompts, in another order, one of them twice: a wrong axis shows.
+        # A changed number and order of prompts, one of them twice, reveals a wrong axis.
         rows = torch.tensor([batch - 1, 0, batch - 1], device=self.call.resid_pre.device, dtype=torch.long)
         clean = self.call.resid_post.index_select(0, rows)
         return relative_error(self._run(rows, expansion), clean, self.real.index_select(0, rows))
 
 
 def is_out_of_memory(problem: Exception) -> bool:
-    """Whether memory ran out, which says nothing of the model."""
+    """Return whether an error means that memory ran out, which is not a fault of the model."""
     texts = ("out of memory", "not enough memory", "can't allocate")
     return isinstance(problem, torch.cuda.OutOfMemoryError) or any(text in str(problem) for text in texts)
 
 
 def relative_error(
-    got: Float[Tensor, "*batch d"], expected: Float[Tensor, "*batch d"], keep: Tensor | None = None
+    got: Float[Tensor, "*batch d"], expected: Float[Tensor, "*batch d"], counted: Tensor | None = None
 ) -> float:
-    """Largest error per position, relative to that position's own size (so no large token hides a small one).
+    """Return the largest error of a position, relative to the norm of its own vector.
 
-    `keep` is a bool over all axes but the last: the positions that count. NaN where one of these has any.
+    The norm is that of the position, because a large vector elsewhere would otherwise hide the error of a
+    small one. The result is NaN if a compared position has a NaN.
+
+    Args:
+        got: the vectors to compare.
+        expected: the vectors to compare them with.
+        counted: the mask of the positions to compare, over all axes but the last; None for all.
     """
     wide = torch.float64 if expected.dtype == torch.float64 else torch.float32
     difference = torch.linalg.vector_norm((got.to(wide) - expected.to(wide)), dim=-1)
     size = torch.linalg.vector_norm(expected.to(wide), dim=-1)
     ratio = torch.where(difference == 0, 0, difference / size)
-    ratio = ratio if keep is None else ratio[keep]
+    ratio = ratio if counted is None else ratio[counted]
     return float(ratio.max()) if ratio.numel() else 0.0
 
 
 def captured_calls(modules: Mapping[_Key, nn.Module], calls: dict[_Key, BlockCall]) -> list[Change]:
-    """Hooks that record the arguments and the output of blocks, or of modules in them, into `calls`."""
+    """Return hooks that record the arguments and the output of blocks or other modules into `calls`."""
 
-    def keep(key: _Key, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def record_call(key: _Key, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         calls[key] = BlockCall(args, dict(kwargs), output)
 
     return [
-        forward_hook(module, functools.partial(keep, key), with_kwargs=True)
+        forward_hook(module, functools.partial(record_call, key), with_kwargs=True)
         for key, module in modules.items()
     ]

@@ -1,6 +1,6 @@
 """The states of a block in the clean pass: each is computed once, for all methods of a run.
 
-The names follow the equations of `lens_mix.lens.anatomy`. Methods read states here and compute none.
+The names follow the equations of `lens_mix.lens.anatomy`. Methods read states from here only.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 
 class BlockStates:
-    """The states of one block between its input and its output, and its norms held at them.
+    """The states of one block between its input and its output, and its norms linearised at them.
 
     Args:
-        anatomy: what the block is made of.
-        resid_pre: what enters it; the states have this dtype.
-        attention_out: what its attention gave, before any norm; it may be wider.
+        anatomy: the block's components and their order.
+        resid_pre: the block's input; the states have its dtype.
+        attention_out: the attention's output, before any norm; its dtype may be wider.
 
     Attributes:
         anatomy, resid_pre: as given.
-        cross_out: the output of a decoder's cross-attention, before any norm; None without one.
+        cross_out: the output of a decoder's cross-attention, before any norm; None without cross-attention.
     """
 
     cross_out: Float[Tensor, "*batch d_model"] | None = None
@@ -52,57 +52,57 @@ class BlockStates:
 
     @constant
     def attention_sum(self) -> Float[Tensor, "*batch d_model"]:
-        """The sum of the residual stream and the attention branch, before any norm on it."""
+        """Return the sum of the residual stream and the attention branch, before any norm on it."""
         return self.anatomy.attention_sum(self.resid_pre, self.attention_out)
 
     @constant
     def mid(self) -> Float[Tensor, "*batch d_model"]:
-        """The residual stream after the attention branch, before any cross-attention."""
+        """Return the residual stream after the attention branch, before any cross-attention."""
         norm = self.anatomy.attention_residual
         return self.attention_sum if norm is None else norm(self.attention_sum)
 
     @constant
     def cross_sum(self) -> Float[Tensor, "*batch d_model"]:
-        """The sum of `mid` and the cross-attention, before any norm on it; `mid` without cross-attention."""
+        """Return `mid` plus the cross-attention, before any norm on it; `mid` without cross-attention."""
         return self.mid if self.cross_out is None else self.mid + self.cross_out
 
     @constant
     def cross_mid(self) -> Float[Tensor, "*batch d_model"]:
-        """The residual stream that the feed-forward's branch is added to."""
+        """Return the residual stream that the feed-forward's branch is added to."""
         norm = self.anatomy.cross_residual
         return self.cross_sum if norm is None else norm(self.cross_sum)
 
     @constant
     def read(self) -> Float[Tensor, "*batch d_model"]:
-        """What the feed-forward reads, after its norm."""
+        """Return the feed-forward's input, after its norm."""
         return self.anatomy.feed_forward_in(self.resid_pre, self.cross_mid)
 
     @constant
     def pre_activations(self) -> list[Float[Tensor, "*batch d_mlp"]]:
-        """`read` times each input matrix of the feed-forward (the gate's first), biases included."""
+        """Return `read` times each input matrix of the feed-forward (the gate's first), with biases."""
         return self._feed_forward.pre_activations(self.read)
 
     @constant
     def feed_forward_out(self) -> Float[Tensor, "*batch d_model"]:
-        """The feed-forward's output, before any norm."""
+        """Return the feed-forward's output, before any norm."""
         return self._feed_forward.output(self.pre_activations)
 
     @constant
     def feed_forward_added(self) -> Float[Tensor, "*batch d_model"]:
-        """What the feed-forward's branch adds to the residual stream."""
+        """Return the vector that the feed-forward's branch adds to the residual stream."""
         return self.anatomy.feed_forward_added(self.feed_forward_out)
 
     @constant
     def feed_forward_sum(self) -> Float[Tensor, "*batch d_model"]:
-        """The sum of the residual stream and the feed-forward's branch, before any norm on it."""
-        has_none = self.anatomy.feed_forward_kind == "none"
-        return self.cross_mid if has_none else self.cross_mid + self.feed_forward_added
+        """Return the sum of the residual stream and the feed-forward's branch, before any norm on it."""
+        is_absent = self.anatomy.feed_forward_kind == "none"
+        return self.cross_mid if is_absent else self.cross_mid + self.feed_forward_added
 
-    # ------------------------------------------------------------------ norms, each held at what it reads
+    # ------------------------------------------------------------------ norms, each linearised at its input
 
     @functools.cached_property
     def attention_branch(self) -> LinearNorm:
-        """The norm on the attention branch; this and the following are the identity without a norm."""
+        """The norm on the attention branch; like those below, the identity if the block has no such norm."""
         return self._linear(self.anatomy.attention_branch, lambda: self.attention_out)
 
     @functools.cached_property
@@ -134,7 +134,7 @@ class BlockStates:
         return self._linear(self.anatomy.feed_forward_residual, lambda: self.feed_forward_sum)
 
     def _linear(self, norm: Norm | None, state: Callable[[], Tensor]) -> LinearNorm:
-        # A state that no norm reads may be expensive, or unknown.
+        # A state that no norm reads is not computed: it may be expensive or unknown.
         return LinearNorm(None, self.resid_pre) if norm is None else norm.linear_at(state())
 
     @property
@@ -146,7 +146,7 @@ class BlockStates:
 
 
 class CleanStates(BlockStates):
-    """The states of a block at its asked rows, from its recorded pattern and values; made by `states_of`.
+    """The states of a block at its requested rows, from its recorded pattern and values; see `states_of`.
 
     Attributes:
         pattern, value: as recorded, and detached.
@@ -159,7 +159,7 @@ class CleanStates(BlockStates):
         dtypes: tuple[torch.dtype, torch.dtype],
         cross_out: Float[Tensor, "batch query d_model"] | None,
     ) -> None:
-        # No reference to the block, whose cache refers to its states: memory would be freed late.
+        # The block's cache refers to its states: a reference back would delay freeing their memory.
         dtype, self._attention_dtype = dtypes
         self.anatomy, self.layer = block.anatomy, block.layer
         self.pattern, self.value = (block.recorded(role)[prompts].detach() for role in ("pattern", "value"))
@@ -169,7 +169,7 @@ class CleanStates(BlockStates):
 
     @constant
     def attention_total(self) -> Float[Tensor, "batch query d_model"]:
-        """What all heads send to each row from all keys: the attention's output without b_O."""
+        """Return the attention's output without b_O: the sum of all heads and keys for each row."""
         path = self.anatomy.value_path
         if path is None:
             raise ValueError(f"block {self.layer}: expected value and output matrices, found none")
@@ -178,13 +178,13 @@ class CleanStates(BlockStates):
 
     @constant
     def attention_out(self) -> Float[Tensor, "batch query d_model"]:
-        """The attention's output, with b_O, before any norm."""
+        """Return the attention's output, with b_O, before any norm."""
         total, path = self.attention_total, self.anatomy.value_path
         return total if path is None or path.b_O is None else total + path.b_O.to(total.dtype)
 
     @functools.cached_property
     def attention_input(self) -> LinearNorm:
-        """The norm before the attention, at all positions, since queries read keys that are not asked for."""
+        """The norm before the attention, at all positions, because rows read keys that are not requested."""
         return LinearNorm(self.anatomy.attention_input, self._whole_resid_pre.to(self.resid_pre.dtype))
 
 
@@ -200,10 +200,10 @@ def states_of(
 
     Args:
         block: a block whose clean pass recorded "pattern" and "value", and whose attention is verified.
-        prompts: the prompts of the batch that are wanted.
-        dtype: the dtype of the states; None: the model's, float32 at least.
-        attention_dtype: the dtype of `attention_out`, where that is to be wider; None: that of the others.
-        cross_out: `lens_mix.lens.cross.cross_output`, for states behind a decoder's cross-attention.
+        prompts: the requested prompts of the batch.
+        dtype: the dtype of the states; None for the model's, but float32 at least.
+        attention_dtype: the dtype of `attention_out`, if it has to be wider; None for `dtype`.
+        cross_out: `lens_mix.lens.cross.cross_output`, for states after a decoder's cross-attention.
     """
     start, stop, _ = prompts.indices(len(block.batch))
     dtype = dtype or torch.promote_types(block.resid_pre.dtype, torch.float32)
@@ -213,14 +213,14 @@ def states_of(
 
 
 def shared(block: Block, name: object, make: Callable[[], T]) -> T:
-    """Return what `make` gives, once for all methods that map these rows of the block.
+    """Return the result of `make`, computed once for all methods that map these rows of the block.
 
-    Under a memory bound nothing is kept, so that each method's memory can be counted.
+    Under a memory bound no result is stored, so that each method's memory can be counted.
     """
     if block.max_memory is not None:
         return make()
-    # One run may want rows of one method and whole maps of another (`Method.takes_rows`).
-    known = block.cache.get((name, block.every_query))
-    if known is None or not (block.every_query or torch.equal(known[0], block.queries)):
-        known = block.cache[name, block.every_query] = (block.queries, make())
-    return known[1]
+    # One run may request rows of one method and whole maps of another (`Method.takes_rows`).
+    stored = block.cache.get((name, block.every_query))
+    if stored is None or not (block.every_query or torch.equal(stored[0], block.queries)):
+        stored = block.cache[name, block.every_query] = (block.queries, make())
+    return stored[1]

@@ -1,4 +1,4 @@
-"""What turns the last residual stream into logits: the final norm and the unembedding, verified or narrowed."""
+"""The final norm and the unembedding, which turn the last residual stream into logits."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ from lens_mix.lens.users_hooks import has_user_hooks
 
 @dataclasses.dataclass(frozen=True)
 class Unembedding:
-    """logits = norm(resid) W_U + b_U; a constant that some models multiply the logits by is in both."""
+    """The map logits = norm(resid) W_U + b_U; W_U and b_U include any constant factor of the logits."""
 
     norm: Norm | None
     W_U: Float[Tensor, "d_model d_vocab"]
     b_U: Float[Tensor, " d_vocab"] | None
 
     def __call__(self, resid: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
-        """Return the logits of residual streams."""
+        """Return the logits of last residual streams."""
         out = (resid if self.norm is None else self.norm(resid)) @ self.W_U.to(resid.dtype)
         return out if self.b_U is None else out + self.b_U.to(resid.dtype)
 
     def scaled(self, scale: float) -> Unembedding:
-        """Return the unembedding with logits that are multiplied by a constant."""
+        """Return the unembedding whose logits are multiplied by a constant."""
         return Unembedding(self.norm, self.W_U * scale, None if self.b_U is None else self.b_U * scale)
 
 
 def read_unembedding(
     model: TransformerLensModel, norm: Norm | None, d_model: int, d_vocab: int
 ) -> Unembedding:
-    """Return the model's unembedding behind its final `norm`, as its weights give it.
+    """Return the model's unembedding after its final `norm`, as read from its weights.
 
     Raises:
-        UnsupportedModelError: there is none, or the model puts a soft cap behind it.
+        UnsupportedModelError: the model has no readable unembedding, or applies a soft cap to the logits.
     """
-    # Small logits pass a soft cap almost unchanged, so what is named is not left to the numbers.
+    # A soft cap hardly changes small logits, so comparing numbers might not detect it: read the
+    # configuration.
     cap = _soft_cap(model)
     if cap is not None:
         raise UnsupportedModelError(
@@ -72,31 +73,32 @@ def _soft_cap(model: TransformerLensModel) -> float | None:
 
 
 def read_b_U(model: TransformerLensModel) -> Float[Tensor, " d_vocab"] | None:
-    """The bias of the unembedding, where the model has one of both."""
-    present = isinstance(getattr(model, "unembed", None), nn.Module)
-    return _weight(model, "b_U") if present else None
+    """Return the bias of the unembedding; None if the model has no unembedding, or one without a bias."""
+    has_unembedding = isinstance(getattr(model, "unembed", None), nn.Module)
+    return _weight(model, "b_U") if has_unembedding else None
 
 
 def _weight(model: TransformerLensModel, name: str) -> Tensor | None:
-    weight = read_weight(model, name)  # some classes have it on the model, some on its unembedding alone
+    # Some classes have the weight on the model, others only on its unembedding.
+    weight = read_weight(model, name)
     return read_weight(getattr(model, "unembed", None), name) if weight is None else weight
 
 
 def row_at(tensor: Tensor, positions: Tensor) -> Tensor:
-    """One position of each row of [row pos ...], as [row 1 ...]; several, given as [row read]."""
+    """Return given positions of each example: [example pos ...] at [example read] as [example read ...]."""
     places = positions.to(tensor.device).reshape(len(tensor), -1)
     return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], places]
 
 
 def _is_watched(model: TransformerLensModel, unembed: nn.Module) -> bool:
-    """Return whether user hooks see what is unembedded, and may count on its positions."""
+    """Return whether user hooks read the unembedding's input or output, and may rely on its positions."""
     wholes = [model, getattr(model, "original_model", None)]
     return has_user_hooks([*unembed.modules(), *(m for m in wholes if isinstance(m, nn.Module))])
 
 
 @contextlib.contextmanager
 def unembedding_at(model: TransformerLensModel, positions: Tensor | None) -> Iterator[list[bool]]:
-    """Only logits of one position per row, or of [row read], are made; the list is filled if that held."""
+    """Enter a context in which only the logits of some positions are computed; the list is filled if so."""
     narrowed: list[bool] = []
     unembed = getattr(model, "unembed", None)
     if positions is None or not isinstance(unembed, nn.Module) or _is_watched(model, unembed):

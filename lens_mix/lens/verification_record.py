@@ -1,4 +1,4 @@
-"""The record of a verification: how well each part of each block was rebuilt."""
+"""The record of a verification: how well each component of each block was rebuilt."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ class Verification:
     """The verification of one stack.
 
     Attributes:
-        parts: one entry per block and part.
-        anatomy: what each block was found to be; of a hybrid, each that has attention.
-        causal: whether no query saw a later key in any block.
-        next_norm_failures: by layer, why it is not known which norm reads its output; none where it is.
-        masks_padding: side of the padding -> whether it is kept out of attention; the sides that were tried.
-        unembedding_failure: why the logits can't be computed from the last residual stream; None when they can.
-        source: of the joint part, the encoder's.
-        z_factors: by layer, z of each head over pattern @ values, where that is not 1 (an ablated head).
+        components: one entry per block and component.
+        anatomy: layer -> the anatomy that was found for the block. Blocks of a hybrid that have no attention
+            are left out.
+        causal: whether no query attended to a later key in any block.
+        next_norm_failures: layer -> why it is unknown which norm reads the block's output. A layer whose norm
+            is known is left out.
+        masks_padding: side of the padding -> whether attention ignores it, for the sides that were tried.
+        unembedding_failure: why the logits can't be computed from the last residual stream; None if they can.
+        z_factors: layer -> z of each head divided by pattern @ values, if that is not 1 (an ablated head).
+        source: the verification of the encoder, for the joint part; None otherwise.
     """
 
     components: tuple[ComponentError, ...]
@@ -41,7 +43,7 @@ class Verification:
     source: Verification | None = None
 
     def failure(self, names: Collection[str]) -> str | None:
-        """Why the named parts are not all verified; None when they are."""
+        """Return why the named components are not all verified; None if they are."""
         for entry in self.components:
             if entry.component in names and not entry.ok:
                 size = "no rebuilding" if entry.error is None else f"relative error {entry.error:.1e}"
@@ -54,18 +56,18 @@ class Verification:
 
     @property
     def is_smooth(self) -> bool:
-        """Whether all feed-forwards are verified, and none of them has a kink (ReLU) or chooses experts."""
-        forwards = [block.feed_forward for block in self.anatomy.values() if block.feed_forward is not None]
+        """Whether all feed-forwards are verified, and none has a kink (ReLU) or selects experts."""
+        feed_forwards = [block.feed_forward for block in self.anatomy.values() if block.feed_forward]
         verified = self.failure((FEED_FORWARD.name,)) is None
-        return verified and all(each.activation not in WITH_KINK for each in forwards)
+        return verified and all(each.activation not in WITH_KINK for each in feed_forwards)
 
     @property
     def hooks_failure(self) -> str | None:
-        """Why hooks on values and patterns can't be trusted on this model; None when they can."""
+        """Why hooks on values and patterns can't be used on this model; None if they can."""
         failure = self.failure(_HOOK_COMPONENTS)
         return failure if self.source is None or failure is not None else self.source.hooks_failure
 
     @property
     def algebra_failure(self) -> str | None:
-        """Why the blocks can't be computed from their parts; None when they can."""
+        """Why the blocks can't be computed from their components; None if they can."""
         return self.hooks_failure or self.failure(ALGEBRA_COMPONENTS)

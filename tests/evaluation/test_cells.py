@@ -323,6 +323,6 @@ def test_a_pruned_head_is_refused(model, prompt):
     """A user hook scales z after the pattern, so a replaced pattern would lose its effect."""
     with (
         lm.evaluation.pruned(model, [(0, 1)]),
-        pytest.raises(lm.UnsupportedModelError, match="scaled by a hook"),
+        pytest.raises(lm.UnsupportedModelError, match="a hook scales z"),
     ):
         keep_cells(model, prompt, uniform_map(6))

@@ -184,7 +184,7 @@ def test_an_edit_without_effect_is_found_at_the_positions_of_a_prompt(factory: A
     assert measured_on_the_prompt(model, prompt, components.ZERO_VALUE).ok
     freeze_z(model, LATE)
     entry = measured_on_the_prompt(model, prompt, components.ZERO_VALUE)
-    assert (entry.ok, entry.note) == (False, "the edit did not change the block's output")
+    assert (entry.ok, entry.note) == (False, "the intervention did not change the block's output")
 
 
 def bend_logits(model: Any, start: int) -> None:
@@ -233,7 +233,7 @@ def test_a_fault_in_what_the_final_norm_reads_is_found_by_its_row_alone(
     last = model.cfg.n_layers - 1
     model.ln_final.register_forward_pre_hook(lambda module, given: (bent(given[0], 3), *given[1:]))
     (reason,) = lm.check(model, prompt).verification.next_norm_failures.values()
-    assert "final norm: expected the norm that TransformerLens maps to read what the last block" in reason
+    assert "final norm: expected the norm that TransformerLens maps to read the last block's output" in reason
     with pytest.raises(lm.UnsupportedModelError, match="final norm: expected the norm"):
         lm.run(model, prompt, lm.AtbFfResLn(next_norm=True), layers=[last])
     blind = dataclasses.replace(components.NEXT_NORM, rebuild=components.NEXT_NORM.compare_with)

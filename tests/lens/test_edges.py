@@ -145,9 +145,7 @@ def test_an_adapter_over_values_is_mapped_and_one_over_the_output_named(size):
 
     projection = model.blocks[0].attn.o
     projection.set_original_component(Adapted(projection.original_component))
-    with pytest.raises(
-        lm.UnsupportedModelError, match=r"a LoRA adapter lies over .*merge it into the weights"
-    ):
+    with pytest.raises(lm.UnsupportedModelError, match=r"a LoRA adapter is on .*merge it into the weights"):
         lm.run(model, tokens(model, 1, 7), "value_norm")
     assert lm.support(model)["value_zeroing"] == "ok (hooks)"
 
@@ -223,9 +221,7 @@ def test_an_unknown_activation_refuses_only_what_needs_the_feed_forward():
         pytest.skip("no bridge for it here")
     model = bridge("apertus")
     assert lm.run(model, tokens(model, 1, 7), "value_norm").provenance["engine"] == "algebra"
-    with pytest.raises(
-        lm.UnsupportedModelError, match="the activation XIELUActivation is not among those known"
-    ):
+    with pytest.raises(lm.UnsupportedModelError, match="the activation XIELUActivation is unknown"):
         lm.run(model, tokens(model, 1, 7), "atb_ff")
 
 
@@ -262,7 +258,7 @@ def test_quantised_weights_are_named_and_maps_that_read_none_are_made(kind):
     for block in model.blocks:
         block.attn.o.set_original_component(kind(block.attn.o.original_component))
     x = tokens(model, 1, 7)
-    words = rf"holds quantised weights \({kind.__name__}\), which are not read"
+    words = rf"has quantised weights \({kind.__name__}\), which are not read"
     with pytest.raises(lm.UnsupportedModelError, match=words):
         lm.run(model, x, "value_norm")
     # The plain matrix has the same numbers.

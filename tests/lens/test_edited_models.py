@@ -140,6 +140,9 @@ def test_a_pattern_cannot_be_put_into_scaled_heads(name: str) -> None:
     scaling = model.hooks([(f"{LAYER}.hook_z", scaled(0.5))])
     with (
         scaling,
-        pytest.raises(lm.UnsupportedModelError, match=rf"by a hook in layers 1.*{named('scale_head')}"),
+        pytest.raises(
+            lm.UnsupportedModelError,
+            match=rf"a hook scales z of the heads in layers 1.*{named('scale_head')}",
+        ),
     ):
         lm.run(model, tokens(model, 1, 9, 1)[0], "attention_attribution")

@@ -102,9 +102,7 @@ def test_a_mapped_norm_has_to_read_the_last_residual(method, engine, without):
     model = gpt2_like()
     norm = model.ln_final
     norm.register_forward_pre_hook(lambda module, args: (args[0].flip(-1), *args[1:]))
-    words = (
-        r"final norm: expected the norm that TransformerLens maps to read what the last block gives, but it"
-    )
+    words = r"final norm: expected the norm that TransformerLens maps to read the last block's output, but it"
     with pytest.raises(lm.UnsupportedModelError, match=words):
         lm.run(model, prompt_of(model), method, engine=engine)
     if without is not None:
@@ -115,6 +113,6 @@ def test_nor_one_that_is_never_asked(monkeypatch):
     model = gpt2_like()
     spare = copy.deepcopy(model.ln_final)
     monkeypatch.setattr(Lens, "final_norm", lambda lens: spare)
-    with pytest.raises(lm.UnsupportedModelError, match="gives, but it never ran"):
+    with pytest.raises(lm.UnsupportedModelError, match="output, but it never ran"):
         lm.run(model, prompt_of(model), "globenc")
     assert "never ran" in lm.support(model)["alti_logit"]

@@ -1,4 +1,4 @@
-"""Which engine a method runs with on a verified model, and why not with another."""
+"""The choice of a method's engine on a verified model, and the reasons against the other engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, Verification
 
 @runtime_checkable
 class HasEngines(Protocol):
-    """What support needs to know of a method."""
+    """The attributes that every method has."""
 
     name: ClassVar[str]
     engines: ClassVar[tuple[str, ...]]
@@ -31,20 +31,20 @@ def _scope(method: object) -> str:
 
 
 def needs_unembedding(methods: Iterable[object]) -> bool:
-    """Whether one of the methods takes logits apart, so that the head has to be verified."""
+    """Return whether one of the methods splits logits, so that the unembedding has to be verified."""
     return any(UNEMBEDDING in _needs(method) for method in methods)
 
 
 def _find_reason_against(
     verification: Verification, engine: str, method: HasEngines | None = None
 ) -> str | None:
-    """Why an engine can't run on a verified model; None when it can.
+    """Return why an engine can't run on a verified model; None if it can.
 
     Args:
         verification: the model's verification.
-        engine: which engine.
-        method: whose algebra: it may need fewer parts than all (`parts`), and may know blocks that its
-            formulas don't speak of (`unsupported_block`).
+        engine: the engine's name.
+        method: the method. It may need only some components (`needs`), and may have no formula for some
+            blocks (`unsupported_block`).
     """
     if verification.hooks_failure is not None:
         return verification.hooks_failure
@@ -55,33 +55,33 @@ def _find_reason_against(
         reason = verification.failure(needs) or _unsupported_block(verification, method)
         return verification.unembedding_failure if reason is None and UNEMBEDDING in needs else reason
     if _scope(method) == "model":
-        # Its backward pass may follow changed rules, which the method may not have for every kind of block.
+        # Such a method may change the backward pass, and may have no rule for some kinds of blocks.
         return _unsupported_block(verification, method)
     if hasattr(method, "target") and verification.z_factors:
-        # The hooks that put a pattern in compute z anew, so that the factor would be lost.
+        # The hooks that replace a pattern recompute z, so the factor would be lost.
         scaled = ", ".join(map(str, verification.z_factors))
-        return f"z of its heads is scaled by a hook in layers {scaled}; take it off"
+        return f"a hook scales z of the heads in layers {scaled}; remove it"
     return None
 
 
 def _unsupported_block(verification: Verification, method: HasEngines | None) -> str | None:
-    """Why a method has nothing to say of one of the blocks; None where it has of all."""
+    """Return why a method is not defined for one of the blocks; None if it is for all."""
     unsupported_block = getattr(method, "unsupported_block", lambda anatomy: None)
-    refusals = ((layer, unsupported_block(anatomy)) for layer, anatomy in verification.anatomy.items())
-    refusal = next((f"block {layer}: {why}" for layer, why in refusals if why is not None), None)
+    failures = ((layer, unsupported_block(anatomy)) for layer, anatomy in verification.anatomy.items())
+    failure = next((f"block {layer}: {why}" for layer, why in failures if why is not None), None)
     below = (
         None
-        if refusal is not None or verification.source is None
+        if failure is not None or verification.source is None
         else _unsupported_block(verification.source, method)
     )
-    return refusal if below is None else f"encoder: {below}"
+    return failure if below is None else f"encoder: {below}"
 
 
 def find_obstacle(lens: Lens, method: HasEngines) -> str | None:
-    """Why a method can't run on a model, whatever its verification says; None when it may.
+    """Return why a method can't run on a model, apart from its verification; None if there is no reason.
 
-    A method with a target needs right logits, one that goes down to the input a stack without gaps, and a map
-    of the whole model logits that stand over the tokens of the mapped stack.
+    A method with a target needs correct logits. A method of the whole stack needs attention in every block.
+    A method of the whole model needs logits at the tokens of the mapped part.
     """
     reason = next(filter(None, _reasons_against(lens, method)), None)
     return None if reason is None else f"{method.name} can't run on this model: {reason}"
@@ -91,25 +91,25 @@ def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
     parts = getattr(method, "parts", ())
     if lens.stack.is_cross and "cross" not in parts:
         yield (
-            "it speaks of self-attention, and is not defined on part='cross' (queries of the target, keys of "
+            "it is defined for self-attention only, not for part='cross' (queries of the target, keys of "
             "the source); expected part='encoder' or 'decoder'"
         )
-    joint = "joint" in parts
-    if lens.stack.source is not None and not joint:
-        yield "it does not speak of part='joint'; lm.joint(lm.run(..., part='all')) joins maps of layers"
+    takes_joint = "joint" in parts
+    if lens.stack.source is not None and not takes_joint:
+        yield "it is not defined for part='joint'; lm.joint(lm.run(..., part='all')) joins maps of layers"
     if hasattr(method, "target"):
         yield known_faults.wrong_logits(lens.model_class, transformer_lens_version())
     if _scope(method) != "layer" and lens.stack.gaps is not None:
-        yield f"{lens.stack.gaps}, so that nothing can be followed through the whole stack"
+        yield f"{lens.stack.gaps}, so no map of the whole stack can be computed"
     if _scope(method) == "model" and lens.stack.name == "encoder":
         yield (
-            "the logits stand over the decoder's tokens, and so would its rows; expected part='decoder' "
-            "(the target's own tokens)" + " or part='joint' (the source's too)" * joint
+            "the logits are at the decoder's tokens, and so would be its rows; expected part='decoder' "
+            "(the target's own tokens)" + " or part='joint' (the source's too)" * takes_joint
         )
     if "gradients" in _needs(method):
         yield find_gradient_obstacle(lens.modules)
-    places = lens.takes_input("position_ids") and not lens.stack.reads_target
-    if "position_ids" in _needs(method) and not places:
+    takes_positions = lens.takes_input("position_ids") and not lens.stack.reads_target
+    if "position_ids" in _needs(method) and not takes_positions:
         yield (
             "it runs tokens at repeated positions; expected a decoder-only TransformerBridge whose model "
             "takes position_ids"
@@ -119,17 +119,18 @@ def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
 def choose_engine(
     method: HasEngines, verification: Verification, engine: str, no_algebra: str | None = None
 ) -> str:
-    """The engine a method will run with.
+    """Return the engine that a method will run with.
 
     Args:
         method: the method.
         verification: the model's verification.
-        engine: "auto" for the first of the method's engines that the verification allows, or one by name.
-        no_algebra: why algebra can't run on this prompt, though the verification allows it.
+        engine: an engine's name, or "auto" for the first of the method's engines that the verification
+            allows.
+        no_algebra: why algebra can't run on this prompt although the verification allows it; None if it can.
 
     Raises:
-        ValueError: an unknown engine, or one that the method does not have.
-        UnsupportedModelError: the verification forbids it.
+        ValueError: the engine is unknown, or the method does not have it.
+        UnsupportedModelError: the verification allows none of the engines.
     """
     check_choice("engine", engine, ("auto", "hooks", "algebra"))
     if engine == "auto" or method.engines == ("recorded",):

@@ -1,4 +1,4 @@
-"""The verification of a model, kept until its weights or hooks change."""
+"""The verification of a model, stored until its weights or hooks change."""
 
 from __future__ import annotations
 
@@ -24,27 +24,32 @@ _verifications: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Verification
 
 
 def verification_of(
-    lens: Lens, prompt: Prompt, *, head: bool = False, padding: PaddingSide | None = None, again: bool = False
+    lens: Lens,
+    prompt: Prompt,
+    *,
+    with_unembedding: bool = False,
+    padding: PaddingSide | None = None,
+    again: bool = False,
 ) -> Verification:
-    """The verification of the lens's stack: made on the first call, and again when weights or hooks have changed.
+    """Return the verification of the lens's stack, made again only if weights or hooks have changed.
 
     Args:
         lens: the face of the model.
-        prompt: what to verify it on.
-        head: whether the head has to be verified too (`needs_unembedding`).
-        padding: the side on which it has to be tried if padding is masked.
-        again: make it anew whatever is kept.
+        prompt: the prompt to verify the model on.
+        with_unembedding: whether the unembedding has to be verified too (`needs_unembedding`).
+        padding: the side on which the masking of padding has to be verified; None for neither.
+        again: whether to ignore a stored verification.
 
     Raises:
-        RuntimeError: a hook asks for it in the middle of a pass of lens_mix through this model.
+        RuntimeError: a hook calls this during a pass of lens_mix through this model.
     """
     _require_no_open_pass(lens)
-    # The state is taken while the model is open: no other thread has hooks of a run on it then.
+    # The state is read inside the context, because no other thread's run has hooks on the model then.
     with lens.evaluation_mode():
         stored = _verifications.setdefault(lens.model, {}).get(lens.stack.name)
-        kept = not again and stored is not None and stored[0] == _state(lens)
+        is_current = not again and stored is not None and stored[0] == _state(lens)
         verification = (
-            stored[1] if kept and stored is not None and not _may_be_outdated(lens, stored[1]) else None
+            stored[1] if is_current and stored is not None and not _may_be_outdated(lens, stored[1]) else None
         )
         complete = verify(lens, prompt) if verification is None else verification
         if lens.stack.source is not None and (verification is None or padding is not None):
@@ -52,7 +57,7 @@ def verification_of(
                 Lens(lens.model, lens.stack.source.name), prompt, padding=padding, again=again
             )
             complete = dataclasses.replace(complete, source=source)
-        if head and complete.unembedding_failure == UNEMBEDDING_UNVERIFIED:
+        if with_unembedding and complete.unembedding_failure == UNEMBEDDING_UNVERIFIED:
             complete = dataclasses.replace(
                 complete, unembedding_failure=_find_unembedding_failure(lens, prompt, complete)
             )
@@ -62,7 +67,7 @@ def verification_of(
             sides = {**complete.masks_padding, padding: masked}
             complete = dataclasses.replace(complete, masks_padding=sides)
         if complete is not verification:
-            # Taken afterwards: the Bridge puts hooks of its own on norms in the first forward pass.
+            # The state is read afterwards, because a Bridge adds hooks to norms in its first forward pass.
             _verifications[lens.model][lens.stack.name] = (_state(lens), complete)
         return complete
 
@@ -84,10 +89,10 @@ def _require_no_open_pass(lens: Lens) -> None:
 
 
 def _may_be_outdated(lens: Lens, verification: Verification) -> bool:
-    """Return whether a component failed while code of the user's was on the model, which may be off now.
+    """Return whether a component failed while user hooks were on the model, which may be inactive now.
 
-    Any variable may switch a hook or a module. What was verified needs no such care, because each run
-    compares it with its own prompts (`find_mismatch`).
+    Any variable of the user's code may switch a hook or a module. Verified components can't be outdated,
+    because each run compares them with its own prompts (`find_mismatch`).
     """
     failed = any(entry.error is not None and not entry.ok for entry in verification.components)
     return failed and has_user_hooks(lens.modules)
@@ -103,17 +108,18 @@ def _find_unembedding_failure(lens: Lens, prompt: Prompt, verification: Verifica
 
 
 def _state(lens: Lens) -> tuple[Any, ...]:
-    """Changes whenever weights are edited in place, replaced, moved or cast, or hooks come or go.
+    """Return a value that changes when weights or hooks of the model do.
 
-    It also changes with the settings of modules of the user's, such as those of peft's `disable_adapter`.
+    A change of weights is an in-place edit, a replacement, a move or a cast. The value also changes with the
+    settings of the user's modules, such as peft's `disable_adapter`.
     """
     parameters = {id(p): p for module in lens.modules for p in module._parameters.values() if p is not None}
     weights = tuple(
-        # Tensors made in inference mode count no versions.
+        # Tensors created in inference mode have no version counter.
         (p.data_ptr(), None if p.is_inference() else p._version, p.dtype)
         for p in parameters.values()
     )
-    # The keys are numbers that torch gives out once, so a hook that took another's place is seen.
+    # torch uses each key only once, so a hook that replaces another has a new key.
     hooks = tuple(
         (*m._forward_hooks, *m._forward_pre_hooks)
         for m in lens.modules

@@ -1,4 +1,4 @@
-"""Which norm reads each block's output: the next block's first one, after the last block the final norm."""
+"""The norm that reads each block's output: the next block's first norm, or the final norm."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ _WITHOUT = "(last_layer='before_final_norm', next_norm=False, after_final_norm=F
 
 
 def next_norm_failures(clean: CleanPass, anatomy: Mapping[int, BlockAnatomy]) -> dict[int, str]:
-    """Why it is not known what reads a block's output, by layer; nothing for those where it is.
+    """Return, by layer, why it is unknown which norm reads the block's output; known layers are left out.
 
     Args:
         clean: a pass that reached the last block.
-        anatomy: of every block that has attention.
+        anatomy: layer -> the anatomy of every block that has attention.
     """
     last = clean.lens.n_layers - 1
-    refusals = {
+    failures = {
         layer: f"next norm: block {layer + 1} has no attention, and its norms are not read; leave layer "
         f"{layer} out (layers=), or ask for what comes before that norm {_WITHOUT}"
         for layer in anatomy
         if layer < last and layer + 1 not in anatomy
     }
     final = _final_norm_failure(clean, last in anatomy and anatomy[last].ends_in_norm)
-    return refusals if final is None else {**refusals, last: final}
+    return failures if final is None else {**failures, last: final}
 
 
 def _final_norm_failure(clean: CleanPass, ends_in_norm: bool) -> str | None:
-    """Why the mapped final norm (or none where none is) may not be what reads the last residual stream.
+    """Return why it is unknown which norm reads the last residual stream; None if it is known.
 
-    After a stack that ends in a norm nothing is missing; else the logits have to do without one.
+    A model without a final norm is accepted if its last block ends in a norm, or if the logits can be rebuilt
+    without one.
     """
     norm = clean.lens.final_norm()
     if norm is not None:
-        return _reads_another(clean, norm)
+        return _find_other_input(clean, norm)
     if ends_in_norm:
         return None
     try:
@@ -57,20 +58,20 @@ def _final_norm_failure(clean: CleanPass, ends_in_norm: bool) -> str | None:
     return None
 
 
-def _reads_another(clean: CleanPass, norm: nn.Module) -> str | None:
+def _find_other_input(clean: CleanPass, norm: nn.Module) -> str | None:
     lens, last = clean.lens, clean.lens.n_layers - 1
     resid = clean.calls[last].resid_post
     read: list[Tensor] = []
-    ended: list[bool] = []
+    has_ended: list[bool] = []
 
     def stop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        # NanoChat's norm is asked before the first block too.
-        if ended:
+        # NanoChat also calls its norm before the first block.
+        if has_ended:
             read.extend(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             raise StopForward
 
     with contextlib.suppress(StopForward):
-        ends = forward_hook(lens.stack.blocks[last], lambda *call: ended.append(True))
+        ends = forward_hook(lens.stack.blocks[last], lambda *call: has_ended.append(True))
         run_from(clean, last, changes=[ends, forward_pre_hook(norm, stop, with_kwargs=True)])
     observation = f"reads {list(read[0].shape)}" if read else "never ran"
     if read and read[0].numel() == resid.numel():
@@ -78,8 +79,8 @@ def _reads_another(clean: CleanPass, norm: nn.Module) -> str | None:
         error = measure_end(NEXT_NORM, RecordedEnd(rows, read=read_rows))
         if error <= lens.tolerance:
             return None
-        observation += f", {error:.1e} off"
+        observation += f" with a relative error of {error:.1e}"
     return (
-        "final norm: expected the norm that TransformerLens maps to read what the last block gives, but it "
+        "final norm: expected the norm that TransformerLens maps to read the last block's output, but it "
         f"{observation}. Leave the last layer out, or ask for what comes before that norm {_WITHOUT}"
     )

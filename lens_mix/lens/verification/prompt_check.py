@@ -1,8 +1,8 @@
-"""The check of a run's own prompts: whether they have the components that the verification found.
+"""The check of a run's own prompts: whether they agree with the verified components.
 
-The verification was made on a short prompt, maybe some time ago. A hook that acts from position 20 on, or a
-weight that was edited behind torch's back, shows only here. The rows of the same table that the asked methods
-need are evaluated (`lens_mix.lens.components`).
+The verification was made on a short prompt, maybe some time ago. Only this check detects a hook that acts
+from position 20 on, or a change of a weight that torch does not count. It rebuilds the components that the
+requested methods need (`lens_mix.lens.components`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from lens_mix.lens.rows import spread
 from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.lens.verification_record import Verification
 
-# Rows rebuilt per batch, and per prompt at least one: without hooks a model treats all positions alike.
+# Rows rebuilt per batch, at least one per prompt. Few are enough, because a model without hooks treats all
+# positions alike.
 _SAMPLED_ROWS = 4
 
 
@@ -32,17 +33,17 @@ def find_mismatch(
     uses: Collection[str],
     whole: Collection[int] = (),
 ) -> str | None:
-    """Why these prompts do not have the verified components; None when they have.
+    """Return how these prompts differ from the verified components; None if they agree.
 
-    Rows of every prompt are rebuilt: a few, or all asked ones where the feed-forward is relied on or the
-    user's hooks are on the model, since a change may act on any one position. A component that can't be
-    written down, such as a mixture of experts, is left out.
+    Some rows of every prompt are rebuilt. All requested rows are rebuilt if a method computes the
+    feed-forward, or if user hooks are on the model, because a hook may act on any one position. A component
+    without a formula, such as a mixture of experts, is left out.
 
     Args:
-        clean: the clean pass; it recorded "pattern" and "value" in these layers, and "z" for "recorded".
-        verification: the verification that is to be relied on.
-        layers: the blocks that will be relied on.
-        uses: engines, and names that methods list in their `parts` (`Component.checked_for`).
+        clean: the clean pass, which recorded "pattern" and "value" in these layers, and "z" for "recorded".
+        verification: the verification of the model.
+        layers: the layers that the methods use.
+        uses: engines, and names that methods list in their `needs` (`Component.checked_for`).
         whole: the layers whose rows are all rebuilt, because a method computes their feed-forward.
     """
     sampled, every = _rows(clean, _SAMPLED_ROWS), _rows(clean, None)
@@ -60,7 +61,7 @@ def find_mismatch(
 
 
 def _is_mismatch(entry: ComponentError) -> bool:
-    """Return whether a component differs; it does not if its anatomy has no formula for it."""
+    """Return whether a component differs; one without a formula in its anatomy does not."""
     return not entry.ok and (entry.error is not None or bool(entry.note))
 
 
@@ -76,26 +77,26 @@ def _mismatch(component: Component[RecordedBlock], entry: ComponentError) -> str
 def describe_user_hooks(
     clean: CleanPass, verification: Verification, layers: Sequence[int]
 ) -> dict[int, list[str]]:
-    """What the user's hooks edit in attention on these prompts, by layer, in words for the record.
+    """Return, by layer, notes on how user hooks change attention on these prompts.
 
-    The clean pass recorded "pattern" and "value" in these layers.
+    The clean pass has to have recorded "pattern" and "value" in these layers.
     """
-    edits: dict[int, list[str]] = {layer: [] for layer in layers}
+    notes: dict[int, list[str]] = {layer: [] for layer in layers}
     for layer in layers:
         if layer in clean.z_factors:
             factors = [round(factor, 4) for factor in clean.z_factors[layer].tolist()]
-            edits[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
+            notes[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
         block = RecordedBlock(clean, layer, verification.anatomy[layer])
         if _is_mismatch(measure(VALUES, block, by_sketch=True)):
-            edits[layer].append("a hook or an adapter edits its values; they are taken as they are")
-    return edits
+            notes[layer].append("a hook or an adapter edits its values; they are taken as they are")
+    return notes
 
 
 def find_input_mismatch(clean: CleanPass) -> str | None:
-    """Why this is not the pass that the model makes of the user's inputs; None when it is, or there are none.
+    """Return how this pass differs from the model's own with the user's further inputs; None if it does not.
 
-    Besides tokens: positions, above all. The lens adds a mask and switches caches off, by which models of
-    transformers tell what positions that restart mean.
+    The lens adds a mask and switches caches off. Models of transformers use both to interpret position ids
+    that restart, so their outputs may change.
     """
     names = sorted(set(clean.batch.inputs) - {"token_type_ids"})
     last = max(clean.calls)
@@ -113,6 +114,6 @@ def find_input_mismatch(clean: CleanPass) -> str | None:
 
 
 def _rows(clean: CleanPass, count: int | None) -> Int[Tensor, "batch place"]:
-    """Places among the rows that the clean pass recorded: so many in all, or every one."""
+    """Return places among the recorded rows: `count` in all, spread out; every one if it is None."""
     places = [row.nonzero()[:, 0] for row in clean.real_rows]
     return spread(places, max(map(len, places)) if count is None else max(1, count // len(places)))

@@ -1,4 +1,4 @@
-"""What a block holds that its parts do not speak of, by name: it explains a failed verification, decides nothing."""
+"""Likely causes of a failed verification, found from the names of modules; used in error messages only."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lens_mix.lens.components import FEED_FORWARD, MIXING, ComponentError
 
 _KNOWN_CHILDREN = ("ln", "attn", "self_attn", "cross_attn", "mlp", "hook", "_")
 _BEFORE = "before the output matrix"
-_NEXT = "methods that need no such part still run (`lens_mix.support`)"
+_NEXT = "methods that do not need this component still run (`lens_mix.support`)"
 
 
 def with_likely_cause(
     entry: ComponentError, block: nn.Module, attention: nn.Module, pattern: Tensor
 ) -> ComponentError:
-    """A part of a verification, with what is likely to stand behind its failure in the note."""
+    """Return an entry of a verification with the likely cause of its failure added to its note."""
     if entry.ok:
         return entry
     if entry.component == MIXING.name:
@@ -30,7 +30,7 @@ def with_likely_cause(
 
 
 def _mixing(attention: nn.Module, pattern: Tensor) -> Iterator[str]:
-    """What may lie between pattern @ values and the output matrix."""
+    """Yield the likely operations between pattern @ values and the output matrix."""
     if hasattr(attention, "hook_cross_pattern"):
         yield (
             "this attention reads the source and the target in one softmax (T5Gemma 2), and its hooks show "
@@ -39,9 +39,9 @@ def _mixing(attention: nn.Module, pattern: Tensor) -> Iterator[str]:
     inner = getattr(attention, "original_component", attention)
     names = [name for name, _ in inner.named_children()]
     clip = getattr(getattr(inner, "config", None), "clip_qkv", None)
-    sums = pattern.sum(dim=-1)  # below 1 where there are attention sinks (gpt-oss)
+    sums = pattern.sum(dim=-1)  # They are below 1 in a model with attention sinks (gpt-oss).
     if bool((pattern < 0).any()) or bool((sums > 1.01).any()):
-        yield "hook_pattern holds no attention weights (its rows are no shares), but another tensor"
+        yield "hook_pattern is not the attention weights (its rows do not sum to 1), but another tensor"
     if any("kv_b_proj" in name for name in names):
         yield "latent attention, whose values TransformerLens shows in another layout: not supported"
     if clip:
@@ -63,24 +63,24 @@ def _width(module: nn.Module, name: str, axis: int) -> int | None:
     return weight.shape[axis] if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
-def _block(block: nn.Module, part: str) -> Iterator[str]:
-    """Why a block's weights and modules, as read, may not be what it computes with."""
+def _block(block: nn.Module, component: str) -> Iterator[str]:
+    """Yield the reasons why a block may not compute with its weights and modules as they are read."""
     for path, module in block.named_modules():
         name = path.replace("_original_component.", "").removesuffix("._original_component")
         if hasattr(module, "lora_A"):
-            yield f"a LoRA adapter lies over {name}: merge it into the weights, then wrap the model; {_NEXT}"
+            yield f"a LoRA adapter is on {name}: merge it into the weights, then wrap the model; {_NEXT}"
         if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
             yield f"the weights of {name} are offloaded and not read: load the model on one device; {_NEXT}"
         weight = getattr(module, "weight", None)
         if callable(weight) or (isinstance(weight, Tensor) and not weight.is_floating_point()):
             kind = type(getattr(module, "original_component", module)).__name__
-            yield f"{name} holds quantised weights ({kind}), which are not read; {_NEXT}"
+            yield f"{name} has quantised weights ({kind}), which are not read; {_NEXT}"
     children = [name for name, _ in block.named_children() if not name.startswith(_KNOWN_CHILDREN)]
     if children:
-        yield f"besides attention and feed-forward the block holds {children}; {_NEXT}"
+        yield f"besides attention and feed-forward, the block has {children}; {_NEXT}"
     activation = getattr(getattr(getattr(block, "mlp", None), "original_component", None), "act_fn", None)
-    if part == FEED_FORWARD.name and activation is not None:
-        yield f"the activation {type(activation).__name__} is not among those known; {_NEXT}"
+    if component == FEED_FORWARD.name and activation is not None:
+        yield f"the activation {type(activation).__name__} is unknown; {_NEXT}"
 
 
 def _unreadable(attention: nn.Module) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a model supports and how well it was verified, as tables to print."""
+"""Tables to print: the methods that a model supports, and the errors of its verification."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lens_mix.lens.verification_record import Verification
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """A table method x model: `ok` with the engine, or the reason why not.
+    """A table of methods on one model: `ok` with the engine, or the reason why a method can't run.
 
     Attributes:
         model: the model's name.
-        rows: one (method, engine, reason) per method; engine None when refused, reason "" when not.
+        rows: one (method, engine, reason) per method; engine is None if it can't run, reason "" if it can.
     """
 
     model: str
@@ -35,14 +35,14 @@ class Support:
         return iter(self.rows)
 
     def __getitem__(self, method: str) -> str:
-        """Either "ok (engine)" or the reason."""
+        """Return "ok (engine)" or the reason why a method can't run."""
         for name, engine, reason in self.rows:
             if name == method:
                 return reason if engine is None else f"ok ({engine})"
         raise KeyError(f"expected one of {[name for name, _, _ in self.rows]}, got {method!r}")
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with columns method, engine, reason."""
+        """Return a pandas DataFrame with columns method, engine, reason."""
         from lens_mix.tables import Table
 
         return Table(self.rows, columns=["method", "engine", "reason"])
@@ -61,7 +61,7 @@ class Check:
 
     Attributes:
         model: the model's name.
-        verification: rebuilding error per block and part, and what each block was found to be.
+        verification: the errors per block and component, and the anatomy of each block.
     """
 
     model: str
@@ -69,11 +69,11 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether every part of every block is verified."""
+        """Whether every component of every block is verified."""
         return self.verification.algebra_failure is None
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with columns layer, part, error, tolerance, ok, note."""
+        """Return a pandas DataFrame with columns layer, component, error, tolerance, ok, note."""
         from lens_mix.tables import Table
 
         rows = [
@@ -83,15 +83,15 @@ class Check:
         return Table(rows, columns=["layer", "component", "error", "tolerance", "ok", "note"])
 
     def __str__(self) -> str:
-        parts = list(dict.fromkeys(entry.component for entry in self.verification.components))
+        components = list(dict.fromkeys(entry.component for entry in self.verification.components))
         errors = {(entry.layer, entry.component): entry for entry in self.verification.components}
         lines = [
             f"verification for {self.model}: largest relative error per block and component "
             f"(accepted: {self.verification.components[0].tolerance:.0e})",
-            "block  " + "  ".join(f"{part:>12}" for part in parts) + "  anatomy",
+            "block  " + "  ".join(f"{name:>12}" for name in components) + "  anatomy",
         ]
         for layer, anatomy in self.verification.anatomy.items():
-            cells = [_cell(errors[layer, part]) for part in parts]
+            cells = [_cell(errors[layer, name]) for name in components]
             wiring = f"{anatomy.placement}-norm" if anatomy.placement != "none" else "no norm"
             if anatomy.parallel:
                 wiring += ", parallel"
@@ -129,36 +129,37 @@ def check(
     prepend_bos: bool | None = None,
     **inputs: Any,
 ) -> Check:
-    """The verification: rebuild every block from its parts on a short piece of `prompt` and print the errors.
+    """Verify a model: rebuild every block from its components on the first tokens of a prompt.
 
     Args:
-        model: any TransformerLens model.
+        model: a TransformerLens model.
         prompt: a string, tokens, or a pair for an encoder-decoder; None for eight tokens of the vocabulary.
         part: "encoder" (default), "decoder" or "cross" of an encoder-decoder.
         prepend_bos: as in TransformerLens.
-        inputs: further model inputs by name.
+        **inputs: further model inputs by name.
 
     Raises:
-        UnsupportedModelError: the model can't be looked through at all.
+        UnsupportedModelError: the model has no hooks that lens_mix can use.
     """
     with LibraryErrors(model):
         lens = Lens(model, part)
         prompt = any_prompt(model) if prompt is None else prompt
         read = read_prompt(model, lens.model_class, prompt, prepend_bos=prepend_bos, inputs=inputs)
-        return Check(model_name(model), verification_of(lens, read, head=True, padding="right", again=True))
+        verification = verification_of(lens, read, with_unembedding=True, padding="right", again=True)
+        return Check(model_name(model), verification)
 
 
 def support_table(
-    model: TransformerLensModel, methods: Iterable[HasEngines], stack: str | None = None
+    model: TransformerLensModel, methods: Iterable[HasEngines], part: str | None = None
 ) -> Support:
-    """Which of the methods can run on the model (see `lens_mix.support`)."""
+    """Return which of the methods can run on the model (see `lens_mix.support`)."""
     rows: list[tuple[str, str | None, str]] = []
     methods = list(methods)
     try:
         with LibraryErrors(model):
-            lens = Lens(model, stack)
+            lens = Lens(model, part)
             read = read_prompt(model, lens.model_class, any_prompt(model))
-            verification = verification_of(lens, read, head=needs_unembedding(methods))
+            verification = verification_of(lens, read, with_unembedding=needs_unembedding(methods))
     except UnsupportedModelError as problem:
         return Support(model_name(model), tuple((method.name, None, str(problem)) for method in methods))
     for method in methods:
@@ -173,7 +174,7 @@ def support_table(
 
 
 def _next_norm_failure(method: HasEngines, verification: Verification) -> str | None:
-    """Why some layer has no map: the method asks for the norm that reads it, which is not known."""
+    """Return why a layer has no map: the method needs the norm that reads it, which is unknown."""
     needs_for = getattr(method, "needs_for", lambda anatomy: ())
     reasons = verification.next_norm_failures.items()
     return next(
@@ -187,12 +188,12 @@ def _next_norm_failure(method: HasEngines, verification: Verification) -> str | 
 
 
 def any_prompt(model: TransformerLensModel) -> Any:
-    """Return tokens that the model reads; both sides if it is an encoder-decoder."""
+    """Return some tokens of the model's vocabulary; a pair of them for an encoder-decoder."""
     alone = any_tokens(model)
     return (alone, alone) if is_encoder_decoder(model, model_class_of(model)) else alone
 
 
 def any_tokens(model: TransformerLensModel) -> torch.Tensor:
-    """Eight different tokens, from the middle of the vocabulary."""
+    """Return eight different tokens from the middle of the vocabulary."""
     d_vocab = int(model.cfg.d_vocab)
     return (torch.arange(8, device=device_of(model)) * 7 + d_vocab // 2) % d_vocab

@@ -1,8 +1,8 @@
 """The verification of a model: every component of every block is rebuilt and compared.
 
-It runs on a short prompt (the first tokens of the user's), in one clean pass that records the outputs within
-the blocks too. It evaluates all rows of the table in `lens_mix.lens.components`. Blocks of a hybrid that have
-no attention are just run.
+It makes one clean pass over the first tokens of the user's prompt, and records the outputs within the blocks
+too. It rebuilds all components of the table in `lens_mix.lens.components`. Blocks of a hybrid that have no
+attention run, but are not rebuilt.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lens_mix.lens.verification.next_norms import next_norm_failures
 from lens_mix.lens.verification.reasons import with_likely_cause
 from lens_mix.lens.verification_record import Verification
 
-SHORTEST, LONGEST = 8, 16  # tokens of a verification's prompt
+SHORTEST, LONGEST = 8, 16  # These are numbers of tokens of a verification's prompt.
 
 
 def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
-    """Return the prompt of a verification: the first tokens of a prompt, more if a user's hook needs them.
+    """Return the prompt of a verification: the first tokens of a prompt, or more if user hooks need them.
 
     A hook on position 18, for example, fails in a pass over 16 tokens.
     """
@@ -53,7 +53,7 @@ def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
 
 
 def _runs(lens: Lens, short: Prompt) -> bool:
-    """Return whether the user's hooks run; the verification itself explains any other failure."""
+    """Return whether user hooks run without an error; the verification itself explains other failures."""
     try:
         clean_pass(lens, pad([short], pad_token(lens.model), "right"), watched=())
     except Exception as problem:
@@ -64,12 +64,12 @@ def _runs(lens: Lens, short: Prompt) -> bool:
 def _verification_prompt(
     prompt: Prompt, n_ctx: int, count: int = LONGEST, target_count: int = SHORTEST
 ) -> Prompt:
-    """The first tokens of a prompt, repeated where it is short: enough to tell readings apart."""
+    """Return the first tokens of a prompt, repeated if there are too few to distinguish anatomies."""
     count = min(max(len(prompt.tokens), SHORTEST), count, n_ctx)
     positions = torch.arange(count, device="cpu") % len(prompt.tokens)
     target = prompt.target
     if target is not None:
-        # A start token alone would make every pattern 1; the source's tokens stand in for a target.
+        # A start token alone would make every pattern 1, so the source's tokens are appended to it.
         target = torch.cat([target, prompt.tokens[positions].to(target)])[: min(target_count, n_ctx)]
     return Prompt(
         prompt.tokens[positions], target, {name: value[positions] for name, value in prompt.inputs.items()}
@@ -77,7 +77,11 @@ def _verification_prompt(
 
 
 def verify(lens: Lens, prompt: Prompt) -> Verification:
-    """Verify every block of the lens's stack on a short piece of `prompt`."""
+    """Verify every block of the lens's stack on the first tokens of a prompt.
+
+    Raises:
+        UnsupportedModelError: a block has no hooks on its values, patterns or mixed values.
+    """
     batch = short_batch(lens, prompt)
     layers = lens.stack.attention_layers
     names = [lens.stack.hook_name(role, layer) for layer in layers for role in ("value", "pattern", "z")]
@@ -94,20 +98,20 @@ def verify(lens: Lens, prompt: Prompt) -> Verification:
     store: dict[str, Tensor] = {}
     with Changes(captured_calls(_output_modules(lens), calls)):
         clean = clean_pass(lens, batch, record_all(store, [*names, *optional]), store, required=names)
-    parts: list[ComponentError] = []
+    entries: list[ComponentError] = []
     anatomies: dict[int, BlockAnatomy] = {}
     factors: dict[int, Tensor] = {}
     below = None
     for layer in layers:
         block, errors = _read_block(clean, layer, _outputs(store, layer, points[layer], calls), below)
-        parts += [*errors, *(measure(row, block) for row in COMPONENTS if row.needs_replay)]
+        entries += [*errors, *(measure(each, block) for each in COMPONENTS if each.needs_replay)]
         anatomies[layer] = below = block.anatomy
         if block.z_factors is not None:
             factors[layer] = block.z_factors
     norms = next_norm_failures(clean, anatomies)
     sees_later = any(bool(attended.triu(diagonal=1).any()) for attended in clean.attended.values())
     causal = not lens.stack.is_cross and not sees_later
-    return Verification(tuple(parts), anatomies, causal, norms, z_factors=factors)
+    return Verification(tuple(entries), anatomies, causal, norms, z_factors=factors)
 
 
 def short_batch(lens: Lens, prompt: Prompt) -> Batch:
@@ -121,25 +125,25 @@ def _outputs(
     points: Mapping[str, Sequence[str]],
     calls: Mapping[tuple[int, str], BlockCall],
 ) -> dict[str, Tensor]:
-    """Return by role what the modules of a block gave, of hook points or else of modules."""
+    """Return role -> output of a module in the block, from a hook point or else from the module."""
     outputs = {role: call.resid_post for (number, role), call in calls.items() if number == layer}
     fired = {role: [store[name] for name in names if name in store] for role, names in points.items()}
     return outputs | {role: tensors[0] for role, tensors in fired.items() if tensors}
 
 
 def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
-    """Role -> hook points of a Bridge, the best first; the hooked classes' modules are watched instead."""
+    """Return role -> hook points of a Bridge, the best first; nothing for the hooked classes."""
     if lens.model_class is not ModelClass.BRIDGE:
         return {}
     known = lens.hook_points
     block = lens.where(layer)
     attention = lens.stack.attention_template.format(layer=layer)
     points = {
-        # Right after the matrix, as BLOOM's `attn.hook_out` has the residual stream in it. With
-        # use_attn_result the matrix is never called, and the attention's own output stands in.
+        # The matrix's output is the first choice, because BLOOM's `attn.hook_out` includes the residual
+        # stream. With use_attn_result the matrix is never called, so the attention's output is the second.
         "attention_out": (f"{attention}.o.hook_out", f"{attention}.hook_out"),
         "cross_out": (f"{block}.cross_attn.o.hook_out",),
-        # The last matrix's own output, before any norm, scale or residual that some blocks put into `mlp`.
+        # The last matrix's output comes before any norm, scale or residual that some blocks have in `mlp`.
         "feed_forward_out": (f"{block}.mlp.out.hook_out", f"{block}.mlp.hook_out"),
     }
     if lens.stack.is_cross:
@@ -163,7 +167,7 @@ def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:
 def _read_block(
     clean: CleanPass, layer: int, outputs: Mapping[str, Tensor], below: BlockAnatomy | None
 ) -> tuple[RecordedBlock, list[ComponentError]]:
-    """Return the block read with the anatomy that fits best what was recorded, and how well it fits."""
+    """Return the block with the anatomy that fits its recorded tensors best, and the errors."""
     lens = clean.lens
     block, attention = lens.stack.blocks[layer], lens.stack.attention_module(layer)
     multiplier = float(wrapped_config(lens.model, "residual_multiplier") or 1.0)
@@ -176,19 +180,19 @@ def _read_block(
     readings: list[tuple[tuple[int, float], RecordedBlock, list[ComponentError]]] = []
     for anatomy in anatomies:
         recorded = _with_activation(first.read_as(anatomy), below)
-        errors = _part_errors(recorded)
+        errors = _component_errors(recorded)
         worst = max((entry.error for entry in errors if entry.error is not None), default=0.0)
-        # If one component is not what it was read as (values under an adapter), the others still decide.
+        # If one component fails with every anatomy (values with an adapter), the others still decide.
         misfit = sum(not entry.ok for entry in errors), worst
         readings.append((misfit, recorded, errors))
-        if worst <= lens.tolerance:  # the likeliest come first
+        if worst <= lens.tolerance:  # The likeliest anatomies come first.
             break
     _, recorded, errors = min(readings, key=lambda reading: reading[0])
     errors = [with_likely_cause(entry, block, attention, recorded.pattern) for entry in errors]
     if any(
         entry.component == FEED_FORWARD.name and entry.error is not None and not entry.ok for entry in errors
     ):
-        # It is not what it was read as: whatever needs no feed-forward must not be checked against it.
+        # The formula is wrong, so methods that need no feed-forward must not be compared with it.
         opaque = dataclasses.replace(recorded.anatomy, feed_forward=None, feed_forward_kind="opaque")
         recorded = recorded.read_as(opaque)
     return recorded, errors
@@ -209,16 +213,16 @@ def _with_activation(block: RecordedBlock, below: BlockAnatomy | None) -> Record
         if entry.error is None:
             return block
         errors[name] = entry.error
-        # The first block tries all of them; those above have, most likely, the one that fitted below.
+        # The first block tries all activations. The blocks above most likely have the same one.
         if below is not None and entry.ok:
             break
-    # Two that fit alike (float32 can't tell BLOOM's rounded tanh from the plain one): the one named first.
-    good = max(1.5 * min(errors.values()), 4 * torch.finfo(block.wide_dtype).eps)
-    return readings[next(name for name, error in errors.items() if error <= good)]
+    # If two activations fit alike, the first is used: float32 can't distinguish BLOOM's rounded tanh.
+    accepted = max(1.5 * min(errors.values()), 4 * torch.finfo(block.wide_dtype).eps)
+    return readings[next(name for name, error in errors.items() if error <= accepted)]
 
 
-def _part_errors(recorded: RecordedBlock) -> list[ComponentError]:
-    entries = [measure(row, recorded) for row in COMPONENTS if not row.needs_replay]
+def _component_errors(recorded: RecordedBlock) -> list[ComponentError]:
+    entries = [measure(each, recorded) for each in COMPONENTS if not each.needs_replay]
     if recorded.anatomy.is_written_down:
         return entries
     note = f"{recorded.anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
@@ -230,7 +234,7 @@ def _part_errors(recorded: RecordedBlock) -> list[ComponentError]:
 
 
 def _find_z_factors(block: RecordedBlock) -> Tensor | None:
-    """Return z over pattern @ values per head, if z is that up to a factor per head other than 1."""
+    """Return the factor of z and pattern @ values per head; None if there is none, or if all are 1."""
     entry = measure(MIXING, block)
     if entry.error is None or entry.ok:
         return None
@@ -238,25 +242,25 @@ def _find_z_factors(block: RecordedBlock) -> Tensor | None:
     if mixed is None or z is None:
         return None
     squares = mixed.square().sum(dim=(0, 1, 3))
-    # By least squares; a head that mixes nothing has no factor to find.
+    # The factors are least-squares solutions. The factor of a head whose mixed values are 0 is undefined.
     factors = torch.where(squares == 0, 1, (mixed * z).sum(dim=(0, 1, 3)) / squares)
     return factors if measure(MIXING, block.scaled(factors)).ok else None
 
 
 def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bool:
-    """Return whether a padded prompt gets what it gets alone, and no pattern has weight on its padding.
+    """Return whether a padded prompt has the output that it has alone, and no weight on its padding.
 
-    Padding can also make NaN: in float64, a row that sees nothing but padding does in transformers itself
-    (padding on the left, or a sliding window). It is not checked what blocks without attention make of
-    padding, nor what a mask does besides hiding padding.
+    The result is False if outputs are NaN: in float64, transformers gives NaN in a row that attends to
+    nothing but padding (padding on the left, or a sliding window). Not checked are the effect of padding on
+    blocks without attention, and other effects of a mask.
 
     Args:
         lens: the face of the model.
-        prompt: what to try it on; a short piece is used.
-        side: where the padding is.
+        prompt: the prompt whose first tokens are used.
+        side: the side of the padding.
     """
     if lens.stack.gaps is not None or not lens.takes_padding_mask:
-        return False  # prompts run one by one
+        return False
     short = _short_prompt(lens, prompt)
     half = max(1, len(short.tokens) // 2)
     shorter = Prompt(short.tokens[:half], short.target, {name: v[:half] for name, v in short.inputs.items()})
@@ -270,11 +274,11 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
         last = lens.n_layers - 1
         padded, plain = (each.calls[last].resid_post[-1][each.real[-1]] for each in (together, alone))
         return relative_error(padded, plain) <= pass_tolerance(lens.dtype)
-    except ValueError:  # outputs that are not finite
+    except ValueError:  # The outputs are not finite.
         return False
 
 
 def padding_leaks(clean: CleanPass) -> list[int]:
-    """The watched blocks in which a padded key got weight from a prompt's own position."""
+    """Return the watched layers in which a prompt's own position has weight on padding."""
     hidden = clean.real_rows[:, :, None] & ~clean.real_keys[:, None, :]
     return [layer for layer, attended in clean.attended.items() if bool((attended & hidden).any())]
