@@ -17,7 +17,7 @@ FOR_USERS = ("methods", "statistics", "tables", "view/norm_figures")
 CALLED_FROM_OUTSIDE = {
     "cli.serve": "a command",
     "algebra.definitions.head_parts": "a definition, with which tests compare the algebra",
-    "algebra.logit_shares.through_head": "returns the directions that two formulas take",
+    "algebra.logit_shares.through_unembedding": "returns the directions that two formulas take",
 }
 
 

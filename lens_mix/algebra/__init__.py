@@ -1,1 +1,1 @@
-"""The vectors that the norm-based methods measure, and their norms, without writing a vector per pair."""
+"""The vectors that the norm-based methods measure, and their norms, without a stored vector per pair."""

@@ -1,4 +1,4 @@
-"""Whose is a bias? DecompX's rules for handing a term that belongs to no token out to the tokens."""
+"""DecompX's rules for splitting a bias, which belongs to no token, among the tokens."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def split_bias(
     rule: Split,
     out: Float[Tensor, "*batch source d"] | None = None,
 ) -> Float[Tensor, "*batch source d"]:
-    """The vectors with shares of a bias added; the shares add up to it (Modarressi et al., 2023, eq. 8-9).
+    """Return the vectors plus their shares of a bias, which sum to it (Modarressi et al., 2023, eq. 8-9).
 
     Args:
-        vectors: one vector per source.
-        bias: what is handed out; None for nothing.
-        rule: shares in proportion to |v · b| ("absdot", the paper's), |cos(v, b)| ("abssim"), ‖v‖
-            ("norm"), v · b ("dot"); the same for every vector that is not zero ("equal"); all to the first
-            source ("first", the released code's `cls`); nobody gets any ("drop").
-        out: memory for the result, which may be that of `vectors`.
+        vectors: one vector per input token.
+        bias: the bias to split; None for no bias.
+        rule: shares in proportion to |v · b| ("absdot", the paper's), |cos(v, b)| ("abssim"), ‖v‖ ("norm") or
+            v · b ("dot"); equal shares for every vector that is not zero ("equal"); the whole bias for the
+            first token ("first", `cls` in the released code); no shares ("drop").
+        out: a tensor for the result, which may be `vectors`.
     """
     if bias is None or rule == "drop":
         return vectors
     bias = bias.to(vectors.dtype)
     weights = _weights(vectors, bias, rule)
     total = weights.sum(-1, keepdim=True)
-    # Where no source has a claim, nobody gets any; the released code divides by total + 1e-12 instead.
+    # If all weights are 0, all shares are 0. The released code divides by total + 1e-12 instead.
     weights = torch.where(total != 0, weights / total, torch.zeros_like(weights))
     return torch.addcmul(vectors, weights[..., None], bias[..., None, :], out=out)
 
@@ -63,7 +63,7 @@ def through_linear(
     vectors: Float[Tensor, "*batch source d"],
     rule: Split,
 ) -> Float[Tensor, "*batch source d_out"]:
-    """Shares of a state -> shares of `state @ weight + bias`, the bias handed out."""
+    """Return shares of `state @ weight + bias` from shares of the state; the bias is split."""
     out = vectors @ weight.to(vectors.dtype)
     return split_bias(out, bias, rule, out)
 
@@ -74,6 +74,6 @@ def through_linear_norm(
     rule: Split,
     rows: slice = slice(None),
 ) -> Float[Tensor, "batch query source d"]:
-    """Shares of these rows of a state -> shares of the norm's output, its bias handed out."""
+    """Return shares of a norm's output from shares of its input at some rows; the norm's bias is split."""
     out = norm(vectors, rows)
     return split_bias(out, norm.bias, rule, out)

@@ -1,4 +1,4 @@
-"""What a block's output is the sum of, as vectors: for methods of one's own, and to read."""
+"""The vectors that a block's output is the sum of, for users' own methods."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class BlockParts:
-    """Vectors that sum to a block's output, at the asked rows; float32 at least.
+    """The vectors that sum to a block's output, at the requested rows; float32 at least.
 
     Attributes:
-        keys: what the attention brought from each key.
-        residual: what was there before.
-        biases: of the output matrix and of norms on the residual stream or a branch.
-        cross: what a decoder's cross-attention brought; zeros elsewhere.
-        feed_forward: what the feed-forward added.
+        keys: the attention's contribution from each key.
+        residual: the residual stream before the block.
+        biases: the biases of the output matrix and of norms on the residual stream or a branch.
+        cross: the contribution of a decoder's cross-attention; zeros in other blocks.
+        feed_forward: the feed-forward's contribution.
     """
 
     keys: Float[Tensor, "batch query key d_model"]
@@ -39,28 +39,31 @@ class BlockParts:
     feed_forward: Float[Tensor, "batch query d_model"]
 
     def total(self) -> Float[Tensor, "batch query d_model"]:
-        """The block's output."""
+        """Return the block's output, the sum of all vectors."""
         return self.keys.sum(2) + self.residual + self.biases + self.cross + self.feed_forward
 
     def _through(self, norm: LinearNorm) -> BlockParts:
-        """The parts of the output of a norm, held at their sum; its bias is a bias."""
-        made = {name: norm(part) for name, part in vars(self).items()}
+        """Return the components after a norm, linearised at their sum; its bias is added to `biases`."""
+        normed = {name: norm(vectors) for name, vectors in vars(self).items()}
         if norm.bias is not None:
-            made["biases"] = made["biases"] + norm.bias.to(made["biases"].dtype)
-        return BlockParts(**made)
+            normed["biases"] = normed["biases"] + norm.bias.to(normed["biases"].dtype)
+        return BlockParts(**normed)
 
 
 def block_parts(block: Block) -> BlockParts:
-    """Take a block's output apart: attention by key, residual stream, biases, cross-attention, feed-forward.
+    """Split a block's output: attention by key, residual stream, biases, cross-attention, feed-forward.
 
-    On every anatomy, norms held at their scales of the clean pass. In a pre-norm block these are plain sums;
-    after a norm (post-norm, or one on a branch) each part is what the norm's linear part makes of it.
+    It is defined for every anatomy, with norms at their scales of the clean pass. In a pre-norm block the
+    components are summed as they are. After a norm (post-norm, or one on a branch), each component is the
+    norm's linear part of it.
 
-    It makes a vector per pair of query and key, whatever `max_memory`: ask for few queries, or short prompts.
-    The method that calls it records "pattern" and "value", and names in `parts` what it relies on.
+    The result has a vector per pair of query and key, whatever `max_memory`: use few queries or short
+    prompts. The method that calls it has to record "pattern" and "value", and to list the components that it
+    uses in `needs`.
 
     Raises:
-        UnsupportedModelError: a norm behind a feed-forward that can't be written down; cross-attention.
+        UnsupportedModelError: a norm follows a feed-forward without a formula, or the block is mapped by its
+            cross-attention.
     """
     if block.stack.is_cross:
         raise UnsupportedModelError("block_parts: expected self-attention (part='decoder'), got part='cross'")
@@ -85,10 +88,10 @@ def _with_feed_forward(block: Block, states: BlockStates, mid: BlockParts) -> Bl
     if anatomy.feed_forward is None:
         if anatomy.feed_forward_residual is not None:
             raise UnsupportedModelError(
-                f"block {block.layer}: expected a feed-forward that is written down, as a norm stands behind "
-                f"it, got {anatomy.feed_forward_kind!r}"
+                f"block {block.layer}: expected a plain or gated feed-forward, because a norm follows it, "
+                f"got {anatomy.feed_forward_kind!r}"
             )
-        # Whatever it is, it added what is left.
+        # A feed-forward without a formula added the rest of the block's output.
         return dataclasses.replace(mid, feed_forward=block.resid_post.to(mid.residual.dtype) - mid.total())
     summed = dataclasses.replace(mid, feed_forward=states.feed_forward_added)
     return summed._through(states.feed_forward_residual)

@@ -1,6 +1,7 @@
-"""What the norm-based maps cost in bytes, and the chunks that a budget of bytes leaves room for.
+"""The memory of the norm-based maps, and the chunks that fit into a budget of bytes.
 
-All costs are upper bounds of the temporaries of one block's map without the map itself; tests measure them.
+All functions of memory return upper bounds, in bytes, of the temporaries of one block's map without the map
+itself. Tests measure them.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ if TYPE_CHECKING:
     from lens_mix.lens.anatomy import FeedForward
     from lens_mix.lens.block import Block
 
-PRODUCT_BYTES = 1 << 24  # temporaries of one chunk: enough rows for a product at full speed
-_GPU_BYTES = 1 << 28  # the same on a GPU
-NEURONS = 512  # neurons of one product with W_out
+# The temporaries of one chunk; the product of fewer rows would be slower.
+PRODUCT_BYTES = 1 << 24
+_GPU_BYTES = 1 << 28
+NEURONS = 512  # One product with W_out has so many neurons.
 
 
 # ------------------------------------------------------------------ chunks
 
 
 def chunks(start: int, stop: int, size: int) -> Iterator[slice]:
-    """Slices of even length that cover start..stop, none longer than `size`."""
+    """Yield slices of about equal length that cover start..stop, none longer than `size`."""
     if start >= stop:
         return
     width = -(-(stop - start) // -(-(stop - start) // size))
@@ -34,26 +36,36 @@ def chunks(start: int, stop: int, size: int) -> Iterator[slice]:
 
 
 def chunk_size(row: int, device: torch.device, budget: int | None, suitable: int = PRODUCT_BYTES) -> int:
-    """How many rows a chunk has; at least one.
+    """Return the number of rows of a chunk, at least one.
 
-    `row` is bytes of each row's temporaries, `budget` bytes for all of them where memory is bound, `suitable`
-    the bytes that suit a processor.
+    Args:
+        row: the bytes of each row's temporaries.
+        device: the device of the computation.
+        budget: the bytes for all temporaries; None if memory is not bound.
+        suitable: the bytes of the chunk that is fastest on a CPU.
     """
     size = suitable if device.type == "cpu" else _GPU_BYTES
     return max(1, (size if budget is None else min(size, budget)) // max(1, row))
 
 
 def budget_beside(block: Block, fixed: int, least: int, what: str) -> int | None:
-    """Bytes that the block's `max_memory` leaves for chunks; None where memory is not bound.
+    """Return the bytes that the block's `max_memory` leaves for chunks; None if memory is not bound.
 
-    `fixed` bytes don't depend on the size of the chunks, the smallest need `least`: fewer are a ValueError.
+    Args:
+        block: the block.
+        fixed: the bytes that do not depend on the size of the chunks.
+        least: the bytes of the smallest chunk.
+        what: the name of the map, for the error.
+
+    Raises:
+        ValueError: `max_memory` is too small for the smallest chunk.
     """
     if block.max_memory is None:
         return None
     if block.max_memory < fixed + least:
         batch, queries = block.resid_pre.shape[:2]
         raise ValueError(
-            f"max_memory: expected at least {fixed + least} bytes (the smallest step of {what}, {batch} "
+            f"max_memory: expected at least {fixed + least} bytes (the smallest chunk of {what}, {batch} "
             f"prompt(s), {queries} of {block.real.shape[1]} positions), got {block.max_memory}"
         )
     return block.max_memory - fixed
@@ -65,58 +77,58 @@ def budget_beside(block: Block, fixed: int, least: int, what: str) -> int | None
 def attention_budget(
     block: Block, heads: HeadVectors, beside: int = 0, least: int = 0, what: str = "a norm-based map"
 ) -> int | None:
-    """`budget_beside` of a map of pairs; `beside` and `least` are what follows the attention in it."""
+    """Return `budget_beside` of a map of pairs; `beside` and `least` count what follows the attention."""
     batch, queries, d_model = block.resid_pre.shape
     keys, size, pattern = heads.value.shape[1], heads.dtype.itemsize, block.recorded("pattern")
-    # States up to the feed-forward, copies in other dtypes, and norms of pairs.
+    # These are states up to the feed-forward, copies in other dtypes, and norms of pairs.
     states = 13 * d_model * queries + 3 * heads.heads * heads.d_head * max(queries, keys)
     pairs = 3 * queries * keys * size
     if pattern.dtype != heads.dtype or not block.every_query:
-        pairs += heads.heads * queries * keys * size  # the pattern is copied
-    # W_O after norms is a copy, and there is a second one while it is made.
+        pairs += heads.heads * queries * keys * size  # This is a copy of the pattern.
+    # W_O after norms is a copy, and computing it needs a second one.
     fixed = batch * (states * size + pairs) + heads.copied + 2 * heads.matrices.nbytes
     one_key = max(factor_bytes(heads, queries), 2 * queries * written_out_bytes(heads))
     return budget_beside(block, fixed + beside, max(batch * one_key, least), what)
 
 
 def vector_bytes(heads: HeadVectors) -> int:
-    """A key's vectors from all heads, the values that they are made of, and the diagonal's vector."""
+    """Return the bytes of a key's vectors from all heads, its values, and the diagonal's vector."""
     return (heads.heads * (heads.d_model + 3 * heads.d_head) + 3 * heads.d_model) * heads.dtype.itemsize
 
 
 def factor_bytes(heads: HeadVectors, queries: int) -> int:
-    """A key's vectors, in float64 too, their factor, all queries' weights, its products with them, norms."""
-    # A decomposition copies what it decomposes.
+    """Return the bytes of a key's vectors (also in float64), their factor, and all its products and norms."""
+    # A decomposition copies its input.
     copies = 4 if heads.dtype == torch.float64 else 1
     wide = heads.heads * (copies * heads.d_model + 4 * heads.heads + 2 * queries) + 3 * queries
     return vector_bytes(heads) + 8 * wide
 
 
 def written_out_bytes(heads: HeadVectors) -> int:
-    """One pair's vector, the weighted values it is made of, and copies that norms make."""
+    """Return the bytes of one pair's vector, the weighted values in it, and copies for norms."""
     return (2 * heads.heads * heads.d_head + 6 * heads.d_model) * heads.dtype.itemsize
 
 
 def distance_bytes(block: Block, heads: HeadVectors) -> int:
-    """Distances of all pairs, which queries see which key, and copies of states."""
+    """Return the bytes of the distances of all pairs, the mask of attended keys, and copies of states."""
     batch, queries, d_model = block.resid_pre.shape
     pairs = batch * (3 * heads.dtype.itemsize + heads.heads) + 26
     return queries * (heads.value.shape[1] * pairs + 4 * batch * d_model * heads.dtype.itemsize)
 
 
 def head_proximity_bytes(heads: HeadVectors, queries: int) -> int:
-    """A key's vectors from all heads, twice, their weights and what they bring nearer, for all queries."""
+    """Return the bytes of a key's vectors from all heads, twice, their weights and their proximities."""
     copies = heads.heads * heads.d_model * heads.dtype.itemsize
     return vector_bytes(heads) + copies + 6 * heads.heads * queries * heads.dtype.itemsize
 
 
 def route_bytes(block: Block, heads: HeadVectors) -> int:
-    """Shares of the parts of a block, up to its output."""
+    """Return the bytes of the shares of a block's components, up to its output."""
     return 2 * distance_bytes(block, heads) + second_norm_bytes(block, heads)
 
 
 def second_norm_bytes(block: Block, heads: HeadVectors) -> int:
-    """The true state that the norm after the feed-forward reads."""
+    """Return the bytes of the state that the norm after the feed-forward reads."""
     feed_forward = block.anatomy.feed_forward
     batch, queries, d_model = block.resid_pre.shape
     hidden = 0 if feed_forward is None else 5 * feed_forward.W_in.shape[1]
@@ -124,12 +136,12 @@ def second_norm_bytes(block: Block, heads: HeadVectors) -> int:
 
 
 def copy_bytes(matrix: Tensor, itemsize: int) -> int:
-    """What `as_right_factor` takes at most, with so many bytes per number."""
+    """Return the largest number of bytes of `as_right_factor`, with `itemsize` bytes per number."""
     return 0 if matrix.is_contiguous() else matrix.numel() * itemsize
 
 
 def feed_forward_bytes(block: Block, heads: HeadVectors, feed_forward: FeedForward, is_folded: bool) -> int:
-    """A feed-forward's states, copies of its weights, and the maps behind it."""
+    """Return the bytes of a feed-forward's states, copies of its weights, and the maps after it."""
     batch, queries, d_model = block.resid_pre.shape
     size, d_mlp = heads.dtype.itemsize, feed_forward.W_in.shape[1]
     matrices = 1 if feed_forward.W_gate is None else 2
@@ -143,10 +155,10 @@ def feed_forward_bytes(block: Block, heads: HeadVectors, feed_forward: FeedForwa
 
 
 def hidden_bytes(heads: HeadVectors, feed_forward: FeedForward, queries: int) -> int:
-    """One pair's way through the feed-forward, with its share of what is made once per key."""
+    """Return the bytes of one pair in the feed-forward, with its share of the tensors of a key."""
     d_model, d_mlp = feed_forward.W_in.shape
     matrices = 1 if feed_forward.W_gate is None else 2
-    # A product by oneDNN is a tensor of its own, added to what is there.
+    # oneDNN writes a product into a new tensor, which is then added to the sum.
     per_pair = (matrices + 1) * min(d_mlp, NEURONS) + 9 * d_model + 2 * heads.heads
     per_key = heads.heads * (5 * d_model + 2 * d_mlp + 2 * heads.d_head)
     return (per_pair + -(-per_key // queries)) * heads.dtype.itemsize

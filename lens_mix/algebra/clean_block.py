@@ -1,11 +1,11 @@
-"""A block's clean rows, and how changes go through its norms, up to the distance that they make.
+"""A block's clean rows, and the effect of changes on its norms and its output.
 
-With C the centring (of LayerNorm; RMSNorm has none), s the size of C x and s' that of C (x + c), a norm takes
+Let C be the centring (the identity for RMSNorm), s the scale at x and s' that at x + c. A norm maps
 a change c of its input to
 
     N(x + c) - N(x) = γ ⊙ (C c / s' + n (s / s' - 1)),   n = C x / s.
 
-A small change keeps its digits: s / s' - 1 comes from s'² - s² = (2 s n · C c + ‖C c‖²) / d_model.
+Small changes are accurate, because s / s' - 1 is computed from s'² - s² = (2 s n · C c + ‖C c‖²) / d_model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,21 @@ from lens_mix.algebra.head_vectors import through
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.states import BlockStates
 
-# C c, 1/s' and s/s' - 1.
+# A change of a norm's input: C c, 1/s' and s/s' - 1.
 _Changed = tuple[Float[Tensor, "key row d_model"], Float[Tensor, "key row 1"], Float[Tensor, "key row 1"]]
 
 
 class _NormChange:
-    """A norm at the clean vectors x that it reads; `clean` is n."""
+    """The effect of changes on a norm.
+
+    Args:
+        norm: the norm.
+        clean: its input x in the clean pass.
+
+    Attributes:
+        norm: the norm.
+        clean: n, the centred input divided by its scale.
+    """
 
     def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
         self.norm = norm
@@ -37,20 +46,20 @@ class _NormChange:
         self.clean: Float[Tensor, "row d_model"] = centred / self._size
 
     def sizes(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> _Changed:
-        """What changes of some rows' inputs do to the sizes."""
+        """Return C c, 1/s' and s/s' - 1 for changes of some rows' inputs."""
         centred, size = self._centre(change), self._size[rows]
         square_change = _scalar_products(centred, self.clean[rows])[..., None].mul_(2 * size)
         square_change += torch.linalg.vector_norm(centred, dim=-1, keepdim=True) ** 2
         square_change /= centred.shape[-1]
-        # Where all that was read is taken away, eps is left; without eps, rounding could leave less than 0.
+        # If a change removes the whole input, eps is left. Without eps, rounding could make this negative.
         smallest = max(self.norm.eps, torch.finfo(square_change.dtype).tiny)
         changed = (self._square[rows] + square_change).clamp_min_(smallest).sqrt_()
-        # s/s' - 1 = -(s'² - s²) / (s' (s + s'))
+        # The formula s/s' - 1 = -(s'² - s²) / (s' (s + s')) subtracts no almost equal numbers.
         factor = square_change.neg_().div_((size + changed).mul_(changed))
         return centred, changed.reciprocal_(), factor
 
     def output(self, rows: slice, changed: _Changed) -> Float[Tensor, "key row d_model"]:
-        """The change of some rows' outputs."""
+        """Return the change of some rows' outputs."""
         centred, inverse, factor = changed
         out = torch.addcmul(centred * inverse, self.clean[rows], factor)
         return out if self._weight is None else out.mul_(self._weight)
@@ -62,15 +71,26 @@ class _NormChange:
 def _scalar_products(
     change: Float[Tensor, "key row d_model"], clean: Float[Tensor, "row d_model"]
 ) -> Float[Tensor, "key row"]:
-    """Scalar products with the clean rows, by one batched product: it reads what is changed once."""
+    """Return scalar products with the clean rows, by one batched product that reads the changes once."""
     return torch.bmm(clean[:, None], change.permute(1, 2, 0))[:, 0].T
 
 
 class CleanBlock:
-    """What a block computed for its clean rows, as far as changes need it; neurons in parts of `widths`.
+    """The states of a block's clean rows that changes need.
 
-    `attention_out` is taken before any norm, and the pre-activations have its dtype; `final` is the model's
-    final norm, where the change after it is wanted.
+    Args:
+        anatomy: the block's components.
+        resid_pre: the block's input.
+        attention_out: the attention's output, before any norm; the pre-activations have its dtype.
+        resid_post: the block's output.
+        final: the model's final norm, if the change after it is requested; None otherwise.
+        widths: the numbers of neurons that are computed at once.
+
+    Attributes:
+        multiplier: the residual multiplier.
+        neurons: the clean hidden layer; empty if no change reaches the feed-forward.
+        added: the norm on the feed-forward's branch; None without it.
+        direction: the clean output, scaled to length 1.
     """
 
     def __init__(
@@ -85,7 +105,7 @@ class CleanBlock:
         self.multiplier = anatomy.residual_multiplier
         branch, residual = anatomy.attention_branch, anatomy.attention_residual
         feed_forward, states = anatomy.feed_forward, BlockStates(anatomy, resid_pre, attention_out)
-        # That of a parallel block reads what enters the block, where nothing changes.
+        # The feed-forward of a parallel block reads the block's input, which does not change.
         reached = None if anatomy.parallel else feed_forward
         reads = None if reached is None else anatomy.feed_forward_input
         self._branch = _NormChange(branch, attention_out) if branch else None
@@ -96,7 +116,7 @@ class CleanBlock:
         if reached is not None:
             chains = (tuple(later.norm for later in self._norms[place:]) for place in range(len(self._norms)))
             inputs = [through(chain, norm.clean) for chain, norm in zip(chains, self._norms, strict=True)]
-            # The norm whose output W_in reads, never the branch's; None where W_in reads the residual stream.
+            # This is the norm whose output W_in reads; None if W_in reads the residual stream itself.
             last = self._input or on_residual
             inputs = [x.to(attention_out.dtype) for x in (inputs if last else [*inputs, states.read])]
             shift, dtype = last.norm.bias if last else None, resid_pre.dtype
@@ -115,9 +135,10 @@ class CleanBlock:
     def to_pre_activations(
         self, rows: slice, change: Float[Tensor, "key row d_model"]
     ) -> tuple[Float[Tensor, "key row d_model"], list[Float[Tensor, "#key #row 1"]]]:
-        """The change of mid, and by which factors the given one and each norm's output reach pre-activations.
+        """Return the change of mid, and the factors of each term in the change of the pre-activations.
 
-        The given change has the residual multiplier in it where no norm sits on the branch.
+        The terms are the given change and the clean output of each norm. The given change includes the
+        residual multiplier if there is no norm on the branch.
         """
         factors = [change.new_ones((1, 1, 1))]
         for norm in self._norms:
@@ -128,7 +149,7 @@ class CleanBlock:
             change = norm.output(rows, changed)
             if norm is self._branch:
                 change, factors = change * self.multiplier, [factor * self.multiplier for factor in factors]
-            # Wide up to here (`value_zeroing._dtypes`): a norm on the branch is the one that needs it.
+            # The dtype is wide up to here, because a norm on the branch needs it (`value_zeroing._dtypes`).
             change = change.to(self.direction.dtype)
         return change, factors
 
@@ -139,9 +160,13 @@ class CleanBlock:
         added: Float[Tensor, "key row d_model"],
         metric: str,
     ) -> Float[Tensor, "key row"]:
-        """How far outputs move by the changes of mid and of what the feed-forward adds.
+        """Return the distance of changed outputs from the clean ones.
 
-        Where no norm stands on the feed-forward's branch, `mid` holds the sum of both.
+        Args:
+            rows: the clean rows.
+            mid: the change of mid; without a norm on the feed-forward's branch, plus that of its output.
+            added: the change of the feed-forward's output, if there is a norm on its branch.
+            metric: "cosine" or "euclidean".
         """
         if self.added is not None:
             added = self.added.output(rows, self.added.sizes(rows, added))
@@ -154,11 +179,11 @@ class CleanBlock:
             return length
         direction, size = self.direction[rows], self._size[rows]
         along = _scalar_products(mid, direction)
-        # No difference of two squares: where a vector is stretched, nothing would be left of the rest.
+        # A difference of two squares would lose all digits if the change is along the vector.
         rest = torch.addcmul(mid, direction, along[..., None], value=-1)
         across, near = torch.linalg.vector_norm(rest, dim=-1).square_(), along + size
         far = torch.addcmul(across, near, near).sqrt_()
-        # 1 - cos = sin² / (1 + cos) keeps its digits; past a right angle 1 - cos has them itself.
+        # 1 - cos = sin² / (1 + cos) is accurate for small angles, and 1 - cos for obtuse ones.
         angle = torch.where(near >= 0, across / (far * (far + near)), 1 - near / far)
-        # A zero vector has cosine 0 with any other.
+        # The cosine of a zero vector with any other is defined as 0.
         return torch.where(far == 0, (size != 0).to(angle.dtype), angle)

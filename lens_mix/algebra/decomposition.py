@@ -1,9 +1,9 @@
-"""Shares of all input tokens, carried through a block in chunks of queries (the machinery of DecompX).
+"""Shares of all input tokens, propagated through a block in chunks of queries (DecompX).
 
-The share X_is of input token s in the residual stream at position i has d_model numbers for every pair. So
-little is kept whole: the shares themselves, overwritten block by block, and what they make of the values, for
-every query reads those of many keys. All else is made for a chunk of queries, and only for the sources that
-reach any of them: in a causal model half of the pairs cost nothing.
+The share X_is of input token s in the residual stream at position i has d_model numbers for every pair. To
+save memory, only two tensors are whole: the shares, which each block overwrites, and their values, because
+every query reads those of many keys. All others are computed for a chunk of queries, and only for the input
+tokens with a share in one of them. In a causal model, these are half of the pairs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from lens_mix.algebra.vectors import value_path
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# Numbers in the hidden layer of one chunk: enough rows for matrix products at full speed.
+# The hidden layer of one chunk has so many numbers; matrix products of fewer rows would be slower.
 HIDDEN_ELEMENTS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Every source's share of the residual stream at all positions.
+    """Every input token's share of the residual stream at all positions.
 
     Attributes:
         vectors: the shares.
-        stops: per position, one more than the last source that has a share in it, in any prompt.
+        stops: per position, one more than the last input token with a share in it, in any prompt.
     """
 
     vectors: Float[Tensor, "batch pos source d_model"]
@@ -44,10 +44,17 @@ class Shares:
 
 
 class Decomposition:
-    """One block's step, in chunks of queries; a ValueError if the smallest doesn't fit into `max_memory`.
+    """The decomposition of one block's output into shares, in chunks of queries.
 
-    `entering`: shares of the residual stream entering it; None: every position's whole vector is its own.
-    `keeps`: whether the shares themselves are kept, beside their lengths.
+    Args:
+        block: the block.
+        entering: the shares of the block's input; None if every position's vector is its own share.
+        biases: the rule for biases (`split_bias`).
+        slope: the linearisation of the activation, as in `DecompX`.
+        keeps: whether the shares themselves are stored, besides their lengths.
+
+    Raises:
+        ValueError: the smallest chunk does not fit into the block's `max_memory`.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class Decomposition:
         self._values = self._key_vectors() if entering is None else self._read_values(entering)
 
     def carry(self) -> tuple[Float[Tensor, "batch query source"], Shares]:
-        """The lengths of the shares of the output, and these, in the place of those entering if they fit."""
+        """Return the lengths of the output's shares, and the shares, which may overwrite `entering`."""
         block, entering = self._block, self._entering
         if entering is not None and block.every_query:
             vectors = entering.vectors
@@ -75,10 +82,10 @@ class Decomposition:
     def lengths(
         self, into: Float[Tensor, "batch query source d_model"] | None = None
     ) -> Float[Tensor, "batch query source"]:
-        """‖X_is‖ at the block's output; the shares themselves are written `into`, if it is given."""
+        """Return ‖X_is‖ at the block's output, and write the shares into a given tensor."""
         block = self._block
         out, padding = block.zeros(*block.queries.shape, block.real.shape[1]), ~block.real_queries
-        # A chunk reads the entering shares of its own rows only, so its result may take their place.
+        # A chunk reads the entering shares of its own rows only, so its result may overwrite them.
         for rows, stop in _chunks(self._stops, self._pairs):
             attention = self._attention(rows, stop)
             shares = self._linear.shares(self._residual(rows, stop), attention, self._rule, rows).output
@@ -89,13 +96,13 @@ class Decomposition:
         return out
 
     def _key_vectors(self) -> Float[Tensor, "batch key head d_model"]:
-        """What each position's whole vector, b_V included, gives to a query by way of each head."""
+        """Return the vector that each key sends through each head, with b_V, before the pattern."""
         states = self._linear.states
         value = states.value.to(states.resid_pre.dtype)
         return head_vectors(value, value_path(self._block).W_O.to(value.dtype))
 
     def _read_values(self, entering: Shares) -> Float[Tensor, "batch value_head key source d_head"]:
-        """What the entering shares make of the values, without b_V."""
+        """Return the values of the entering shares, without b_V."""
         vectors, W_V = entering.vectors, value_path(self._block).W_V
         of_heads = rearrange(W_V.to(vectors.dtype), "head d_model d_head -> d_model (head d_head)")
         out = vectors.new_zeros(len(vectors), len(W_V), *vectors.shape[1:3], W_V.shape[2])
@@ -107,7 +114,7 @@ class Decomposition:
         return out
 
     def _residual(self, rows: slice, stop: int) -> Float[Tensor, "batch query source d_model"]:
-        """The shares that enter these rows."""
+        """Return the shares of these rows of the block's input."""
         queries = self._block.queries[:, rows]
         batch = torch.arange(len(queries), device=queries.device)[:, None]
         if self._entering is not None:
@@ -119,13 +126,13 @@ class Decomposition:
         return out
 
     def _attention(self, rows: slice, stop: int) -> Float[Tensor, "batch query source d_model"]:
-        """Shares of the attention's output: what each row got of each source by way of all keys."""
+        """Return the shares of the attention's output: for each row and input token, the sum over keys."""
         pattern = self._linear.states.pattern[:, :, rows, :stop].to(self._values.dtype)
         if self._entering is None:
             axes = "batch head query key, batch key head d_model -> batch query key d_model"
             return einsum(pattern, self._values[:, :stop], axes).contiguous()
         values = self._values[:, :, :stop, :stop]
-        # One product for all heads that share their values.
+        # Heads that share their values are computed in one product.
         axes = "batch (head group) query key -> batch head (group query) key"
         mixed = rearrange(pattern, axes, head=values.shape[1]) @ values.flatten(3)
         axes = "batch head (group query) (source d_head) -> batch query source (head group d_head)"
@@ -136,9 +143,15 @@ class Decomposition:
 def carried(
     blocks: Sequence[Block], biases: Split, slope: Slope
 ) -> Iterator[tuple[Float[Tensor, "batch query source"], Float[Tensor, "batch query source d_model"]]]:
-    """After each block the lengths of all shares, and the shares, which the next block overwrites.
+    """Yield the lengths of all shares, and the shares, after each block; the next block overwrites them.
 
-    The blocks go from the first one up; all but the last have all rows. Errors as of `Decomposition`.
+    Args:
+        blocks: the blocks from the first one up; all but the last have all rows.
+        biases: as in `Decomposition`.
+        slope: as in `Decomposition`.
+
+    Raises:
+        ValueError: as `Decomposition`.
     """
     entering: Shares | None = None
     for block in blocks:
@@ -147,13 +160,13 @@ def carried(
 
 
 def hidden_width(block: Block) -> int:
-    """Numbers per vector where it is widest: d_mlp, or d_model where there is no feed-forward."""
+    """Return the width of the widest vector: d_mlp, or d_model without a feed-forward."""
     feed_forward = block.anatomy.feed_forward
     return block.resid_pre.shape[-1] if feed_forward is None else len(feed_forward.W_out)
 
 
 def _chunks(stops: Int[Tensor, " row"], pairs: int) -> Iterator[tuple[slice, int]]:
-    """Chunks of at most as many pairs of row and source (or one row), each with its largest stop."""
+    """Yield chunks of at most `pairs` pairs of row and input token (or one row), with the largest stop."""
     start, stop = 0, 0
     for row, reached in enumerate(stops.tolist()):
         if row > start and max(stop, reached) * (row + 1 - start) > pairs:
@@ -164,9 +177,14 @@ def _chunks(stops: Int[Tensor, " row"], pairs: int) -> Iterator[tuple[slice, int
 
 
 def _chunk_pairs(block: Block, keeps: bool) -> int:
-    """How many pairs of query and source a chunk may have; a ValueError if not one query's fit.
+    """Return how many pairs of query and input token a chunk may have.
 
-    `keeps`: whether there is a tensor of the shares, and of the values they make.
+    Args:
+        block: the block.
+        keeps: whether there are tensors of all shares and of their values.
+
+    Raises:
+        ValueError: the pairs of a single query do not fit into the block's `max_memory`.
     """
     (batch, queries, d_model), positions = block.resid_pre.shape, block.real.shape[1]
     path, feed_forward, d_mlp = value_path(block), block.anatomy.feed_forward, hidden_width(block)

@@ -1,10 +1,11 @@
-"""The vectors of the norm-based family by definition: every pair's written out, on named axes.
+"""The vectors of the norm-based methods by definition: one vector per pair, on named axes.
 
     F_ij = Σ_h a_ijh v_jh W_O^h + δ_ij x_i
 
-with a the pattern, v the value vectors and x the residual stream. Slow, and query × key × d_model numbers:
-the papers' files say their formulas with these functions, and the tests hold `lens_mix.algebra.vectors`,
-which forms no pair, against them. Query i is position i: all rows are there.
+where a is the pattern, v the value vectors and x the residual stream. These functions are slow, and have
+query × key × d_model numbers. The files of the papers' methods define their formulas by them, and tests
+compare `lens_mix.algebra.vectors`, which computes no pair's vector, with them. They have all rows: query i is
+position i.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from lens_mix.lens.anatomy import Norm
 
-# What a norm, held linear, or a multiplier makes of vectors.
+# A linear map of vectors: a linearised norm, or a multiplier.
 Linear = Callable[[Float[Tensor, "batch query key d_model"]], Float[Tensor, "batch query key d_model"]]
 
 
 def head_vectors(
     value: Float[Tensor, "batch key value_head d_head"], W_O: Float[Tensor, "head d_head d_model"]
 ) -> Float[Tensor, "batch key head d_model"]:
-    """v_jh W_O^h; grouped value heads serve several query heads each."""
+    """Return v_jh W_O^h; a grouped value head belongs to several query heads."""
     group = len(W_O) // value.shape[2]
     value = repeat(value, "batch key value_head d_head -> batch key (value_head group) d_head", group=group)
     return einsum(value, W_O, "batch key head d_head, head d_head d_model -> batch key head d_model")
@@ -36,7 +37,7 @@ def head_parts(
     value: Float[Tensor, "batch key value_head d_head"],
     W_O: Float[Tensor, "head d_head d_model"],
 ) -> Float[Tensor, "batch query head key d_model"]:
-    """a_ijh v_jh W_O^h, what each head sent from each key."""
+    """Return a_ijh v_jh W_O^h, the vector that each head sends from each key."""
     axes = "batch head query key, batch key head d_model -> batch query head key d_model"
     return einsum(pattern, head_vectors(value, W_O), axes)
 
@@ -46,7 +47,7 @@ def value_vectors(
     value: Float[Tensor, "batch key value_head d_head"],
     W_O: Float[Tensor, "head d_head d_model"],
 ) -> Float[Tensor, "batch query key d_model"]:
-    """Σ_h a_ijh v_jh W_O^h."""
+    """Return Σ_h a_ijh v_jh W_O^h."""
     axes = "batch head query key, batch key head d_model -> batch query key d_model"
     return einsum(pattern, head_vectors(value, W_O), axes)
 
@@ -58,7 +59,7 @@ def residual_vectors(
     resid_pre: Float[Tensor, "batch query d_model"],
     branch: Linear | None = None,
 ) -> Float[Tensor, "batch query key d_model"]:
-    """F_ij; `branch` is what a block puts on the attention branch (a sandwich norm, a multiplier)."""
+    """Return F_ij; `branch` is the linear map on the attention branch (a sandwich norm, a multiplier)."""
     vectors = value_vectors(pattern, value, W_O)
     same = torch.eye(len(resid_pre[0]), dtype=resid_pre.dtype, device=resid_pre.device)
     diagonal = einsum(same, resid_pre, "query key, batch query d_model -> batch query key d_model")
@@ -70,12 +71,14 @@ def through_norm(
     vectors: Float[Tensor, "batch query key d_model"],
     state: Float[Tensor, "batch query d_model"],
 ) -> Float[Tensor, "batch query key d_model"]:
-    """γ ⊙ (F_ij - mean F_ij) / s_i, s_i of what the norm really reads; RMSNorm does not centre; β is in none.
+    """Return γ ⊙ (F_ij - mean F_ij) / s_i, with the scale s_i of the norm's input and without β.
+
+    RMSNorm does not centre.
 
     Args:
-        norm: None for none.
-        vectors: shares of what it reads.
-        state: all of what it reads, biases included.
+        norm: the norm; None for the identity.
+        vectors: shares of the norm's input.
+        state: the norm's whole input, with biases.
     """
     if norm is None:
         return vectors
@@ -89,12 +92,12 @@ def through_norm(
 
 
 def norms(vectors: Float[Tensor, "batch query key d_model"]) -> Float[Tensor, "batch query key"]:
-    """‖F_ij‖."""
+    """Return ‖F_ij‖."""
     return vectors.square().sum(-1).sqrt()
 
 
 def mixing_ratio(vectors: Float[Tensor, "batch query key d_model"]) -> Float[Tensor, "batch query"]:
-    """‖Σ_{j≠i} F_ij‖ / (‖Σ_{j≠i} F_ij‖ + ‖F_ii‖) (Kobayashi et al., EMNLP 2021, eq. 13)."""
+    """Return ‖Σ_{j≠i} F_ij‖ / (‖Σ_{j≠i} F_ij‖ + ‖F_ii‖) (Kobayashi et al., EMNLP 2021, eq. 13)."""
     same = torch.eye(vectors.shape[1], dtype=vectors.dtype, device=vectors.device)
     diagonal = einsum(same, vectors, "query key, batch query key d_model -> batch query d_model")
     mixed = einsum(1 - same, vectors, "query key, batch query key d_model -> batch query d_model")

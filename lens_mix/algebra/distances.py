@@ -1,4 +1,4 @@
-"""How far vectors are apart: any two, or each query's representation and each key's (or head's) vector."""
+"""Distances between any two vectors, or between each query's state and each key's (or head's) vector."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from lens_mix.algebra.budget import chunk_size, chunks, head_proximity_bytes, ve
 from lens_mix.algebra.pair_norms import by_key
 from lens_mix.algebra.vectors import Pairs, Vectors
 
-# The differences of one chunk, which are written once and read twice, in a processor's caches.
+# The differences of one chunk fit a CPU's caches, because they are written once and read twice.
 _CHUNK_BYTES = 1 << 20
 
 
 def lengths(vectors: Float[Tensor, "*batch d_model"], order: int) -> Float[Tensor, "*batch"]:
-    """L1 or L2 norms (`order` 1 or 2); torch's own L1 adds up one by one, a digit less in float32."""
+    """Return L1 or L2 norms (`order` 1 or 2); torch's own L1 norm is one digit less accurate in float32."""
     return vectors.abs().sum(-1) if order == 1 else torch.linalg.vector_norm(vectors, dim=-1)
 
 
 def distances(
     vectors: Vectors, state: Float[Tensor, "batch query d_model"], order: int
 ) -> Float[Tensor, "batch query key"]:
-    """‖state_i - F_ij‖ for all pairs, in the L1 or L2 norm (`order` 1 or 2).
+    """Return ‖state_i - F_ij‖ for all pairs, in the L1 or L2 norm (`order` 1 or 2).
 
-    A key that got no weight has the distance ‖state_i‖. L1 has no factors: the pairs are written out.
+    The distance of a key without weight is ‖state_i‖. The L1 norm needs the vector of each pair.
     """
     pairs = vectors.pairs
     out = state.new_empty((*state.shape[:2], pairs.pattern.shape[-1]))
     if pairs.writes_out:
-        for chunk, part in pairs.written_out_chunks():
-            apart = part.mul_(vectors.scale[..., None]).sub_(state[:, :, None])
+        for chunk, vectors_of_chunk in pairs.written_out_chunks():
+            apart = vectors_of_chunk.mul_(vectors.scale[..., None]).sub_(state[:, :, None])
             out[..., chunk] = lengths(apart, order)
     else:
         out[:] = lengths(state, order)[..., None]
         scale = vectors.scale.abs()[..., 0]
-        # ‖state - scale w‖ = |scale| ‖state / scale - w‖: the vectors of the pairs are not scaled one by one.
+        # ‖state - scale w‖ = |scale| ‖state / scale - w‖, so each pair's vector need not be scaled.
         for key, rows, apart in _apart_by_key(vectors, state / vectors.scale):
             size = torch.linalg.vector_norm(apart, dim=-1) if order == 2 else apart.abs_().sum(-1)
             torch.mul(size, scale[:, rows], out=out[:, rows, key])
@@ -47,9 +47,9 @@ def distances(
 def _apart_by_key(
     vectors: Vectors, reduced: Float[Tensor, "batch query d_model"]
 ) -> Iterator[tuple[int, slice, Float[Tensor, "batch row d_model"]]]:
-    """Σ_h a_ijh w_jh - reduced_i one key at a time, for the rows from the first to the last that see it.
+    """Yield Σ_h a_ijh w_jh - reduced_i for one key at a time, at the rows that may attend to it.
 
-    All in one place of memory, which stays in a processor's caches.
+    All results are written into the same memory, which stays in a CPU's caches.
     """
     pairs, heads, (batch, _, queries, keys) = vectors.pairs, vectors.pairs.heads, vectors.pairs.pattern.shape
     row = batch * (vector_bytes(heads) + queries * heads.heads * heads.dtype.itemsize)
@@ -71,18 +71,19 @@ def _apart_by_key(
 def head_proximities(
     vectors: Vectors, state: Float[Tensor, "batch query d_model"], per_head: bool
 ) -> Float[Tensor, "batch *head query key"]:
-    """max(0, ‖state_i‖₁ - ‖state_i - scale_i a_ijh w_jh‖₁) for all pairs and heads; nothing added is in it.
+    """Return max(0, ‖state_i‖₁ - ‖state_i - scale_i a_ijh w_jh‖₁) for all pairs and heads.
 
     Args:
-        vectors: of the pairs; heads are not summed before the norm.
-        state: what they are shares of.
-        per_head: keep the heads apart; False: the sum over heads.
+        vectors: the vectors of the pairs, without those added on the diagonal; heads are not summed before
+            the norm.
+        state: the state that the vectors are shares of.
+        per_head: whether to return each head's result; otherwise their sum.
     """
     pairs, heads = vectors.pairs, vectors.pairs.heads
     batch, count, queries, keys = pairs.pattern.shape
     reduced, scale = state / vectors.scale, vectors.scale.abs()
     out = state.new_empty((batch, count, queries, keys) if per_head else (batch, queries, keys))
-    # Half of the budget for the vectors of a chunk, half for the differences in `_nearer`.
+    # Half of the budget is for the vectors of a chunk, half for the differences in `_nearer`.
     matrices, half = heads.after(pairs.chain), None if heads.budget is None else heads.budget // 2
     size = chunk_size(batch * head_proximity_bytes(heads, queries), state.device, half)
     for chunk in chunks(0, keys, size):
@@ -98,17 +99,17 @@ def head_proximities(
 def _nearer(
     pairs: Pairs,
     keys: slice,
-    head_vectors: Float[Tensor, "batch source d_model"],
+    head_vectors: Float[Tensor, "batch key_head d_model"],
     reduced: Float[Tensor, "batch query d_model"],
     budget: int | None,
-) -> Float[Tensor, "batch source query"]:
-    """max(0, ‖reduced_i‖₁ - ‖reduced_i - a_ijh w_jh‖₁); sources are the heads of these keys."""
+) -> Float[Tensor, "batch key_head query"]:
+    """Return max(0, ‖reduced_i‖₁ - ‖reduced_i - a_ijh w_jh‖₁) for each pair of a key and a head."""
     heads, (batch, count, *_), ranges = pairs.heads, pairs.pattern.shape, pairs.ranges()
     weights = pairs.pattern[..., keys].permute(0, 3, 1, 2).flatten(1, 2).to(heads.dtype)
     near, whole = torch.zeros_like(weights), lengths(reduced, 1)[:, None]
     size = chunk_size(reduced.nbytes, reduced.device, budget, _CHUNK_BYTES)
     for chunk in chunks(0, weights.shape[1], size):
-        ends = [ranges[keys.start + source // count] for source in range(chunk.start, chunk.stop)]
+        ends = [ranges[keys.start + pair // count] for pair in range(chunk.start, chunk.stop)]
         if not any(stop for _, stop in ends):
             continue
         rows = slice(min(first for first, stop in ends if stop), max(stop for _, stop in ends))
@@ -117,17 +118,17 @@ def _nearer(
         torch.mul(weights[:, chunk, rows, None], head_vectors[:, chunk, None], out=apart)
         apart = apart.sub_(reduced[:, None, rows]).abs_().sum(-1)
         near[:, chunk, rows] = whole[..., rows] - apart
-    # A key without weight brings nothing nearer, whatever rounding says.
+    # The proximity of a key without weight is exactly 0, whatever the rounding.
     return near.clamp_min_(0).masked_fill_(weights == 0, 0)
 
 
 def distance(
     x: Float[Tensor, "*batch d_model"], y: Float[Tensor, "*batch d_model"], metric: str
 ) -> Float[Tensor, "*batch"]:
-    """Distance between vectors, "cosine" or "euclidean", in at least float32.
+    """Return the "cosine" or "euclidean" distance between vectors, in at least float32.
 
-    The cosine distance is half the squared distance of the unit vectors: 1 - cos cancels below 1e-7 in
-    float32, this keeps its digits down to 1e-14. A zero vector has cosine 0 with any other.
+    The cosine distance is half the squared distance of the unit vectors. In float32 it is accurate down to
+    1e-14, while 1 - cos cancels below 1e-7. The cosine of a zero vector with any other is defined as 0.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     x, y = x.to(wide), y.to(wide)

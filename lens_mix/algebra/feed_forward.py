@@ -1,13 +1,12 @@
-"""A block's vectors through its feed-forward, by integrated gradients in closed form.
+"""A block's vectors after its feed-forward, by integrated gradients in closed form.
 
-For each query i the feed-forward, held linear along the path of the integrated gradients, is one linear map
-of what it reads,
+For each query i, integrated gradients make the feed-forward one linear map of its input,
 
     share(v) = ((n(v) W_in) ⊙ m_i) W_out                                plain
     share(v) = ((n(v) W_gate) ⊙ m_gate_i + (n(v) W_in) ⊙ m_up_i) W_out   gated
 
-with n the linear part of the norm before it: `FeedForwardShares.share`, the definition. For many queries
-W_in is applied once per key and head (`_ByHead`), and W_out, as it must be, once per pair.
+where n is the linear part of the norm before it. `FeedForwardShares.share` is this definition. For many
+queries, W_in is applied once per key and head (`_ByHead`), while W_out has to be applied once per pair.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 Variant = Literal["on_path", "fixed"]
 
-_PAIRS = 1400  # pairs of one chunk: enough rows for a product at full speed
+_PAIRS = 1400  # One chunk has so many pairs; the product of fewer rows would be slower.
 
 
 # ------------------------------------------------------------------ the feed-forward as a linear map
@@ -58,10 +57,10 @@ class FeedForwardShares:
     """One block's feed-forward as one linear map per query.
 
     Attributes:
-        states: the block's states, at which its norms are held.
-        feed_forward: its matrices.
+        states: the block's states, at which its norms are linearised.
+        feed_forward: the feed-forward's matrices.
         multipliers: (W_in, m) for a plain feed-forward; (W_gate, m_gate) and (W_in, m_up) for a gated one.
-        W_out: in the dtype of the states.
+        W_out: the output matrix in the dtype of the states.
     """
 
     states: BlockStates
@@ -72,7 +71,7 @@ class FeedForwardShares:
     def share(
         self, vectors: Float[Tensor, "batch query *key d_model"]
     ) -> Float[Tensor, "batch query *key d_model"]:
-        """What the feed-forward makes of shares of what it reads (before its norm)."""
+        """Return shares of the feed-forward's output from shares of its input (before its norm)."""
         read = self.states.feed_forward_input(vectors)
         (W, m), *others = self.multipliers
         hidden = (read @ W).mul_(_beside(m, vectors))
@@ -83,25 +82,25 @@ class FeedForwardShares:
     def joined(
         self, shares: Float[Tensor, "batch row *key d_model"], rows: slice = slice(None)
     ) -> Float[Tensor, "batch row *key d_model"]:
-        """What shares of the feed-forward's output, those of some rows, add to the residual stream."""
+        """Return the vectors that shares of some rows' feed-forward output add to the residual stream."""
         shares = self.states.feed_forward_branch(shares, rows)
         multiplier = self.states.anatomy.residual_multiplier
         return shares if multiplier == 1 else shares * multiplier
 
     def after(self, vectors: Float[Tensor, "batch query d_model"]) -> Float[Tensor, "batch query d_model"]:
-        """Shares of the middle of the block -> shares of its output, one vector per query."""
+        """Return shares of the block's output from shares before its feed-forward, one per query."""
         parallel = self.states.anatomy.parallel
         out = vectors if parallel else vectors + self.joined(self.share(vectors))
         return self.states.feed_forward_residual(out)
 
 
 def _beside(of_query: Float[Tensor, "batch query width"], vectors: Tensor) -> Tensor:
-    """A number or vector per query, to be multiplied with vectors per query, or per query and key."""
+    """Return a vector per query with an axis for keys if `vectors` has one."""
     return of_query if vectors.ndim == 3 else of_query[:, :, None]
 
 
 def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant) -> FeedForwardShares:
-    """The block's feed-forward, plain or gated, at its true states; `biases` as in `AtbFf`."""
+    """Return a block's plain or gated feed-forward, linearised at its states; `biases` as in `AtbFf`."""
     states, feed_forward, without_biases = vectors.states, _feed_forward(block), None
     if biases == "fixed":
         shares = states.resid_pre if block.anatomy.parallel else vectors.normed.total
@@ -111,12 +110,12 @@ def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant
 
 
 def unsupported_feed_forward(anatomy: BlockAnatomy) -> str | None:
-    """Why vectors can't be followed through the feed-forward; None where they can."""
+    """Return why vectors can't be propagated through the feed-forward; None if they can."""
     if anatomy.cross:
-        reads = (
-            "cross-attention lies between self-attention and feed-forward, which reads the other stack too"
+        return (
+            "expected a block without cross-attention, got cross-attention between self-attention and "
+            "feed-forward, which reads the other part too"
         )
-        return f"{reads} (expected a block without cross-attention)"
     if anatomy.feed_forward is None:
         kind = anatomy.feed_forward_kind
         return f"expected a plain or gated feed-forward, found {kind!r}; attn_res stops before it"
@@ -133,10 +132,11 @@ def _feed_forward(block: Block) -> FeedForward:
 def _multipliers(
     feed_forward: FeedForward, states: BlockStates, shares: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """(matrix, m) pairs; `shares` is the sum of all vectors' shares of what is read; None: paths from 0."""
+    """Return (matrix, m) pairs; paths start without the sum of shares of the input, or at 0 for None."""
     dtype, activation = states.read.dtype, feed_forward.activation
     matrices = [matrix.to(dtype) for matrix in feed_forward.input_matrices]
-    ends = [x.double() for x in states.pre_activations]  # m is a quotient of differences
+    # m is a quotient of differences, which needs float64.
+    ends = [x.double() for x in states.pre_activations]
     starts = None
     if shares is not None:
         starts = [end - (shares @ W).double() for W, end in zip(matrices, ends, strict=True)]
@@ -149,7 +149,7 @@ def _multipliers(
 
 @dataclasses.dataclass(frozen=True)
 class FeedForwardMaps:
-    """Norms of all pairs: the feed-forward's output, with the residual stream, and after the last norm."""
+    """Norms of all pairs' vectors: in the feed-forward's output, in the block's, and after the last norm."""
 
     output: Float[Tensor, "batch query key"]
     residual: Float[Tensor, "batch query key"]
@@ -157,12 +157,12 @@ class FeedForwardMaps:
 
 
 def feed_forward_maps(block: Block, biases: Variant, reading: Norm | None = None) -> FeedForwardMaps:
-    """The three maps of one block; the methods of one run share them.
+    """Return the three maps of one block, which the methods of one run share.
 
     Args:
         block: a block whose feed-forward is plain or gated.
         biases: "on_path" or "fixed", see `AtbFf`.
-        reading: a norm to apply last where the block has none there (it reads the block's output).
+        reading: the norm that reads the block's output, applied if the block does not end in a norm.
 
     Raises:
         ValueError: the smallest chunks don't fit into the block's `max_memory`.
@@ -173,13 +173,13 @@ def feed_forward_maps(block: Block, biases: Variant, reading: Norm | None = None
 def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMaps:
     heads, anatomy = head_vectors(block), block.anatomy
     feed_forward = _feed_forward(block)
-    # Folded even where the product can't be kept.
+    # The product is worth computing even if it is not stored.
     is_folded = pays(heads.value.shape[:2].numel(), heads.heads, heads.d_head)
     beside, least = feed_forward_bytes(block, heads, feed_forward, is_folded), 0
-    if not anatomy.parallel:  # of a parallel block no pair goes through the feed-forward
+    if not anatomy.parallel:  # In a parallel block, no pair depends on the feed-forward.
         batch, queries = block.resid_pre.shape[:2]
         least = batch * queries * hidden_bytes(heads, feed_forward, queries)
-    heads.budget = attention_budget(block, heads, beside, least, "a map behind the feed-forward")
+    heads.budget = attention_budget(block, heads, beside, least, "a map after the feed-forward")
     vectors = attention_vectors(block, heads)
     shares = feed_forward_shares(block, vectors, biases)
     last = shares.states.feed_forward_residual
@@ -191,7 +191,7 @@ def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMap
 
 
 def _parallel(vectors: AttentionVectors, shares: FeedForwardShares, last: LinearNorm) -> FeedForwardMaps:
-    """The feed-forward reads the block's input: all it adds belongs to the diagonal."""
+    """Return the maps of a parallel block: its feed-forward reads the input, so it adds to the diagonal."""
     added = shares.share(shares.states.resid_pre)
     residual = vectors.normed.plus(shares.joined(added))
     output = torch.zeros_like(residual.pairs.norms)
@@ -203,7 +203,8 @@ def _sequential(
     block: Block, vectors: Vectors, shares: FeedForwardShares, last: LinearNorm
 ) -> FeedForwardMaps:
     norm, pairs, (batch, _, queries, keys) = last.norm, vectors.pairs, vectors.pairs.pattern.shape
-    maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]  # keys first, as chunks come
+    # The key axis is first, because chunks are of keys.
+    maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]
     by_head = None if pairs.writes_out else _ByHead(block, vectors, shares)
     pair_chunks = _written_out(vectors, shares) if by_head is None else by_head.chunks()
     for chunk, rows, residual, output in pair_chunks:
@@ -217,17 +218,17 @@ def _sequential(
     results = [scores.transpose(1, 2) for scores in maps]
     for result, diagonal in zip(results, explicit, strict=False):
         pairs.put_diagonal(result, torch.linalg.vector_norm(diagonal, dim=-1))
-    # A row's scale is divided by once, not for each of its pairs.
+    # Dividing by a row's scale here is cheaper than for each of its pairs.
     normed = results[1] if norm is None else results[2] / last.scale
     return FeedForwardMaps(results[0], results[1], normed)
 
 
-# Keys, rows, the pairs' vectors with what the feed-forward adds to them, and its output alone.
+# The keys, the rows, the pairs' vectors in the block's output, and in the feed-forward's output.
 _Chunk = tuple[slice, slice, Float[Tensor, "batch key row d_model"], Float[Tensor, "batch key row d_model"]]
 
 
 def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[_Chunk]:
-    """By the definition: every pair's vector through W_in and W_out."""
+    """Yield chunks by the definition: every pair's vector is multiplied by W_in and W_out."""
     width = 3 * sum(m.shape[-1] for _, m in shares.multipliers)
     for chunk, pairs in vectors.pairs.written_out_chunks(more=width * vectors.scale.dtype.itemsize):
         pairs = pairs.mul_(vectors.scale[..., None])
@@ -237,14 +238,17 @@ def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[_Chunk
 
 
 class _ByHead:
-    """W_in applied once per key and head; for each pair, H vectors of the hidden layer are mixed.
+    """The hidden layer with W_in applied once per key and head; each pair mixes the vectors of its heads.
 
-    `vectors` are what the feed-forward reads, before its norm.
+    Args:
+        block: the block.
+        vectors: the vectors of the feed-forward's input, before its norm.
+        shares: the feed-forward.
     """
 
     def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares) -> None:
         self._pairs, self._scale, self._shares = vectors.pairs, vectors.scale, shares
-        # What scales a row's vectors goes into its multipliers: once per row and neuron, not per pair.
+        # A row's scale is included in its multipliers, which costs less than scaling each pair.
         norm_scale = shares.states.feed_forward_input.scale
         self._multipliers = [m * (vectors.scale / norm_scale) for _, m in shares.multipliers]
         heads = vectors.pairs.heads
@@ -253,11 +257,12 @@ class _ByHead:
         self._folded = folded(block.anatomy, path, vectors_in_all, heads.dtype, keep, matrices)
         batch, _, queries, keys = vectors.pairs.pattern.shape
         self._W_O = heads.after(vectors.pairs.chain)
-        self._W_out = [as_right_factor(part, batch * queries * keys) for part in shares.W_out.split(NEURONS)]
+        chunks_of_W_out = shares.W_out.split(NEURONS)
+        self._W_out = [as_right_factor(chunk, batch * queries * keys) for chunk in chunks_of_W_out]
         self._pair_bytes = hidden_bytes(heads, shares.feed_forward, queries)
 
     def chunks(self) -> Iterator[_Chunk]:
-        """All pairs, some keys at a time, with the rows from the first to the last that see one of them."""
+        """Yield all pairs in chunks of keys, with the rows that may attend to one of these keys."""
         pairs, heads, (batch, _, queries, keys) = self._pairs, self._pairs.heads, self._pairs.pattern.shape
         ranges = pairs.ranges()
         for large_chunk, key_chunks in self._key_chunks(batch, queries, keys):
@@ -271,18 +276,18 @@ class _ByHead:
                     shape = (batch, pattern.shape[3], heads.heads, pattern.shape[2])
                     weights = by_key(pattern, heads.value.new_empty(shape)).mT
                     output = self._output(rows, weights, [vectors[:, here] for vectors in hidden])
-                    # Pairs in the order batch, query, key, as everywhere else.
+                    # `joined` expects the axes in the order batch, query, key.
                     joined = self._shares.joined(output.transpose(1, 2), rows).transpose(1, 2)
                     residual = (weights @ key_vectors[:, here]).mul_(self._scale[:, None, rows]).add_(joined)
                     yield chunk, rows, residual, output
 
     def _key_chunks(self, batch: int, queries: int, keys: int) -> Iterator[tuple[slice, Iterator[slice]]]:
-        """Chunks of keys that W_in is applied to, each with the smaller ones whose pairs go through W_out."""
+        """Yield chunks of keys for W_in, each with the smaller chunks for W_out."""
         heads, row = self._pairs.heads, batch * queries * self._pair_bytes
         width = self._shares.W_out.shape[0] * len(self._multipliers)
         size = chunk_size(row, heads.value.device, heads.budget, _PAIRS * self._pair_bytes)
         at_once = size
-        # Under a memory bound both are alike: `hidden_bytes` counts what is made once per key, too.
+        # Under a memory bound both have one size, because `hidden_bytes` also counts the tensors of a key.
         if heads.budget is None:
             row = batch * heads.heads * width * heads.dtype.itemsize
             at_once = chunk_size(row, heads.value.device, None)
@@ -290,7 +295,7 @@ class _ByHead:
             yield chunk, chunks(chunk.start, chunk.stop, size)
 
     def _hidden_by_head(self, keys: slice) -> list[Float[Tensor, "batch key head d_mlp"]]:
-        """W_in (W_gate and W_in) applied once per key and head."""
+        """Return each input matrix applied to the vectors of these keys, once per key and head."""
         heads = self._pairs.heads
         if self._folded is not None:
             return [heads.times(matrices, keys) for matrices in self._folded]
@@ -305,7 +310,7 @@ class _ByHead:
         weights: Float[Tensor, "batch key row head"],
         hidden: list[Float[Tensor, "batch key head d_mlp"]],
     ) -> Float[Tensor, "batch key row d_model"]:
-        """Σ_h a_ijh (w_jh W_in) ⊙ m_i through W_out, some neurons at a time, as the caches like."""
+        """Return (Σ_h a_ijh (w_jh W_in) ⊙ m_i) W_out, in chunks of neurons that fit a CPU's caches."""
         heads, last = weights.flatten(0, 1), 0
         output = weights.new_zeros((*weights.shape[:-1], self._shares.W_out.shape[1]))
         for W_out in self._W_out:

@@ -1,8 +1,8 @@
-"""Products of matrices, kept between runs: W_O and W_in (and W_gate), per head.
+"""Products of W_O and W_in (and W_gate) per head, stored between runs.
 
-What a head sends reaches the pre-activations through W_O, the linear parts of the norms and W_in (and
-W_gate). Their product, d_head × d_mlp per head, depends on the weights alone. Made anew it costs as much as
-d_model positions; kept, a run with n keys pays for n.
+A head's values are multiplied by W_O, the linear parts of the norms, and W_in (and W_gate) to give its
+contribution to the pre-activations. The product of these matrices, d_head × d_mlp per head, depends on the
+weights alone. Computing it costs as much as d_model positions. Once it is stored, a run with n keys costs n.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ def folded(
     keep: bool,
     matrices: Sequence[Float[Tensor, "d_model d_mlp"]],
 ) -> Float[Tensor, "matrix head d_head d_mlp"] | None:
-    """The folded matrices of all heads; None where applying both to each vector costs less.
+    """Return the folded matrices of all heads; None if applying both matrices to each vector costs less.
 
     Args:
-        anatomy: the block, its feed-forward plain or gated; a gated one has two matrices, the gate's first.
-        path: its value path.
-        vectors: how many value vectors will go through; None: folded in any case.
-        dtype: of the products.
-        keep: whether they may stay for the next run.
-        matrices: W_in, or W_gate and W_in; in `dtype` already, or a copy of each is made.
+        anatomy: the anatomy of a block whose feed-forward is plain or gated.
+        path: the block's value path.
+        vectors: the number of value vectors to multiply; None to return the product in any case.
+        dtype: the dtype of the products.
+        keep: whether the product may be stored for the next run.
+        matrices: W_in, or W_gate and W_in; a matrix of another dtype than `dtype` is copied.
     """
     if anatomy.feed_forward is None or anatomy.parallel:
         return None
     name, kind = anatomy.feed_forward.W_in, f"folded {dtype}"
-    # What the product is made of: the matrices, and the norms by what they do to vectors.
+    # The product depends on the matrices and on the norms, which are probed with vectors.
     probes = [sketch(matrix.detach().to(dtype)) for matrix in (*matrices, path.W_O.flatten(0, 1))]
     probes.append(through(_norms(anatomy), random_vectors(path.W_O.shape[-1], dtype, path.W_O.device)))
-    product: Tensor | None = weight_cache.recall(name, kind, probes)
+    product: Tensor | None = weight_cache.load(name, kind, probes)
     if product is not None:
         return product
     heads, d_head = path.W_O.shape[:2]
     size = heads * d_head * name.shape[1] * len(matrices) * dtype.itemsize
-    if keep and weight_cache.fits(name, kind, size):
+    if keep and weight_cache.has_space(name, kind, size):
         product = _fold(anatomy, matrices, path.W_O.to(dtype))
-        weight_cache.keep(name, kind, probes, product)
+        weight_cache.store(name, kind, probes, product)
         return product
-    worth = vectors is None or pays(vectors, heads, d_head)
-    return _fold(anatomy, matrices, path.W_O.to(dtype)) if worth else None
+    is_worth_it = vectors is None or pays(vectors, heads, d_head)
+    return _fold(anatomy, matrices, path.W_O.to(dtype)) if is_worth_it else None
 
 
 def pays(vectors: int, heads: int, d_head: int) -> bool:
-    """Whether folding anew costs less than both matrices for each vector."""
+    """Return whether computing the product costs less than applying both matrices to each vector."""
     return vectors * heads > heads * d_head + vectors
 
 
@@ -68,12 +68,12 @@ def _fold(
 ) -> Float[Tensor, "matrix *head d_head d_mlp"]:
     read = through(_norms(anatomy), W_O.detach())
     if len(matrices) == 1:
-        # As a view: a stack would hold the product twice for a moment.
+        # This is a view, because a stack would need twice the memory for a moment.
         return (read @ matrices[0].detach().to(read.dtype))[None]
     return torch.stack([read @ matrix.detach().to(read.dtype) for matrix in matrices])
 
 
 def _norms(anatomy: BlockAnatomy) -> tuple[Norm, ...]:
-    """Between W_O and W_in (and W_gate)."""
+    """Return the norms between W_O and W_in (and W_gate)."""
     norms = (anatomy.attention_branch, anatomy.attention_residual, anatomy.feed_forward_input)
     return tuple(norm for norm in norms if norm is not None)

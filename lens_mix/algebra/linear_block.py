@@ -1,4 +1,4 @@
-"""A block held linear at its true states, for shares of what enters it (DecompX)."""
+"""A block linearised at its clean states, for shares of its input (DecompX)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Slope = Literal["zero_origin", "tangent", "relu"]
 SLOPES: tuple[str, ...] = ("zero_origin", "tangent", "relu")
-# (matrix, bias, output per input) of a hidden layer: once if it is plain, twice if it is gated.
+# (matrix, bias, slope) of a hidden layer's pre-activations: one entry if it is plain, two if it is gated.
 _Slopes = tuple[tuple[Tensor, Tensor | None, Float[Tensor, "batch query d_mlp"]], ...]
 
 
@@ -31,10 +31,10 @@ class DecomposedBlock:
     """Shares at the stages of one block.
 
     Attributes:
-        attention: of the attention's output, without biases.
-        mid: of the residual stream after attention (and after the norm on it, in post-norm blocks).
-        feed_forward: of the feed-forward's output; None where there is none.
-        output: of the block's output.
+        attention: the shares of the attention's output, without biases.
+        mid: those of the residual stream after attention (and, in post-norm blocks, after its norm).
+        feed_forward: those of the feed-forward's output; None without a feed-forward.
+        output: those of the block's output.
     """
 
     attention: Float[Tensor, "batch query source d_model"]
@@ -44,15 +44,15 @@ class DecomposedBlock:
 
 
 class LinearBlock:
-    """One block from the attention's output on; its norms and its activation are linear for all shares.
+    """One block from the attention's output on, with its norms and its activation linearised.
 
     Args:
-        block: with "pattern" and "value" recorded, and the attention's parts verified.
-        slope: the line that stands for the activation, as in `DecompX`.
-        alone: whether every position's whole vector is its own source; then b_V belongs to the key.
+        block: a block with "pattern" and "value" recorded, and its attention verified.
+        slope: the linearisation of the activation, as in `DecompX`.
+        alone: whether every position's vector is its own share; b_V belongs to the key then.
 
     Attributes:
-        states: the block's states, at which it is linear; the shares have their dtype.
+        states: the states at which the block is linearised; the shares have their dtype.
     """
 
     def __init__(self, block: Block, slope: Slope, alone: bool) -> None:
@@ -70,11 +70,11 @@ class LinearBlock:
         rule: Split,
         rows: slice = slice(None),
     ) -> DecomposedBlock:
-        """From shares of what enters these rows of the block, and of their attention, to its output's."""
+        """Return shares of some rows of the block's output, from those of its input and its attention."""
         s, bias, parallel = self._multiplier, self._bias[:, rows], self._anatomy.parallel
         states = self.states
         if states.attention_branch.norm is None:
-            # The residual stream's shares have a claim to the bias too.
+            # The bias is split after the sum, because the residual stream's shares get a part of it too.
             mid = torch.add(entering, attention, alpha=s)
             mid = split_bias(mid, bias * s, rule, mid)
         else:
@@ -107,14 +107,20 @@ def decomposed(
     *,
     alone: bool,
 ) -> DecomposedBlock:
-    """From the shares of what enters a block to those of its output, for all pairs at once.
+    """Return the shares at the stages of a block from those of its input, for all pairs at once.
 
-    `shares` are X, entering at all positions. If `alone`, each position's whole vector and value (b_V
-    included) enter, and `shares` says how much of them is each source's; None: all is its own.
+    Args:
+        block: as in `LinearBlock`.
+        rule: the rule for biases (`split_bias`).
+        slope: as in `LinearBlock`.
+        shares: the shares of the block's input at all positions. If `alone`, the fraction of each position's
+            vector and value (with b_V) that is each input token's; None if a position's vector is its own
+            share.
+        alone: as in `LinearBlock`.
     """
     path, linear = value_path(block), LinearBlock(block, slope, alone=alone)
     x = linear.states.resid_pre
-    # Copies, for `decompx_logits`: autograd keeps nothing that was recorded in inference mode.
+    # `decompx_logits` needs copies, because autograd can't use tensors that were recorded in inference mode.
     pattern, value = (each.to(x.dtype, copy=True) for each in (linear.states.pattern, linear.states.value))
     if shares is None:
         shares = torch.eye(block.real.shape[1], dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
@@ -124,7 +130,7 @@ def decomposed(
     else:
         entering = block.rows_of(shares)
         read = through_linear_norm(linear.states.attention_input, shares, rule)
-        # One product for all heads: `decompx_logits` goes back through it for many logits at once.
+        # This is one product for all heads, because `decompx_logits` differentiates it for many logits.
         W_V = rearrange(path.W_V.to(x.dtype), "head d_model d_head -> d_model (head d_head)")
         value = (read @ W_V).unflatten(-1, (len(path.W_V), -1))
     value = value.repeat_interleave(len(path.W_O) // len(path.W_V), dim=3)
@@ -136,10 +142,10 @@ def decomposed(
 def _attention_bias(
     path: ValuePath, states: CleanStates, alone: bool
 ) -> Float[Tensor, "batch query d_model"]:
-    """What of the attention's output is in no share: b_O, and b_V mixed by the pattern, unless `alone`."""
+    """Return the bias of the attention's output: b_O and, unless `alone`, b_V mixed by the pattern."""
     dtype = states.resid_pre.dtype
-    # A pattern's rows don't sum to 1 where there are attention sinks.
-    mass = states.pattern.to(dtype).sum(-1) * (not alone)  # alone, the values have b_V in them
+    # A pattern's rows do not sum to 1 with attention sinks. If `alone`, the values include b_V.
+    mass = states.pattern.to(dtype).sum(-1) * (not alone)
     b_V = path.W_V.new_zeros(len(path.W_V), path.W_V.shape[2]) if path.b_V is None else path.b_V
     b_V = b_V.to(dtype).repeat_interleave(mass.shape[1] // len(b_V), dim=0)
     return path.project(einsum(mass, b_V, "batch head query, head d_head -> batch query head d_head"))
@@ -148,7 +154,7 @@ def _attention_bias(
 def _slopes(
     feed_forward: FeedForward, states: BlockStates, slope: Slope
 ) -> tuple[_Slopes, Float[Tensor, "batch query d_mlp"] | None]:
-    """The hidden layer's lines, and what else is added to it."""
+    """Return the linearisation of the hidden layer's pre-activations, and the constant that is added."""
     dtype, activation, pre_activations = states.read.dtype, feed_forward.activation, states.pre_activations
     gated, b_hidden = feed_forward.W_gate is not None, feed_forward.b_hidden
     biases = (feed_forward.b_gate, feed_forward.b_in) if gated else (feed_forward.b_in,)

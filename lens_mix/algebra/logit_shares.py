@@ -1,4 +1,4 @@
-"""What a block's attention adds to tokens' logits by way of each key, without d_model numbers per pair."""
+"""The contribution of each key to logits through a block's attention, without d_model numbers per pair."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
-def through_head(
+def through_unembedding(
     unembedding: Unembedding,
     resid: Float[Tensor, "batch query d_model"],
     columns: Float[Tensor, "batch query d_model"],
 ) -> Float[Tensor, "batch query d_model"]:
-    """Directions in the residual stream whose products are logits, the final norm held at its true scale.
+    """Return directions in the residual stream whose scalar products with shares of it are logits.
+
+    The final norm has the scale of the clean pass.
 
     Args:
         unembedding: the model's unembedding.
         resid: the last residual stream.
-        columns: the unembedding's column per position.
+        columns: the column of W_U for each position.
     """
     dtype = torch.promote_types(resid.dtype, torch.float32)
     columns, resid = columns.to(dtype), resid.to(dtype)
@@ -36,12 +38,12 @@ def through_head(
 def logit_shares(
     block: Block, directions: Float[Tensor, "batch query d_model"], asked: Block | None = None
 ) -> Float[Tensor, "batch query key"]:
-    """What the block's attention adds to each query's logit by way of each key.
+    """Return the contribution of each key to each query's logit through the block's attention.
 
     Args:
         block: the block.
-        directions: per query, from `through_head`.
-        asked: the block whose rows the directions belong to; None: `block`.
+        directions: one per query, from `through_unembedding`.
+        asked: the block whose rows the directions belong to; None for `block`.
     """
     vectors = attention_vectors(block).residual
     pattern, scale, heads = vectors.pairs.pattern, vectors.scale, vectors.pairs.heads
@@ -50,7 +52,7 @@ def logit_shares(
     shares = directions.new_zeros((*directions.shape[:2], pattern.shape[-1]))
     group = heads.heads // heads.value.shape[2]
     for head, matrix in enumerate(heads.after(vectors.pairs.chain)):
-        # From the left: d_head numbers per query and key, not d_model.
+        # The product from the left has d_head numbers per query, while the other order has d_model per pair.
         value = heads.value[:, :, head // group]
         shares += pattern[:, head] * (directions @ matrix.T @ value.mT)
     return shares * scale
@@ -59,15 +61,22 @@ def logit_shares(
 def token_directions(
     last: Block, token: int | Literal["predicted", "next"], against: int | None
 ) -> Float[Tensor, "batch query d_model"]:
-    """Per asked position, the vector whose product with a share of the residual stream is its token's logit.
+    """Return, for each requested row, the direction whose product with a share is its token's logit.
 
-    `token` and `against` as in `AltiLogit`; a number that is not in the vocabulary is a ValueError.
+    Args:
+        last: the last block.
+        token: as in `AltiLogit`.
+        against: as in `AltiLogit`.
+
+    Raises:
+        ValueError: a token is not in the vocabulary.
     """
     unembedding = last.unembedding()
     columns = unembedding.W_U.T[last.rows_of(_tokens(last, unembedding, token))]
     if against is not None:
         columns = columns - unembedding.W_U.T[_checked(against, unembedding, "against")]
-    return through_head(unembedding, last.rows_of(last.clean.calls[len(last.stack) - 1].resid_post), columns)
+    final_residual = last.rows_of(last.clean.calls[len(last.stack) - 1].resid_post)
+    return through_unembedding(unembedding, final_residual, columns)
 
 
 def _tokens(last: Block, unembedding: Unembedding, token: int | str) -> Int[Tensor, "batch pos"]:
@@ -77,7 +86,7 @@ def _tokens(last: Block, unembedding: Unembedding, token: int | str) -> Int[Tens
         )
     logits = last.logits()
     likeliest, tokens = logits.topk(2)
-    # Sums of rounded numbers: in bfloat16 the two likeliest tokens often have the same logit.
+    # Logits are rounded: in bfloat16, the two likeliest tokens often have the same logit.
     rounding = 4 * torch.finfo(last.resid_post.dtype).eps * logits.abs().amax(-1)
     doubtful = last.real & (likeliest[..., 0] - likeliest[..., 1] <= rounding)
     predicted = logits.argmax(dim=-1)
@@ -94,7 +103,7 @@ def _tokens(last: Block, unembedding: Unembedding, token: int | str) -> Int[Tens
 def _note_doubtful(
     last: Block, doubtful: Bool[Tensor, "batch pos"], tokens: Int[Tensor, "batch pos rank"]
 ) -> None:
-    """Say of which asked positions the predicted token is a matter of rounding."""
+    """Add a note with the requested positions whose predicted token depends on rounding."""
     doubtful, positions = last.rows_of(doubtful), last.rows_of(last.real.cumsum(-1) - 1)
     tokens = last.rows_of(tokens)
     for index, row in enumerate(doubtful):

@@ -1,8 +1,8 @@
-"""‖Σ_h a_ijh w_jh‖ for all pairs, by one small factor per key.
+"""The norms ‖Σ_h a_ijh w_jh‖ of all pairs, by one small factor per key.
 
-The factor of the vectors that a key's heads send gives the norm of any mixture of them without the mixture:
-‖R a‖ with R from a QR decomposition, or sqrt(aᵀ G a) with G the Gram matrix. It is R for float64 vectors and
-G, accumulated in float64, for all others. A Gram matrix in float32 is off by half where heads cancel.
+The factor of a key's head vectors gives the norm of any sum of them, without computing the sum: ‖R a‖ with R
+from a QR decomposition, or sqrt(aᵀ G a) with the Gram matrix G. R is used for float64 vectors, and G,
+accumulated in float64, for all others. With G in float32, norms would have errors of a half if heads cancel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lens_mix.algebra.head_vectors import Chain, HeadVectors
 
 
 class PairNorms(NamedTuple):
-    """‖Σ_h a_ijh w_jh‖, ‖w_jh‖, and Σ_h a_jjh w_jh where it was asked for."""
+    """The norms ‖Σ_h a_ijh w_jh‖ and ‖w_jh‖, and the vectors Σ_h a_jjh w_jh if requested."""
 
     pairs: Float[Tensor, "batch query key"]
     heads: Float[Tensor, "batch key head"]
@@ -28,20 +28,20 @@ class PairNorms(NamedTuple):
 def by_key(
     pattern: Float[Tensor, "batch head query key"], out: Float[Tensor, "batch key head query"]
 ) -> Float[Tensor, "batch key head query"]:
-    """Write the pattern into `out` with the key first; head by head is faster than in one step."""
+    """Write the pattern into `out` with the key axis first; head by head is faster than all at once."""
     for head in range(pattern.shape[1]):
         out[:, :, head] = pattern[:, head].mT
     return out
 
 
 def _qr_factor(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch rank head"]:
-    """R with ‖R a‖ = ‖Σ_h a_h vector_h‖ for any a, in float64: 2e-13 even where the heads cancel."""
+    """Return R with ‖R a‖ = ‖Σ_h a_h vector_h‖ for any a, in float64: 2e-13 even if heads cancel."""
     factor: Tensor = torch.linalg.qr(vectors.double().mT, mode="r").R
     return factor
 
 
 def _gram(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch head head_"]:
-    """All scalar products of the vectors, accumulated in float64 (6e-8 for float32 vectors)."""
+    """Return all scalar products of the vectors, accumulated in float64 (6e-8 for float32 vectors)."""
     wide = vectors.double()
     return wide @ wide.mT
 
@@ -52,12 +52,13 @@ def _factor_norms(
     exact: bool,
     out: Float[Tensor, "row rank query"] | None = None,
 ) -> Float[Tensor, "row query"]:
-    """‖Σ_h weights_h vector_h‖ in float64 from `_qr_factor` (`exact`) or `_gram`; `out` for the products."""
+    """Return ‖Σ_h weights_h vector_h‖ in float64, from `_qr_factor` (`exact`) or `_gram`."""
     product = torch.bmm(factors, weights, out=out)
     if exact:
         lengths: Tensor = torch.linalg.vector_norm(product, dim=-2)
         return lengths
-    return product.mul_(weights).sum(-2).clamp_min_(0).sqrt_()  # rounding may fall below 0
+    # Rounding may make a square negative.
+    return product.mul_(weights).sum(-2).clamp_min_(0).sqrt_()
 
 
 def norms_by_factors(
@@ -66,9 +67,13 @@ def norms_by_factors(
     chain: Chain,
     own_weights: Float[Tensor, "batch key head"] | None,
 ) -> PairNorms:
-    """The norms, and what else is cheap while the vectors are at hand.
+    """Compute the norms of all pairs, those of the heads' vectors, and the vectors of the diagonal.
 
-    `own_weights`: a_jjh in the vectors' dtype; None where the diagonal is not asked for.
+    Args:
+        pattern: a.
+        heads: the heads' vectors.
+        chain: the norms to apply to these.
+        own_weights: a_jjh in the vectors' dtype; None if the diagonal is not requested.
     """
     value, (batch, count, queries, keys) = heads.value, pattern.shape
     matrices, exact = heads.after(chain), heads.dtype == torch.float64

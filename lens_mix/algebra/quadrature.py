@@ -1,4 +1,4 @@
-"""Points and weights of the rules that integrate over 0..1."""
+"""Points and weights of quadrature rules over 0..1."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ from torch import Tensor
 from lens_mix.arguments import check_choice, check_whole_number
 
 RULES = ("gauss_legendre", "riemann_left", "riemann_right", "riemann_middle", "trapezoid")
-# captum's names for two of them
+# captum uses these names for two of the rules.
 _ALIASES = {"gausslegendre": "gauss_legendre", "riemann_trapezoid": "trapezoid"}
-_LARGEST_NESTED = 63  # beyond it, float64 no longer finds the points of nested rules to full precision
-# Of one rule. More gain nothing, and finding Gauss-Legendre's takes time by their cube.
+_LARGEST_NESTED = 63  # float64 is too imprecise for the points of larger nested rules.
+# One rule has at most so many points. More have no benefit, and finding Gauss-Legendre's takes cubic time.
 _MOST_STEPS = 2_000
 
 
 def rule_name(method: str) -> str:
-    """The rule's name here; captum's spellings are known too. Raises ValueError: no such rule."""
+    """Return the rule's name, which may be given in captum's spelling.
+
+    Raises:
+        ValueError: there is no such rule.
+    """
     name = _ALIASES.get(method, method) if isinstance(method, str) else method
     check_choice("method", name, RULES)
     return name
 
 
 def quadrature(method: str, n_steps: int) -> tuple[Float[Tensor, " point"], Float[Tensor, " point"]]:
-    """Points in 0..1 and weights that sum to 1, float64.
+    """Return points in 0..1 and weights that sum to 1, in float64.
 
-    With n steps: Gauss-Legendre is exact for polynomials up to degree 2n - 1; the left rule has its points at
-    k/n for k = 0..n-1, the right one for k = 1..n, the middle one halfway between; the trapezoid rule has n
-    points, ends included, 1/(n - 1) apart. (captum 0.9 weighs them by 1/n, so that its trapezoid weights sum
-    to (n - 1)/n.)
+    With n steps, Gauss-Legendre is exact for polynomials up to degree 2n - 1. The left rule has its points at
+    k/n for k = 0..n-1, the right rule for k = 1..n, and the middle rule halfway between. The trapezoid rule
+    has n points, with both ends, at distances of 1/(n - 1). (The weights of captum 0.9 are based on 1/n, so
+    that its trapezoid weights sum to (n - 1)/n.)
 
     Raises:
-        ValueError: no such rule; fewer steps than the rule needs.
+        ValueError: there is no such rule, or it needs more steps.
     """
     name = rule_name(method)
     least = 2 if name == "trapezoid" else 1
@@ -58,9 +62,9 @@ class NestedRules:
     """Rules of growing size over 0..1, each with all points of the one before it.
 
     Attributes:
-        points: in the order in which the rules need them.
-        weights: of every rule; 0 for the points that only larger rules have. Each row sums to 1.
-        counts: how many points each rule has.
+        points: the points, in the order in which the rules need them.
+        weights: the weights of every rule, 0 for the points of larger rules only; they sum to 1 per rule.
+        counts: the number of points of each rule.
         degrees: the largest degree of polynomials for which each rule is exact.
     """
 
@@ -71,18 +75,18 @@ class NestedRules:
 
 
 def one_rule(method: str, n_steps: int) -> NestedRules:
-    """A rule of `quadrature` alone."""
+    """Return a single rule of `quadrature` as nested rules."""
     points, weights = quadrature(method, n_steps)
     return NestedRules(points, weights[None], (n_steps,), (0,))
 
 
 @functools.cache
 def nested_rules(largest: int) -> NestedRules:
-    """Gauss-Legendre's 1 and 3 points, then Patterson's 7, 15, 31 and 63 (Math. Comp. 22, 1968).
+    """Return Gauss-Legendre's rules of 1 and 3 points, and Patterson's of 7, 15, 31 and 63.
 
-    Patterson adds n + 1 points to n so that the degree of exactness is the highest possible: 3n/2 for the n
-    points that result, where Gauss-Legendre, which shares no points between sizes, has 2n. No end of the
-    interval is a point. Rules with more than `largest` points are left out.
+    Patterson (Math. Comp. 22, 1968) adds n + 1 points to n, so that the degree of exactness is the highest
+    possible. It is 3n/2 for the resulting n points, while Gauss-Legendre, whose rules share no points, has
+    2n. The ends of the interval are no points. Rules with more than `largest` points are left out.
     """
     nodes, counts = numpy.zeros(1), [1]
     while 2 * len(nodes) + 1 <= min(largest, _LARGEST_NESTED):
@@ -90,7 +94,7 @@ def nested_rules(largest: int) -> NestedRules:
         counts.append(len(nodes))
     weights = numpy.zeros((len(counts), len(nodes)))
     for rule, count in enumerate(counts):
-        # the weights over -1..1 that integrate the Legendre polynomials of degree 0..count - 1
+        # The weights have to integrate the Legendre polynomials of degree 0..count - 1 over -1..1.
         polynomials, integrals = legendre.legvander(nodes[:count], count - 1), 2 * numpy.eye(count)[0]
         weights[rule, :count] = numpy.linalg.solve(polynomials.T, integrals)
     degrees = (1, *((3 * count + 1) // 2 for count in counts[1:]))
@@ -99,22 +103,24 @@ def nested_rules(largest: int) -> NestedRules:
 
 
 def _further_nodes(nodes: numpy.ndarray) -> numpy.ndarray:
-    """Patterson's n + 1 further nodes in -1..1 for n given ones.
+    """Return Patterson's n + 1 further nodes in -1..1 for n given ones.
 
     They are the roots of the polynomial E of degree n + 1 for which ∫ Π(x - node) E(x) P_k(x) dx = 0 for all
     Legendre polynomials P_k of degree k <= n.
     """
     count = len(nodes)
-    x, measure = legendre.leggauss(2 * count + 2)  # exact: the integrands have degree 3 n + 1 at most
+    # This rule is exact, because the integrands have degree 3 n + 1 at most.
+    x, measure = legendre.leggauss(2 * count + 2)
     given = numpy.prod([2 * (x - node) for node in nodes], axis=0)
     basis = legendre.legvander(x, count + 1)
     products = (basis[:, :-1] * (measure * given / abs(given).max())[:, None]).T @ basis
-    # of the two parities, one is 0 = 0: least squares
+    # The equations of one parity are 0 = 0, so they are solved by least squares.
     below = numpy.linalg.lstsq(products[:, :-1], -products[:, -1], rcond=None)[0]
     coefficients = numpy.append(below, 1.0)
     roots = numpy.sort(legendre.legroots(coefficients).real)
-    # Newton's steps: eigenvalues of a companion matrix, which is what came out, lack the last digits.
+    # Newton's steps correct the last digits, which eigenvalues of a companion matrix lack.
     for _ in range(3):
         roots -= legendre.legval(roots, coefficients) / legendre.legval(roots, legendre.legder(coefficients))
-    symmetric: numpy.ndarray = (roots - roots[::-1]) / 2  # symmetric about 0, to the bit
+    # This makes the roots exactly symmetric about 0.
+    symmetric: numpy.ndarray = (roots - roots[::-1]) / 2
     return symmetric

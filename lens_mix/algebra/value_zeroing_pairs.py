@@ -1,8 +1,8 @@
-"""Which pairs of a zeroed key and a query there are, and in which chunks they are computed.
+"""The pairs of a zeroed group of keys and a query, and the chunks in which they are computed.
 
-A zeroed value reaches only the queries that give its key weight, so a causal map costs its triangle.
-Neighbouring keys share a rectangle while few of its pairs (`Sizes.spare`) have no weight. Several rectangles
-form one chunk, the pairs of one product with W_out. `max_memory` can shrink both.
+Zeroing a value changes only the queries that attend to its key, so a causal map needs half of the pairs.
+Neighbouring keys share a rectangle of pairs if few of them (`Sizes.spare`) have no weight. Several rectangles
+are one chunk, the pairs of one product with W_out. `max_memory` bounds the sizes of both.
 """
 
 from __future__ import annotations
@@ -23,76 +23,93 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
-Groups = Sequence[Sequence[int]]  # heads or positions that are zeroed as one
+Groups = Sequence[Sequence[int]]  # Heads or positions that are zeroed together.
 Spans = Groups | None
 
 
 class Sizes(NamedTuple):
-    """How much is done at once."""
+    """The sizes of the tensors of one block's map.
 
-    rectangle: int  # pairs whose vectors fit a processor's cache
-    chunk: int  # pairs of one product with W_out
-    neurons: int  # neurons between the two matrices
-    keys: int  # zeroed keys whose vectors are held at once
-    positions: int  # positions of all prompts that are held at once
-    spare: float  # pairs without weight that a rectangle may have, as a share of the others
+    Attributes:
+        rectangle: the number of pairs of a rectangle, whose vectors fit a CPU's cache.
+        chunk: the number of pairs of one product with W_out.
+        neurons: the number of neurons that are computed at once.
+        keys: the number of zeroed groups whose vectors are in memory at once.
+        positions: the number of positions of all prompts that are in memory at once.
+        spare: the pairs without weight that a rectangle may have, as a fraction of the others.
+    """
+
+    rectangle: int
+    chunk: int
+    neurons: int
+    keys: int
+    positions: int
+    spare: float
 
 
 _CPU = Sizes(rectangle=512, chunk=2304, neurons=768, keys=128, positions=2048, spare=0.05)
 _GPU = Sizes(rectangle=16384, chunk=16384, neurons=4096, keys=1024, positions=16384, spare=0.25)
 
 
-class Source(NamedTuple):
-    """What is zeroed as one, a key or a span of keys; the rows that give it weight lie in first..last - 1."""
+class ZeroedGroup(NamedTuple):
+    """A key or a span of keys that are zeroed together.
+
+    Attributes:
+        prompt: the prompt's index.
+        key: the group's index on the key axis of the map.
+        positions: the positions of its keys.
+        first: the first row that attends to it.
+        last: one more than the last row that attends to it.
+    """
 
     prompt: int
-    column: int
-    keys: list[int]
+    key: int
+    positions: list[int]
     first: int
     last: int
 
 
 class Rectangle(NamedTuple):
-    """Pairs of neighbouring sources of one prompt, the first at `column` of its map, and some of its rows."""
+    """Pairs of neighbouring zeroed groups of one prompt, the first at `key` of its map, and some rows."""
 
     prompt: int
-    column: int
-    sources: slice
+    key: int
+    zeroed: slice
     rows: slice
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Sources and rows."""
-        return self.sources.stop - self.sources.start, self.rows.stop - self.rows.start
+        """The numbers of zeroed groups and of rows."""
+        return self.zeroed.stop - self.zeroed.start, self.rows.stop - self.rows.start
 
     def lines(self, queries: int) -> slice:
-        """Its rows in the line of all prompts' rows, so many of each."""
+        """Return its rows on the axis of all prompts' rows, of which each prompt has `queries`."""
         return slice(self.prompt * queries + self.rows.start, self.prompt * queries + self.rows.stop)
 
 
-def find_sources(
+def find_zeroed_groups(
     attended: Bool[Tensor, "batch query key"], real: Bool[Tensor, "batch key"], spans: Spans
-) -> list[Source]:
-    """Every source that gets weight, from any head that is zeroed; the only copy from GPU to CPU."""
+) -> list[ZeroedGroup]:
+    """Return every group of keys that gets weight; this is the only copy from GPU to CPU."""
     queries, any_query = attended.shape[1], attended.any(1)
-    # As bytes: argmax takes no booleans, and of equals it gives the first.
+    # argmax takes no booleans, and returns the first of equal numbers.
     first = torch.where(any_query, attended.byte().argmax(1), queries).tolist()
     last = torch.where(any_query, queries - attended.flip(1).byte().argmax(1), 0).tolist()
-    sources = []
+    zeroed = []
     for prompt, is_real in enumerate(real.tolist()):
         positions = [position for position, inside in enumerate(is_real) if inside]
         groups = enumerate([positions[place] for place in span] for span in spans or ())
-        for column, keys in groups if spans else ((position, [position]) for position in positions):
+        for index, keys in groups if spans else ((position, [position]) for position in positions):
             begin, end = min(first[prompt][key] for key in keys), max(last[prompt][key] for key in keys)
             if begin < end:
-                sources.append(Source(prompt, column, keys, begin, end))
-    return sources
+                zeroed.append(ZeroedGroup(prompt, index, keys, begin, end))
+    return zeroed
 
 
-def chunks(sources: Sequence[Source], sizes: Sizes) -> Iterator[list[Rectangle]]:
-    """The pairs of some sources, gathered for the large product."""
+def chunks(zeroed: Sequence[ZeroedGroup], sizes: Sizes) -> Iterator[list[Rectangle]]:
+    """Yield the pairs of some zeroed groups in chunks of rectangles."""
     chunk: list[Rectangle] = []
-    for rectangle in _rectangles(sources, sizes):
+    for rectangle in _rectangles(zeroed, sizes):
         if chunk and sum(math.prod(other.shape) for other in (*chunk, rectangle)) > sizes.chunk:
             yield chunk
             chunk = []
@@ -101,29 +118,34 @@ def chunks(sources: Sequence[Source], sizes: Sizes) -> Iterator[list[Rectangle]]
         yield chunk
 
 
-def _rectangles(sources: Sequence[Source], sizes: Sizes) -> Iterator[Rectangle]:
+def _rectangles(zeroed: Sequence[ZeroedGroup], sizes: Sizes) -> Iterator[Rectangle]:
     begin = 0
-    while begin < len(sources):
-        prompt, column, _, first, last = sources[begin]
+    while begin < len(zeroed):
+        prompt, key, _, first, last = zeroed[begin]
         end, weighted = begin + 1, last - first
-        for new in sources[end:]:
+        for new in zeroed[end:]:
             window, weighted = (min(first, new.first), max(last, new.last)), weighted + new.last - new.first
             pairs = (end + 1 - begin) * (window[1] - window[0])
-            neighbours = (new.prompt, new.column) == (prompt, sources[end - 1].column + 1)
-            if not neighbours or pairs > min(sizes.rectangle, (1 + sizes.spare) * weighted):
+            are_neighbours = (new.prompt, new.key) == (prompt, zeroed[end - 1].key + 1)
+            if not are_neighbours or pairs > min(sizes.rectangle, (1 + sizes.spare) * weighted):
                 break
             end, (first, last) = end + 1, window
-        rows = max(1, sizes.rectangle // (end - begin))  # a single key's rows may be too many
+        # The rows of a single key may be more than a rectangle's pairs.
+        rows = max(1, sizes.rectangle // (end - begin))
         for start in range(first, last, rows):
-            yield Rectangle(prompt, column, slice(begin, end), slice(start, min(start + rows, last)))
+            yield Rectangle(prompt, key, slice(begin, end), slice(start, min(start + rows, last)))
         begin = end
 
 
 def fitting(block: Block, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
-    """The device's sizes, made smaller where `max_memory` asks for it; ValueError where none fits."""
+    """Return the device's sizes, reduced to fit into `max_memory`.
+
+    Raises:
+        ValueError: even the smallest sizes do not fit.
+    """
     sizes = _CPU if block.resid_pre.device.type == "cpu" else _GPU
     length, bytes_with = block.attended.shape[2], functools.partial(_bytes, block, span, dtypes)
-    # A prompt is never cut: all its positions are held at once.
+    # A prompt is never divided, so all its positions are in memory at once.
     smallest = Sizes(rectangle=8, chunk=8, neurons=64, keys=1, positions=length, spare=sizes.spare)
     budget = budget_beside(
         block, 0, bytes_with(smallest), "value zeroing by algebra; engine='hooks' may need less"
@@ -135,7 +157,7 @@ def fitting(block: Block, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
 
 
 def _bytes(block: Block, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes) -> int:
-    """An upper bound of the temporaries of one block's map, the map itself not counted."""
+    """Return an upper bound of the bytes of one block's temporaries, without the map itself."""
     narrow, wide = (dtype.itemsize for dtype in dtypes)
     anatomy, (batch, queries, length) = block.anatomy, block.attended.shape
     (heads, d_head, d_model), stored = value_path(block).W_O.shape, block.resid_pre.dtype.itemsize
@@ -148,13 +170,13 @@ def _bytes(block: Block, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes)
     rows, inner, hidden, rank = prompts * queries, heads * d_head, matrices * d_mlp, span * heads
     neurons = min(sizes.neurons, d_mlp)
 
-    # Of the clean rows; up to three norms have bases.
+    # These are the states of the clean rows; up to three norms have bases.
     clean = rows * d_model * (12 * narrow + 4 * wide) + prompts * (length + queries) * inner * 4 * wide
     clean += rows * d_mlp * (matrices * 5 * wide + (2 * matrices + 3) * narrow)
     clean += prompts * queries * length * (heads * (wide + 1) + 8)
     weights = 2 * inner * d_model * wide + W_out + (stored != wide) * (2 * inner + hidden) * d_model * wide
-    weights += inner * hidden * wide * max(1, matrices)  # folded
-    # Spans are gathered once more.
+    weights += inner * hidden * wide * max(1, matrices)  # This is the product of W_O and W_in.
+    # Spans need another copy.
     values = sizes.keys * rank * min(span, 2) * (d_model + hidden + 3 * d_head) * wide
     chunk = (3 * d_model + neurons) * narrow + (rank * (1 + d_head) + d_model + 5) * wide
     rectangle = 4 * (d_model + rank + neurons) * wide

@@ -1,17 +1,18 @@
-"""The vectors that a block sends from key to query, kept as factors: no query × key × d_model tensor.
+"""The vectors that a block sends from key to query, as factors without a query × key × d_model tensor.
 
-Before the feed-forward, the vector that query i got from key j is, at every stage of every block,
+Before the feed-forward, the vector from key j to query i is, at every stage of every block,
 
     F_ij = scale_i Σ_h a_ijh w_jh + δ_ij added_i
 
-where a is the pattern, w one vector per key and head, and scale one number per query. It starts with
-w_jh = u_jh = v_jh W_O^h (b_V in, b_O never; Kobayashi et al., EMNLP 2020, eq. 3), scale 1 and nothing added.
-The residual stream is added; a norm's linear part γ ⊙ (v - mean v) / s_i, s_i taken from the true state,
-changes w, what was added, and scale. `lens_mix.algebra.definitions` writes F out; norms need no pair's vector
-(`lens_mix.algebra.pair_norms`), and the norm of Σ_j F_ij no pair at all.
+where a is the pattern, w has one vector per key and head, and scale is one number per query. At first,
+w_jh = u_jh = v_jh W_O^h (with b_V, without b_O; Kobayashi et al., EMNLP 2020, eq. 3), scale is 1 and added is
+0. Then the residual stream is added. A norm's linear part γ ⊙ (v - mean v) / s_i, with the scale s_i at the
+clean state, changes w, added and scale. `lens_mix.algebra.definitions` computes F itself. Norms of F need no
+pair's vector (`lens_mix.algebra.pair_norms`), and the norm of Σ_j F_ij needs no pair.
 
-The rows are the queries that are asked for. "The diagonal" is each query's pair with its own position. On
-cross-attention no key is the query's own position: what is added is a key of its own, after the source's.
+The rows are the requested queries. "The diagonal" is each query's pair with its own position. In
+cross-attention, no key is the query's own position, so the added vectors are an additional key after the
+source's.
 """
 
 from __future__ import annotations
@@ -34,16 +35,20 @@ from lens_mix.lens.states import shared, states_of
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# So few rows are written out, a product with W_O per pair, which costs no more than one per key and head.
+# With so few rows, a product with W_O per pair costs no more than one per key and head.
 _WRITTEN_OUT_QUERIES = 2
 
 
 @dataclasses.dataclass(eq=False)
 class Pairs:
-    """Σ_h a_ijh w_jh for all pairs, as factors.
+    """The vectors Σ_h a_ijh w_jh of all pairs, as factors.
 
-    `pattern` is a, `heads` u, `chain` the norms that made w of u; `queries` are the positions of the rows,
-    None for all positions in order; `cross`: keys are another sequence than the rows.
+    Attributes:
+        pattern: a.
+        heads: u.
+        queries: the positions of the rows; None for all positions in order.
+        chain: the norms whose linear parts map u to w.
+        cross: whether the keys are another sequence than the rows.
     """
 
     pattern: Float[Tensor, "batch head query key"]
@@ -55,22 +60,22 @@ class Pairs:
 
     @property
     def writes_out(self) -> bool:
-        """Whether there are so few rows that their pairs are made one by one."""
+        """Whether there are so few rows that each pair's vector is computed."""
         return self.pattern.shape[2] <= _WRITTEN_OUT_QUERIES
 
     def through(self, norm: Norm) -> Pairs:
-        """The same after a norm's linear part."""
+        """Return the pairs after a norm's linear part."""
         return dataclasses.replace(self, chain=(*self.chain, norm))
 
     def written_out(self, keys: slice = slice(None)) -> Float[Tensor, "batch query key d_model"]:
-        """The vectors of all pairs with these keys."""
+        """Return the vectors of all pairs with these keys."""
         weights = self.pattern[..., keys].permute(0, 2, 3, 1).to(self.heads.dtype)
         return through(self.chain, self.heads.weighted(weights, keys))
 
     def written_out_chunks(
         self, more: int = 0
     ) -> Iterator[tuple[slice, Float[Tensor, "batch query key d_model"]]]:
-        """All pairs as vectors, in chunks of keys; what follows needs `more` bytes per pair."""
+        """Yield the vectors of all pairs in chunks of keys; the caller needs `more` bytes per pair."""
         row = self.pattern[:, 0, :, 0].numel() * (written_out_bytes(self.heads) + more)
         size = chunk_size(row, self.pattern.device, self.heads.budget)
         for chunk in chunks(0, self.pattern.shape[-1], size):
@@ -78,9 +83,9 @@ class Pairs:
 
     @functools.cached_property
     def norms(self) -> Float[Tensor, "batch query key"]:
-        """Euclidean norms of all pairs."""
+        """The Euclidean norms of all pairs' vectors."""
         if not self.writes_out:
-            # The loop over keys gives the diagonal for free, but only where row i is position i.
+            # The loop over keys can also compute the diagonal, but only if row i is position i.
             weights = self._diagonal_weights() if self.queries is None and not self.cross else None
             self._by_factors = norms_by_factors(self.pattern, self.heads, self.chain, weights)
             return self._by_factors.pairs
@@ -91,13 +96,13 @@ class Pairs:
 
     @property
     def head_norms(self) -> Float[Tensor, "batch key head"]:
-        """‖u_jh‖; made with the norms of all pairs, where these are there already."""
-        known = None if self.chain else self._by_factors
-        return self.heads.norms() if known is None else known.heads
+        """The norms ‖u_jh‖, reused from the norms of all pairs if these are computed."""
+        computed = None if self.chain else self._by_factors
+        return self.heads.norms() if computed is None else computed.heads
 
     @functools.cached_property
     def diagonal(self) -> Float[Tensor, "batch query d_model"]:
-        """The vectors of each query's pair with its own position; of cross-attention zeros: there is none."""
+        """The vectors of each query's pair with its own position; zeros in cross-attention."""
         if self.cross:
             batch, _, queries, _ = self.pattern.shape
             return self.heads.value.new_zeros((batch, queries, self.heads.d_model))
@@ -116,7 +121,7 @@ class Pairs:
     def put_diagonal(
         self, scores: Float[Tensor, "batch query key"], values: Float[Tensor, "batch query"]
     ) -> Float[Tensor, "batch query keys_and_own"]:
-        """The map, with these values on its diagonal, or (on cross-attention) as one key more."""
+        """Return the map with values on its diagonal or, for cross-attention, as an additional key."""
         if self.cross:
             return torch.cat([scores, values[..., None].to(scores.dtype)], dim=-1)
         if self.queries is None:
@@ -125,16 +130,17 @@ class Pairs:
         return scores.scatter_(2, self.queries[..., None], values[..., None])
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Per key the first row that gives it any weight, and the one after the last; (0, 0) for none."""
+        """Return, per key, the first row that attends to it, and one more than the last; (0, 0) for none."""
         attended = (self.pattern != 0).flatten(0, 1).any(0)
-        none, numbers = ~attended.any(0), attended.to(torch.uint8)  # argmax takes no booleans
+        # argmax takes no booleans.
+        none, numbers = ~attended.any(0), attended.to(torch.uint8)
         first = numbers.argmax(0).masked_fill(none, 0)
         last = (len(attended) - numbers.flip(0).argmax(0)).masked_fill(none, 0)
         return list(zip(first.tolist(), last.tolist(), strict=True))
 
 
 class Vectors:
-    """F_ij = scale_i Σ_h a_ijh w_jh + δ_ij added_i for all pairs of a block; `total()` gives Σ_j F_ij."""
+    """The vectors F_ij = scale_i Σ_h a_ijh w_jh + δ_ij added_i of a block; `total()` computes Σ_j F_ij."""
 
     def __init__(
         self,
@@ -147,29 +153,29 @@ class Vectors:
 
     @functools.cached_property
     def total(self) -> Float[Tensor, "batch query d_model"]:
-        """Σ_j F_ij."""
+        """The sums Σ_j F_ij."""
         return self._total()
 
     @functools.cached_property
     def diagonal(self) -> Float[Tensor, "batch query d_model"]:
-        """F_ii."""
+        """The vectors F_ii."""
         pairs = self.pairs.diagonal * self.scale
         return pairs if self._added is None else pairs + self._added
 
     def times(self, factor: float) -> Vectors:
-        """All vectors times a positive number."""
+        """Return all vectors times a positive number."""
         if factor == 1:
             return self
         added = None if self._added is None else self._added * factor
         return Vectors(self.pairs, self.scale * factor, lambda: self.total * factor, added)
 
     def plus(self, vectors: Float[Tensor, "batch query d_model"]) -> Vectors:
-        """With vectors added on the diagonal, such as the residual stream."""
+        """Return the vectors with others added on the diagonal, such as the residual stream."""
         added = vectors if self._added is None else self._added + vectors
         return Vectors(self.pairs, self.scale, lambda: self.total + vectors, added)
 
     def through(self, norm: LinearNorm) -> Vectors:
-        """After a norm, held at the state that it reads: γ ⊙ (F_ij - mean F_ij) / s_i."""
+        """Return the vectors after a linearised norm: γ ⊙ (F_ij - mean F_ij) / s_i."""
         if norm.norm is None:
             return self
         added = None if self._added is None else norm(self._added)
@@ -178,21 +184,21 @@ class Vectors:
         )
 
     def norms(self) -> Float[Tensor, "batch query key"]:
-        """‖F_ij‖."""
+        """Return ‖F_ij‖."""
         norms = self.pairs.norms * self.scale
         return self.pairs.put_diagonal(norms, torch.linalg.vector_norm(self.diagonal, dim=-1))
 
     def mixing_ratio(self) -> Float[Tensor, "batch query"]:
-        """‖Σ_{j≠i} F_ij‖ / (‖Σ_{j≠i} F_ij‖ + ‖F_ii‖) in 0..1 (Kobayashi et al., EMNLP 2021, eq. 13)."""
+        """Return ‖Σ_{j≠i} F_ij‖ / (‖Σ_{j≠i} F_ij‖ + ‖F_ii‖) (Kobayashi et al., EMNLP 2021, eq. 13)."""
         mixed: Tensor = torch.linalg.vector_norm(self.total - self.diagonal, dim=-1)
         own: Tensor = torch.linalg.vector_norm(self.diagonal, dim=-1)
         return mixed / (mixed + own)
 
 
 class AttentionVectors:
-    """One block's vectors up to the feed-forward, with the states that they are shares of.
+    """One block's vectors up to the feed-forward, with the states that they sum to.
 
-    All is made when first asked for, at the asked rows.
+    Each tensor is computed when it is first read, at the requested rows.
     """
 
     def __init__(self, block: Block, heads: HeadVectors) -> None:
@@ -202,49 +208,53 @@ class AttentionVectors:
 
     @functools.cached_property
     def attention(self) -> Vectors:
-        """Σ_h a_ijh u_jh, shares of the attention's output (AttnN)."""
+        """The vectors Σ_h a_ijh u_jh, which sum to the attention's output without b_O (AttnN)."""
         states = self.states
         one = torch.ones_like(states.resid_pre[..., :1])
         return Vectors(self.pairs, one, lambda: states.attention_total)
 
     @functools.cached_property
     def residual(self) -> Vectors:
-        """What the attention branch adds, and the residual stream on the diagonal (AttnRes)."""
+        """The vectors that the attention branch adds, and the residual stream on the diagonal (AttnRes)."""
         branch = self.attention.through(self.states.attention_branch)
         return branch.times(self.states.anatomy.residual_multiplier).plus(self.states.resid_pre)
 
     @functools.cached_property
     def normed(self) -> Vectors:
-        """After the norm on the residual stream, where the block has one (AttnResLn; post-norm)."""
+        """The vectors after the norm on the residual stream, if the block has one (AttnResLn; post-norm)."""
         return self.residual.through(self.states.attention_residual)
 
 
 def value_path(block: Block) -> ValuePath:
-    """The block's value path; the algebra engine is never chosen on a block without one."""
+    """Return the block's value path.
+
+    Raises:
+        ValueError: the block has none; the engine "algebra" is not used for such blocks.
+    """
     if block.anatomy.value_path is None:
         raise ValueError(f"block {block.layer}: expected value and output matrices, found none")
     return block.anatomy.value_path
 
 
 def head_vectors(block: Block) -> HeadVectors:
-    """Return u of a block; needs "value", and the attention's parts verified."""
+    """Return u of a block that has "value" recorded and its attention verified."""
     dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
     value = block.recorded("value").detach().to(dtype)
     return HeadVectors(value_path(block), value)
 
 
 def attention_vectors(block: Block, heads: HeadVectors | None = None) -> AttentionVectors:
-    """The block's vectors; needs "pattern" and "value", and the attention's parts verified.
+    """Return the vectors of a block that has "pattern" and "value" recorded and its attention verified.
 
     The methods of one run share them, except under a memory bound.
 
     Args:
         block: the block.
-        heads: `head_vectors` of the block, with the budget that the map's other temporaries leave; None:
-            there are no others.
+        heads: `head_vectors` of the block, with the budget that the map's other temporaries leave; None if
+            there are none.
 
     Raises:
-        ValueError: the smallest chunks don't fit into the block's `max_memory`.
+        ValueError: the smallest chunks do not fit into the block's `max_memory`.
     """
 
     def make() -> AttentionVectors:

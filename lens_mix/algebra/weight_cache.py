@@ -1,7 +1,8 @@
-"""Products of a model's weights, kept between runs: in one store, each kind up to one bound.
+"""A store of products of a model's weights, which are kept between runs; each kind has one bound.
 
-They go with the weights that they are made of. An edit through `.data` leaves no trace that could be asked:
-whoever keeps a product says by probes (`sketch`) what the weights were, and asks again before it is used.
+A product is deleted with its weight. An edit of a weight through `.data` can't be detected by its version. So
+a product is stored with probes of its weights (`sketch`), and is used only if the weights still have equal
+probes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.changes import changing
 
-_KEPT_BYTES = 2 << 30  # bytes of products of one kind that are kept
+_KEPT_BYTES = 2 << 30  # The products of one kind have at most so many bytes.
 
 
 class _Entry(NamedTuple):
@@ -23,12 +24,12 @@ class _Entry(NamedTuple):
     product: Any
 
 
-# By a weight as the verification has read it (a new verification reads anew), then by kind of product.
+# The keys are a weight, as the verification has read it, and then the kind of product.
 _store: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def recall(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
-    """What was kept; None where nothing was, or where the probes differ."""
+def load(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
+    """Return the stored product; None if there is none, or if its probes differ."""
     entry = _store.get(weight, {}).get(kind)
     if entry is None or any(
         old.dtype != new.dtype or not torch.equal(old, new)
@@ -38,9 +39,9 @@ def recall(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
     return entry.product
 
 
-def fits(weight: Tensor, kind: str, size: int) -> bool:
-    """Whether a product of `size` bytes may be kept, beside others of its kind."""
-    # Another thread may add a product while the store is searched, which would break the search.
+def has_space(weight: Tensor, kind: str, size: int) -> bool:
+    """Return whether a product of `size` bytes may be stored besides others of its kind."""
+    # Without the lock, another thread could change the store during the iteration.
     with changing:
         others: int = sum(
             entries[kind].product.nbytes
@@ -50,7 +51,7 @@ def fits(weight: Tensor, kind: str, size: int) -> bool:
     return size + others <= _KEPT_BYTES
 
 
-def keep(weight: Tensor, kind: str, probes: Sequence[Tensor], product: Any) -> None:
-    """Keep a product, which has `nbytes`, in the place of an older one of its kind."""
+def store(weight: Tensor, kind: str, probes: Sequence[Tensor], product: Any) -> None:
+    """Store a product, which has `nbytes`, and replace an older one of its kind."""
     with changing:
         _store.setdefault(weight, {})[kind] = _Entry(probes, product)

@@ -110,7 +110,7 @@ def alti_logit(
 
     Args:
         vectors: For each block, the vector that attention adds to query i from key k (`value_vectors`).
-        directions: d, from `through_head`.
+        directions: d, from `through_unembedding`.
         maps: The ALTI maps of the blocks. M is the product of those below block l, and the identity for the
             first block.
     """

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lens_mix.algebra.distances import distance
 from lens_mix.algebra.value_zeroing import value_zeroing_maps
-from lens_mix.algebra.value_zeroing_pairs import find_sources
+from lens_mix.algebra.value_zeroing_pairs import find_zeroed_groups
 from lens_mix.arguments import check_choice, check_groups, check_heads, check_number, groups_within
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
@@ -174,11 +174,11 @@ class ValueZeroing(Method):
     def _compute_map(self, block: Block, heads: Sequence[int] | None) -> Float[Tensor, "batch query key"]:
         real = block.real_keys
         # Every key or span gets a copy of the prompt, because which queries read it is not known beforehand.
-        copies = find_sources(real[:, None], real, self.spans)
+        copies = find_zeroed_groups(real[:, None], real, self.spans)
         zeroed = torch.zeros((len(copies), real.shape[1]), dtype=torch.bool, device=real.device)
         for is_zeroed, copy in zip(zeroed, copies, strict=True):
-            is_zeroed[copy.keys] = True
-        places = [(copy.prompt, copy.column) for copy in copies]
+            is_zeroed[copy.positions] = True
+        places = [(copy.prompt, copy.key) for copy in copies]
         rows, keys = torch.tensor(places, device=real.device, dtype=torch.long).unbind(1)
         scores = block.zeros(*block.real.shape, real.shape[1] if self.spans is None else len(self.spans))
         clean = self._select_output(block, block.resid_post)

@@ -1,4 +1,4 @@
-"""A block's parts sum to its output, on every anatomy; and each part is what it says."""
+"""The vectors of `block_parts` sum to a block's output on every anatomy, and each one is as documented."""
 
 import dataclasses
 from typing import ClassVar
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @dataclasses.dataclass(frozen=True)
 class Probe(lm.Method):
-    """Keeps the parts of every block, and what they are to sum to."""
+    """Record the vectors of every block, and the output that they have to sum to."""
 
     name: ClassVar[str] = "probe"
     residual: ClassVar[float] = 0.0
@@ -36,7 +36,7 @@ class Probe(lm.Method):
 
 
 @pytest.mark.parametrize("label", CASES)
-def test_the_parts_sum_to_the_output(label):
+def test_the_vectors_sum_to_the_output(label):
     model, probe = model_of(CASES[label], torch.float64), Probe()
     lm.run(model, prompt_of(model), probe, part=CASES[label].part)
     assert len(probe.kept) == len(stacks_of(model)[CASES[label].part or "blocks"].attention_layers)
@@ -51,7 +51,7 @@ def test_the_parts_sum_to_the_output(label):
     "label", [label for label in CASES if "gpt2" in label or label.endswith(("LN", "bert"))]
 )
 def test_against_the_method_of_the_same_vectors(label):
-    """‖Σ_h a u‖ is AttnN of Kobayashi et al. (2020), of heads together; the residual adds AttnRes."""
+    """Compare with AttnN of Kobayashi et al. (2020), ‖Σ_h a u‖, and with AttnRes for the residual."""
     model, probe = model_of(CASES[label], torch.float64), Probe()
     vectors = lm.run(model, prompt_of(model), probe)
     norms = lm.run(model, prompt_of(model), lm.AttnResLn())

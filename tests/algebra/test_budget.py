@@ -1,4 +1,4 @@
-"""The temporaries of the norm-based maps, measured, against the bound that was asked for."""
+"""The measured temporaries of the norm-based maps do not exceed the requested bound."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ METHODS = [
 
 
 class _OneByOne(list):
-    """Blocks that are gone through one by one; notes the peak of each."""
+    """A list of blocks that records the peak memory of each one as it is iterated."""
 
     def __init__(self, blocks: list[Any], counter: PeakMemory) -> None:
         super().__init__(blocks)
@@ -50,7 +50,7 @@ class _OneByOne(list):
 
 
 def peak_of(model: Any, method: Method, bound: int | None) -> tuple[int, list[Any]]:
-    """Most bytes that one block's maps of two prompts took beside themselves, and the maps."""
+    """Return the most bytes of temporaries of one block's maps of two prompts, and the maps."""
     peaks, computed = [], type(method).of_stack
 
     def measured(self: Method, blocks: Any) -> Any:
@@ -69,7 +69,7 @@ def peak_of(model: Any, method: Method, bound: int | None) -> tuple[int, list[An
 
 
 def least_of(model: Any, method: Method) -> int:
-    """The bound that the error asks for."""
+    """Return the bound that the error requires."""
     with pytest.raises(ValueError, match=r"expected at least|can't run") as refused:
         peak_of(model, method, 1000)
     if isinstance(refused.value, UnsupportedModelError):
@@ -79,7 +79,7 @@ def least_of(model: Any, method: Method) -> int:
 
 @pytest.mark.parametrize("name", ["gpt2", *(slow(name) for name in ("llama", "gemma2", "bert", "phi"))])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_the_bound_holds(name: str, method: Method) -> None:
+def test_temporaries_fit_into_the_bound(name: str, method: Method) -> None:
     model = model_of(name)
     least = least_of(model, method)
     _, free = peak_of(model, method, None)
@@ -88,7 +88,7 @@ def test_the_bound_holds(name: str, method: Method) -> None:
         peak, found = peak_of(model, method, bound)
         assert peak <= bound
         if factor == 1:
-            # The least is an upper bound; one that has nothing to do with the cost would not pass.
+            # The least bound is an upper bound of the temporaries; it has to be near them.
             assert peak > least / 12
         for one, other in zip(found, free, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Products of W_O and W_in are kept between runs, and are made anew once the weights differ."""
+"""Products of W_O and W_in are stored between runs, and computed again if the weights differ."""
 
 from __future__ import annotations
 

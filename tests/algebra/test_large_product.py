@@ -1,4 +1,4 @@
-"""Large products by oneDNN where it is the faster library, and that nothing else takes that way."""
+"""Large products are computed by oneDNN if it is the faster library, and no others are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_onednn = pytest.mark.skipif(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """oneDNN is taken for the faster one, for products of any size; the matrices that it was given."""
+    """Use oneDNN for products of any size, and return the shapes of the matrices that it gets."""
     found: list[tuple[int, ...]] = []
     original = large_product.product_by_onednn
 
@@ -37,14 +37,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def unmeasured() -> Iterator[None]:
-    """Which library is faster is asked anew, and again afterwards."""
+    """Clear the measurement of the faster library before and after a test."""
     large_product._onednn_is_faster.cache_clear()
     yield
     large_product._onednn_is_faster.cache_clear()
 
 
 def a_model(dtype: torch.dtype, name: str = "gpt2") -> Any:
-    """A tiny model; W_out of Llama's is a transposed view."""
+    """Return a tiny model; W_out of a Llama model is a transposed view."""
     return bridge_or_hooked(name, {"gpt2": "LN", "llama": "gated"}[name], dtype)
 
 
@@ -66,7 +66,7 @@ def test_it_adds_the_product(calls: list[tuple[int, ...]]) -> None:
 
 @needs_onednn
 @pytest.mark.filterwarnings("ignore:TF32")
-def test_what_it_takes_badly_goes_the_usual_way(calls: list[tuple[int, ...]]) -> None:
+def test_unsuitable_products_are_not_computed_by_onednn(calls: list[tuple[int, ...]]) -> None:
     wide = torch.randn(4, 8)
     for x, matrix in (
         (torch.randn(3, 4), wide[:, :4]),
@@ -96,7 +96,7 @@ def test_value_zeroing_by_onednn(calls: list[tuple[int, ...]], name: str) -> Non
 
 @needs_onednn
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_maps_behind_the_feed_forward_by_onednn(calls: list[tuple[int, ...]], name: str) -> None:
+def test_maps_after_the_feed_forward_by_onednn(calls: list[tuple[int, ...]], name: str) -> None:
     model = a_model(torch.float32, name)
     prompt = tokens(model, 1, 9)[0]
     found = lm.run(model, prompt, "atb_ff_res")
@@ -105,7 +105,7 @@ def test_maps_behind_the_feed_forward_by_onednn(calls: list[tuple[int, ...]], na
     torch.testing.assert_close(found.scores.double(), exact.scores, rtol=1e-4, atol=1e-6)
 
 
-def test_a_release_without_the_operation_goes_the_usual_way(
+def test_a_release_without_the_operation_does_not_use_onednn(
     unmeasured: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_a_release_without_the_operation_goes_the_usual_way(
 
 
 @needs_onednn
-def test_other_numbers_are_not_believed(unmeasured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_products_are_not_used(unmeasured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     original = large_product.product_by_onednn
     monkeypatch.setattr(large_product, "product_by_onednn", lambda x, matrix: original(x, matrix) * 1.01)
     monkeypatch.setattr(large_product, "_GAIN", 0.0)
@@ -127,7 +127,9 @@ def test_other_numbers_are_not_believed(unmeasured: None, monkeypatch: pytest.Mo
 
 
 @needs_onednn
-def test_few_rows_do_not_earn_a_copy(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_is_not_copied_for_few_rows(
+    calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     view = torch.randn(6, 4).T
     assert large_product.as_right_factor(view, rows=1).is_contiguous()
     monkeypatch.setattr(large_product, "_COPY_EARNED_BY", 2)

@@ -42,7 +42,7 @@ def test_nested_rules_reuse_their_points(largest):
 
 
 def test_nested_rules_are_the_published_ones():
-    """Kronrod's extension of 3 points, to 20 digits in Patterson's tables."""
+    """Compare with Kronrod's extension of 3 points, which Patterson's tables have to 20 digits."""
     rules = nested_rules(7)
     own, expected = rules.points[:3].sort().values, quadrature("gauss_legendre", 3)[0]
     torch.testing.assert_close(own, expected, rtol=0, atol=1e-15)

@@ -1,4 +1,4 @@
-"""Value Zeroing by algebra against its definition by hooks, on every model of the factory."""
+"""Value Zeroing by algebra is compared with its definition by hooks, on every model of the factory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import lens_mix as lm
 from lens_mix.algebra import value_zeroing, value_zeroing_pairs, weight_cache
 from lens_mix.algebra.clean_block import CleanBlock, _NormChange
 from lens_mix.algebra.feed_forward_change import neurons_of
-from lens_mix.algebra.value_zeroing_pairs import _CPU, _GPU, Sizes, chunks, find_sources
+from lens_mix.algebra.value_zeroing_pairs import _CPU, _GPU, Sizes, chunks, find_zeroed_groups
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.lens.model_classes import UnsupportedModelError
 from tests import kept_products
 from tests.matrix import Case, cases, slow
 from tests.tiny_models import available, bridge, gpt2_like, is_encoder_decoder, tokens
 
-# Whose feed-forward or decoder block has no formula here.
+# The feed-forward or decoder block of these models has no formula.
 BY_HOOKS = ("mixtral", "gpt_oss", "mixture", "decoder")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -33,19 +33,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "after the final norm": {"last_layer": "after_final_norm"},
     "threshold": {"threshold": 1e-2},
 }
-# Small enough that a map of nine positions takes several of each.
+# These sizes are so small that a map of nine positions needs several of each.
 SMALL = Sizes(rectangle=6, chunk=9, neurons=32, keys=4, positions=9, spare=0.1)
 WHOLE = _GPU._replace(spare=10.0)
 
 
 def prompt_of(model: Any, length: int = 9, seed: int = 1) -> Any:
-    """Tokens, or a pair for an encoder-decoder."""
+    """Return tokens, or a pair of them for an encoder-decoder."""
     first = tokens(model, 1, length, seed)[0]
     return (first, tokens(model, 1, length - 2, seed + 1)[0]) if is_encoder_decoder(model) else first
 
 
 def both(model: Any, prompt: Any, stack: str | None = None, **options: Any) -> tuple[Any, Any]:
-    """The maps of both engines."""
+    """Return the maps of both engines."""
     found = [
         lm.run(model, prompt, lm.ValueZeroing(**options), part=stack, engine=engine)
         for engine in ("algebra", "hooks")
@@ -54,10 +54,10 @@ def both(model: Any, prompt: Any, stack: str | None = None, **options: Any) -> t
 
 
 def exactness(case: Case) -> float:
-    """How near both engines must come.
+    """Return the accepted difference of the engines.
 
-    Hugging Face's GPT-Neo and GPT-J make their patterns in float32 in any model, and a matrix library may
-    round those of one copy of a block otherwise than those of several.
+    Hugging Face's GPT-Neo and GPT-J compute their patterns in float32 in any model, and a matrix library may
+    round those of one copy of a block in another way than those of several.
     """
     return 1e-6 if case.label in ("bridge gpt_neo", "bridge gptj") else 1e-10
 
@@ -86,7 +86,7 @@ def test_algebra_is_hooks_on_every_model(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(cross=True), ids=lambda case: case.label)
 def test_rows_are_the_cut_of_the_whole_map(case: Case) -> None:
-    """Few rows go through W_O and W_in pair by pair, not key by key."""
+    """Compare the code for few rows, which applies W_O and W_in to each pair, with that for all."""
     if case.refusal or any(name in case.label for name in BY_HOOKS):
         pytest.skip("not by algebra")
     model = case.build(torch.float64)
@@ -130,7 +130,7 @@ def test_what_is_done_at_once_makes_no_difference(
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama"])
 def test_weights_that_may_not_be_kept(name: str) -> None:
-    """Under a bound of memory nothing is kept, and short prompts fold nothing."""
+    """Check that products are not stored under a memory bound, nor computed for short prompts."""
     if not available(bridge, name):
         pytest.skip("no such bridge")
     model = bridge(name, torch.float64)
@@ -144,7 +144,7 @@ def test_weights_that_may_not_be_kept(name: str) -> None:
 
 
 def largest_error(scores: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative, where the score is above 1e-7."""
+    """Return the largest relative error of scores above 1e-7."""
     counted = exact > 1e-7
     assert int(counted.sum()) > 100
     return float(((scores.double() - exact).abs() / exact)[counted].max())
@@ -155,7 +155,8 @@ def test_float32_keeps_five_digits_of_the_float64_oracle(name: str) -> None:
     if not available(bridge, name):
         pytest.skip("no such bridge")
     exact_model, model = bridge(name, torch.float64), bridge(name, torch.float32)
-    exact_model.load_state_dict(model.state_dict())  # the rounding of weights is not the engine's
+    # Both models have the same weights, because the engine does not round them.
+    exact_model.load_state_dict(model.state_dict())
     prompt = prompt_of(exact_model, 16)
     exact = lm.run(exact_model, prompt, "value_zeroing", engine="hooks").scores
     scores = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
@@ -164,8 +165,8 @@ def test_float32_keeps_five_digits_of_the_float64_oracle(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "granite", "bert", "gpt_neox"])
 def test_float32_adds_little_to_what_the_clean_pass_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # With 24 numbers per vector little averages out, and a float32 clean pass alone can cost 1e-5. What the
-    # difference of two activations costs depends on the processor's products too.
+    # With 24 numbers per vector, errors hardly average out, and a float32 clean pass alone can cause 1e-5.
+    # The error of a difference of two activations also depends on the CPU's products.
     if not available(bridge, name):
         pytest.skip("no such bridge")
     model = bridge(name, torch.float32)
@@ -200,15 +201,15 @@ def test_padded_batch_is_each_prompt_alone(side: str) -> None:
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_only_pairs_with_weight_are_computed(window: int | None) -> None:
-    """The triangle, or the band of a sliding window; each pair once, and few others."""
+    """Check that each pair of a causal map, or of a sliding window, is computed once, and few others."""
     seen = torch.ones(1, 40, 40).tril().bool()
     seen = seen if window is None else seen.triu(1 - window)
-    sources = find_sources(seen, torch.ones(1, 40, dtype=torch.bool), None)
+    zeroed = find_zeroed_groups(seen, torch.ones(1, 40, dtype=torch.bool), None)
     times = torch.zeros(40, 40)
-    for chunk in chunks(sources, _CPU):
+    for chunk in chunks(zeroed, _CPU):
         for rectangle in chunk:
-            columns = [source.column for source in sources[rectangle.sources]]
-            times[rectangle.rows, columns[0] : columns[-1] + 1] += 1
+            keys = [each.key for each in zeroed[rectangle.zeroed]]
+            times[rectangle.rows, keys[0] : keys[-1] + 1] += 1
     assert bool((times[seen[0]] == 1).all())
     assert int(times.max()) == 1
     assert int(times.sum()) <= (1 + _CPU.spare) * int(seen.sum())
@@ -229,7 +230,7 @@ def test_a_norms_change_keeps_its_digits(kind: Any) -> None:
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 0.1, 1.0, 10.0, 1e2, 1e3])
 def test_a_gated_silu_layers_change_keeps_its_digits(scale: float) -> None:
-    """Relative to its two terms, number by number; up to changes far past the exponential's range."""
+    """Compare each number, relative to its two terms, up to changes far beyond the exponential's range."""
     generator = torch.Generator().manual_seed(0)
     clean = torch.randn(2, 6, 200, generator=generator) * torch.tensor([10.0, 3.0])[:, None, None]
     changes = torch.randn(2, 4, 6, 200, generator=generator) * scale
@@ -242,12 +243,12 @@ def test_a_gated_silu_layers_change_keeps_its_digits(scale: float) -> None:
         layer = FeedForward("silu", torch.eye(400)[:, 200:], torch.eye(200, 400), torch.eye(400)[:, :200])
         read = torch.cat(list(clean), dim=1).to(dtype)
         (neurons,) = neurons_of(layer, [read], None, dtype, [200])
-        # One key's value per row, which its own row alone attends to.
+        # Each row has one key's value, to which only this row attends.
         vectors, weights = list(changes.to(dtype)), torch.eye(6, dtype=dtype).expand(4, 6, 6)
         found.append(torch.empty(4, 6, 200, dtype=dtype))
         neurons.change(slice(0, 6), [], weights, vectors, found[-1])
     narrow, wide = found[0].double(), found[1]
-    # `exact` is a difference itself.
+    # `exact` is a difference, so it has a rounding error too.
     torch.testing.assert_close(wide, exact, rtol=1e-9, atol=1e-12)
     assert float((narrow - exact).norm() / exact.norm()) < 2e-7
     if scale <= 1:
@@ -256,7 +257,7 @@ def test_a_gated_silu_layers_change_keeps_its_digits(scale: float) -> None:
 
 
 def test_a_change_along_the_clean_vector_keeps_its_digits() -> None:
-    """Differences of squares would leave nothing of what lies across."""
+    """Check the component across the clean vector, which a difference of squares would lose."""
     generator = torch.Generator().manual_seed(0)
     clean = torch.randn(4, 64, generator=generator)
     anatomy = BlockAnatomy("none", False, None, None, "none")
@@ -272,9 +273,9 @@ def test_a_change_along_the_clean_vector_keeps_its_digits() -> None:
 
 @pytest.mark.parametrize("silent", [["W_O"], ["W_V", "b_V"]])
 def test_what_sends_nothing_has_no_effect(silent: list[str]) -> None:
-    """A head without weights in W_O, or with values of zero: exactly 0.
+    """Check that the score of a head without weights in W_O, or with zero values, is exactly 0.
 
-    By hooks as exact as a processor's products of one prompt and of several copies are alike.
+    By hooks it is only as near to 0 as a CPU's products of one prompt and of several copies agree.
     """
     model = gpt2_like(torch.float32)
     prompt, method = prompt_of(model), lm.ValueZeroing(heads=[1])
@@ -288,7 +289,7 @@ def test_what_sends_nothing_has_no_effect(silent: list[str]) -> None:
 
 
 class _Looks(TorchDispatchMode):
-    """Counts the operations that make a GPU's numbers known to the processor."""
+    """Count the operations that copy numbers from a GPU to the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +322,7 @@ def test_weights_edited_through_data_are_seen() -> None:
     model = gpt2_like(torch.float64)
     prompt = prompt_of(model)
     before = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
-    # All matrices but the embeddings of 50 tokens and 32 positions.
+    # These are all matrices except the embeddings of 50 tokens and 32 positions.
     edited = [p for p in model.parameters() if p.ndim >= 2 and not {50, 32} & set(p.shape)]
     for weight in edited:
         weight.data.mul_(1.5)

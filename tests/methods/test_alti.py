@@ -7,7 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.algebra.distances import distances, lengths
-from lens_mix.algebra.logit_shares import logit_shares, through_head, token_directions
+from lens_mix.algebra.logit_shares import logit_shares, through_unembedding, token_directions
 from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.methods.alti import alti, normalize_rows
 from lens_mix.methods.alti_logit import alti_logit
@@ -83,7 +83,7 @@ def test_logit_shares_equal_alti_logit(gpt2):
     # The two tokens for which the authors' code was run.
     for place, token in enumerate((7, 9)):
         columns = head.W_U.T[torch.full((1, 9), token)]
-        directions = through_head(head, blocks[-1].resid_post, columns)
+        directions = through_unembedding(head, blocks[-1].resid_post, columns)
         for layer, block in enumerate(blocks):
             assert largest(logit_shares(block, directions)[0], known["aff_x_j"][layer, :, place]) < 1e-10
 
@@ -95,7 +95,7 @@ def test_alti_logit_and_what_it_leaves_out_add_up_to_the_logit(gpt2):
     checked = run_prompt(gpt2, tokens, lm.AltiLogit())
     head = checked.blocks[-1].unembedding()
     columns = head.W_U.T[torch.full((1, len(tokens)), token)]
-    direction = through_head(head, checked.blocks[-1].resid_post, columns)[0]
+    direction = through_unembedding(head, checked.blocks[-1].resid_post, columns)[0]
     rest = checked.blocks[0].resid_pre[0] + sum(
         block.resid_post[0] - attention_vectors(block).residual.total[0] for block in checked.blocks
     )
