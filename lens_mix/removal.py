@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lens_mix.lens.batches import Batch
     from lens_mix.lens.block import Block
 
-# What changes a pass: the copies as another batch (None: they are their prompts), and hooks.
+# The changes of a pass: the copies as another batch (None if they equal their prompts), and hooks.
 Changed = tuple["Batch | None", list[HookPair]]
 
 
@@ -38,9 +38,9 @@ class Copies:
     Attributes:
         prompt_index: for each copy, the index of its prompt in the batch.
         removed: for each copy, which positions of `Block.input_tokens` are removed, all at once.
-        sample: for each copy, the index of the sample of other tokens that it gets.
-        others: for each sample, the token that each position gets if it is removed: its own one if the
-            removal replaces no tokens.
+        sample: for each copy, the index of its sample of other tokens.
+        others: for each sample, the token that replaces each position's if it is removed; the position's own
+            token if the removal replaces no tokens.
     """
 
     prompt_index: Int[Tensor, " copy"]
@@ -53,7 +53,7 @@ class Copies:
 
     @property
     def samples(self) -> int:
-        """How many neighbouring copies each group has."""
+        """The number of samples: each group has so many neighbouring copies."""
         return len(self.others)
 
     def at(self, chunk: slice) -> Copies:
@@ -74,10 +74,10 @@ class Removal(abc.ABC):
     def make_copies(
         self, block: Block, prompt_index: Int[Tensor, " group"], removed: Bool[Tensor, "group input"]
     ) -> Copies:
-        """Return the copies without each group, as many for each as the removal has samples.
+        """Return copies without each group, one per group and sample of the removal.
 
         Args:
-            block: the model's first block, as are all blocks below.
+            block: the model's first block, as in all methods of this class.
             prompt_index: for each group, the index of its prompt.
             removed: for each group, its positions in the inputs (`Block.inputs`).
         """
@@ -85,7 +85,7 @@ class Removal(abc.ABC):
 
     @abc.abstractmethod
     def changes(self, block: Block, copies: Copies) -> contextlib.AbstractContextManager[Changed]:
-        """Yield the batch and the hooks of a pass over copies, and check afterwards that they acted.
+        """Yield the batch and the hooks of a pass over copies, and check afterwards that the hooks acted.
 
         Raises:
             UnsupportedModelError: the model can't be changed in this way.
@@ -97,7 +97,7 @@ class Removal(abc.ABC):
     ) -> list[HookPair]:
         """Return the hooks that remove positions in one layer; none if the removal changes the batch.
 
-        Args: as in `lens_mix.hooks.zero_values`.
+        The arguments are those of `lens_mix.hooks.zero_values`.
         """
         return []
 
@@ -116,15 +116,15 @@ class Removal(abc.ABC):
 class OtherTokens(Removal):
     """The base class of removals by replacement: each removed position gets another token.
 
-    A measure is the mean over the samples of other tokens.
+    A score is the mean over the samples of other tokens.
     """
 
     @abc.abstractmethod
     def others(self, block: Block, tokens: Int[Tensor, " pos"]) -> Int[Tensor, "sample pos"]:
-        """Return what takes the place of each token of a prompt, for each sample.
+        """Return the token that replaces each token of a prompt, for each sample.
 
         Raises:
-            TypeError, ValueError: a given token is not one of the model's.
+            TypeError, ValueError: a given token is not in the model's vocabulary.
         """
 
     @override
@@ -155,14 +155,14 @@ class OtherTokens(Removal):
 class ReplaceTokens(OtherTokens):
     """Replace every removed token by a given one; with several, each is a sample.
 
-    The prompt stays a prompt that the model can read, but says something else: what is measured is the
-    difference to these tokens, and a token that fits as well is "unimportant".
+    The prompt remains one that the model can read, but with another meaning. The score measures the
+    difference from these tokens, so a token that is as good as its replacement has the score 0.
 
     Attributes:
-        tokens: a token (its text, leading space included, or its number) or several; each takes all places,
-            and the target is averaged over them.
-        own: what a token becomes that is itself the given one: "kept", so that nothing changes there, or
-            "next", the next number of the vocabulary, as in `lens_mix.Occlusion`.
+        tokens: a token (its text with any leading space, or its number) or several. Each one replaces all
+            removed tokens, and the target is averaged over them.
+        own: the replacement of a token that is itself the given one: "kept" for the token itself, or "next"
+            for the next number of the vocabulary, as in `lens_mix.Occlusion`.
         argument: the name of `tokens` in errors.
     """
 
@@ -180,7 +180,7 @@ class ReplaceTokens(OtherTokens):
 
     @override
     def others(self, block: Block, tokens: Int[Tensor, " pos"]) -> Int[Tensor, "sample pos"]:
-        # Only the width of the logits is read.
+        # The context needs only the width of the logits.
         logits = torch.empty(1, _vocabulary_size(block), dtype=torch.float32, device="meta")
         as_target = _is_decoder(block) and not block.stack.is_joint
         context = Context(tokens, logits, block.clean.lens.tokenizer, as_target=as_target)
@@ -195,16 +195,16 @@ class ReplaceTokens(OtherTokens):
 
 @dataclasses.dataclass(frozen=True)
 class SampleTokens(OtherTokens):
-    """Replace every removed token by one drawn at random; a position gets the same one in every group.
+    """Replace every removed token by one drawn at random, which depends on the position, not on the group.
 
     Attributes:
-        among: the token numbers to draw from, alike; None: the vocabulary but for special tokens. In the
-            place of a position's own token comes the next one of these, where there is another.
-        samples: how many draws the target is averaged over.
-        seed: of the draws.
-        draw: "per_position": each position of each sample has a token of its own, drawn with repetition.
-            "per_sample": a sample is one token for all positions, and no two samples are alike; fewer than
-            `samples` if there are fewer tokens. `lens_mix.Occlusion` draws so.
+        among: the token numbers to draw from with equal probability; None for the vocabulary without special
+            tokens. A position's own token is replaced by the next of these numbers, if there is another.
+        samples: the number of draws that the target is averaged over.
+        seed: the seed of the draws.
+        draw: "per_position" draws a token for each position of each sample, with repetition. "per_sample"
+            draws one token for all positions of a sample, and no two samples are equal; there are fewer than
+            `samples` if there are fewer tokens. `lens_mix.Occlusion` uses the latter.
     """
 
     among: Sequence[int] | None = None
@@ -223,7 +223,7 @@ class SampleTokens(OtherTokens):
     @override
     def others(self, block: Block, tokens: Int[Tensor, " pos"]) -> Int[Tensor, "sample pos"]:
         pool = self._pool(block)
-        # On the processor, so that a seed draws the same tokens on every device.
+        # Drawing on the CPU makes a seed give the same tokens on every device.
         generator = torch.Generator().manual_seed(self.seed)
         if self.draw == "per_sample":
             drawn = torch.randperm(len(pool), generator=generator, device="cpu")[: self.samples, None]
@@ -246,12 +246,12 @@ class SampleTokens(OtherTokens):
 
 
 def replacement(tokens: Sequence[str | int] | None, samples: int, seed: int) -> ReplaceTokens | SampleTokens:
-    """Return the removal that the arguments `replacements`, `n_samples` and `seed` of a method name.
+    """Return the removal for the arguments `replacements`, `n_samples` and `seed` of a method.
 
-    A token is never replaced by itself, and all positions get the same tokens.
+    A token is never replaced by itself, and all positions are replaced by the same tokens.
 
     Raises:
-        TypeError, ValueError: an argument is out of range, or of a wrong type.
+        TypeError, ValueError: an argument is out of range or of a wrong type.
     """
     check_whole_number("n_samples", samples, 1)
     check_whole_number("seed", seed, 0)
@@ -262,11 +262,11 @@ def replacement(tokens: Sequence[str | int] | None, samples: int, seed: int) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Drop(Removal):
-    """Hide removed positions by the model's attention mask, as it hides padding.
+    """Hide removed positions by the model's attention mask, like padding.
 
-    TransformerLens counts the positions of most models along the mask, so that the rest closes up, as if the
-    tokens had been cut out; where a model has no such count (HookedEncoder), every token keeps its place. The
-    position that the target reads would keep its residual stream, and is never removed.
+    For most models, TransformerLens counts positions by the mask, so the remaining tokens have the positions
+    of a shorter prompt. In a model without this count (HookedEncoder), every token keeps its position. The
+    position that the target reads is never removed, because it would keep its residual stream.
     """
 
     keeps_target: ClassVar[bool] = True
@@ -276,26 +276,26 @@ class Drop(Removal):
     def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
         if _is_decoder(block):
             raise UnsupportedModelError(
-                "Drop: the decoder's side of an encoder-decoder takes no mask; use ReplaceTokens, "
+                "Drop: the decoder of an encoder-decoder takes no mask; use ReplaceTokens, "
                 "SampleTokens or ZeroValues"
             )
         batch = block.batch.select(copies.prompt_index)
-        stays = batch.real & ~copies.removed
+        remaining = batch.real & ~copies.removed
         leaks: list[float] = []
-        note = functools.partial(_note_leak, hidden=copies.removed, stays=stays, leaks=leaks)
+        note = functools.partial(_note_leak, hidden=copies.removed, remaining=remaining, leaks=leaks)
         layers = range(len(block.stack))
         hooks = [watch_pattern(layer, note, attention=block.stack.attention_template) for layer in layers]
-        yield dataclasses.replace(batch, real=stays), hooks
-        # A model that ignores its mask would give a curve as if nothing had been removed.
+        yield dataclasses.replace(batch, real=remaining), hooks
+        # A model that ignores its mask would return the clean output.
         if len(leaks) < len(block.stack) or max(leaks) > 0:
             raise UnsupportedModelError(
-                "Drop: expected the attention mask to hide what is removed, got attention to it "
+                "Drop: expected the attention mask to hide removed positions, got attention to them "
                 f"(weight {max(leaks, default=0.0):.1e}); use ReplaceTokens, SampleTokens or ZeroValues"
             )
 
     @override
     def runs_alone(self, block: Block, removed: Bool[Tensor, "group input"]) -> bool:
-        # Rotary angles may depend on how many tokens are left.
+        # Rotary angles may depend on the number of tokens.
         left = (block.real_inputs & ~removed).sum(-1)
         return block.clean.lens.angles_differ(int(left.min()), int(left.max()))
 
@@ -304,8 +304,8 @@ class Drop(Removal):
 class MaskKeys(Removal):
     """Hide removed positions in the attention of every layer: no position attends to them.
 
-    Nothing else changes: all tokens keep their positions, however the model counts them. A removed position
-    keeps its own residual stream. A row that has no other key to see keeps what it saw.
+    Nothing else changes: all tokens keep their positions. A removed position keeps its own residual stream.
+    The attention of a row that attends to no other key is not changed.
     """
 
     @contextlib.contextmanager
@@ -325,7 +325,7 @@ class MaskKeys(Removal):
         return [mask_keys(layer, position, attention=attention)]
 
     def _acts_on(self, block: Block) -> bool:
-        """Return whether hooks can share weights out anew before they mix; if not, the mask hides a key."""
+        """Return whether hooks can change the pattern before it mixes; otherwise a mask has to hide keys."""
         pairs = self.interventions(block.layer, 0, attention=block.stack.attention_template)
         try:
             block.replay(block.real.new_zeros(1, dtype=torch.long), pairs)
@@ -338,8 +338,8 @@ class MaskKeys(Removal):
 class ZeroValues(Removal):
     """Zero the value vectors of removed positions in every layer of the part.
 
-    They are still attended to, but pass on nothing; their own residual stream goes on. Patterns are not
-    frozen: above the first layer they change with what the queries and keys have lost.
+    They are still attended to, but send zero vectors, and they keep their own residual stream. Patterns are
+    not fixed: above the first layer, they change because queries and keys do.
     """
 
     @contextlib.contextmanager
@@ -364,10 +364,10 @@ _NAMED: dict[str, type[Removal]] = {
 
 
 def as_removal(removal: Any) -> Removal:
-    """Return a removal as it is, or one of `_NAMED` with its defaults.
+    """Return a removal as it is, or the one with a given name with its defaults.
 
     Raises:
-        TypeError, ValueError: it is neither.
+        TypeError, ValueError: it is neither a removal nor a name.
     """
     if isinstance(removal, str) and removal in _NAMED:
         return _NAMED[removal]()
@@ -384,8 +384,8 @@ def each_group(
     """Return the groups of every prompt: the prompt's index, the group's positions, and its key on the map.
 
     Args:
-        real: which positions of the padded batch are the prompts' own.
-        spans: groups of positions, counted without padding; None: each position alone, which is its own key.
+        real: the mask of the padded batch's positions that are the prompts' own.
+        spans: groups of positions, counted without padding; None for each position as a group and key.
     """
     groups = torch.diag_embed(real)
     if spans is not None:
@@ -425,16 +425,16 @@ def _vocabulary_size(block: Block) -> int:
 
 
 def _is_decoder(block: Block) -> bool:
-    """Return whether the mapped part reads the target of an encoder-decoder."""
+    """Return whether the mapped part is the decoder of an encoder-decoder."""
     return block.batch.target is not None and block.stack.reads_target
 
 
 def _note_leak(
     pattern: Float[Tensor, "copy head query key"],
     hidden: Bool[Tensor, "copy key"],
-    stays: Bool[Tensor, "copy query"],
+    remaining: Bool[Tensor, "copy query"],
     leaks: list[float],
 ) -> None:
-    """Note the largest weight of what stays on what is hidden."""
-    leaking = stays[:, :, None] & hidden[:, None, :]
-    leaks.append(float(pattern.abs().amax(1).masked_fill(~leaking, 0).max()))
+    """Append the largest weight of a remaining position on a hidden one."""
+    is_leak = remaining[:, :, None] & hidden[:, None, :]
+    leaks.append(float(pattern.abs().amax(1).masked_fill(~is_leak, 0).max()))

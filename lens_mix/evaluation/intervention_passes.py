@@ -1,4 +1,4 @@
-"""A target under edits: one prompt after its clean pass, run again in copies, each edited in its own way."""
+"""The target of one prompt under interventions: copies of the prompt run again, each with its own change."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ from lens_mix.removal import Removal
 from lens_mix.session import CheckedPass, Session
 from lens_mix.targets import TargetLike
 
-FLAT = 1e-6  # values of the target that differ by less, relative to its size, differ by rounding
+FLAT = 1e-6  # A smaller difference of the target, relative to its size, is due to rounding.
 
 
 @dataclasses.dataclass(frozen=True)
-class _Edits(Method):
-    """What is asked of a session: patterns, and hooks on values and patterns that are verified to act."""
+class _Interventions(Method):
+    """The requests to a session: recorded patterns, and verified hooks on values and patterns."""
 
-    name: ClassVar[str] = "a scale that edits passes"  # as errors call it
+    # Errors use this name.
+    name: ClassVar[str] = "a scale that edits passes"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
 
-    # A method with a target is refused where logits, or z under hooks of the user's, can't be trusted.
+    # The session raises an error for a method with a target if logits, or z under user hooks, are unreliable.
     target: TargetLike | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class InterventionPasses:
-    """One prompt whose target is asked for under edits.
+    """One prompt whose target is computed under interventions.
 
     Attributes:
-        checked: the clean pass, verified and checked.
-        bound: the target of this prompt.
+        checked: the clean pass, whose components are verified.
+        bound: the target, bound to this prompt.
         first_block: the stack's first block.
     """
 
@@ -56,22 +57,23 @@ class InterventionPasses:
 
     @property
     def clean(self) -> float:
-        """The target without edits."""
+        """The target in the clean pass."""
         return float(self.bound.clean[0])
 
     @property
     def length(self) -> int:
-        """How many positions the prompt has in the mapped stack; they come first, padding behind them."""
+        """The number of the prompt's positions in the mapped part; any padding follows them."""
         return len(self.checked.token_ids(0))
 
     @property
     def place(self) -> int | None:
-        """The position of the mapped stack that the target reads; None: several, or of another stack."""
+        """The position of the mapped part that the target reads; None if several, or of another part."""
         return self.first_block.record.default_rows[0]
 
-    def positions(self, asked: Selection | None) -> list[int]:
-        """Positions of the prompt, ascending; by default those that the target's can see."""
-        chosen = read_selection(asked, self.length, "positions")
+
+    def positions(self, selection: Selection | None) -> list[int]:
+        """Return the selected positions, ascending; None selects all that the target may attend to."""
+        chosen = read_selection(selection, self.length, "positions")
         if chosen is not None:
             return sorted(chosen)
         if self.place is None or not self.checked.verification.causal:
@@ -80,7 +82,7 @@ class InterventionPasses:
 
     @property
     def at_once(self) -> int:
-        """How many copies `max_memory` allows at a time."""
+        """The number of copies that fit into `max_memory` at once."""
         session, positions = self.checked.session, self.checked.clean.real.shape[1]
         logits = 0
         if self.bound.reads_logits:
@@ -90,17 +92,21 @@ class InterventionPasses:
     def values(
         self, copies: int, fwd_hooks: Sequence[HookPair] = (), **options: Any
     ) -> Float[Tensor, " copy"]:
-        """Compute the target of as many copies of the prompt, with hooks in the blocks.
+        """Compute the target of copies of the prompt in a pass with hooks.
 
-        `options`: as in `BoundTarget.values` (`batch`, the altered copies; `resid_pre` of the first block).
+        Args:
+            copies: the number of copies.
+            fwd_hooks: TransformerLens hooks.
+            **options: as in `BoundTarget.values` (`batch`, the changed copies; `resid_pre` of the first
+                block).
         """
         return self.bound.values(self._index(copies), fwd_hooks, **options)
 
     def values_without(self, removal: Removal, removed: Bool[Tensor, "group pos"]) -> Float[Tensor, " group"]:
-        """Compute the target without each group of positions, the mean over the samples of a removal.
+        """Compute the target without each group of positions, averaged over the samples of a removal.
 
         Args:
-            removal: how the positions of a group are removed, all at once.
+            removal: the removal of a group's positions.
             removed: for each group, its positions in the prompt.
         """
         block = self.first_block
@@ -131,34 +137,42 @@ def intervention_passes(
     attention_mask: Tensor | None = None,
     **inputs: Any,
 ) -> Iterator[InterventionPasses]:
-    """A prompt after its clean pass, with its target bound; the model is as before afterwards.
+    """Yield a prompt after its clean pass, with its target bound; the model is unchanged afterwards.
 
     Args:
-        target: what is measured (`lens_mix.targets`, or any callable logits -> [copy]); None: the log
-            probability of what the model predicts last.
-        model, prompt, part, max_memory, prepend_bos, attention_mask, inputs: as in `lm.run`.
+        model: as in `lm.run`.
+        prompt: as in `lm.run`, a single one.
+        target: the target (`lens_mix.targets`, or any callable logits -> [copy]); None for the log
+            probability of the model's last prediction.
+        part: as in `lm.run`.
+        max_memory: as in `lm.run`.
+        prepend_bos: as in `lm.run`.
+        attention_mask: as in `lm.run`.
+        **inputs: as in `lm.run`.
 
     Raises:
-        TypeError, ValueError: bad input, as in `lm.run`; a target that does not fit.
-        UnsupportedModelError: hooks on values and patterns can't be trusted on this model.
+        TypeError, ValueError: an input is wrong, as in `lm.run`, or the target does not fit the prompt.
+        UnsupportedModelError: hooks on values and patterns can't be used on this model.
     """
     target = targets.predicted(of="log_probability") if target is None else target
-    edits = {"edits": _Edits(targets.as_target(target))}
-    session = Session(model, edits, part=part, max_memory=max_memory)
+    methods = {"interventions": _Interventions(targets.as_target(target))}
+    session = Session(model, methods, part=part, max_memory=max_memory)
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     with session.checked_pass([read]) as checked:
-        first = checked.blocks("edits")[0]
+        first = checked.blocks("interventions")[0]
         yield InterventionPasses(checked, bind([first], target), first)
 
 
 def read_rows(rows: Any, length: int) -> tuple[dict[str, Float[Tensor, " key"]], bool]:
-    """Rows of scores over a prompt's positions by their names, in float64, and whether a single one came.
+    """Return name -> scores over a prompt's positions, in float64, and whether a single row was given.
 
     Raises:
-        TypeError, ValueError: neither a row nor rows by name; another number of keys; NaN or infinity.
+        TypeError, ValueError: the argument is neither a row nor rows by name, has another number of keys, or
+        has
+            NaN or infinity.
     """
-    single = not isinstance(rows, Mapping)
-    named = {"row": rows} if single else dict(rows)
+    is_single = not isinstance(rows, Mapping)
+    named = {"row": rows} if is_single else dict(rows)
     if not named:
         raise ValueError("rows: expected at least one row by its name, got none")
     read = {}
@@ -173,11 +187,11 @@ def read_rows(rows: Any, length: int) -> tuple[dict[str, Float[Tensor, " key"]],
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"rows[{name!r}]: expected finite scores, got NaN or infinity")
         read[name] = tensor
-    return read, single
+    return read, is_single
 
 
 def falling(scores: Float[Tensor, " place"], seed: int) -> Int[Tensor, " place"]:
-    """Places by falling score; ties at random, alike for every row of as many scores."""
-    # Shuffled first, then sorted stably: ties stay as they were drawn.
+    """Return indices by descending score; ties are in a random order that depends on `seed` only."""
+    # A stable sort of shuffled scores keeps ties in their shuffled order.
     shuffled = torch.randperm(len(scores), generator=torch.Generator().manual_seed(seed), device="cpu")
     return shuffled[scores[shuffled].argsort(descending=True, stable=True)]

@@ -92,11 +92,12 @@ class BoundTarget:
         """Yield the indices of the numbers, as many at a time as fit in memory with gradients.
 
         Args:
-            largest: the most at a time; None: only memory bounds them.
+            largest: the most at a time; None if only memory bounds them.
         """
         index = torch.arange(len(self.functions), device=self.prompt_index.device)
-        step = self.block.copies_with_gradients(len(index), logits=self.reads_logits)
-        chunks = index.split(step if largest is None else min(step, largest))
+        largest_in_memory = self.block.copies_with_gradients(len(index), logits=self.reads_logits)
+        size = largest_in_memory if largest is None else min(largest_in_memory, largest)
+        chunks = index.split(size)
         yield from self.block.with_bar(chunks, len(chunks), "chunks")
 
     def values(
@@ -112,12 +113,12 @@ class BoundTarget:
         """Compute numbers in a pass with interventions, with one copy of its example for each.
 
         Args:
-            index: which number each copy is for; repeats are allowed.
+            index: the index of the number that each copy is for; repeats are allowed.
             fwd_hooks: TransformerLens hooks, which get `[copy, ...]` tensors.
-            block: the block from which the pass runs; None: `self.block`.
+            block: the block from which the pass runs; None for `self.block`.
             batch: the copies, if their tokens or masks are not those of the clean pass.
-            gradients: build the autograd graph.
-            options: `resid_pre` or `resid_post`, as in `Block.logits`.
+            gradients: whether to build the autograd graph.
+            **options: `resid_pre` or `resid_post`, as in `Block.logits`.
         """
         index = index.to(self.prompt_index.device)
         copies = self.prompt_index[index]
@@ -140,7 +141,7 @@ class BoundTarget:
 
 @dataclasses.dataclass(frozen=True)
 class BoundRows(BoundTarget):
-    """A target bound to the asked rows of a clean pass: one number for each row of every prompt.
+    """A target bound to the requested rows of a clean pass: one number for each row of every prompt.
 
     Attributes:
         queries: for each row, its position in the padded batch.
@@ -178,14 +179,15 @@ class BoundRows(BoundTarget):
         batch: Batch | None = None,
         distributions: bool = False,
     ) -> Iterator[tuple[int, slice, Float[Tensor, " copy *d_vocab"]]]:
-        """Yield, for each row, which copies are of its prompt, and the row's number in each of them.
+        """Yield, for each row, the row's index, the copies of its prompt, and its number in each of them.
 
         All rows of a prompt are read from the same copies.
 
         Args:
-            prompt_index: the prompt of each copy; copies of one prompt are contiguous.
-            fwd_hooks, batch: as in `values`.
-            distributions: yield the log probabilities of all tokens at the row instead of its number.
+            prompt_index: the index of each copy's prompt; copies of one prompt are contiguous.
+            fwd_hooks: as in `values`.
+            batch: as in `values`.
+            distributions: whether to yield the log probabilities of all tokens at the row, not its number.
         """
         positions = None
         if self.reads_one_position:
@@ -221,7 +223,7 @@ def bind(blocks: Sequence[Block], target: TargetLike) -> BoundTarget:
     """Bind a target to every example of a clean pass.
 
     Args:
-        blocks: passes run from the first one; the clean values are computed from the last, which is cheaper.
+        blocks: the blocks; passes run from the first, and clean values are computed from the last.
         target: the target.
 
     Raises:
@@ -236,7 +238,7 @@ def bind_rows(blocks: Sequence[Block], target: TargetLike) -> BoundRows:
     """Bind a target to the rows of the last block, at whose positions it is read instead of its own.
 
     A target without a position (a class, a loss of the whole prompt, a callable) is one number of the prompt,
-    so that a single row has to be asked for.
+    so only a single row may be requested.
 
     Args:
         blocks: as in `bind`.
@@ -262,7 +264,8 @@ def _bound(
     """Return the bound target, and the index of each number among those of its prompt.
 
     Args:
-        blocks, target: as in `bind`.
+        blocks: as in `bind`.
+        target: as in `bind`.
         targets_of: returns the targets of one prompt by their index, from the target, the prompt's context,
             its index and its first position in the batch.
     """
@@ -283,15 +286,15 @@ def _bound(
     device = clean[0].device
     prompt_index, within_prompt = torch.tensor(index, dtype=torch.long, device=device).unbind(1)
     every = torch.tensor(positions, dtype=torch.long, device=device)
-    narrow = every if len(every) == len(functions) else None
+    only_positions = every if len(every) == len(functions) else None
     bound = BoundTarget(
-        blocks[0], read, tuple(spans), tuple(functions), prompt_index, torch.cat(clean), narrow
+        blocks[0], read, tuple(spans), tuple(functions), prompt_index, torch.cat(clean), only_positions
     )
     return bound, within_prompt
 
 
 def _contexts(block: Block, target: Target) -> Iterator[tuple[slice, Context]]:
-    """Yield each example's own positions in the clean output, and what a target may know of the example.
+    """Yield each example's own positions in the clean output, and the context that a target may use.
 
     The row that the target explains by default is recorded for the prompt's map.
     """
@@ -326,7 +329,7 @@ def _contexts(block: Block, target: Target) -> Iterator[tuple[slice, Context]]:
 def _targets_at_rows(
     last: Block, target: Target, context: Context, prompt: int, start: int
 ) -> dict[int, Target]:
-    """Return the target at each asked row of a prompt, by the row's index on the query axis."""
+    """Return the target at each requested row of a prompt, by the row's index on the query axis."""
     query_index = last.real_queries[prompt].nonzero()[:, 0].tolist()
     places = [int(last.queries[prompt, index]) - start for index in query_index]
     at_rows = {}
@@ -338,7 +341,7 @@ def _targets_at_rows(
 
 
 def _target_at(target: Target, place: int, context: Context, rows: int) -> Target:
-    """Return the target as it is read at the position of a row."""
+    """Return the target at the position of a row."""
     placed, reads = target.at_row(place, context), target.reads_position(context)
     if placed is not None:
         return placed
@@ -352,12 +355,15 @@ def _target_at(target: Target, place: int, context: Context, rows: int) -> Targe
 
 
 def _require_whole_prompt(target: Target, context: Context, last: Block, row: tuple[int, int]) -> None:
-    """Raise a ValueError if a classifier is explained in a row that does not see the prompt's end.
+    """Raise a ValueError if a classifier is explained in a row that does not attend to the prompt's end.
 
-    A classifier of a causal model looks for the token that it reads in the whole prompt.
+    A classifier of a causal model searches the whole prompt for the token that it reads.
 
     Args:
-        row: the prompt, and the row's index on the query axis.
+        target: the target.
+        context: the prompt's context.
+        last: the last block.
+        row: the prompt's index, and the row's index on the query axis.
     """
     if target.reads_position(context) is not None or target.default_row(context) is None:
         return
@@ -365,7 +371,7 @@ def _require_whole_prompt(target: Target, context: Context, last: Block, row: tu
     if not bool(last.attended[row][query + 1 :].any()):
         raise ValueError(
             f"target: {type(target).__name__.lstrip('_')} explains one number of the whole prompt; expected "
-            f"the last row (queries=[-1]), got a row (position {query}) that does not see what comes after it"
+            f"the last row (queries=[-1]), got a row (position {query}) that does not attend to later ones"
         )
 
 
@@ -380,12 +386,15 @@ def read_output(
     """Return the output that a target reads, from a pass that runs from a block on.
 
     Args:
-        positions: for each copy, the only position whose logits are computed; None: all.
-        options: as in `Block.logits`.
+        block: the block from which the pass runs.
+        target: the target.
+        fwd_hooks: TransformerLens hooks.
+        positions: for each copy, the only position whose logits are computed; None for all.
+        **options: as in `Block.logits`.
     """
     if target.reads == "logits":
         logits = block.logits(fwd_hooks, positions=positions, **options)
-        # A view has the one position's logits at every position, because targets index as in the whole.
+        # The view has the position's logits at every position, because targets use indices of all positions.
         return logits if positions is None else logits.expand(-1, block.batch.logits_real.shape[1], -1)
     resid = last_residual_from(block.clean, block.layer, fwd_hooks, **options)
     reads_normed = getattr(target, "after_final_norm", False)
@@ -398,7 +407,9 @@ def evaluate(
     """Return the target's value for each copy.
 
     Args:
-        tokens: the tokens of the copies, if the target reads them.
+        function: the target's function of the output.
+        output: the output of the copies.
+        *tokens: the tokens of the copies, if the target reads them.
 
     Raises:
         TypeError, ValueError: the function does not return a tensor [copy] of finite numbers.
@@ -420,7 +431,7 @@ def _why_not_finite(output: Tensor) -> str:
         return ""
     reason = ": the output of the model, which it reads, has NaN"
     if output.dtype == torch.float64:
-        reason += "; in float64 some models (MPT) give NaN if a position sees only masked ones: use float32"
+        reason += "; in float64 some models (MPT) give NaN if a position has only masked keys: use float32"
     return reason
 
 

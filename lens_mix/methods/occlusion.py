@@ -1,4 +1,4 @@
-"""Occlusion: what the output loses when a token, or a group of tokens, is removed."""
+"""Occlusion: the change of a target when a token, or a group of tokens, is removed."""
 
 from __future__ import annotations
 
@@ -30,37 +30,43 @@ Measure = Literal["difference", "absolute", "kl"]
 
 @dataclasses.dataclass(frozen=True)
 class Occlusion(RowTargetMethod):
-    """What the output at a position loses without a token (Zeiler & Fergus, ECCV 2014; Li et al., 2016).
+    """The change of a target without each token (Zeiler & Fergus, ECCV 2014; Li et al., 2016).
 
-    score[query, key] = F(x) − F(x without key), F the target at the position of the row, in the target's
-    unit; a forward pass per token (times replacements) serves all rows. One map [1, query, key]. The removal
-    is one of three:
+    score[query, key] = F(x) − F(x without key), where F is the target at the row's position, in the target's
+    unit. There is one map of the whole model, [1, query, key]. It needs one forward pass per token (and
+    replacement) for all rows. There are three removals:
 
-    - "replace": the token is replaced by another one; the mean over several;
-    - "mask": no position attends to it, in any layer, as if the attention mask hid it;
-    - "values": its value vectors are zero in every layer: Value Zeroing through the whole model. The patterns
-      above change with what they read; the token is still attended to.
+    - "replace": the token is replaced by another one, and scores are means over several replacements;
+    - "mask": no position attends to the token, in any layer, as if the attention mask hid it;
+    - "values": its value vectors are zero in every layer, which is Value Zeroing of the whole model. The
+    token is
+      still attended to, and the patterns of higher layers change.
 
-    With "mask" and "values" the token keeps its own residual stream: the diagonal says little. Where nothing
-    but itself is left to see, "mask" gives 0.
+    With "mask" and "values" the token keeps its own residual stream, so the diagonal means little. For a row
+    that attends to itself only, the scores of "mask" are 0.
 
     Args:
-        target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]), read at the row's
-            position instead of its own; by default the log probability of what the model predicts there.
+        target: the target (`lens_mix.targets`, or any callable logits -> [copy]), read at the row's position;
+            by default the log probability of the model's prediction there.
         by: the removal.
-        replacements: tokens to put in, as text of one token or as numbers; None: `n_samples` drawn from the
-            vocabulary without special tokens. A token is never replaced by itself: the next number serves.
-        n_samples, seed: how many are drawn, and from where.
-        spans: groups of positions that are removed as one, e.g. [(0, 1), (2,), (3, 4, 5)]: phrases,
-            sentences. The key axis then stands for the groups. Positions in no group are never removed.
-        measure: "difference", signed; "absolute", the mean of its size over the replacements; or "kl", the
-            divergence KL(p(x) ‖ p(x without key)) of what is predicted at the row, in nats, whatever the
-            target.
+        replacements: the replacing tokens, as texts of one token or as numbers; None to draw `n_samples` from
+            the vocabulary without special tokens. A token that is its own replacement is replaced by the next
+            number.
+        n_samples: the number of tokens to draw.
+        seed: the seed of the draws.
+        spans: groups of positions that are removed together, such as phrases or sentences, e.g.
+            [(0, 1), (2,), (3, 4, 5)]. The key axis then has the groups. Positions in no group are never
+            removed.
+        measure: "difference", with its sign; "absolute", the mean of its absolute value over the
+            replacements; or
+            "kl", the divergence KL(p(x) ‖ p(x without key)) of the prediction at the row, in nats, which does
+            not use the target.
 
     Raises:
-        TypeError, ValueError: an unknown option; a target or a replacement that does not fit; a position
-            that the prompt does not have.
-        UnsupportedModelError: a removal that the model, or its part, does not allow.
+        TypeError, ValueError: an option is unknown, a target or a replacement is unsuitable, or the prompt
+        does
+            not have a position.
+        UnsupportedModelError: the model, or its part, does not allow the removal.
     """
 
     name: ClassVar[str] = "occlusion"
@@ -127,7 +133,7 @@ class Occlusion(RowTargetMethod):
                     change = self._change(clean[row], changed)
                     scores[row].index_add_(0, of_chunk[of_prompt], change.to(scores.dtype))
         if self.by == "mask":
-            # In any layer, because behind a window or a chunk a row may see more in a higher layer.
+            # Any layer counts, because layers with attention windows may attend to fewer keys than others.
             attended = torch.stack([block.with_every_query().attended for block in blocks]).any(0)
             scores[attended.sum(-1)[bound.prompt_index, bound.queries] < 2] = 0
         return [bound.scatter(scores / copies.samples, last)]
@@ -137,16 +143,16 @@ class Occlusion(RowTargetMethod):
     ) -> list[HookPair]:
         """Return the hooks that remove positions in one layer, by "mask" or "values".
 
-        On your run, for key j:
+        In your own run, the scores of key j are:
 
             hooks = [pair for layer in range(model.cfg.n_layers) for pair in method.interventions(layer, j)]
-            column = target(model(tokens)) - target(model.run_with_hooks(tokens, fwd_hooks=hooks))
+            scores = target(model(tokens)) - target(model.run_with_hooks(tokens, fwd_hooks=hooks))
 
-        There are none for "replace", which changes the tokens. If a model mixes before its pattern shows, the
-        hooks of "mask" raise in the pass; the method then hides the token in the mask of every attention
-        module.
+        There are no hooks for "replace", which changes the tokens. If a model computes the mixed values
+        before the hook on its pattern, the hooks of "mask" raise an error in the pass. The method then hides
+        the token in the mask of every attention module.
 
-        Args as in `lens_mix.hooks.zero_values`.
+        The arguments are those of `lens_mix.hooks.zero_values`.
         """
         return self._removal.interventions(layer, position, attention=attention)
 
@@ -165,9 +171,11 @@ class Occlusion(RowTargetMethod):
 def lost_without_key(
     target: Callable[[int | None], Float[Tensor, "sample query"]], n_keys: int
 ) -> Float[Tensor, "query key"]:
-    """F(x) - F(x without key), a key at a time; slow, the oracle of the method.
+    """Return F(x) - F(x without key), computed key by key: the slow definition that tests compare with.
 
-    `target(key)` is F over each query without that key, once per replacement; `target(None)` is F(x).
+    Args:
+        target: returns F at each query without a key, once per replacement; for None, F(x).
+        n_keys: the number of keys.
     """
-    columns = [target(None) - target(key) for key in range(n_keys)]
-    return reduce(torch.stack(columns), "key sample query -> query key", "mean")
+    differences = [target(None) - target(key) for key in range(n_keys)]
+    return reduce(torch.stack(differences), "key sample query -> query key", "mean")

@@ -1,4 +1,4 @@
-"""The table of components: each row finds a fault, in the verification and on a run's own prompts."""
+"""The table of components: each entry finds a fault, in the verification and on a run's own prompts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 LAYER = 1
 LENGTH = 30
-# The verification's own prompt ends before this position.
+# The verification's prompt ends before this position.
 LATE = 20
 
 
 def bent(x: Tensor, start: int) -> Tensor:
-    """Tensors over positions that are changed from one position on, by no common factor."""
+    """Return a tensor over positions, changed from one position on by different factors."""
     return torch.cat([x[:, :start], x[:, start:] + 0.3 * x[:, start:].abs()], dim=1)
 
 
@@ -44,7 +44,7 @@ def bend_values(model: Any, start: int) -> None:
 
 
 def bend_output(model: Any, hook: str, module: str, start: int) -> None:
-    """Change what a module gives, before anything reads it: at a hook point, or else at the module."""
+    """Change the output of a module at its hook point, or else at the module, before it is read."""
     if hasattr(model, "original_model"):
         bend_a_hook(model, hook, start)
     else:
@@ -68,7 +68,7 @@ def bend_residual(model: Any, start: int) -> None:
 
 
 def freeze_z(model: Any, start: int) -> None:
-    """An edit of a value has no effect on a prompt that is longer than `start`."""
+    """Make interventions on values have no effect on prompts that are longer than `start`."""
     kept: dict[torch.Size, Tensor] = {}
 
     def freeze(z: Tensor, hook: Any) -> Tensor:
@@ -77,7 +77,8 @@ def freeze_z(model: Any, start: int) -> None:
     model.add_hook(f"blocks.{LAYER}.attn.hook_z", freeze)
 
 
-# By component: what changes it, which rows of the table see that, and a method for which a run checks it.
+# By component: a function that changes it, the components that differ then, and a method that a run checks it
+# for.
 FAULTS: dict[str, tuple[Callable[[Any, int], None], set[str], str]] = {
     "mixing": (bend_mixing, {"mixing", "block", "zero_value"}, "attention"),
     "value": (bend_values, {"value"}, "decompx"),
@@ -89,7 +90,7 @@ FAULTS: dict[str, tuple[Callable[[Any, int], None], set[str], str]] = {
 }
 MODELS = pytest.mark.parametrize(("factory", "name"), [(bridge, "llama"), (hooked_transformer, "LN")])
 EACH = pytest.mark.parametrize("component", FAULTS)
-# No method needs the effect of a hook on a run's own prompt: replays run with whatever is on the model.
+# No method needs ZERO_VALUE on a run's own prompt, because replays run with the user hooks of the model.
 ON_A_PROMPT = pytest.mark.parametrize("component", [name for name, fault in FAULTS.items() if fault[2]])
 
 
@@ -99,14 +100,14 @@ def a_model(factory: Any, name: str) -> tuple[Any, Tensor]:
 
 
 def failing_rows(model: Any, prompt: Tensor) -> set[str]:
-    """The components that the verification does not verify, all of the layer with the fault."""
+    """Return the components that the verification does not verify; all are in the layer with the fault."""
     failing = [entry for entry in lm.check(model, prompt).verification.components if not entry.ok]
     assert {entry.layer for entry in failing} <= {LAYER}
     return {entry.component for entry in failing}
 
 
 def is_found_on_the_prompt(model: Any, prompt: Tensor, component: str) -> bool:
-    """Whether a run reports the component, which the verification of its model did not."""
+    """Return whether a run reports a component that the verification of its model did not."""
     assert failing_rows(model, prompt) == set()
     claim = next(row.claim for row in components.COMPONENTS if row.name == component)
     try:
@@ -118,7 +119,7 @@ def is_found_on_the_prompt(model: Any, prompt: Tensor, component: str) -> bool:
 
 
 def measured_on_the_prompt(model: Any, prompt: Tensor, row: Any) -> components.ComponentError:
-    """A row at some positions of a run's own clean pass."""
+    """Return the error of a component at some positions of a run's own clean pass."""
     session = Session(model, {"attention": lm.AttentionWeights()})
     with session.checked_pass([session.read(prompt)]) as checked:
         block = RecordedBlock(checked.clean, LAYER, checked.verification.anatomy[LAYER])
@@ -156,7 +157,7 @@ def test_a_fault_is_found_by_the_check_of_a_prompt(factory: Any, name: str, comp
 def test_a_fault_is_found_by_its_row_alone(
     factory: Any, name: str, component: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the row, the tests above fail."""
+    """Check that the fault is not found without the component's entry."""
     model, prompt = a_model(factory, name)
     put, rows, _ = FAULTS[component]
     drop(monkeypatch, component)
@@ -169,7 +170,7 @@ def test_a_fault_is_found_by_its_row_alone(
 def test_a_fault_on_a_prompt_is_found_by_one_row_alone(
     factory: Any, name: str, component: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its own, or by that of the whole block, as a run records no outputs within a block."""
+    """Check that the entry of the component, or of the whole block, is the only one that finds the fault."""
     model, prompt = a_model(factory, name)
     row = next(row for row in components.COMPONENTS if row.name == component)
     drop(monkeypatch, component if row.checked_for else "block")
@@ -180,7 +181,8 @@ def test_a_fault_on_a_prompt_is_found_by_one_row_alone(
 @MODELS
 def test_an_edit_without_effect_is_found_at_the_positions_of_a_prompt(factory: Any, name: str) -> None:
     model, prompt = a_model(factory, name)
-    bend_a_hook(model, "attn.hook_z", LENGTH)  # z is recorded where the user's hooks may edit it
+    # With a user hook on the model, z is recorded after it.
+    bend_a_hook(model, "attn.hook_z", LENGTH)
     assert measured_on_the_prompt(model, prompt, components.ZERO_VALUE).ok
     freeze_z(model, LATE)
     entry = measured_on_the_prompt(model, prompt, components.ZERO_VALUE)

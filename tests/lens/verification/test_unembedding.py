@@ -1,4 +1,4 @@
-"""The verification of the unembedding: what is checked, when, and what cannot be split by token."""
+"""The verification of the unembedding: when it is made, and which logits can't be split by token."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_a_soft_cap_is_refused_however_small_the_logits(factory, name, config, s
         capped.W_U.mul_(size)
     reason = lm.support(capped)["alti_logit"]
     assert reason == (
-        "alti_logit can't run on this model: algebra: unembedding: expected logits = final norm, then unembedding; "
-        "this model's go through a soft cap at 30, which can't be split by token"
+        "alti_logit can't run on this model: algebra: unembedding: expected logits = final norm, then "
+        "unembedding; this model's go through a soft cap at 30, which can't be split by token"
     )
     with pytest.raises(lm.UnsupportedModelError) as refused:
         lm.run(capped, prompt_of(capped), "alti_logit")
@@ -43,7 +43,8 @@ def test_a_changed_logit_is_refused_by_support_and_run(model):
         "unembed.hook_out" if hasattr(model, "original_model") else "ln_final.hook_normalized", _bend
     )
     reason = lm.support(model)["alti_logit"]
-    assert "unembedding: expected logits = final norm" in reason or "final norm: expected its components" in reason
+    expected = ("unembedding: expected logits = final norm", "final norm: expected its components")
+    assert any(text in reason for text in expected)
     with pytest.raises(lm.UnsupportedModelError) as refused:
         lm.run(model, prompt_of(model), "alti_logit")
     assert str(refused.value).startswith(f"{reason}; these hooks are on the model: ")
@@ -62,7 +63,7 @@ def test_the_unembedding_is_verified_only_for_methods_that_split_logits(model, m
     lm.run(model, prompt_of(model), ["attention", "value_zeroing", "alti", "decompx"])
     assert looked == []
     lm.run(model, prompt_of(model), "alti_logit")
-    assert len(looked) == 2  # the verification's, and this prompt's
+    assert len(looked) == 2  # The verification and this prompt's pass call it once each.
     lm.run(model, prompt_of(model), "alti_logit")
     assert len(looked) == 3
     assert [name for name, method in lm.METHODS.items() if needs_unembedding([method])] == ["alti_logit"]

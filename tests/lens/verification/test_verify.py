@@ -1,4 +1,4 @@
-"""The verification: what it finds right, and that it does not believe what is wrong."""
+"""The verification finds the anatomy of every kind of block, and fails for models that differ from it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
     ],
 )
 def test_anatomy_as_found(factory, name, placement, parallel, kind, activation):
-    # float64: gelu and BLOOM's rounding of it differ by 1e-9
+    # float64 is needed, because gelu and BLOOM's rounded formula differ by 1e-9.
     arguments = (name, torch.float64) if name else (torch.float64,)
     model = build_or_skip(factory, *arguments)
     for anatomy in lm.check(model, prompt_of(model)).verification.anatomy.values():
@@ -109,8 +109,8 @@ def test_granite_multiplies_its_branches():
     assert anatomy.residual_multiplier == multiplier
 
 
-def test_an_interpolated_attention_is_refused():
-    """A model whose z is not pattern @ v: the edit of a value would not do what it says."""
+def test_an_interpolated_attention_is_an_error():
+    """Check a model whose z is not pattern @ values, so that zeroing a value has another effect."""
     model = llama_like()
     name = next(n for n in model.hook_dict if n.endswith(("attn.hook_z", "attn.o.hook_in")))
     model.add_hook(name, lambda z, hook: z * 0.5 + 0.1)
@@ -122,8 +122,8 @@ def test_an_interpolated_attention_is_refused():
     assert not lm.check(model, prompt_of(model)).ok
 
 
-def test_a_value_hook_without_effect_is_refused():
-    """Values overwritten after the hook: zeroing them can't reach the output."""
+def test_a_value_hook_without_effect_is_an_error():
+    """Check a model that overwrites z, so that zeroing values has no effect on the output."""
     model = llama_like()
     kept = {}
     name = next(n for n in model.hook_dict if n.endswith("blocks.0.attn.hook_z"))
@@ -163,7 +163,7 @@ ON_ONE_POSITION = pytest.mark.parametrize(
 @ON_ONE_POSITION
 @pytest.mark.parametrize("where", ["mlp.hook_post", "attn.hook_z", "hook_attn_out", "mlp", "attn"])
 def test_a_hook_on_one_position_is_noticed_wherever_it_is(factory, name, where):
-    """The verification's own prompt is shorter, and four positions of this one would not show it."""
+    """Change one position that the verification's shorter prompt and four sampled positions do not have."""
     model = build_or_skip(factory, name, torch.float64)
     tokens = torch.arange(30)[None] % model.cfg.d_vocab
     before = lm.run(model, tokens, ["value_zeroing", "attn_res"])
@@ -190,8 +190,9 @@ def test_a_hook_on_one_position_is_noticed_wherever_it_is(factory, name, where):
 @ON_ONE_POSITION
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_hook_on_one_position_of_a_padded_batch_is_noticed(factory, name, side):
-    """Column 21 is the long prompt's 22nd token and another of the short one's, or its padding."""
-    model = build_or_skip(factory, name)  # the Bridge makes NaN of padding on the left in float64
+    """Change position 21 of the padded batch: a token of the long prompt, and one or padding of the short."""
+    # In float64, a Bridge computes NaN for padding on the left.
+    model = build_or_skip(factory, name)
     long, short = torch.arange(30) % model.cfg.d_vocab, torch.arange(3, 17) % model.cfg.d_vocab
     model.add_hook(
         "blocks.0.hook_mlp_out", lambda x, hook: x if x.shape[1] <= 21 else scale_one_position(x, 21)
@@ -211,12 +212,13 @@ def test_a_hook_on_one_position_of_a_padded_batch_is_noticed(factory, name, side
 
 @ON_ONE_POSITION
 def test_a_forward_replaced_by_hand_is_noticed(factory, name):
-    """No hook of any library is on the model, yet one position is treated apart."""
+    """Change one position without a hook of any library on the model."""
     model = build_or_skip(factory, name, torch.float64)
     tokens = torch.arange(30)[None] % model.cfg.d_vocab
     lm.run(model, tokens, "attn_res")
     module = model.blocks[0].mlp
-    module = getattr(module, "original_component", module)  # the Bridge hands what it is given to this one
+    # A Bridge calls the original component.
+    module = getattr(module, "original_component", module)
     original = module.forward
 
     def forward(*args, **kwargs):
@@ -236,7 +238,7 @@ NEEDS_THE_FEED_FORWARD = ["atb_ff", "atb_ff_res", "atb_ff_res_ln", "decompx"]
 
 @ON_ONE_POSITION
 def test_a_forward_replaced_on_its_class_is_noticed(factory, name, monkeypatch):
-    """The instances carry nothing, and the position lies between those that are looked at as a rule."""
+    """Change a class, not its instances, at a position between those that are sampled."""
     model = build_or_skip(factory, name)
     tokens = torch.arange(30)[None] % model.cfg.d_vocab
     lm.run(model, tokens, [*NEEDS_THE_FEED_FORWARD, "attn_res", "value_zeroing"])
@@ -256,7 +258,8 @@ def test_a_forward_replaced_on_its_class_is_noticed(factory, name, monkeypatch):
         ):
             lm.run(model, tokens, method)
     assert lm.run(model, tokens, "value_zeroing").provenance["engine"] == "hooks"
-    lm.run(model, tokens, "atb_ff", queries=slice(0, 20))  # what is asked is as it was
+    # The requested rows are before the changed position.
+    lm.run(model, tokens, "atb_ff", queries=slice(0, 20))
     monkeypatch.undo()
     lm.run(model, tokens, NEEDS_THE_FEED_FORWARD)
 
@@ -296,7 +299,7 @@ def test_globenc_relies_on_the_feed_forward_where_a_norm_reads_it(monkeypatch):
         lm.run(model, tokens, "globenc")
 
 
-def test_the_proof_is_kept_until_something_changes(monkeypatch):
+def test_the_verification_is_stored_until_weights_or_hooks_change(monkeypatch):
     model = llama_like()
     made = []
     original = verifications.verify
@@ -329,7 +332,7 @@ def test_tolerance_follows_the_dtype(dtype):
     )
 
 
-def test_short_prompts_are_proven_on_longer_ones():
+def test_short_prompts_are_verified_on_longer_ones():
     short = verifications._verification_prompt(Prompt(torch.tensor([5, 6, 7])), 32)
     assert short.tokens.tolist() == [5, 6, 7, 5, 6, 7, 5, 6]
     assert len(verifications._verification_prompt(Prompt(torch.arange(30)), 32).tokens) == 16
@@ -360,7 +363,7 @@ def test_check_and_support_print_and_tabulate():
         table["nothing"]
 
 
-def test_a_part_that_is_far_off_is_reported_with_its_numbers():
+def test_a_component_with_a_large_error_is_reported_with_its_numbers():
     entry = verification_record.ComponentError(3, "block", 0.5, 1e-4)
     made = verification_record.Verification((entry,), {}, True)
     assert made.failure(("block",)) == (
