@@ -15,11 +15,11 @@ SPLITS: tuple[str, ...] = ("absdot", "abssim", "norm", "equal", "first", "dot", 
 
 
 def split_bias(
-    vectors: Float[Tensor, "*batch source d"],
+    vectors: Float[Tensor, "*batch input d"],
     bias: Float[Tensor, "*batch d"] | Float[Tensor, " d"] | None,
     rule: Split,
-    out: Float[Tensor, "*batch source d"] | None = None,
-) -> Float[Tensor, "*batch source d"]:
+    out: Float[Tensor, "*batch input d"] | None = None,
+) -> Float[Tensor, "*batch input d"]:
     """Return the vectors plus their shares of a bias, which sum to it (Modarressi et al., 2023, eq. 8-9).
 
     Args:
@@ -40,7 +40,7 @@ def split_bias(
     return torch.addcmul(vectors, weights[..., None], bias[..., None, :], out=out)
 
 
-def _weights(vectors: Tensor, bias: Tensor, rule: str) -> Float[Tensor, "*batch source"]:
+def _weights(vectors: Tensor, bias: Tensor, rule: str) -> Float[Tensor, "*batch input"]:
     if rule == "first":
         weights = torch.zeros_like(vectors[..., 0])
         weights[..., 0] = 1
@@ -60,9 +60,9 @@ def _weights(vectors: Tensor, bias: Tensor, rule: str) -> Float[Tensor, "*batch 
 def through_linear(
     weight: Float[Tensor, "d d_out"],
     bias: Float[Tensor, " d_out"] | None,
-    vectors: Float[Tensor, "*batch source d"],
+    vectors: Float[Tensor, "*batch input d"],
     rule: Split,
-) -> Float[Tensor, "*batch source d_out"]:
+) -> Float[Tensor, "*batch input d_out"]:
     """Return shares of `state @ weight + bias` from shares of the state; the bias is split."""
     out = vectors @ weight.to(vectors.dtype)
     return split_bias(out, bias, rule, out)
@@ -70,10 +70,10 @@ def through_linear(
 
 def through_linear_norm(
     norm: LinearNorm,
-    vectors: Float[Tensor, "batch query source d"],
+    vectors: Float[Tensor, "batch query input d"],
     rule: Split,
     rows: slice = slice(None),
-) -> Float[Tensor, "batch query source d"]:
+) -> Float[Tensor, "batch query input d"]:
     """Return shares of a norm's output from shares of its input at some rows; the norm's bias is split."""
     out = norm(vectors, rows)
     return split_bias(out, norm.bias, rule, out)

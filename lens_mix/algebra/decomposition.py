@@ -39,7 +39,7 @@ class Shares:
         stops: per position, one more than the last input token with a share in it, in any prompt.
     """
 
-    vectors: Float[Tensor, "batch pos source d_model"]
+    vectors: Float[Tensor, "batch pos input d_model"]
     stops: Int[Tensor, " pos"]
 
 
@@ -69,7 +69,7 @@ class Decomposition:
         self._stops = torch.maximum((attended * stops).amax(1), stops[block.queries].amax(0))
         self._values = self._key_vectors() if entering is None else self._read_values(entering)
 
-    def carry(self) -> tuple[Float[Tensor, "batch query source"], Shares]:
+    def carry(self) -> tuple[Float[Tensor, "batch query input"], Shares]:
         """Return the lengths of the output's shares, and the shares, which may overwrite `entering`."""
         block, entering = self._block, self._entering
         if entering is not None and block.every_query:
@@ -80,8 +80,8 @@ class Decomposition:
         return lengths, Shares(vectors, self._stops)
 
     def lengths(
-        self, into: Float[Tensor, "batch query source d_model"] | None = None
-    ) -> Float[Tensor, "batch query source"]:
+        self, into: Float[Tensor, "batch query input d_model"] | None = None
+    ) -> Float[Tensor, "batch query input"]:
         """Return ‖X_is‖ at the block's output, and write the shares into a given tensor."""
         block = self._block
         out, padding = block.zeros(*block.queries.shape, block.real.shape[1]), ~block.real_queries
@@ -101,19 +101,19 @@ class Decomposition:
         value = states.value.to(states.resid_pre.dtype)
         return head_vectors(value, value_path(self._block).W_O.to(value.dtype))
 
-    def _read_values(self, entering: Shares) -> Float[Tensor, "batch value_head key source d_head"]:
+    def _read_values(self, entering: Shares) -> Float[Tensor, "batch value_head key input d_head"]:
         """Return the values of the entering shares, without b_V."""
         vectors, W_V = entering.vectors, value_path(self._block).W_V
         of_heads = rearrange(W_V.to(vectors.dtype), "head d_model d_head -> d_model (head d_head)")
         out = vectors.new_zeros(len(vectors), len(W_V), *vectors.shape[1:3], W_V.shape[2])
         norm = self._linear.states.attention_input
-        axes = "batch key source (head d_head) -> batch head key source d_head"
+        axes = "batch key input (head d_head) -> batch head key input d_head"
         for keys, stop in _chunks(entering.stops, self._pairs):
             read = through_linear_norm(norm, vectors[:, keys, :stop], self._rule, keys)
             out[:, :, keys, :stop] = rearrange(read @ of_heads, axes, head=len(W_V))
         return out
 
-    def _residual(self, rows: slice, stop: int) -> Float[Tensor, "batch query source d_model"]:
+    def _residual(self, rows: slice, stop: int) -> Float[Tensor, "batch query input d_model"]:
         """Return the shares of these rows of the block's input."""
         queries = self._block.queries[:, rows]
         batch = torch.arange(len(queries), device=queries.device)[:, None]
@@ -125,7 +125,7 @@ class Decomposition:
         out[batch, torch.arange(queries.shape[1], device=queries.device), queries] = x
         return out
 
-    def _attention(self, rows: slice, stop: int) -> Float[Tensor, "batch query source d_model"]:
+    def _attention(self, rows: slice, stop: int) -> Float[Tensor, "batch query input d_model"]:
         """Return the shares of the attention's output: for each row and input token, the sum over keys."""
         pattern = self._linear.states.pattern[:, :, rows, :stop].to(self._values.dtype)
         if self._entering is None:
@@ -135,14 +135,14 @@ class Decomposition:
         # Heads that share their values are computed in one product.
         axes = "batch (head group) query key -> batch head (group query) key"
         mixed = rearrange(pattern, axes, head=values.shape[1]) @ values.flatten(3)
-        axes = "batch head (group query) (source d_head) -> batch query source (head group d_head)"
-        mixed = rearrange(mixed, axes, query=pattern.shape[2], source=stop)
+        axes = "batch head (group query) (input d_head) -> batch query input (head group d_head)"
+        mixed = rearrange(mixed, axes, query=pattern.shape[2], input=stop)
         return mixed @ value_path(self._block).W_O.to(mixed.dtype).flatten(0, 1)
 
 
 def carried(
     blocks: Sequence[Block], biases: Split, slope: Slope
-) -> Iterator[tuple[Float[Tensor, "batch query source"], Float[Tensor, "batch query source d_model"]]]:
+) -> Iterator[tuple[Float[Tensor, "batch query input"], Float[Tensor, "batch query input d_model"]]]:
     """Yield the lengths of all shares, and the shares, after each block; the next block overwrites them.
 
     Args:

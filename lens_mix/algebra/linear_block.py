@@ -37,10 +37,10 @@ class DecomposedBlock:
         output: those of the block's output.
     """
 
-    attention: Float[Tensor, "batch query source d_model"]
-    mid: Float[Tensor, "batch query source d_model"]
-    feed_forward: Float[Tensor, "batch query source d_model"] | None
-    output: Float[Tensor, "batch query source d_model"]
+    attention: Float[Tensor, "batch query input d_model"]
+    mid: Float[Tensor, "batch query input d_model"]
+    feed_forward: Float[Tensor, "batch query input d_model"] | None
+    output: Float[Tensor, "batch query input d_model"]
 
 
 class LinearBlock:
@@ -65,8 +65,8 @@ class LinearBlock:
 
     def shares(
         self,
-        entering: Float[Tensor, "batch query source d_model"],
-        attention: Float[Tensor, "batch query source d_model"],
+        entering: Float[Tensor, "batch query input d_model"],
+        attention: Float[Tensor, "batch query input d_model"],
         rule: Split,
         rows: slice = slice(None),
     ) -> DecomposedBlock:
@@ -103,7 +103,7 @@ def decomposed(
     block: Block,
     rule: Split,
     slope: Slope,
-    shares: Float[Tensor, "batch key source *d_model"] | None,
+    shares: Float[Tensor, "batch key input *d_model"] | None,
     *,
     alone: bool,
 ) -> DecomposedBlock:
@@ -134,7 +134,7 @@ def decomposed(
         W_V = rearrange(path.W_V.to(x.dtype), "head d_model d_head -> d_model (head d_head)")
         value = (read @ W_V).unflatten(-1, (len(path.W_V), -1))
     value = value.repeat_interleave(len(path.W_O) // len(path.W_V), dim=3)
-    axes = "batch head query key, batch key source head d_head -> batch query source head d_head"
+    axes = "batch head query key, batch key input head d_head -> batch query input head d_head"
     attention = einsum(pattern, value, axes).flatten(3) @ path.W_O.to(x.dtype).flatten(0, 1)
     return linear.shares(entering, attention, rule)
 

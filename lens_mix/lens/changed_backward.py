@@ -63,9 +63,9 @@ def changed_backward(
     *,
     below: Sequence[BlockAnatomy] | None = None,
     after: Sequence[int] = (),
-    constants: Float[Tensor, " row"] | None = None,
+    constants: Float[Tensor, " copy"] | None = None,
     logits: bool = True,
-) -> Iterator[dict[int, Float[Tensor, "row pos d_model"]]]:
+) -> Iterator[dict[int, Float[Tensor, "copy pos d_model"]]]:
     """Enter a context whose backward passes follow the rules, and yield the residual streams after blocks.
 
     Args:
@@ -112,12 +112,12 @@ class ChangedRules:
         *,
         below: Sequence[BlockAnatomy] | None = None,
         after: Sequence[int] = (),
-        constants: Float[Tensor, " row"] | None = None,
+        constants: Float[Tensor, " copy"] | None = None,
         logits: bool = True,
         leaf: bool = False,
     ) -> None:
         self._lens, self._rules, self._constants = lens, rules, constants
-        self.streams: dict[int, Float[Tensor, "row pos d_model"]] = {}
+        self.streams: dict[int, Float[Tensor, "copy pos d_model"]] = {}
         self._pairs: list[HookPair] = []
         self._changes: list[Change] = []
         self._required: list[HookFunction | GradientCounter] = []

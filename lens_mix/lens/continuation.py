@@ -36,9 +36,9 @@ def logits_from(
     layer: int,
     fwd_hooks: Sequence[HookPair] = (),
     *,
-    positions: Int[Tensor, " row"] | Int[Tensor, "row read"] | None = None,
+    positions: Int[Tensor, " copy"] | Int[Tensor, "copy read"] | None = None,
     **options: Any,
-) -> Float[Tensor, "row *pos d_vocab"]:
+) -> Float[Tensor, "copy *pos d_vocab"]:
     """Run the model with hooks from a block on, and return its logits.
 
     Args:
@@ -61,7 +61,7 @@ def logits_from(
 
 def last_residual_from(
     clean: CleanPass, layer: int, fwd_hooks: Sequence[HookPair] = (), **options: Any
-) -> Float[Tensor, "row pos d_model"]:
+) -> Float[Tensor, "copy pos d_model"]:
     """Return the output of the stack's last block; the arguments are those of `run_from`."""
     last = clean.lens.stack.blocks[-1]
     calls: dict[int, BlockCall] = {}
@@ -108,9 +108,9 @@ def run_from(
     layer: int,
     fwd_hooks: Sequence[HookPair] = (),
     *,
-    resid_pre: Float[Tensor, "row pos d_model"] | None = None,
-    resid_post: Float[Tensor, "row pos d_model"] | None = None,
-    rows: Int[Tensor, " row"] | None = None,
+    resid_pre: Float[Tensor, "copy pos d_model"] | None = None,
+    resid_post: Float[Tensor, "copy pos d_model"] | None = None,
+    rows: Int[Tensor, " copy"] | None = None,
     gradients: bool = False,
     batch: Batch | None = None,
     changes: Sequence[Change] = (),
@@ -120,7 +120,7 @@ def run_from(
     Args:
         clean: the clean pass to start from.
         layer: the first block to run.
-        fwd_hooks: TransformerLens hooks for this pass, which see `[row, ...]` tensors.
+        fwd_hooks: TransformerLens hooks for this pass, which get `[copy, ...]` tensors.
         resid_pre: the input of that block; None for the clean residual stream. For the joint part, the inputs
             of the encoder and the decoder (`CleanPass.inputs`).
         resid_post: the output of the last block; no block is run then.

@@ -126,12 +126,12 @@ class BlockReplay:
     _expansion: _Expansion | None = dataclasses.field(default=None, init=False)
 
     def run(
-        self, fwd_hooks: Sequence[HookPair] = (), rows: Int[Tensor, " row"] | None = None
-    ) -> Float[Tensor, "row pos d_model"]:
+        self, fwd_hooks: Sequence[HookPair] = (), rows: Int[Tensor, " copy"] | None = None
+    ) -> Float[Tensor, "copy pos d_model"]:
         """Run the block again with hooks and return its output.
 
         Args:
-            fwd_hooks: TransformerLens hooks, which see `[row, ...]` tensors.
+            fwd_hooks: TransformerLens hooks, which get `[copy, ...]` tensors.
             rows: the example of the clean batch that each copy is made from; None for the batch itself, with
                 the arguments of the clean pass.
 
@@ -172,7 +172,7 @@ class BlockReplay:
             f"its own output (relative error <= {self.lens.tolerance:.0e}); got {'; '.join(failures)}"
         )
 
-    def expand(self, value: Any, rows: Int[Tensor, " row"]) -> Any:
+    def expand(self, value: Any, rows: Int[Tensor, " copy"]) -> Any:
         """Return tensors of the clean pass (alone, or in tuples and lists) for the given examples."""
         return self._expand(value, rows, self.prepare())
 

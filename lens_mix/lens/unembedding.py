@@ -98,7 +98,15 @@ def _is_watched(model: TransformerLensModel, unembed: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def unembedding_at(model: TransformerLensModel, positions: Tensor | None) -> Iterator[list[bool]]:
-    """Enter a context in which only the logits of some positions are computed; the list is filled if so."""
+    """Enter a context whose passes compute the logits of some positions only, if the model allows it.
+
+    Args:
+        model: the model.
+        positions: the positions of each example, [example] or [example read]; None for all.
+
+    Yields:
+        A list that is not empty after a pass which computed these logits only.
+    """
     narrowed: list[bool] = []
     unembed = getattr(model, "unembed", None)
     if positions is None or not isinstance(unembed, nn.Module) or _is_watched(model, unembed):

@@ -56,7 +56,7 @@ def both(model: Any, prompt: Any, stack: str | None = None, **options: Any) -> t
 def exactness(case: Case) -> float:
     """Return the accepted difference of the engines.
 
-    Hugging Face's GPT-Neo and GPT-J compute their patterns in float32 in any model, and a matrix library may
+    Hugging Face's GPT-Neo and GPT-J compute their patterns in float32 in any model. A matrix library may
     round those of one copy of a block in another way than those of several.
     """
     return 1e-6 if case.label in ("bridge gpt_neo", "bridge gptj") else 1e-10

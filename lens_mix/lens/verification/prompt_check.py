@@ -36,8 +36,8 @@ def find_mismatch(
     """Return how these prompts differ from the verified components; None if they agree.
 
     Some rows of every prompt are rebuilt. All requested rows are rebuilt if a method computes the
-    feed-forward, or if user hooks are on the model, because a hook may act on any one position. A component
-    without a formula, such as a mixture of experts, is left out.
+    feed-forward, or if user hooks are on the model. A hook may act on any one position. A component without a
+    formula, such as a mixture of experts, is left out.
 
     Args:
         clean: the clean pass, which recorded "pattern" and "value" in these layers, and "z" for "recorded".
