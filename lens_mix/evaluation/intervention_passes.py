@@ -70,7 +70,6 @@ class InterventionPasses:
         """The position of the mapped part that the target reads; None if several, or of another part."""
         return self.first_block.record.default_rows[0]
 
-
     def positions(self, selection: Selection | None) -> list[int]:
         """Return the selected positions, ascending; None selects all that the target may attend to."""
         chosen = read_selection(selection, self.length, "positions")

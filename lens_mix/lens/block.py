@@ -158,7 +158,7 @@ class Block:
 
     @property
     def resid_pre(self) -> Float[Tensor, "batch query d_model"]:
-        """The residual stream that enters the block, or its cross-attention if that is mapped, at the rows."""
+        """The residual stream that enters the block (or its mapped cross-attention), at the asked rows."""
         return self.rows_of(self.clean.resid_pre(self.layer))
 
     @property
@@ -236,8 +236,8 @@ class Block:
         """Return the norm that reads the block's output: the next block's first one, or the final norm.
 
         Raises:
-            UnsupportedModelError: The norm is not known (the next block has no attention, say), or the model's
-                own final norm gives other numbers than its components.
+            UnsupportedModelError: The norm is not known (the next block has no attention, say), or the
+                model's own final norm gives other numbers than its components.
         """
         if self.is_last:
             return self._read_final_norm()

@@ -179,8 +179,8 @@ def _read_block(
     first = first if factors is None else first.scaled(factors)
     readings: list[tuple[tuple[int, float], RecordedBlock, list[ComponentError]]] = []
     for anatomy in anatomies:
-        recorded = _with_activation(first.read_as(anatomy), below)
-        errors = _component_errors(recorded)
+        recorded, feed_forward = _with_activation(first.read_as(anatomy), below)
+        errors = _component_errors(recorded, feed_forward)
         worst = max((entry.error for entry in errors if entry.error is not None), default=0.0)
         # If one component fails with every anatomy (values with an adapter), the others still decide.
         misfit = sum(not entry.ok for entry in errors), worst
@@ -198,21 +198,26 @@ def _read_block(
     return recorded, errors
 
 
-def _with_activation(block: RecordedBlock, below: BlockAnatomy | None) -> RecordedBlock:
-    """Return the block with the activation that gives the recorded output; cfg.act_fn is often wrong."""
+def _with_activation(
+    block: RecordedBlock, below: BlockAnatomy | None
+) -> tuple[RecordedBlock, ComponentError]:
+    """Return the block with the activation that gives the recorded output, and how well that fits.
+
+    The configuration's own act_fn is wrong on several models.
+    """
     feed_forward = block.anatomy.feed_forward
     if feed_forward is None:
-        return block
+        return block, measure(FEED_FORWARD, block)
     likely = below.feed_forward.activation if below is not None and below.feed_forward is not None else "gelu"
     errors: dict[str, float] = {}
-    readings: dict[str, RecordedBlock] = {}
+    readings: dict[str, tuple[RecordedBlock, ComponentError]] = {}
     for name in sorted(ACTIVATIONS, key=lambda name: name != likely):
         candidate = dataclasses.replace(feed_forward, activation=name)
-        readings[name] = block.read_as(dataclasses.replace(block.anatomy, feed_forward=candidate))
-        entry = measure(FEED_FORWARD, readings[name])
+        reading = block.read_as(dataclasses.replace(block.anatomy, feed_forward=candidate))
+        entry = measure(FEED_FORWARD, reading)
         if entry.error is None:
-            return block
-        errors[name] = entry.error
+            return block, entry
+        errors[name], readings[name] = entry.error, (reading, entry)
         # The first block tries all activations. The blocks above most likely have the same one.
         if below is not None and entry.ok:
             break
@@ -221,12 +226,14 @@ def _with_activation(block: RecordedBlock, below: BlockAnatomy | None) -> Record
     return readings[next(name for name, error in errors.items() if error <= accepted)]
 
 
-def _component_errors(recorded: RecordedBlock) -> list[ComponentError]:
-    entries = [measure(each, recorded) for each in COMPONENTS if not each.needs_replay]
+def _component_errors(recorded: RecordedBlock, feed_forward: ComponentError) -> list[ComponentError]:
+    """Return how well each component is rebuilt without a replay. The feed-forward was measured before."""
+    rows = [row for row in COMPONENTS if not row.needs_replay]
+    entries = [feed_forward if row.name == feed_forward.component else measure(row, recorded) for row in rows]
     if recorded.anatomy.is_written_down:
         return entries
     note = f"{recorded.anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
-    noted = {c.name for c in COMPONENTS if c.needed_for != "hooks"}
+    noted = {row.name for row in rows if row.needed_for != "hooks"}
     return [
         dataclasses.replace(entry, note=note) if entry.error is None and entry.component in noted else entry
         for entry in entries
