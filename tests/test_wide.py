@@ -65,7 +65,7 @@ REASONS = (
     r"cross-attention",
     r"expected a causal model",
     r"decoder-only TransformerBridge whose model takes position_ids",
-    r"expected attention to read tokens and their positions alone",
+    r"expected attention to read only tokens and their positions",
     r"this model leaves attention to transformers",
     r"unembedding: the encoder of an encoder-decoder has no logits",
     r"unembedding: .* soft cap at",
