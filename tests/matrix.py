@@ -14,6 +14,7 @@ from tests.tiny_models import (
     HOOKED_TRANSFORMER_NAMES,
     WIDE_NAMES,
     Unavailable,
+    available,
     bridge,
     hooked_encoder,
     hooked_encoder_decoder,
@@ -58,6 +59,83 @@ UNSUPPORTED_BEFORE_4 = {
 UNSUPPORTED_BEFORE_3 = {
     f"HookedEncoderDecoder {part}": "not causal in TransformerLens 2.x" for part in ("decoder", "cross")
 }
+_GATED = r"gated attention is not supported"
+_LATENT = r"latent attention|DeepSeek-V3"
+_WITHOUT = r"TransformerLens has no attention module in any block"
+_HIDDEN = r"hooks that never fired: .*an attention kernel that keeps no pattern"
+_NO_HOOKS = r"is wrapped without them"
+# The same for the models of the wide sweep.
+UNSUPPORTED_WIDE = {
+    "bridge afmoe": _GATED,
+    "bridge laguna": _GATED,
+    "bridge qwen3_5_attention": _GATED,
+    "bridge bitnet": r"normalised \(attn_sub_norm\) before the output matrix",
+    "bridge gemma4": r"the values are normalised \(v_norm\)",
+    "bridge olmo_clipped": r"clipped at 1 \(clip_qkv\)",
+    "bridge switch encoder": r"hook_pattern holds no attention weights",
+    "bridge switch decoder": r"hook_pattern holds no attention weights",
+    "bridge jetmoe": _NO_HOOKS,
+    "bridge deepseek_v4": _NO_HOOKS,
+    "bridge led encoder": _HIDDEN,
+    "bridge led decoder": _HIDDEN,
+    "bridge longt5 encoder": _HIDDEN,
+    **{f"bridge {name}": _LATENT for name in ("deepseek_v2", "glm4_moe_lite", "glm_moe_dsa", "youtu")},
+    **{
+        f"bridge {name}": _WITHOUT
+        for name in ("falcon_mamba", "mamba2", "rwkv", "nemotron_h", "recurrent_gemma")
+    },
+    **{
+        f"bridge {name}": rf"{_GATED}|a hybrid: of 4 blocks"
+        for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+    },
+}
+
+
+def _bridges(names: str) -> frozenset[str]:
+    return frozenset(f"bridge {name}" for name in names.split())
+
+
+# What some methods have no formula for. `tests/test_kinds.py` compares these tables with every model, so a
+# model that a method can explain is not left out. Two more kinds are known by the part (`Case.is_a`).
+KINDS: dict[str, frozenset[str]] = {
+    # The blocks compute more than attention and feed-forward.
+    "unverified": _bridges("falcon_h1 granite_moe_hybrid"),
+    # Only some blocks have attention.
+    "hybrid": _bridges("bamba jamba lfm2 olmo_hybrid"),
+    # The feed-forward runs as a whole: a mixture, or an unknown activation.
+    "whole feed-forward": _bridges(
+        "mixtral gpt_oss apertus ernie4_5_moe flex_olmo glm4_moe granite_moe jamba lfm2_moe llama4 "
+        "minimax_m2 modernbert_decoder olmoe qwen2_moe qwen3_moe"
+    )
+    | {"HookedTransformer mixture"},
+    "no feed-forward": frozenset({"HookedTransformer attn_only"}),
+    "post-norm": _bridges("bert roberta openai_gpt")
+    | {f"bridge {name} {part}" for name in ("bart", "marian") for part in PARTS[:2]}
+    | {"HookedEncoder"},
+    # A norm or a multiplier on what a branch adds to the residual stream.
+    "changed branch": _bridges("gemma2 gemma3 olmo2 granite exaone4 flex_olmo glm4 olmo3 olmo_hybrid")
+    | {"HookedTransformer sandwich"},
+    "parallel": _bridges("gpt_neox gptj phi falcon_mqa cohere codegen cohere2")
+    | {"HookedTransformer parallel"},
+    # The logits are more than a final norm and an unembedding: a soft cap, a dense layer.
+    "changed logits": _bridges("gemma2 modernbert_decoder nanochat vaultgemma"),
+}
+# Models that have, together, each way to wire a block and each kind of norm, bias, activation and grouping
+# (`tests/test_kinds.py`). A test runs its main parameters on all models and the others on these.
+OF_EACH_KIND = _bridges(
+    "gpt2 llama gemma gemma3 qwen2 gpt_neox gptj gpt_neo opt bloom mpt falcon_mqa olmo olmo2 granite "
+    "gpt_bigcode cohere mixtral gpt_oss bert apertus arcee bamba flex_olmo jamba modernbert_decoder "
+    "nanochat olmo_hybrid qwen2_moe"
+) | {
+    *(f"bridge {name} {part}" for name in ("t5", "t5_gated", "bart") for part in PARTS[:2]),
+    "bridge blenderbot decoder",
+    *(
+        f"HookedTransformer {name}"
+        for name in "LN LNPre RMS RMSPre none grouped gated parallel sandwich attn_only mixture".split()
+    ),
+    "HookedEncoder",
+    *(f"HookedEncoderDecoder {part}" for part in PARTS[:2]),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +144,23 @@ class Case:
 
     label: str
     part: str | None = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether the installed TransformerLens has the model. Nothing is built."""
+        from lens_mix.lens.model_classes import transformer_lens_version
+
+        kind, _, rest = self.label.partition(" ")
+        return (
+            available(bridge, rest.split(" ")[0]) if kind == "bridge" else transformer_lens_version()[0] < 4
+        )
+
+    def is_a(self, *kinds: str) -> bool:
+        """Whether its blocks are of one of these `KINDS`, have "cross" attention, or lead to "no logits"."""
+        by_part = {"cross": "decoder", "no logits": "encoder"}
+        return any(
+            self.part == by_part[kind] if kind in by_part else self.label in KINDS[kind] for kind in kinds
+        )
 
     def build(self, dtype: torch.dtype = torch.float32) -> Any:
         """Return the model; skip the test if this TransformerLens does not have it."""
@@ -89,6 +184,7 @@ class Case:
 
         major = transformer_lens_version()[0]
         tables = [UNSUPPORTED]
+        tables += [UNSUPPORTED_WIDE] if major > 3 else []
         tables += [UNSUPPORTED_BEFORE_4] if major < 4 else []
         tables += [UNSUPPORTED_BEFORE_3] if major < 3 else []
         return next((table[self.label] for table in tables if self.label in table), None)
@@ -107,12 +203,22 @@ def model_of(case: Case, dtype: torch.dtype = torch.float32) -> Any:
     return case.build(dtype)
 
 
-def cases(*, cross: bool = False) -> list[Case]:
-    """Return all cases, which depend on the release of TransformerLens.
+def cases(*, cross: bool = False, refused: bool = True) -> list[Case]:
+    """The models of the matrix that the installed TransformerLens has.
 
-    Args:
-        cross: Whether cross-attention is included, for which most methods are not defined.
+    `cross`: with cross-attention too, on which most methods are not defined. `refused`: with the models that
+    raise an error whatever the method is.
     """
+    return [case for case in every_case(cross=cross) if case.exists and (refused or case.refusal is None)]
+
+
+def case_of(label: str) -> Case:
+    """The model of the matrix with this label, whether or not it exists here."""
+    return next(case for case in every_case(cross=True) if case.label == label)
+
+
+def every_case(*, cross: bool = False) -> list[Case]:
+    """The models of the matrix, on any release."""
     found, parts = [], PARTS if cross else PARTS[:2]
     for name in BRIDGE_NAMES:
         if name in ENCODER_DECODERS:
@@ -126,24 +232,26 @@ def cases(*, cross: bool = False) -> list[Case]:
 
 
 def is_unusual(parameter: object) -> bool:
-    """Return whether a test's parameter is a model of the matrix, or a label, that `make test` leaves out."""
-    label = getattr(parameter, "label", parameter)
-    return isinstance(label, str) and label in _labels() and label not in USUAL
+    """Whether a test's parameter is a model, or its label in the matrix, that `make test` leaves out."""
+    if isinstance(parameter, Case):
+        return parameter.label not in USUAL
+    return isinstance(parameter, str) and parameter in _labels() and parameter not in USUAL
 
 
 @functools.cache
 def _labels() -> frozenset[str]:
-    return frozenset(case.label for case in cases(cross=True))
+    return frozenset(case.label for case in every_case(cross=True))
 
 
 def wide_cases() -> list[Case]:
-    """Return the cases of the wide sweep (`tests/test_wide.py`). `Case.refusal` is not for them."""
+    """The models of the wide sweep (`tests/test_wide.py`) that the installed TransformerLens has."""
     pairs = [(name, is_pair(name)) for name in WIDE_NAMES]
-    return [
+    found = [
         Case(f"bridge {name}{f' {stack}' if stack else ''}", stack)
         for name, pair in pairs
         for stack in (PARTS[:2] if pair else (None,))
     ]
+    return [case for case in found if case.exists]
 
 
 def prompt_of(model: Any, seq: int = 7, seed: int = 1) -> Any:

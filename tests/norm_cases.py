@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,50 +14,60 @@ import torch
 import lens_mix as lm
 from lens_mix.algebra.definitions import residual_vectors, through_norm, value_vectors
 from lens_mix.hooks.mixing import mix
-from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
-from lens_mix.method import Method
+from lens_mix.lens.model_classes import transformer_lens_version
 from lens_mix.statistics.passes import run_prompt
-from tests.matrix import Case, cases, prompt_of, slow, wide_cases
+from tests.matrix import OF_EACH_KIND, Case, cases, prompt_of, wide_cases
 
-# The wide sweep is for the newest release. Hugging Face's XGLM does not run in float64.
-WIDE = [case for case in wide_cases() if transformer_lens_version()[0] > 3 and "xglm" not in case.label]
-ALL = [*cases(), *map(slow, WIDE)]
-CASES = pytest.mark.parametrize("case", ALL, ids=lambda case: case.label)
-
-
-def blocks_of(case: Case, method: Method) -> Any:
-    """Return the blocks in float64; skip models that raise an error, which `tests/test_matrix.py` tests."""
-    if case.refusal is not None:
-        pytest.skip("refused altogether")
-    try:
-        blocks = _checked_pass(case)
-    except UnsupportedModelError as reason:
-        pytest.skip(f"refused: {reason}")
-    if method.scope == "stack" and [block.layer for block in blocks] != list(range(len(blocks))):
-        pytest.skip("refused: a stack with gaps")
-    for block in blocks:
-        reason = method.unsupported_block(block.anatomy)
-        if reason is None and "feed_forward" in method.needs and block.anatomy.feed_forward is None:
-            reason = block.anatomy.feed_forward_kind if block.anatomy.feed_forward_kind != "none" else None
-        if reason is not None:
-            pytest.skip(f"refused: {reason}")
-    return blocks
+# The kinds of block (`tests.matrix.KINDS`) that a method has no formula for, or whose stack it cannot follow.
+NO_FORMULA = {
+    "value_zeroing": ("whole feed-forward", "cross"),
+    "globenc": ("cross",),
+    "atb_ff": ("whole feed-forward", "no feed-forward", "cross"),
+    "atb_ff_res_ln": ("whole feed-forward", "no feed-forward", "cross"),
+    "decompx": ("whole feed-forward", "cross", "hybrid"),
+    "decompx_local": ("whole feed-forward", "cross"),
+    "alti_logit": ("post-norm", "cross", "hybrid"),
+}
 
 
-def read_by_a_norm(blocks: Any) -> Any:
-    """Return the blocks whose next norm is known. Before a block without attention there is an error."""
-    layers, n_layers = {block.layer for block in blocks}, blocks[0].clean.lens.n_layers
-    known = [block for block in blocks if block.layer + 1 in {*layers, n_layers}]
-    for block in blocks:
-        if block not in known:
-            with pytest.raises(UnsupportedModelError, match="next norm: block"):
-                block.next_norm()
-    return known or pytest.skip("refused: no block with attention follows another")
+def verified_cases() -> list[Case]:
+    """The models whose blocks are verified on the installed release, so that vectors can be compared."""
+    # The wide sweep is of the newest release; XGLM of Hugging Face does not run in float64.
+    wide = wide_cases() if transformer_lens_version()[0] > 3 else []
+    found = [*cases(refused=False), *(case for case in wide if "xglm" not in case.label)]
+    return [case for case in found if case.refusal is None and not case.is_a("unverified")]
+
+
+def cases_for(method: str, *without: str, among: Container[str] | None = None) -> list[Case]:
+    """The models on which a method has a formula.
+
+    `without`: kinds of block to leave out besides. `among`: labels; None: all.
+    """
+    kinds = (*NO_FORMULA.get(method, ()), *without)
+    return [
+        case for case in verified_cases() if not case.is_a(*kinds) and (among is None or case.label in among)
+    ]
+
+
+def each_model(method: str, *without: str) -> pytest.MarkDecorator:
+    """Run a test with the argument `case` on every model on which the method has a formula."""
+    return pytest.mark.parametrize("case", cases_for(method, *without), ids=lambda case: case.label)
+
+
+def each_model_with(argument: str, values: Sequence[str], method: str, *without: str) -> pytest.MarkDecorator:
+    """Run a test with `case` and one more argument: its first value on every model, others on each kind."""
+    first, *others = values
+    pairs = [(case, first) for case in cases_for(method, *without)]
+    of_each_kind = cases_for(method, *without, among=OF_EACH_KIND)
+    pairs += [(case, value) for case in of_each_kind for value in others]
+    names = [f"{case.label}-{value}" for case, value in pairs]
+    return pytest.mark.parametrize(("case", argument), pairs, ids=names)
 
 
 @functools.cache
-def _checked_pass(case: Case) -> Any:
-    # All methods of the family record the same tensors, so one clean pass is enough for every test.
+def blocks_of(case: Case) -> Any:
+    """The blocks in float64."""
+    # All methods of the family need the same tensors recorded, so one clean pass serves every test.
     model = case.build(torch.float64)
     return run_prompt(model, prompt_of(model), lm.AttnRes(), part=case.part).blocks
 

@@ -14,7 +14,7 @@ from tests.matrix import build_or_skip, cases, prompt_of
 from tests.tiny_models import bridge, gpt2_like, hooked_transformer, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CASES = {case.label: case for case in cases(cross=True)}
+CASES = {case.label: case for case in cases(cross=True, refused=False)}
 
 
 def supported(model, stack):
@@ -47,8 +47,6 @@ def assert_cut(part, whole, queries, layers, exactness=1e-10):
 def test_rows_and_layers_equal_the_cut_of_the_whole_map(label):
     case = CASES[label]
     model = case.build(torch.float64)
-    if case.refusal is not None:
-        pytest.skip("refused altogether: tested with the matrix")
     prompt = prompt_of(model, 9)
     alone, every, one_map = supported(model, case.part)
     # The patterns of Hugging Face's GPT-Neo and GPT-J are float32 in any model.

@@ -1,8 +1,8 @@
 """The wide sweep: test every method on every architecture that a small configuration can build.
 
-A map agrees with an oracle that uses only the Hugging Face model, or the method raises an error with the
-words of a table. The tests in `tests/methods` also compare the norm-based methods with their definitions on
-these models (`tests/norm_cases.py`).
+A cell agrees with an oracle that asks the Hugging Face model alone, or is refused with the words of the
+table. What the norm-based methods make of the verified parts is compared with their definitions on these
+models too, by the tests in `tests/methods` (`tests/norm_cases.py`).
 """
 
 from __future__ import annotations
@@ -25,39 +25,15 @@ from tests.tiny_models import wrapped_model
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(transformer_lens_version()[0] < 4, reason="the wide sweep is of the newest release"),
 ]
+if transformer_lens_version()[0] < 4:
+    pytest.skip("the wide sweep is of the newest release", allow_module_level=True)
 
-CASES = {case.label: case for case in (*cases(), *wide_cases()) if case.label.startswith("bridge ")}
-# transformers cannot run these in float64.
+CASES = {case.label: case for case in (*cases(), *wide_cases())}
+# transformers itself cannot run it in float64.
 FLOAT32 = ("xglm",)
 
-_GATED = r"gated attention is not supported"
-_LATENT = r"latent attention|DeepSeek-V3"
-_WITHOUT = r"TransformerLens has no attention module in any block"
-_HIDDEN = r"hooks that never fired: .*an attention kernel that keeps no pattern"
-_NO_HOOKS = r"is wrapped without them"
-# These models raise an error with these words for every method. The main matrix's are in `tests/matrix.py`.
-UNSUPPORTED = {
-    "afmoe": _GATED,
-    "laguna": _GATED,
-    "qwen3_5_attention": _GATED,
-    "bitnet": r"normalised \(attn_sub_norm\) before the output matrix",
-    "gemma4": r"the values are normalised \(v_norm\)",
-    "olmo_clipped": r"clipped at 1 \(clip_qkv\)",
-    "switch encoder": r"hook_pattern is not the attention weights",
-    "switch decoder": r"hook_pattern is not the attention weights",
-    "jetmoe": _NO_HOOKS,
-    "deepseek_v4": _NO_HOOKS,
-    "led encoder": _HIDDEN,
-    "led decoder": _HIDDEN,
-    "longt5 encoder": _HIDDEN,
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa", "youtu"), _LATENT),
-    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv"), _WITHOUT),
-    **dict.fromkeys(("nemotron_h", "recurrent_gemma"), _WITHOUT),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), rf"{_GATED}|a hybrid: of 4 blocks"),
-}
-# If only some methods raise an error on a model, the message contains one of these.
+# One method's refusal on a model that others run on has to say one of these.
 REASONS = (
     r"mixture feed-forward: run as a whole",
     r"opaque feed-forward: run as a whole",
@@ -83,12 +59,8 @@ def model_of(label):
     return CASES[label].build(dtype_of(label))
 
 
-def name_of(label):
-    return label.removeprefix("bridge ")
-
-
 def architecture(label):
-    return name_of(label).split(" ")[0]
+    return label.split(" ")[1]
 
 
 def dtype_of(label):
@@ -134,7 +106,7 @@ def refusal_of(label, name="attention"):
         return r"the logits are at the decoder's tokens"
     if "position_ids" in METHODS[name].needs and CASES[label].part == "decoder":
         return r"whose model takes position_ids"
-    return CASES[label].refusal or UNSUPPORTED.get(name_of(label))
+    return CASES[label].refusal
 
 
 RUNNING = [label for label in CASES if refusal_of(label) is None]

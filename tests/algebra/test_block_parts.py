@@ -10,7 +10,7 @@ import lens_mix as lm
 from lens_mix.lens.stacks import stacks_of
 from tests.matrix import cases, model_of, prompt_of
 
-CASES = {case.label: case for case in cases() if case.refusal is None and case.part != "cross"}
+CASES = {case.label: case for case in cases(refused=False)}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

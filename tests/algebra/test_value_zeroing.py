@@ -17,10 +17,10 @@ from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.lens.model_classes import UnsupportedModelError
 from tests import kept_products
 from tests.matrix import Case, cases, slow
+from tests.norm_cases import NO_FORMULA
 from tests.tiny_models import available, bridge, gpt2_like, is_encoder_decoder, tokens
 
-# The feed-forward or decoder block of these models has no formula.
-BY_HOOKS = ("mixtral", "gpt_oss", "mixture", "decoder")
+CASES = cases(cross=True, refused=False)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "euclidean": {"metric": "euclidean"},
@@ -53,6 +53,11 @@ def both(model: Any, prompt: Any, stack: str | None = None, **options: Any) -> t
     return found[0], found[1]
 
 
+def is_by_algebra(case: Case) -> bool:
+    """Return whether the blocks have a formula."""
+    return not case.is_a(*NO_FORMULA["value_zeroing"])
+
+
 def exactness(case: Case) -> float:
     """Return the accepted difference of the engines.
 
@@ -62,14 +67,12 @@ def exactness(case: Case) -> float:
     return 1e-6 if case.label in ("bridge gpt_neo", "bridge gptj") else 1e-10
 
 
-@pytest.mark.parametrize("case", cases(cross=True), ids=lambda case: case.label)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_algebra_is_hooks_on_every_model(case: Case) -> None:
-    if case.refusal:
-        pytest.skip("refused altogether")
     model = case.build(torch.float64)
     prompt = prompt_of(model)
     auto = lm.run(model, prompt, "value_zeroing", part=case.part)
-    if any(name in case.label for name in BY_HOOKS):
+    if not is_by_algebra(case):
         assert auto.provenance["engine"] == "hooks"
         with pytest.raises(UnsupportedModelError, match=r"cross-attention|not verified"):
             lm.run(model, prompt, "value_zeroing", part=case.part, engine="algebra")
@@ -84,11 +87,9 @@ def test_algebra_is_hooks_on_every_model(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", cases(cross=True), ids=lambda case: case.label)
+@pytest.mark.parametrize("case", [*filter(is_by_algebra, CASES)], ids=lambda case: case.label)
 def test_rows_are_the_cut_of_the_whole_map(case: Case) -> None:
-    """Compare the code for few rows, which applies W_O and W_in to each pair, with that for all."""
-    if case.refusal or any(name in case.label for name in BY_HOOKS):
-        pytest.skip("not by algebra")
+    """Few rows go through W_O and W_in pair by pair, not key by key."""
     model = case.build(torch.float64)
     prompt = prompt_of(model)
     for options in OPTIONS.values():

@@ -28,7 +28,7 @@ from lens_mix.lens.sketch import random_vectors
 from lens_mix.lens.state import all_modules
 from lens_mix.lens.verification import kept
 from tests import tiny_models
-from tests.matrix import cases
+from tests.matrix import case_of
 
 LABELS = ("bridge gpt2", "bridge llama", "HookedTransformer LN")
 Call = Callable[[Any, torch.Tensor], Any]
@@ -83,7 +83,7 @@ class Patient:
     """A model with unusual settings, and its state before it is interrupted."""
 
     def __init__(self, label: str) -> None:
-        self.model = next(case for case in cases() if case.label == label).build()
+        self.model = case_of(label).build()
         self.tokens = tiny_models.tokens(self.model, 1)
         for index, parameter in enumerate(self.model.parameters()):
             parameter.requires_grad_(index % 2 == 0)

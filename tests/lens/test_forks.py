@@ -17,7 +17,7 @@ from lens_mix.lens.changes import Changes
 from lens_mix.lens.model import Lens
 from tests import tiny_models
 from tests.lens.test_state import state_of
-from tests.matrix import cases, slow
+from tests.matrix import case_of, slow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -48,7 +48,7 @@ class Mapped:
     """A model, with the state and the map that a child process must find and compute."""
 
     def __init__(self, label):
-        case = next(case for case in cases() if case.label == label)
+        case = case_of(label)
         self.model = case.build()
         if case.refusal is not None:
             pytest.skip(case.refusal)

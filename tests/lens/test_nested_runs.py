@@ -12,14 +12,14 @@ import lens_mix as lm
 from lens_mix.evaluation import pruned
 from lens_mix.registry import all_methods
 from tests.lens.test_state import assert_same, state_of
-from tests.matrix import cases, prompt_of, slow
+from tests.matrix import case_of, prompt_of, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LABELS = ["bridge gpt2", slow("bridge llama"), "HookedTransformer LN", "HookedEncoder"]
 
 
 def build(label):
-    case = next(case for case in cases() if case.label == label)
+    case = case_of(label)
     model = case.build()
     if case.refusal is not None:
         pytest.skip(case.refusal)

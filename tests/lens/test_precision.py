@@ -9,7 +9,7 @@ import lens_mix as lm
 from lens_mix.evaluation import pruned
 from lens_mix.lens.precision import switched_off
 from lens_mix.statistics.mixing_ratio import mixing_ratios
-from tests.matrix import cases, prompt_of
+from tests.matrix import case_of, prompt_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LABELS = ["bridge gpt2", "bridge llama", "bridge bert", "HookedTransformer LN"]
@@ -18,7 +18,7 @@ METHODS = ["attention", "value_zeroing", "alti", "attention_attribution"]
 
 @pytest.fixture(params=LABELS)
 def model(request):
-    case = next(case for case in cases() if case.label == request.param)
+    case = case_of(request.param)
     model = case.build()
     if case.refusal is not None:
         pytest.skip(case.refusal)

@@ -13,7 +13,7 @@ from lens_mix.evaluation import pruned
 from lens_mix.lens.model import Lens
 from tests import tiny_models
 from tests.lens.test_state import state_of
-from tests.matrix import cases, slow
+from tests.matrix import case_of, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 METHODS = ["attention", "value_zeroing", "attention_attribution"]
@@ -22,7 +22,7 @@ METHODS = ["attention", "value_zeroing", "attention_attribution"]
 @pytest.mark.parametrize("count", [24, slow(400)])
 @pytest.mark.parametrize("label", ["bridge gpt2", "HookedTransformer LN"])
 def test_each_thread_gets_its_own_maps(label, count):
-    case = next(case for case in cases() if case.label == label)
+    case = case_of(label)
     model = case.build()
     if case.refusal is not None:
         pytest.skip(case.refusal)
@@ -43,7 +43,7 @@ def test_each_thread_gets_its_own_maps(label, count):
 
 
 def test_a_thread_waits_until_the_model_is_whole_again():
-    model = next(case for case in cases() if case.label == "bridge gpt2").build()
+    model = case_of("bridge gpt2").build()
     tokens = tiny_models.tokens(model, 1)
     expected, found = lm.run(model, tokens, "attention").scores, []
     other = threading.Thread(target=lambda: found.append(lm.run(model, tokens, "attention").scores))
@@ -57,7 +57,7 @@ def test_a_thread_waits_until_the_model_is_whole_again():
 
 
 def test_two_bridges_over_one_model_share_its_lock():
-    model = next(case for case in cases() if case.label == "bridge gpt2").build()
+    model = case_of("bridge gpt2").build()
     if not hasattr(model, "original_model"):
         pytest.skip("no Bridge")
     other = type(model).__new__(type(model))

@@ -9,7 +9,7 @@ import lens_mix as lm
 from lens_mix.lens.unembedding import row_at, unembedding_at
 from tests.matrix import cases, prompt_of
 
-CASES = {case.label: case for case in cases() if case.refusal is None}
+CASES = {case.label: case for case in cases(refused=False)}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

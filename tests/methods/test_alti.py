@@ -13,7 +13,7 @@ from lens_mix.methods.alti import alti, normalize_rows
 from lens_mix.methods.alti_logit import alti_logit
 from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip
-from tests.norm_cases import CASES, blocks_of, largest, written_out
+from tests.norm_cases import blocks_of, each_model, each_model_with, largest, written_out
 from tests.norm_reference import (
     BERT_CLASSES,
     GPT2_CLASSES,
@@ -115,11 +115,10 @@ def test_a_contrast_is_a_difference(gpt2):
     assert largest(following[:, 0], first[:, 0]) < 1e-10
 
 
-@CASES
-@pytest.mark.parametrize("distance", ["l1", "l2"])
+@each_model_with("distance", ["l1", "l2"], "alti")
 def test_equals_the_definition_written_out(case, distance):
     order = 1 if distance == "l1" else 2
-    for block in blocks_of(case, lm.Alti()):
+    for block in blocks_of(case):
         definition = written_out(block)
         nearer = alti(definition.normed, definition.mid, order)
         assert largest(lm.Alti(distance, normalize=False)(block), nearer) < 1e-10
@@ -128,9 +127,9 @@ def test_equals_the_definition_written_out(case, distance):
         assert largest(rows.sum(-1), (nearer.sum(-1) > 0).double()) < 1e-12
 
 
-@CASES
+@each_model("alti_logit")
 def test_alti_logit_equals_the_definition_written_out(case):
-    blocks = blocks_of(case, lm.AltiLogit())
+    blocks = blocks_of(case)
     directions = torch.randn(blocks[-1].resid_pre.shape, generator=torch.Generator().manual_seed(0)).double()
     branches = [written_out(block).branch for block in blocks]
     found = alti_logit(branches, directions, [lm.Alti()(block) for block in blocks])
@@ -140,14 +139,11 @@ def test_alti_logit_equals_the_definition_written_out(case):
         below = lm.Alti()(block) @ below
 
 
-@CASES
+@each_model("alti_logit", "no logits", "changed logits")
 def test_the_methods_logits_are_those_of_the_definition(case):
     method = lm.AltiLogit(token=5, against=7)
-    blocks = blocks_of(case, method)
-    try:
-        directions = token_directions(blocks[-1], method.token, method.against)
-    except lm.UnsupportedModelError as reason:
-        pytest.skip(f"refused: {reason}")
+    blocks = blocks_of(case)
+    directions = token_directions(blocks[-1], method.token, method.against)
     definitions = [written_out(block) for block in blocks]
     maps = [normalize_rows(alti(definition.normed, definition.mid)) for definition in definitions]
     expected = alti_logit([definition.branch for definition in definitions], directions, maps)

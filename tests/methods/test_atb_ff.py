@@ -10,7 +10,7 @@ from lens_mix.algebra.definitions import through_norm
 from lens_mix.algebra.feed_forward import feed_forward_maps
 from lens_mix.lens.anatomy import ACTIVATIONS
 from lens_mix.methods.atb_ff import atb_ff
-from tests.norm_cases import CASES, blocks_of, largest, read_by_a_norm, written_out
+from tests.norm_cases import blocks_of, each_model, each_model_with, largest, read_by_a_norm, written_out
 from tests.norm_oracle import norms, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
 from tests.tiny_models import available, bridge, hooked_transformer
@@ -43,10 +43,9 @@ def test_equals_the_references(class_name, biases, row):
                 assert largest(mixing_map.scores[layer], known) < 1e-10
 
 
-@pytest.mark.parametrize("biases", VARIANTS)
-@CASES
+@each_model_with("biases", list(VARIANTS), "atb_ff")
 def test_equals_the_vectors_written_out(case, biases):
-    for block in blocks_of(case, lm.AtbFf(biases)):
+    for block in blocks_of(case):
         second, maps = oracle(block, biases), feed_forward_maps(block, biases)
         assert largest(maps.output[0], norms(second.feed_forward)) < 1e-10
         assert largest(maps.residual[0], norms(second.feed_forward_residual)) < 1e-10
@@ -55,15 +54,13 @@ def test_equals_the_vectors_written_out(case, biases):
         assert largest(second.output.sum(1), block.resid_post[0]) < 1e-10
 
 
-@CASES
+@each_model("atb_ff", "parallel")
 def test_equals_the_definition_written_out(case):
     """Compute the formula's integrals numerically, from the weights of the anatomy alone."""
     places, weights = map(torch.as_tensor, np.polynomial.legendre.leggauss(64))
     path = list(zip((places + 1) / 2, weights / 2, strict=True))
-    for block in blocks_of(case, lm.AtbFf()):
+    for block in blocks_of(case):
         anatomy, feed_forward, definition = block.anatomy, block.anatomy.feed_forward, written_out(block)
-        if anatomy.parallel:
-            continue
         norm, act = anatomy.feed_forward_input, ACTIVATIONS[feed_forward.activation]
         vectors = through_norm(norm, definition.normed, definition.mid)
         read = definition.mid if norm is None else norm(definition.mid)
@@ -80,10 +77,10 @@ def test_equals_the_definition_written_out(case):
         assert largest(lm.AtbFf()(block), output.norm(dim=-1)) < 1e-10
 
 
-@CASES
+@each_model("atb_ff")
 def test_next_norm_is_the_one_that_reads_the_output(case):
     method = lm.AtbFfResLn(next_norm=True)
-    blocks = read_by_a_norm(blocks_of(case, method))
+    blocks = read_by_a_norm(blocks_of(case))
     maps = [method(block)[0] for block in blocks]
     for layer, block in enumerate(blocks):
         norm = None if block.anatomy.feed_forward_residual is not None else block.next_norm()

@@ -7,7 +7,7 @@ from lens_mix.algebra.definitions import mixing_ratio, norms
 from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.methods.attention import attention_weights, attn_res_w
 from lens_mix.methods.attn_res import attn_res, attn_res_ln
-from tests.norm_cases import CASES, blocks_of, heads_of, largest, written_out
+from tests.norm_cases import blocks_of, each_model, heads_of, largest, written_out
 from tests.norm_oracle import oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
 from tests.tiny_models import available
@@ -35,9 +35,9 @@ def test_equals_norm_analysis(class_name, row):
             )
 
 
-@CASES
+@each_model("attn_res")
 def test_equals_the_definition_written_out(case):
-    for block in blocks_of(case, lm.AttnResLn()):
+    for block in blocks_of(case):
         anatomy, definition, vectors = block.anatomy, written_out(block), attention_vectors(block)
         expected = attn_res_ln(definition.residual, anatomy.attention_residual, definition.summed)
         assert largest(lm.AttnResLn()(block), expected) < 1e-10
@@ -48,10 +48,10 @@ def test_equals_the_definition_written_out(case):
         assert largest(vectors.normed.mixing_ratio(), mixing_ratio(definition.normed)) < 1e-10
 
 
-@CASES
+@each_model("attn_res")
 def test_a_second_opinion_whose_vectors_add_up_to_the_true_states(case):
     """Compute the vectors from the weights and the block's input alone, with a column for the biases."""
-    for block in blocks_of(case, lm.AttnResLn()):
+    for block in blocks_of(case):
         second = oracle(block, feed_forward=False)
         vectors, definition = attention_vectors(block), written_out(block)
         assert largest(definition.residual[0], second.residual[:, :-1]) < 1e-10
@@ -60,9 +60,9 @@ def test_a_second_opinion_whose_vectors_add_up_to_the_true_states(case):
         assert largest(second.normed.sum(1), vectors.states.mid[0]) < 1e-10
 
 
-@CASES
+@each_model("attn_res")
 def test_next_norm_is_the_one_that_reads_the_sum(case):
-    for block in blocks_of(case, lm.AttnResLn()):
+    for block in blocks_of(case):
         anatomy, definition = block.anatomy, written_out(block)
         norm = anatomy.cross_input if anatomy.cross else anatomy.feed_forward_input
         if anatomy.attention_residual is not None or anatomy.parallel:
@@ -71,9 +71,9 @@ def test_next_norm_is_the_one_that_reads_the_sum(case):
         assert largest(lm.AttnResLn(next_norm=True)(block), expected) < 1e-10
 
 
-@CASES
+@each_model("attn_res")
 def test_weights_equal_their_definitions(case):
-    for block in blocks_of(case, lm.AttnRes()):
+    for block in blocks_of(case):
         pattern = block.recorded("pattern")
         assert largest(lm.AttentionWeights()(block), attention_weights(pattern)) < 1e-10
         assert largest(lm.AttnResWeights()(block), attn_res_w(pattern)) < 1e-10

@@ -15,10 +15,10 @@ from lens_mix.methods.attribution_patching import _make_graph, hidden_effects, h
 from lens_mix.methods.bound_target import bind_rows
 from lens_mix.methods.side_by_side import Layout
 from lens_mix.statistics.passes import run_prompt
-from tests.matrix import build_or_skip, cases, prompt_of, slow, wide_cases
+from tests.matrix import build_or_skip, cases, prompt_of, wide_cases
 from tests.tiny_models import bridge, hooked_transformer, tokens, wrapped_model
 
-CASES = [*cases(), *map(slow, wide_cases())]
+CASES = [*cases(refused=False), *(case for case in wide_cases() if case.refusal is None)]
 STAND_INS = [5, 11]
 # These are from the main matrix. The others raise an error, in `support` and `run` (tests/test_matrix.py).
 RUNNING = {
@@ -46,8 +46,6 @@ def test_equals_plain_transformers_layer_by_layer(n_exact):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_without_tokens_between_it_is_occlusion(case):
-    if case.refusal is not None:
-        pytest.skip("refused altogether")
     model = case.build(torch.float64)
     prompt, options = prompt_of(model), {"part": case.part, "queries": [-1]}
     runs = case.label.startswith("bridge ") and case.label.split(" ")[1] in RUNNING

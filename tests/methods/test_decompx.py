@@ -13,7 +13,7 @@ from lens_mix.methods.decompx_logits import input_shares_of_logits, logit_shares
 from lens_mix.session import Session
 from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, prompt_of, slow
-from tests.norm_cases import CASES, blocks_of, largest
+from tests.norm_cases import blocks_of, each_model, each_model_with, largest
 from tests.norm_oracle import norms, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_gpt2, reference_inputs
 from tests.tiny_models import available, bridge, gpt2_like, tokens
@@ -77,24 +77,17 @@ def test_classifier_importance_equals_decompx(reference_blocks, key):
         assert largest(found.sum(0), known["logits"][row]) < 1e-10
 
 
-@CASES
+@each_model("decompx")
 def test_shares_add_up_to_the_residual_stream(case):
-    blocks = blocks_of(case, lm.DecompX())
+    blocks = blocks_of(case)
     for method in (lm.DecompX(), lm.DecompX("norm"), lm.DecompXLocal("equal")):
         for block, found in zip(blocks, method.vectors(blocks), strict=True):
             assert largest(found.output.sum(2), block.resid_post) < 1e-9
 
 
-@CASES
-@pytest.mark.parametrize("rule", ["absdot", "norm"])
+@each_model_with("rule", ["absdot", "norm"], "decompx", "no feed-forward", "changed branch")
 def test_equals_the_definition_written_out(case, rule):
-    blocks = blocks_of(case, lm.DecompX())
-    for block in blocks:
-        branches = block.anatomy.attention_branch, block.anatomy.feed_forward_branch
-        if branches != (None, None) or block.anatomy.residual_multiplier != 1:
-            pytest.skip("the definition has no norm or multiplier on a branch")
-        if block.anatomy.feed_forward is None:
-            pytest.skip("the definition has a feed-forward")
+    blocks = blocks_of(case)
     tokens = torch.diag_embed(torch.ones_like(blocks[0].resid_pre[..., 0]))[..., None]
     shares = tokens * blocks[0].resid_pre[:, :, None]
     maps, local = lm.DecompX(rule).of_stack(blocks), lm.DecompXLocal(rule).of_stack(blocks)
@@ -106,9 +99,9 @@ def test_equals_the_definition_written_out(case, rule):
         torch.testing.assert_close(alone, of_block.norm(dim=-1), rtol=1e-10, atol=1e-10)
 
 
-@CASES
+@each_model("decompx")
 def test_maps_are_those_of_all_pairs_at_once(case):
-    blocks = blocks_of(case, lm.DecompX())
+    blocks = blocks_of(case)
     for method in (lm.DecompX(), lm.DecompX("first"), lm.DecompX("drop"), lm.DecompXLocal("equal")):
         maps = method.of_stack(blocks)
         for layer, stages in enumerate(method.vectors(blocks)):
@@ -144,9 +137,9 @@ def expect_rows_to_be_cut(blocks, queries):
             assert largest(rows, few[-1].rows_of(layer_map)) < 1e-10
 
 
-@CASES
+@each_model("decompx")
 def test_asked_rows_are_those_of_the_whole_map(case):
-    blocks = blocks_of(case, lm.DecompX())
+    blocks = blocks_of(case)
     last = blocks[0].real.shape[1] - 1
     for queries in ([last], [last, 0, 3]):
         expect_rows_to_be_cut(blocks, torch.tensor([queries]))
@@ -213,9 +206,9 @@ def test_logits_read_backwards_have_no_tensor_of_all_pairs():
     assert backwards.peak < 0.6 * carried.peak
 
 
-@CASES
+@each_model("decompx_local")
 def test_single_layers_without_biases_are_atb_ff_res_ln(case):
-    blocks = blocks_of(case, lm.DecompXLocal("drop"))
+    blocks = blocks_of(case)
     for block, found in zip(blocks, lm.DecompXLocal("drop").vectors(blocks), strict=True):
         assert largest(found.output[0].norm(dim=-1), norms(oracle(block).output)) < 1e-10
 

@@ -5,7 +5,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.methods.globenc import globenc, rollout
-from tests.norm_cases import CASES, blocks_of, largest, read_by_a_norm, written_out
+from tests.norm_cases import blocks_of, each_model, largest, read_by_a_norm, written_out
 from tests.norm_oracle import oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
 from tests.tiny_models import available, bridge
@@ -23,9 +23,9 @@ def test_equals_globenc(class_name, row):
     assert largest(rollout(found.scores)[-1], known["globenc"][row, :size, :size]) < 1e-10
 
 
-@CASES
+@each_model("globenc")
 def test_equals_the_definition_written_out(case):
-    blocks = read_by_a_norm(blocks_of(case, lm.GlobEnc()))
+    blocks = read_by_a_norm(blocks_of(case))
     maps = [lm.GlobEnc()(block) for block in blocks]
     for scores, block in zip(maps, blocks, strict=True):
         anatomy, definition = block.anatomy, written_out(block)

@@ -14,7 +14,7 @@ from lens_mix.methods.component_shares import part_shares
 from lens_mix.methods.information_flow_routes import importance
 from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, prompt_of
-from tests.norm_cases import CASES, blocks_of, heads_of, largest, written_out
+from tests.norm_cases import blocks_of, each_model_with, heads_of, largest, written_out
 from tests.tiny_models import bridge, hooked_encoder, hooked_encoder_decoder, hooked_transformer, tokens
 
 # The authors' code uses this instead of 0.
@@ -67,10 +67,9 @@ def definition(block, biases="whole"):
     return shares[:, :, :pairs].unflatten(2, shape[2:4]).transpose(1, 2), others
 
 
-@CASES
-@pytest.mark.parametrize("biases", ["whole", "part"])
+@each_model_with("biases", ["whole", "part"], "information_flow_routes")
 def test_equals_the_definition_written_out(case, biases):
-    for block in blocks_of(case, lm.InformationFlowRoutes()):
+    for block in blocks_of(case):
         by_head, others = definition(block, biases)
         own = torch.diag_embed(others["resid_pre"])
         scores = lm.InformationFlowRoutes(biases=biases)(block)
@@ -81,10 +80,9 @@ def test_equals_the_definition_written_out(case, biases):
         assert largest(total, torch.ones_like(total)) < 1e-10
 
 
-@CASES
-@pytest.mark.parametrize("biases", ["whole", "part"])
+@each_model_with("biases", ["whole", "part"], "information_flow_routes")
 def test_residual_and_feed_forward_equal_their_definition(case, biases):
-    for block in blocks_of(case, lm.InformationFlowRoutes()):
+    for block in blocks_of(case):
         anatomy, mid = block.anatomy, written_out(block).mid
         lm.InformationFlowRoutes(biases=biases)(block)
         found = block.record.details[0]["parts"]

@@ -12,15 +12,13 @@ from lens_mix.algebra.quadrature import quadrature
 from lens_mix.methods.input_gradients import gradient_norm, gradient_times_input, integrated_gradients
 from tests import reference_models
 from tests.hugging_face_oracle import Reference
-from tests.matrix import UNSUPPORTED, build_or_skip, cases, prompt_of
+from tests.matrix import build_or_skip, cases, prompt_of
 from tests.reference_models import reference
 from tests.tiny_models import Unavailable, bridge, gpt2_like, llama_like, tokens, wrapped_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WRAPPED = [
-    case
-    for case in cases()
-    if case.label.startswith("bridge") and case.part != "encoder" and case.label not in UNSUPPORTED
+    case for case in cases(refused=False) if case.label.startswith("bridge") and case.part != "encoder"
 ]
 ROWS = (-1, 2)
 
@@ -49,8 +47,6 @@ def hugging_face_gradients(name, prompt, stack, rows):
 @pytest.mark.parametrize("case", WRAPPED, ids=lambda case: case.label)
 def test_against_transformers_alone(case):
     model = case.build(torch.float64)
-    if case.refusal is not None:
-        pytest.skip("refused altogether: tested with the matrix")
     prompt = prompt_of(model)
     x, gradients = hugging_face_gradients(case.label.split()[1], prompt, case.part, ROWS)
     methods = [lm.InputGradients(), lm.InputGradients(score="times_input")]

@@ -10,7 +10,7 @@ from lens_mix.algebra.pair_norms import _factor_norms, _gram, _qr_factor, by_key
 from lens_mix.algebra.vectors import Pairs, attention_vectors
 from lens_mix.lens.anatomy import Norm, ValuePath
 from lens_mix.methods.value_norms import value_norms
-from tests.norm_cases import CASES, blocks_of, heads_of, largest, written_out
+from tests.norm_cases import blocks_of, each_model, heads_of, largest, written_out
 from tests.norm_oracle import norms, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
 from tests.tiny_models import available
@@ -35,9 +35,9 @@ def test_equals_norm_analysis(class_name, row):
         assert largest(by_head.scores[layer], known[f"attn_n_head.{layer}"][row, :, :size, :size]) < 1e-10
 
 
-@CASES
+@each_model("value_norm")
 def test_equals_the_vectors_written_out(case):
-    for block in blocks_of(case, lm.ValueNorms()):
+    for block in blocks_of(case):
         found = lm.ValueNorms()(block)
         assert largest(found, value_norms(*heads_of(block))) < 1e-10
         by_head = head_parts(*heads_of(block)).norm(dim=-1).transpose(1, 2)

@@ -11,7 +11,7 @@ from lens_mix.hooks import must_fire, record
 from lens_mix.hooks.mixing import mix
 from lens_mix.methods.value_zeroing import value_zeroing
 from tests.matrix import build_or_skip, zeroed
-from tests.norm_cases import CASES, blocks_of
+from tests.norm_cases import blocks_of, each_model_with
 from tests.reference_models import inseq_gpt2, official_bert, reference
 from tests.tiny_models import gpt2_like, llama_like, tokens
 
@@ -60,10 +60,9 @@ def test_own_slow_loop_before_and_after_the_final_norm(model_class, n):
     torch.testing.assert_close(after[:-1], before[:-1], atol=0, rtol=0)
 
 
-@CASES
-@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+@each_model_with("metric", ["cosine", "euclidean"], "value_zeroing")
 def test_equals_the_definition_written_out(case, metric):
-    for block in blocks_of(case, lm.ValueZeroing()):
+    for block in blocks_of(case):
         anatomy, pattern = block.anatomy, block.recorded("pattern")
 
         def output(value, anatomy=anatomy, pattern=pattern, resid_pre=block.resid_pre):

@@ -9,7 +9,7 @@ import lens_mix as lm
 from lens_mix.statistics import mixing_ratio as ratios
 from lens_mix.statistics.ranks import spearman
 from lens_mix.statistics.token_kinds import token_kind
-from tests.norm_cases import CASES, blocks_of, largest
+from tests.norm_cases import blocks_of, each_model, largest
 from tests.norm_oracle import mixing_ratio, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
 from tests.tiny_models import available, bridge, gpt2_like
@@ -39,9 +39,9 @@ def test_equals_norm_analysis(class_name, row):
             assert largest(part["ratio"].to_numpy(), theirs) < 1e-10
 
 
-@CASES
+@each_model("atb_ff_res_ln")
 def test_after_the_feed_forward_equals_the_vectors_written_out(case):
-    for block in blocks_of(case, lm.AtbFfResLn()):
+    for block in blocks_of(case):
         found = ratios.block_mixing_ratios(block, ["atb_ff_res_ln"])["atb_ff_res_ln"][0]
         assert largest(found, mixing_ratio(oracle(block).output)) < 1e-10
 
