@@ -20,6 +20,8 @@ from tests import shared_models
 from tests.matrix import is_unusual
 
 torch.set_num_threads(1)
+# Collecting makes many objects that stay: looking for garbage among them takes a tenth of the time.
+gc.disable()
 
 TESTS = Path(__file__).parent
 # These tests read the source, pages, pictures or matrices, or use maps, recorded numbers or hooks that other
@@ -77,3 +79,4 @@ def _is_once(path):
 def pytest_collection_finish():
     # Memory is measured after gc.collect(), which would otherwise also examine all collected tests.
     gc.freeze()
+    gc.enable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 import lens_mix as lm
 from lens_mix.algebra.definitions import residual_vectors, through_norm, value_vectors
 from lens_mix.hooks.mixing import mix
-from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.statistics.passes import run_prompt
 from tests.matrix import OF_EACH_KIND, Case, cases, prompt_of, wide_cases
 
@@ -38,15 +38,10 @@ def verified_cases() -> list[Case]:
     return [case for case in found if case.refusal is None and not case.is_a("unverified")]
 
 
-def cases_for(method: str, *without: str, among: Container[str] | None = None) -> list[Case]:
-    """The models on which a method has a formula.
-
-    `without`: kinds of block to leave out besides. `among`: labels; None: all.
-    """
+def cases_for(method: str, *without: str) -> list[Case]:
+    """The models on which a method has a formula, except those with one of these kinds of block."""
     kinds = (*NO_FORMULA.get(method, ()), *without)
-    return [
-        case for case in verified_cases() if not case.is_a(*kinds) and (among is None or case.label in among)
-    ]
+    return [case for case in verified_cases() if not case.is_a(*kinds)]
 
 
 def each_model(method: str, *without: str) -> pytest.MarkDecorator:
@@ -56,10 +51,11 @@ def each_model(method: str, *without: str) -> pytest.MarkDecorator:
 
 def each_model_with(argument: str, values: Sequence[str], method: str, *without: str) -> pytest.MarkDecorator:
     """Run a test with `case` and one more argument: its first value on every model, others on each kind."""
-    first, *others = values
-    pairs = [(case, first) for case in cases_for(method, *without)]
-    of_each_kind = cases_for(method, *without, among=OF_EACH_KIND)
-    pairs += [(case, value) for case in of_each_kind for value in others]
+    pairs = [
+        (case, value)
+        for case in cases_for(method, *without)
+        for value in (values if case.label in OF_EACH_KIND else values[:1])
+    ]
     names = [f"{case.label}-{value}" for case, value in pairs]
     return pytest.mark.parametrize(("case", argument), pairs, ids=names)
 
@@ -70,6 +66,17 @@ def blocks_of(case: Case) -> Any:
     # All methods of the family need the same tensors recorded, so one clean pass serves every test.
     model = case.build(torch.float64)
     return run_prompt(model, prompt_of(model), lm.AttnRes(), part=case.part).blocks
+
+
+def read_by_a_norm(blocks: Any) -> Any:
+    """The blocks whose next norm is known; checks the error of those before a block without attention."""
+    layers, n_layers = {block.layer for block in blocks}, blocks[0]._clean.lens.n_layers
+    known = [block for block in blocks if block.layer + 1 in {*layers, n_layers}]
+    for block in blocks:
+        if block not in known:
+            with pytest.raises(UnsupportedModelError, match="next norm: block"):
+                block.next_norm()
+    return known
 
 
 @dataclasses.dataclass(frozen=True)

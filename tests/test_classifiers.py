@@ -92,7 +92,7 @@ def explained_without_a_bridge(classifier, target, tokens):
 
 
 def known(kind, names):
-    return [name for name in names if hasattr(transformers, kind_of(name, kind))]
+    return [name for name in names if kind_of(name, kind) in tiny_models.in_transformers()]
 
 
 # ---------------------------------------------------------------------- the number
