@@ -72,8 +72,8 @@ UNSUPPORTED_WIDE = {
     "bridge bitnet": r"normalised \(attn_sub_norm\) before the output matrix",
     "bridge gemma4": r"the values are normalised \(v_norm\)",
     "bridge olmo_clipped": r"clipped at 1 \(clip_qkv\)",
-    "bridge switch encoder": r"hook_pattern holds no attention weights",
-    "bridge switch decoder": r"hook_pattern holds no attention weights",
+    "bridge switch encoder": r"hook_pattern is not the attention weights",
+    "bridge switch decoder": r"hook_pattern is not the attention weights",
     "bridge jetmoe": _NO_HOOKS,
     "bridge deepseek_v4": _NO_HOOKS,
     "bridge led encoder": _HIDDEN,
@@ -204,21 +204,22 @@ def model_of(case: Case, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def cases(*, cross: bool = False, refused: bool = True) -> list[Case]:
-    """The models of the matrix that the installed TransformerLens has.
+    """Return the models of the matrix that the installed TransformerLens has.
 
-    `cross`: with cross-attention too, on which most methods are not defined. `refused`: with the models that
-    raise an error whatever the method is.
+    Args:
+        cross: Whether cross-attention is included, for which most methods are not defined.
+        refused: Whether the models that raise an error for every method are included.
     """
     return [case for case in every_case(cross=cross) if case.exists and (refused or case.refusal is None)]
 
 
 def case_of(label: str) -> Case:
-    """The model of the matrix with this label, whether or not it exists here."""
+    """Return the model of the matrix with this label, whether or not it exists here."""
     return next(case for case in every_case(cross=True) if case.label == label)
 
 
 def every_case(*, cross: bool = False) -> list[Case]:
-    """The models of the matrix, on any release."""
+    """Return the models of the matrix, on any release."""
     found, parts = [], PARTS if cross else PARTS[:2]
     for name in BRIDGE_NAMES:
         if name in ENCODER_DECODERS:
@@ -232,7 +233,7 @@ def every_case(*, cross: bool = False) -> list[Case]:
 
 
 def is_unusual(parameter: object) -> bool:
-    """Whether a test's parameter is a model, or its label in the matrix, that `make test` leaves out."""
+    """Return whether a test's parameter is a model of the matrix, or a label, that `make test` leaves out."""
     if isinstance(parameter, Case):
         return parameter.label not in USUAL
     return isinstance(parameter, str) and parameter in _labels() and parameter not in USUAL
@@ -244,7 +245,7 @@ def _labels() -> frozenset[str]:
 
 
 def wide_cases() -> list[Case]:
-    """The models of the wide sweep (`tests/test_wide.py`) that the installed TransformerLens has."""
+    """Return the models of the wide sweep (`tests/test_wide.py`) that the installed TransformerLens has."""
     pairs = [(name, is_pair(name)) for name in WIDE_NAMES]
     found = [
         Case(f"bridge {name}{f' {stack}' if stack else ''}", stack)

@@ -194,7 +194,7 @@ def test_run_and_support_agree_whichever_is_asked_first():
 
 
 def test_left_padding_is_not_refused_everywhere():
-    """The test above may not pass by refusing all."""
+    """Check that left padding works somewhere, because the test above passes if all models raise errors."""
     for label in {"bridge gpt2", "HookedTransformer LN"} & {*RUNNING}:
         model = model_of(CASES[label], torch.float32)
         prompts = [prompt_of(model, seq, seed) for seq, seed in ((7, 1), (4, 2))]

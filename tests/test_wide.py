@@ -1,8 +1,8 @@
 """The wide sweep: test every method on every architecture that a small configuration can build.
 
-A cell agrees with an oracle that asks the Hugging Face model alone, or is refused with the words of the
-table. What the norm-based methods make of the verified parts is compared with their definitions on these
-models too, by the tests in `tests/methods` (`tests/norm_cases.py`).
+A map agrees with an oracle that uses only the Hugging Face model, or the method raises an error with the
+words of a table. The tests in `tests/methods` also compare the norm-based methods with their definitions on
+these models (`tests/norm_cases.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if transformer_lens_version()[0] < 4:
     pytest.skip("the wide sweep is of the newest release", allow_module_level=True)
 
 CASES = {case.label: case for case in (*cases(), *wide_cases())}
-# transformers itself cannot run it in float64.
+# transformers cannot run this model in float64.
 FLOAT32 = ("xglm",)
 
-# One method's refusal on a model that others run on has to say one of these.
+# If only some methods raise an error on a model, the message contains one of these.
 REASONS = (
     r"mixture feed-forward: run as a whole",
     r"opaque feed-forward: run as a whole",
