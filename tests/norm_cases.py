@@ -70,7 +70,7 @@ def blocks_of(case: Case) -> Any:
 
 def read_by_a_norm(blocks: Any) -> Any:
     """The blocks whose next norm is known; checks the error of those before a block without attention."""
-    layers, n_layers = {block.layer for block in blocks}, blocks[0]._clean.lens.n_layers
+    layers, n_layers = {block.layer for block in blocks}, blocks[0].clean.lens.n_layers
     known = [block for block in blocks if block.layer + 1 in {*layers, n_layers}]
     for block in blocks:
         if block not in known:

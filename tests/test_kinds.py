@@ -47,7 +47,7 @@ def test_the_kinds_of_a_model_are_those_of_its_blocks(case):
     blocks = blocks_of(case)
     anatomies = [block.anatomy for block in blocks]
     found = {
-        "hybrid": len(blocks) < blocks[0].n_layers,
+        "hybrid": len(blocks) < len(blocks[0].stack),
         "cross": anatomies[0].cross,
         "whole feed-forward": any(one.feed_forward_kind in ("mixture", "opaque") for one in anatomies),
         "no feed-forward": anatomies[0].feed_forward_kind == "none",
@@ -82,7 +82,7 @@ def test_a_method_is_tested_on_every_model_that_it_has_a_formula_for(case):
 
 def can_be_tested(method, blocks):
     """Return whether the method has a formula for each block, and whether it can follow the stack."""
-    if method.scope == "stack" and [block.layer for block in blocks] != list(range(blocks[0].n_layers)):
+    if method.scope == "stack" and [block.layer for block in blocks] != list(range(len(blocks[0].stack))):
         return False
     return all(is_supported(method, block.anatomy) for block in blocks)
 
