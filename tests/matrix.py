@@ -234,9 +234,9 @@ def every_case(*, cross: bool = False) -> list[Case]:
 
 def is_unusual(parameter: object) -> bool:
     """Return whether a test's parameter is a model of the matrix, or a label, that `make test` leaves out."""
-    if isinstance(parameter, Case):
-        return parameter.label not in USUAL
-    return isinstance(parameter, str) and parameter in _labels() and parameter not in USUAL
+    label = getattr(parameter, "label", parameter)
+    is_of_a_model = isinstance(parameter, Case) or (isinstance(label, str) and label in _labels())
+    return is_of_a_model and label not in USUAL
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from lens_mix.lens.batches import pad
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.continuation import logits_from
 from lens_mix.lens.prompts import read_prompt
-from tests.matrix import build_or_skip, cases, prompt_of
+from tests.matrix import build_or_skip, case_of, cases, prompt_of
 from tests.tiny_models import bridge
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -18,7 +18,7 @@ CASES = {case.label: case for case in cases(cross=True, refused=False)}
 
 
 def lens_and_clean(label, lengths=(7, 5)):
-    case = CASES[label]
+    case = case_of(label)
     model = case.build(torch.float64)
     lens = lm.Lens(model, case.part)
     prompts = [read_prompt(model, lens.model_class, prompt_of(model, seq, seq)) for seq in lengths]

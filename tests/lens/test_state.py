@@ -9,7 +9,7 @@ import lens_mix as lm
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.continuation import logits_from
 from lens_mix.method import Method
-from tests.matrix import Case, cases, prompt_of
+from tests.matrix import Case, case_of, prompt_of
 from tests.tiny_models import inputs, toy_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -21,7 +21,6 @@ LABELS = [
     "HookedTransformer LN",
     "HookedEncoder",
 ]
-CASES = {case.label: case for case in cases(cross=True)}
 
 
 def state_of(model):
@@ -66,7 +65,7 @@ def disturbed(model):
 
 
 def build(label) -> tuple[Case, object]:
-    case = CASES[label]
+    case = case_of(label)
     model = case.build()
     if case.refusal is not None:
         pytest.skip(case.refusal)
@@ -154,7 +153,7 @@ def pass_of(lens, model):
 
 
 def test_dropout_of_a_training_model_is_off():
-    model = CASES["bridge gpt2"].build()
+    model = case_of("bridge gpt2").build()
     reference = lm.run(model, prompt_of(model), "value_zeroing").scores
     model.train()
     torch.testing.assert_close(
@@ -163,13 +162,13 @@ def test_dropout_of_a_training_model_is_off():
 
 
 def test_maps_need_no_gradients():
-    model = CASES["bridge gpt2"].build()
+    model = case_of("bridge gpt2").build()
     assert not lm.run(model, prompt_of(model), "value_zeroing").scores.requires_grad
 
 
 def test_the_tokenizers_defaults_come_back():
     """Interrupt TransformerLens while it reads a string, before it restores the defaults."""
-    model = CASES["bridge gpt2"].build()
+    model = case_of("bridge gpt2").build()
     model.tokenizer = toy_tokenizer()
     before = (model.cfg.default_prepend_bos, model.tokenizer.padding_side)
 
