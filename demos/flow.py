@@ -39,11 +39,11 @@ def main() -> None:
     options = parser.parse_args()
     model = models.load(options.model) if options.model else models.smollm2()
     options.outputs.mkdir(parents=True, exist_ok=True)
-    for path in explain(model, options.prompt, options.outputs):
+    for path in map_prompt(model, options.prompt, options.outputs):
         print(f"  {path}")
 
 
-def set_default_row(model: Any, prompt: str, folder: Path) -> list[Path]:
+def map_prompt(model: Any, prompt: str, folder: Path) -> list[Path]:
     """Map one prompt, print its flow and rollout, and return the files written to `folder`."""
     heads = lm.run(model, prompt, lm.AttentionWeights(per_head=True))
     maps = {"attention": heads.merge_heads(), "value zeroing": lm.run(model, prompt, "value_zeroing")}

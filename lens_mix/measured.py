@@ -16,17 +16,17 @@ class Fact:
     """One measured figure with what it is of.
 
     Attributes:
-        value: the figure, in the unit of `score`.
-        low, high: its 95 % interval over the cases; None where none was recorded.
-        n: the number of cases.
-        cases: what the cases are, in the plural.
-        score: what was scored.
-        model: the model that it was measured on.
-        date, release: when it was measured, and with which releases.
-        command: what measures it again.
-        recorded_in: the file of the repository with the table that it was read from.
-        digits: the number of decimals that were recorded.
-        row: the row of that table, where the fact is the best of several.
+        value: The figure, in the unit of `score`.
+        low, high: Its 95 % interval over the cases; None where none was recorded.
+        n: The number of cases.
+        cases: What the cases are, in the plural.
+        score: What was scored.
+        model: The model that it was measured on.
+        date, release: When it was measured, and with which releases.
+        command: What measures it again.
+        recorded_in: The file of the repository with the table that it was read from.
+        digits: The number of decimals that were recorded.
+        row: The row of that table, where the fact is the best of several.
     """
 
     value: float

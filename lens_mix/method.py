@@ -19,7 +19,8 @@ from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# In cross-attention this is the key of a decoder position's own residual stream, which is no source token.
+# In cross-attention this is the key of a decoder position's own residual stream, because that is not a token
+# of the source.
 RESIDUAL_KEY = "[RESIDUAL]"
 # A map describes one block, the stack from a block down to the tokens, or the whole model.
 Scope = Literal["layer", "stack", "model"]

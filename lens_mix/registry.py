@@ -24,7 +24,7 @@ from lens_mix.method import Method, Scope
 from lens_mix.methods import METHODS
 
 _GROUP = "lens_mix.methods"
-# The values that a class attribute of a method may have; all of them except `kind` may have several.
+# The values that a class attribute of a method may have; all of them except `scope` may have several.
 _ALLOWED = {
     "engines": ("recorded", "hooks", "algebra"),
     "scope": get_args(Scope),

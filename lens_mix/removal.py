@@ -36,10 +36,10 @@ class Copies:
     """Copies of prompts, each without a group of positions; `Removal.make_copies` makes them.
 
     Attributes:
-        prompt_index: for each copy, the index of its prompt in the batch.
-        removed: for each copy, which positions of `Block.input_tokens` are removed, all at once.
-        sample: for each copy, the index of its sample of other tokens.
-        others: for each sample, the token that replaces each position's if it is removed; the position's own
+        prompt_index: For each copy, the index of its prompt in the batch.
+        removed: For each copy, which positions of the inputs (`Block.inputs`) are removed, all at once.
+        sample: For each copy, the index of its sample of other tokens.
+        others: For each sample, the token that replaces each position's if it is removed; the position's own
             token if the removal replaces no tokens.
     """
 
@@ -53,7 +53,7 @@ class Copies:
 
     @property
     def samples(self) -> int:
-        """The number of samples: each group has so many neighbouring copies."""
+        """The number of samples, which is the number of consecutive copies of each group."""
         return len(self.others)
 
     def at(self, chunk: slice) -> Copies:
@@ -77,9 +77,9 @@ class Removal(abc.ABC):
         """Return copies without each group, one per group and sample of the removal.
 
         Args:
-            block: the model's first block, as in all methods of this class.
-            prompt_index: for each group, the index of its prompt.
-            removed: for each group, its positions in the inputs (`Block.inputs`).
+            block: The model's first block, as in all methods of this class.
+            prompt_index: For each group, the index of its prompt.
+            removed: For each group, its positions in the inputs (`Block.inputs`).
         """
         return Copies(prompt_index, removed, torch.zeros_like(prompt_index), _input_tokens(block)[None])
 
@@ -88,7 +88,7 @@ class Removal(abc.ABC):
         """Yield the batch and the hooks of a pass over copies, and check afterwards that the hooks acted.
 
         Raises:
-            UnsupportedModelError: the model can't be changed in this way.
+            UnsupportedModelError: The model can't be changed in this way.
             RuntimeError: a hook did not act in the pass.
         """
 
@@ -161,9 +161,9 @@ class ReplaceTokens(OtherTokens):
     Attributes:
         tokens: a token (its text with any leading space, or its number) or several. Each one replaces all
             removed tokens, and the target is averaged over them.
-        own: the replacement of a token that is itself the given one: "kept" for the token itself, or "next"
+        own: The replacement of a token that is itself the given one: "kept" for the token itself, or "next"
             for the next number of the vocabulary, as in `lens_mix.Occlusion`.
-        argument: the name of `tokens` in errors.
+        argument: The name of `tokens` in errors.
     """
 
     tokens: str | int | Sequence[str | int]
@@ -198,10 +198,10 @@ class SampleTokens(OtherTokens):
     """Replace every removed token by one drawn at random, which depends on the position, not on the group.
 
     Attributes:
-        among: the token numbers to draw from with equal probability; None for the vocabulary without special
+        among: The token numbers to draw from with equal probability; None for the vocabulary without special
             tokens. A position's own token is replaced by the next of these numbers, if there is another.
-        samples: the number of draws that the target is averaged over.
-        seed: the seed of the draws.
+        samples: The number of draws that the target is averaged over.
+        seed: The seed of the draws.
         draw: "per_position" draws a token for each position of each sample, with repetition. "per_sample"
             draws one token for all positions of a sample, and no two samples are equal; there are fewer than
             `samples` if there are fewer tokens. `lens_mix.Occlusion` uses the latter.
@@ -251,7 +251,7 @@ def replacement(tokens: Sequence[str | int] | None, samples: int, seed: int) -> 
     A token is never replaced by itself, and all positions are replaced by the same tokens.
 
     Raises:
-        TypeError, ValueError: an argument is out of range or of a wrong type.
+        TypeError, ValueError: An argument is out of range or of a wrong type.
     """
     check_whole_number("n_samples", samples, 1)
     check_whole_number("seed", seed, 0)
@@ -367,7 +367,7 @@ def as_removal(removal: Any) -> Removal:
     """Return a removal as it is, or the one with a given name with its defaults.
 
     Raises:
-        TypeError, ValueError: it is neither a removal nor a name.
+        TypeError, ValueError: It is neither a removal nor a name.
     """
     if isinstance(removal, str) and removal in _NAMED:
         return _NAMED[removal]()
@@ -384,8 +384,8 @@ def each_group(
     """Return the groups of every prompt: the prompt's index, the group's positions, and its key on the map.
 
     Args:
-        real: the mask of the padded batch's positions that are the prompts' own.
-        spans: groups of positions, counted without padding; None for each position as a group and key.
+        real: The mask of the padded batch's positions that are the prompts' own.
+        spans: Groups of positions, counted without padding; None for each position as a group and key.
     """
     groups = torch.diag_embed(real)
     if spans is not None:

@@ -340,7 +340,7 @@ class CheckedPass:
         verification: The verification of the model.
         engines: The engine of each method, by its label.
         rows: The rows that were asked for; None: all.
-        edits: Sentences about the interventions of user hooks, by layer, for the notes.
+        hook_notes: The sentences about what user hooks change, by layer, for the notes.
     """
 
     session: Session
@@ -360,10 +360,10 @@ class CheckedPass:
             queries = None if method.scope != "layer" and layer != layers[-1] else rows
             memory, effort = self.session.max_memory, self.session.effort
             block = Block(self.clean, layer, self.verification, engine, memory, queries, effort)
-            for index, edit in itertools.product(
+            for index, note in itertools.product(
                 range(len(self.clean.batch)), self.hook_notes.get(layer, ())
             ):
-                block.warn(index, edit)
+                block.warn(index, note)
             blocks.append(block)
         return blocks
 

@@ -70,7 +70,7 @@ def test_values_that_an_edit_changed_are_noted_in_every_key():
     clean = lm.run(model, prompt, "value_norm", queries=[-1])
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_v", edit)]):
         found = lm.run(model, prompt, "value_norm", queries=[-1])
-    assert "layer 1: a hook or an adapter edits its values" in found.notes[0]
+    assert "layer 1: a hook or an adapter changes its values" in found.notes[0]
     expected = clean.scores.clone()
     expected[1, ..., 21] *= 1.5
     torch.testing.assert_close(found.scores, expected)

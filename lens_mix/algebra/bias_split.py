@@ -23,9 +23,9 @@ def split_bias(
     """Return the vectors plus their shares of a bias, which sum to it (Modarressi et al., 2023, eq. 8-9).
 
     Args:
-        vectors: one vector per input token.
-        bias: the bias to split; None for no bias.
-        rule: shares in proportion to |v · b| ("absdot", the paper's), |cos(v, b)| ("abssim"), ‖v‖ ("norm") or
+        vectors: One vector per input token.
+        bias: The bias to split; None for no bias.
+        rule: Shares in proportion to |v · b| ("absdot", the paper's), |cos(v, b)| ("abssim"), ‖v‖ ("norm") or
             v · b ("dot"); equal shares for every vector that is not zero ("equal"); the whole bias for the
             first token ("first", `cls` in the released code); no shares ("drop").
         out: a tensor for the result, which may be `vectors`.

@@ -25,11 +25,11 @@ class BlockParts:
     """The vectors that sum to a block's output, at the requested rows; float32 at least.
 
     Attributes:
-        keys: the attention's contribution from each key.
-        residual: the residual stream before the block.
-        biases: the biases of the output matrix and of norms on the residual stream or a branch.
-        cross: the contribution of a decoder's cross-attention; zeros in other blocks.
-        feed_forward: the feed-forward's contribution.
+        keys: The attention's contribution from each key.
+        residual: The residual stream before the block.
+        biases: The biases of the output matrix and of norms on the residual stream or a branch.
+        cross: The contribution of a decoder's cross-attention; zeros in other blocks.
+        feed_forward: The feed-forward's contribution.
     """
 
     keys: Float[Tensor, "batch query key d_model"]

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from lens_mix.lens.anatomy import FeedForward
     from lens_mix.lens.block import Block
 
-# The temporaries of one chunk; the product of fewer rows would be slower.
+# The bytes of one chunk's temporary tensors; products of smaller chunks would be slower.
 PRODUCT_BYTES = 1 << 24
 _GPU_BYTES = 1 << 28
-NEURONS = 512  # One product with W_out has so many neurons.
+NEURONS = 512  # The number of neurons in one product with W_out.
 
 
 # ------------------------------------------------------------------ chunks
@@ -39,10 +39,10 @@ def chunk_size(row: int, device: torch.device, budget: int | None, suitable: int
     """Return the number of rows of a chunk, at least one.
 
     Args:
-        row: the bytes of each row's temporaries.
-        device: the device of the computation.
-        budget: the bytes for all temporaries; None if memory is not bound.
-        suitable: the bytes of the chunk that is fastest on a CPU.
+        row: The bytes of each row's temporaries.
+        device: The device of the computation.
+        budget: The bytes for all temporaries; None if memory is not bound.
+        suitable: The bytes of the chunk that is fastest on a CPU.
     """
     size = suitable if device.type == "cpu" else _GPU_BYTES
     return max(1, (size if budget is None else min(size, budget)) // max(1, row))
@@ -52,10 +52,10 @@ def budget_beside(block: Block, fixed: int, least: int, what: str) -> int | None
     """Return the bytes that the block's `max_memory` leaves for chunks; None if memory is not bound.
 
     Args:
-        block: the block.
-        fixed: the bytes that do not depend on the size of the chunks.
-        least: the bytes of the smallest chunk.
-        what: the name of the map, for the error.
+        block: The block.
+        fixed: The bytes that do not depend on the size of the chunks.
+        least: The bytes of the smallest chunk.
+        what: The name of the map, for the error.
 
     Raises:
         ValueError: `max_memory` is too small for the smallest chunk.
@@ -77,7 +77,10 @@ def budget_beside(block: Block, fixed: int, least: int, what: str) -> int | None
 def attention_budget(
     block: Block, heads: HeadVectors, beside: int = 0, least: int = 0, what: str = "a norm-based map"
 ) -> int | None:
-    """Return `budget_beside` of a map of pairs; `beside` and `least` count what follows the attention."""
+    """Return the bytes left for chunks of a map of pairs (`budget_beside`).
+
+    `beside` and `least` are the bytes of the steps after the attention.
+    """
     batch, queries, d_model = block.resid_pre.shape
     keys, size, pattern = heads.value.shape[1], heads.dtype.itemsize, block.recorded("pattern")
     # These are states up to the feed-forward, copies in other dtypes, and norms of pairs.

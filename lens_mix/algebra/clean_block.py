@@ -29,11 +29,11 @@ class _NormChange:
     """The effect of changes on a norm.
 
     Args:
-        norm: the norm.
-        clean: its input x in the clean pass.
+        norm: The norm.
+        clean: Its input x in the clean pass.
 
     Attributes:
-        norm: the norm.
+        norm: The norm.
         clean: n, the centred input divided by its scale.
     """
 
@@ -79,18 +79,18 @@ class CleanBlock:
     """The states of a block's clean rows that changes need.
 
     Args:
-        anatomy: the block's components.
-        resid_pre: the block's input.
-        attention_out: the attention's output, before any norm; the pre-activations have its dtype.
-        resid_post: the block's output.
-        final: the model's final norm, if the change after it is requested; None otherwise.
-        widths: the numbers of neurons that are computed at once.
+        anatomy: The block's components.
+        resid_pre: The block's input.
+        attention_out: The attention's output, before any norm; the pre-activations have its dtype.
+        resid_post: The block's output.
+        final: The model's final norm, if the change after it is requested; None otherwise.
+        widths: The numbers of neurons that are computed at once.
 
     Attributes:
-        multiplier: the residual multiplier.
-        neurons: the clean hidden layer; empty if no change reaches the feed-forward.
-        added: the norm on the feed-forward's branch; None without it.
-        direction: the clean output, scaled to length 1.
+        multiplier: The residual multiplier.
+        neurons: The clean hidden layer; empty if no change reaches the feed-forward.
+        added: The norm on the feed-forward's branch; None without it.
+        direction: The clean output, scaled to length 1.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class CleanBlock:
         """Return the distance of changed outputs from the clean ones.
 
         Args:
-            rows: the clean rows.
-            mid: the change of mid; without a norm on the feed-forward's branch, plus that of its output.
-            added: the change of the feed-forward's output, if there is a norm on its branch.
+            rows: The clean rows.
+            mid: The change of mid; without a norm on the feed-forward's branch, plus that of its output.
+            added: The change of the feed-forward's output, if there is a norm on its branch.
             metric: "cosine" or "euclidean".
         """
         if self.added is not None:

@@ -35,8 +35,8 @@ class Shares:
     """Every input token's share of the residual stream at all positions.
 
     Attributes:
-        vectors: the shares.
-        stops: per position, one more than the last input token with a share in it, in any prompt.
+        vectors: The shares.
+        stops: Per position, one more than the last input token with a share in it, in any prompt.
     """
 
     vectors: Float[Tensor, "batch pos input d_model"]
@@ -47,14 +47,14 @@ class Decomposition:
     """The decomposition of one block's output into shares, in chunks of queries.
 
     Args:
-        block: the block.
-        entering: the shares of the block's input; None if every position's vector is its own share.
-        biases: the rule for biases (`split_bias`).
-        slope: the linearisation of the activation, as in `DecompX`.
-        keeps: whether the shares themselves are stored, besides their lengths.
+        block: The block.
+        entering: The shares of the block's input; None if every position's vector is its own share.
+        biases: The rule for biases (`split_bias`).
+        slope: The linearisation of the activation, as in `DecompX`.
+        keeps: Whether the shares themselves are stored, besides their lengths.
 
     Raises:
-        ValueError: the smallest chunk does not fit into the block's `max_memory`.
+        ValueError: The smallest chunk does not fit into the block's `max_memory`.
     """
 
     def __init__(
@@ -146,12 +146,12 @@ def carried(
     """Yield the lengths of all shares, and the shares, after each block; the next block overwrites them.
 
     Args:
-        blocks: the blocks from the first one up; all but the last have all rows.
-        biases: as in `Decomposition`.
-        slope: as in `Decomposition`.
+        blocks: The blocks from the first one up; all but the last have all rows.
+        biases: As in `Decomposition`.
+        slope: As in `Decomposition`.
 
     Raises:
-        ValueError: as `Decomposition`.
+        ValueError: As `Decomposition`.
     """
     entering: Shares | None = None
     for block in blocks:
@@ -180,11 +180,11 @@ def _chunk_pairs(block: Block, keeps: bool) -> int:
     """Return how many pairs of query and input token a chunk may have.
 
     Args:
-        block: the block.
-        keeps: whether there are tensors of all shares and of their values.
+        block: The block.
+        keeps: Whether there are tensors of all shares and of their values.
 
     Raises:
-        ValueError: the pairs of a single query do not fit into the block's `max_memory`.
+        ValueError: The pairs of a single query do not fit into the block's `max_memory`.
     """
     (batch, queries, d_model), positions = block.resid_pre.shape, block.real.shape[1]
     path, feed_forward, d_mlp = value_path(block), block.anatomy.feed_forward, hidden_width(block)

@@ -76,9 +76,9 @@ def through_norm(
     RMSNorm does not centre.
 
     Args:
-        norm: the norm; None for the identity.
-        vectors: shares of the norm's input.
-        state: the norm's whole input, with biases.
+        norm: The norm; None for the identity.
+        vectors: Shares of the norm's input.
+        state: The norm's whole input, with biases.
     """
     if norm is None:
         return vectors

@@ -74,10 +74,10 @@ def head_proximities(
     """Return max(0, ‖state_i‖₁ - ‖state_i - scale_i a_ijh w_jh‖₁) for all pairs and heads.
 
     Args:
-        vectors: the vectors of the pairs, without those added on the diagonal; heads are not summed before
+        vectors: The vectors of the pairs, without those added on the diagonal; heads are not summed before
             the norm.
-        state: the state that the vectors are shares of.
-        per_head: whether to return each head's result; otherwise their sum.
+        state: The state that the vectors are shares of.
+        per_head: Whether to return each head's result; otherwise their sum.
     """
     pairs, heads = vectors.pairs, vectors.pairs.heads
     batch, count, queries, keys = pairs.pattern.shape

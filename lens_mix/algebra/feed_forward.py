@@ -57,10 +57,10 @@ class FeedForwardShares:
     """One block's feed-forward as one linear map per query.
 
     Attributes:
-        states: the block's states, at which its norms are linearised.
-        feed_forward: the feed-forward's matrices.
+        states: The block's states, at which its norms are linearised.
+        feed_forward: The feed-forward's matrices.
         multipliers: (W_in, m) for a plain feed-forward; (W_gate, m_gate) and (W_in, m_up) for a gated one.
-        W_out: the output matrix in the dtype of the states.
+        W_out: The output matrix in the dtype of the states.
     """
 
     states: BlockStates
@@ -162,10 +162,10 @@ def feed_forward_maps(block: Block, biases: Variant, reading: Norm | None = None
     Args:
         block: a block whose feed-forward is plain or gated.
         biases: "on_path" or "fixed", see `AtbFf`.
-        reading: the norm that reads the block's output, applied if the block does not end in a norm.
+        reading: The norm that reads the block's output, applied if the block does not end in a norm.
 
     Raises:
-        ValueError: the smallest chunks don't fit into the block's `max_memory`.
+        ValueError: The smallest chunks don't fit into the block's `max_memory`.
     """
     return shared(block, ("feed-forward", biases, reading is None), lambda: _maps(block, biases, reading))
 
@@ -241,9 +241,9 @@ class _ByHead:
     """The hidden layer with W_in applied once per key and head; each pair mixes the vectors of its heads.
 
     Args:
-        block: the block.
-        vectors: the vectors of the feed-forward's input, before its norm.
-        shares: the feed-forward.
+        block: The block.
+        vectors: The vectors of the feed-forward's input, before its norm.
+        shares: The feed-forward.
     """
 
     def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares) -> None:

@@ -84,14 +84,14 @@ def neurons_of(
     """Return the hidden layer of the clean rows, in chunks of neurons.
 
     Args:
-        feed_forward: the feed-forward.
-        inputs: vectors whose multiples, times W_in (and W_gate), are terms of the change of pre-activations.
+        feed_forward: The feed-forward.
+        inputs: Vectors whose multiples, times W_in (and W_gate), are terms of the change of pre-activations.
             There is one per norm before the feed-forward: the norm's output without weight and bias, after
             the linear parts of this norm and of those after it. The last one is the feed-forward's input
             minus `shift`.
-        shift: the bias of the last norm; None without one.
-        dtype: the dtype of the hidden layer.
-        widths: the number of neurons of each chunk.
+        shift: The bias of the last norm; None without one.
+        dtype: The dtype of the hidden layer.
+        widths: The number of neurons of each chunk.
     """
     wide, gated, name = inputs[0].dtype, feed_forward.W_gate is not None, feed_forward.activation
     matrices = [matrix.to(wide) for matrix in feed_forward.input_matrices]

@@ -30,11 +30,11 @@ def folded(
     """Return the folded matrices of all heads; None if applying both matrices to each vector costs less.
 
     Args:
-        anatomy: the anatomy of a block whose feed-forward is plain or gated.
-        path: the block's value path.
-        vectors: the number of value vectors to multiply; None to return the product in any case.
-        dtype: the dtype of the products.
-        keep: whether the product may be stored for the next run.
+        anatomy: The anatomy of a block whose feed-forward is plain or gated.
+        path: The block's value path.
+        vectors: The number of value vectors to multiply; None to return the product in any case.
+        dtype: The dtype of the products.
+        keep: Whether the product may be stored for the next run.
         matrices: W_in, or W_gate and W_in; a matrix of another dtype than `dtype` is copied.
     """
     if anatomy.feed_forward is None or anatomy.parallel:

@@ -27,9 +27,9 @@ class HeadVectors:
     """The vectors u_jh = v_jh W_O^h, one per key and head (with b_V, without b_O), in chunks of keys.
 
     Args:
-        path: the block's value path; W_O has one matrix per query head.
-        value: the value vectors, with as many heads as the value hook has (fewer if grouped).
-        budget: the bytes for the temporaries of one chunk; None if memory is not bound.
+        path: The block's value path; W_O has one matrix per query head.
+        value: The value vectors, with as many heads as the value hook has (fewer if grouped).
+        budget: The bytes for the temporaries of one chunk; None if memory is not bound.
     """
 
     def __init__(

@@ -31,10 +31,10 @@ class DecomposedBlock:
     """Shares at the stages of one block.
 
     Attributes:
-        attention: the shares of the attention's output, without biases.
-        mid: those of the residual stream after attention (and, in post-norm blocks, after its norm).
-        feed_forward: those of the feed-forward's output; None without a feed-forward.
-        output: those of the block's output.
+        attention: The shares of the attention's output, without biases.
+        mid: Those of the residual stream after attention (and, in post-norm blocks, after its norm).
+        feed_forward: Those of the feed-forward's output; None without a feed-forward.
+        output: Those of the block's output.
     """
 
     attention: Float[Tensor, "batch query input d_model"]
@@ -48,11 +48,11 @@ class LinearBlock:
 
     Args:
         block: a block with "pattern" and "value" recorded, and its attention verified.
-        slope: the linearisation of the activation, as in `DecompX`.
-        alone: whether every position's vector is its own share; b_V belongs to the key then.
+        slope: The linearisation of the activation, as in `DecompX`.
+        alone: Whether every position's vector is its own share; b_V belongs to the key then.
 
     Attributes:
-        states: the states at which the block is linearised; the shares have their dtype.
+        states: The states at which the block is linearised; the shares have their dtype.
     """
 
     def __init__(self, block: Block, slope: Slope, alone: bool) -> None:
@@ -110,13 +110,13 @@ def decomposed(
     """Return the shares at the stages of a block from those of its input, for all pairs at once.
 
     Args:
-        block: as in `LinearBlock`.
-        rule: the rule for biases (`split_bias`).
-        slope: as in `LinearBlock`.
-        shares: the shares of the block's input at all positions. If `alone`, the fraction of each position's
+        block: As in `LinearBlock`.
+        rule: The rule for biases (`split_bias`).
+        slope: As in `LinearBlock`.
+        shares: The shares of the block's input at all positions. If `alone`, the fraction of each position's
             vector and value (with b_V) that is each input token's; None if a position's vector is its own
             share.
-        alone: as in `LinearBlock`.
+        alone: As in `LinearBlock`.
     """
     path, linear = value_path(block), LinearBlock(block, slope, alone=alone)
     x = linear.states.resid_pre

@@ -26,9 +26,9 @@ def through_unembedding(
     The final norm has the scale of the clean pass.
 
     Args:
-        unembedding: the model's unembedding.
-        resid: the last residual stream.
-        columns: the column of W_U for each position.
+        unembedding: The model's unembedding.
+        resid: The last residual stream.
+        columns: The column of W_U for each position.
     """
     dtype = torch.promote_types(resid.dtype, torch.float32)
     columns, resid = columns.to(dtype), resid.to(dtype)
@@ -41,9 +41,9 @@ def logit_shares(
     """Return the contribution of each key to each query's logit through the block's attention.
 
     Args:
-        block: the block.
-        directions: one per query, from `through_unembedding`.
-        asked: the block whose rows the directions belong to; None for `block`.
+        block: The block.
+        directions: One per query, from `through_unembedding`.
+        asked: The block whose rows the directions belong to; None for `block`.
     """
     vectors = attention_vectors(block).residual
     pattern, scale, heads = vectors.pairs.pattern, vectors.scale, vectors.pairs.heads
@@ -64,9 +64,9 @@ def token_directions(
     """Return, for each requested row, the direction whose product with a share is its token's logit.
 
     Args:
-        last: the last block.
-        token: as in `AltiLogit`.
-        against: as in `AltiLogit`.
+        last: The last block.
+        token: As in `AltiLogit`.
+        against: As in `AltiLogit`.
 
     Raises:
         ValueError: a token is not in the vocabulary.

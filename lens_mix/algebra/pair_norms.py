@@ -71,8 +71,8 @@ def norms_by_factors(
 
     Args:
         pattern: a.
-        heads: the heads' vectors.
-        chain: the norms to apply to these.
+        heads: The heads' vectors.
+        chain: The norms to apply to these.
         own_weights: a_jjh in the vectors' dtype; None if the diagonal is not requested.
     """
     value, (batch, count, queries, keys) = heads.value, pattern.shape

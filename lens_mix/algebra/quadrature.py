@@ -25,7 +25,7 @@ def rule_name(method: str) -> str:
     """Return the rule's name, which may be given in captum's spelling.
 
     Raises:
-        ValueError: there is no such rule.
+        ValueError: There is no such rule.
     """
     name = _ALIASES.get(method, method) if isinstance(method, str) else method
     check_choice("method", name, RULES)
@@ -41,7 +41,7 @@ def quadrature(method: str, n_steps: int) -> tuple[Float[Tensor, " point"], Floa
     that its trapezoid weights sum to (n - 1)/n.)
 
     Raises:
-        ValueError: there is no such rule, or it needs more steps.
+        ValueError: There is no such rule, or it needs more steps.
     """
     name = rule_name(method)
     least = 2 if name == "trapezoid" else 1
@@ -62,10 +62,10 @@ class NestedRules:
     """Rules of growing size over 0..1, each with all points of the one before it.
 
     Attributes:
-        points: the points, in the order in which the rules need them.
-        weights: the weights of every rule, 0 for the points of larger rules only; they sum to 1 per rule.
-        counts: the number of points of each rule.
-        degrees: the largest degree of polynomials for which each rule is exact.
+        points: The points, in the order in which the rules need them.
+        weights: The weights of every rule, 0 for the points of larger rules only; they sum to 1 per rule.
+        counts: The number of points of each rule.
+        degrees: The largest degree of polynomials for which each rule is exact.
     """
 
     points: Float[Tensor, " point"]

@@ -50,11 +50,11 @@ def value_zeroing_maps(
     """Return one map of a verified block per group of query heads that are zeroed together.
 
     Args:
-        block: the block.
-        groups: the groups of heads; a head is in one group at most.
-        spans: groups of positions that are zeroed together; None to zero each position alone.
+        block: The block.
+        groups: The groups of heads; a head is in one group at most.
+        spans: Groups of positions that are zeroed together; None to zero each position alone.
         metric: "cosine" or "euclidean".
-        final: the final norm, if its output is compared; None to compare the block's.
+        final: The final norm, if its output is compared; None to compare the block's.
 
     Raises:
         ValueError: `max_memory` is too small for the smallest chunk.
@@ -197,9 +197,9 @@ class _Values(NamedTuple):
     `Rectangle.zeroed` counts from the first of these groups. Each pair's vector is a sum over heads.
 
     Attributes:
-        positions: the positions of each group; a short group is padded.
-        factors: the factor of each value in the change; 0 for padding and for a head that sends 0.
-        pattern: the pattern of these heads.
+        positions: The positions of each group; a short group is padded.
+        factors: The factor of each value in the change; 0 for padding and for a head that sends 0.
+        pattern: The pattern of these heads.
         head_vectors: v W_O, on an axis of positions and heads.
         hidden_vectors: v times the products with W_in, per chunk of neurons and matrix.
     """

@@ -31,12 +31,12 @@ class Sizes(NamedTuple):
     """The sizes of the tensors of one block's map.
 
     Attributes:
-        rectangle: the number of pairs of a rectangle, whose vectors fit a CPU's cache.
-        chunk: the number of pairs of one product with W_out.
-        neurons: the number of neurons that are computed at once.
-        keys: the number of zeroed groups whose vectors are in memory at once.
-        positions: the number of positions of all prompts that are in memory at once.
-        spare: the pairs without weight that a rectangle may have, as a fraction of the others.
+        rectangle: The number of pairs of a rectangle, whose vectors fit a CPU's cache.
+        chunk: The number of pairs of one product with W_out.
+        neurons: The number of neurons that are computed at once.
+        keys: The number of zeroed groups whose vectors are in memory at once.
+        positions: The number of positions of all prompts that are in memory at once.
+        spare: The pairs without weight that a rectangle may have, as a fraction of the others.
     """
 
     rectangle: int
@@ -55,11 +55,11 @@ class ZeroedGroup(NamedTuple):
     """A key or a span of keys that are zeroed together.
 
     Attributes:
-        prompt: the prompt's index.
-        key: the group's index on the key axis of the map.
-        positions: the positions of its keys.
-        first: the first row that attends to it.
-        last: one more than the last row that attends to it.
+        prompt: The prompt's index.
+        key: The group's index on the key axis of the map.
+        positions: The positions of its keys.
+        first: The first row that attends to it.
+        last: One more than the last row that attends to it.
     """
 
     prompt: int
@@ -141,7 +141,7 @@ def fitting(block: Block, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
     """Return the device's sizes, reduced to fit into `max_memory`.
 
     Raises:
-        ValueError: even the smallest sizes do not fit.
+        ValueError: Even the smallest sizes do not fit.
     """
     sizes = _CPU if block.resid_pre.device.type == "cpu" else _GPU
     length, bytes_with = block.attended.shape[2], functools.partial(_bytes, block, span, dtypes)

@@ -46,9 +46,9 @@ class Pairs:
     Attributes:
         pattern: a.
         heads: u.
-        queries: the positions of the rows; None for all positions in order.
-        chain: the norms whose linear parts map u to w.
-        cross: whether the keys are another sequence than the rows.
+        queries: The positions of the rows; None for all positions in order.
+        chain: The norms whose linear parts map u to w.
+        cross: Whether the keys are another sequence than the rows.
     """
 
     pattern: Float[Tensor, "batch head query key"]
@@ -229,7 +229,7 @@ def value_path(block: Block) -> ValuePath:
     """Return the block's value path.
 
     Raises:
-        ValueError: the block has none; the engine "algebra" is not used for such blocks.
+        ValueError: The block has none; the engine "algebra" is not used for such blocks.
     """
     if block.anatomy.value_path is None:
         raise ValueError(f"block {block.layer}: expected value and output matrices, found none")
@@ -249,12 +249,12 @@ def attention_vectors(block: Block, heads: HeadVectors | None = None) -> Attenti
     The methods of one run share them, except under a memory bound.
 
     Args:
-        block: the block.
+        block: The block.
         heads: `head_vectors` of the block, with the budget that the map's other temporaries leave; None if
             there are none.
 
     Raises:
-        ValueError: the smallest chunks do not fit into the block's `max_memory`.
+        ValueError: The smallest chunks do not fit into the block's `max_memory`.
     """
 
     def make() -> AttentionVectors:

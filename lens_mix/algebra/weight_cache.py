@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.changes import changing
 
-_KEPT_BYTES = 2 << 30  # The products of one kind have at most so many bytes.
+_KEPT_BYTES = 2 << 30  # The largest number of bytes of all products of one kind.
 
 
 class _Entry(NamedTuple):

@@ -150,7 +150,7 @@ def keep_cells(
         keep_diagonal: Whether cells (q, q) are always kept and not ranked. Maps that contain the residual
             stream have it there, and other maps do not.
         seed: The seed that orders ties, the same for every map.
-        **options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
+        **options: Part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
 
     Returns:
         A `CellFaithfulness`, or a dict of them by name if `maps` has names.

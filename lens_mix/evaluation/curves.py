@@ -132,7 +132,7 @@ def removal_curves(
         exact: The largest number of positions for exact bounds.
         beam: The width of the search. 0: no bounds, and normalised values are NaN.
         seed: The seed that orders the ties of a row, the same for every row.
-        **options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
+        **options: Part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
 
     Returns:
         A `RemovalCurves`, or a dict of them by name if `rows` has names. Normalised values are NaN for one

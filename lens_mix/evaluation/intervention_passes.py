@@ -32,7 +32,7 @@ class _Interventions(Method):
     """The requests to a session: recorded patterns, and verified hooks on values and patterns."""
 
     # Errors use this name.
-    name: ClassVar[str] = "a scale that edits passes"
+    name: ClassVar[str] = "a scale that intervenes in passes"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
@@ -46,9 +46,9 @@ class InterventionPasses:
     """One prompt whose target is computed under interventions.
 
     Attributes:
-        checked: the clean pass, whose components are verified.
-        bound: the target, bound to this prompt.
-        first_block: the stack's first block.
+        checked: The clean pass, whose components are verified.
+        bound: The target, bound to this prompt.
+        first_block: The stack's first block.
     """
 
     checked: CheckedPass
@@ -94,9 +94,9 @@ class InterventionPasses:
         """Compute the target of copies of the prompt in a pass with hooks.
 
         Args:
-            copies: the number of copies.
+            copies: The number of copies.
             fwd_hooks: TransformerLens hooks.
-            **options: as in `BoundTarget.values` (`batch`, the changed copies; `resid_pre` of the first
+            **options: As in `BoundTarget.values` (`batch`, the changed copies; `resid_pre` of the first
                 block).
         """
         return self.bound.values(self._index(copies), fwd_hooks, **options)
@@ -105,8 +105,8 @@ class InterventionPasses:
         """Compute the target without each group of positions, averaged over the samples of a removal.
 
         Args:
-            removal: the removal of a group's positions.
-            removed: for each group, its positions in the prompt.
+            removal: The removal of a group's positions.
+            removed: For each group, its positions in the prompt.
         """
         block = self.first_block
         inputs = torch.zeros(len(removed), block.real.shape[1], dtype=torch.bool, device=block.real.device)
@@ -139,19 +139,19 @@ def intervention_passes(
     """Yield a prompt after its clean pass, with its target bound; the model is unchanged afterwards.
 
     Args:
-        model: as in `lm.run`.
-        prompt: as in `lm.run`, a single one.
-        target: the target (`lens_mix.targets`, or any callable logits -> [copy]); None for the log
+        model: As in `lm.run`.
+        prompt: As in `lm.run`, a single one.
+        target: The target (`lens_mix.targets`, or any callable logits -> [copy]); None for the log
             probability of the model's last prediction.
-        part: as in `lm.run`.
-        max_memory: as in `lm.run`.
-        prepend_bos: as in `lm.run`.
-        attention_mask: as in `lm.run`.
-        **inputs: as in `lm.run`.
+        part: As in `lm.run`.
+        max_memory: As in `lm.run`.
+        prepend_bos: As in `lm.run`.
+        attention_mask: As in `lm.run`.
+        **inputs: As in `lm.run`.
 
     Raises:
-        TypeError, ValueError: an input is wrong, as in `lm.run`, or the target does not fit the prompt.
-        UnsupportedModelError: hooks on values and patterns can't be used on this model.
+        TypeError, ValueError: An input is wrong, as in `lm.run`, or the target does not fit the prompt.
+        UnsupportedModelError: Hooks on values and patterns can't be used on this model.
     """
     target = targets.predicted(of="log_probability") if target is None else target
     methods = {"interventions": _Interventions(targets.as_target(target))}
@@ -166,7 +166,7 @@ def read_rows(rows: Any, length: int) -> tuple[dict[str, Float[Tensor, " key"]],
     """Return name -> scores over a prompt's positions, in float64, and whether a single row was given.
 
     Raises:
-        TypeError, ValueError: the argument is neither a row nor rows by name, has another number of keys, or
+        TypeError, ValueError: The argument is neither a row nor rows by name, has another number of keys, or
         has
             NaN or infinity.
     """

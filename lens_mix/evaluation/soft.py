@@ -81,9 +81,9 @@ def soft_faithfulness(
     (2026) keep the expected retention fixed, and call the measures π-Soft-NC and π-Soft-NS. Only the abstract
     of their paper was available, so the retention is matched in a way of our own: a row's positive scores are
     multiplied by the one factor for which the mean of min(1, factor × score) is π. If all positive scores
-    reach 1 before, the other positions share the rest equally. For x'' the share that is REMOVED is computed
-    in this way, with mean 1 − π. So every row keeps the same expected share π in both inputs. All rows use
-    the same random numbers.
+    reach 1 and their mean is still below π, the other positions share the rest equally. For x'' the removed
+    share, with mean 1 − π, is computed in the same way. So every row keeps the same expected share π in both
+    inputs. All rows use the same random numbers.
 
     The mask is applied to the vector that enters the first block: the token's embedding, plus a position
     embedding if the model adds one, after the embedding norm if there is one. (The paper masks token
@@ -99,7 +99,7 @@ def soft_faithfulness(
         target: A probability: `lm.targets.predicted()` (the default) or `.probability(...)`.
         positions: The positions that are masked. None: all that the target's position can see.
         seed: The seed of the draws.
-        **options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
+        **options: Part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
 
     Returns:
         A `SoftFaithfulness`, or a dict of them by name if `rows` has names.

@@ -223,7 +223,7 @@ def _set_flow_amounts(graph: nx.DiGraph, source: tuple[int, int], target: tuple[
             graph.edges[start, end]["amount"] = amount / value
             into[end] += amount / value
     for _, end, values in graph.edges(data=True):
-        # Of the flow that enters the end of this edge, the weight is the share that comes through the edge.
+        # The weight is this edge's share of the flow that enters its end.
         values["weight"] = values["amount"] / into[end] if into[end] > 0 else 0.0
 
 

@@ -39,7 +39,7 @@ class HookFunction(abc.ABC):
     """Act on one forward pass; TransformerLens calls the object as `function(tensor, hook=hook_point)`.
 
     Attributes:
-        calls: how often the intervention or the recording was done; 0 if the hook had no effect.
+        calls: How often the intervention or the recording was done; 0 if the hook had no effect.
     """
 
     calls: int = 0
@@ -61,11 +61,11 @@ def must_fire(*pairs: HookPair) -> Iterator[list[HookPair]]:
     ignore unknown names, and all of them accept a filter that matches nothing.
 
     Args:
-        *pairs: pairs that functions of `lens_mix.hooks` return.
+        *pairs: Pairs that functions of `lens_mix.hooks` return.
 
     Raises:
-        RuntimeError: at the end of the block, with the names of the hooks whose `calls` did not grow.
-        TypeError: an argument is not such a pair.
+        RuntimeError: At the end of the block, with the names of the hooks whose `calls` did not grow.
+        TypeError: An argument is not such a pair.
 
     Example:
         ```python
@@ -100,8 +100,8 @@ class AttentionHook(HookFunction):
     `on_pattern` and `on_mixed`. The pair for `fwd_hooks=` is `(hook.matches, hook)`.
 
     Attributes:
-        points: some of "queries", "values", "scores", "pattern" and "mixed".
-        module: the name of the attention module, as "blocks.0.attn".
+        points: Some of "queries", "values", "scores", "pattern" and "mixed".
+        module: The name of the attention module, as "blocks.0.attn".
     """
 
     points: tuple[str, ...] = ()
@@ -175,8 +175,8 @@ class AttentionHook(HookFunction):
         """Return new values, or None to leave them unchanged.
 
         Args:
-            values: the values, one per value head.
-            n_heads: the number of query heads; None if the queries did not fire.
+            values: The values, one per value head.
+            n_heads: The number of query heads; None if the queries did not fire.
         """
         return None
 
@@ -188,8 +188,8 @@ class AttentionHook(HookFunction):
         """Return new scores, or None to leave them unchanged; some models never show them before the mixing.
 
         Args:
-            scores: the attention scores before their softmax.
-            values: the values of the same pass.
+            scores: The attention scores before their softmax.
+            values: The values of the same pass.
         """
         return None
 
@@ -201,8 +201,8 @@ class AttentionHook(HookFunction):
         """Return a new pattern, or None to leave it unchanged.
 
         Args:
-            pattern: the pattern before it mixes the values; `on_mixed` gets this one, not the new one.
-            values: the values of the same pass.
+            pattern: The pattern before it mixes the values; `on_mixed` gets this one, not the new one.
+            values: The values of the same pass.
         """
         return None
 
@@ -215,9 +215,9 @@ class AttentionHook(HookFunction):
         """Return new mixed values, or None to leave them unchanged.
 
         Args:
-            mixed: the mixed values z of all query heads.
-            values: the values of the same pass.
-            pattern: the pattern of the same pass; None if it did not fire.
+            mixed: The mixed values z of all query heads.
+            values: The values of the same pass.
+            pattern: The pattern of the same pass; None if it did not fire.
         """
         return None
 

@@ -21,9 +21,9 @@ def scale_gradient(name: str, factor: float) -> HookPair:
     """Multiply the gradient with respect to one activation by a factor.
 
     Args:
-        name: the hook point, as `"blocks.0.attn.hook_v"`. The gradient is changed if later activations of the
+        name: The hook point, as `"blocks.0.attn.hook_v"`. The gradient is changed if later activations of the
             model are computed from the tensor that the hook point shows.
-        factor: any finite number; 0 stops the gradient.
+        factor: Any finite number; 0 stops the gradient.
 
     Returns:
         A pair for `fwd_hooks=`.
@@ -65,16 +65,16 @@ def scale_pattern_gradient(
     `must_fire` too, and use eager attention for such a model.
 
     Args:
-        layer: the layer, counted from 0.
-        factor: any finite number; it multiplies the gradients of queries and keys alike.
+        layer: The layer, counted from 0.
+        factor: Any finite number; it multiplies the gradients of queries and keys alike.
         temperature: T, above 0.
-        attention: the module's name, as in `zero_values`.
+        attention: The module's name, as in `zero_values`.
 
     Returns:
         A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError: an argument has a wrong type.
+        TypeError: An argument has a wrong type.
         ValueError: a number is not finite or out of bounds.
 
     Example:
@@ -105,7 +105,7 @@ def freeze_scale(norm: str) -> HookPair:
     error.
 
     Args:
-        norm: the name of the norm, as `"blocks.0.ln1"` or `"ln_final"`.
+        norm: The name of the norm, as `"blocks.0.ln1"` or `"ln_final"`.
 
     Returns:
         A pair for `fwd_hooks=`.
@@ -139,9 +139,9 @@ def hold_activation_ratio(
     factors gets half of the gradient.
 
     Args:
-        mlp: the name of the feed-forward, as `"blocks.0.mlp"`.
-        act: its activation function; the pass checks that its result is what `hook_post` shows.
-        gated: whether the feed-forward has a gate. `hook_pre` then shows the gate's pre-activation, and
+        mlp: The name of the feed-forward, as `"blocks.0.mlp"`.
+        act: Its activation function; the pass checks that its result is what `hook_post` shows.
+        gated: Whether the feed-forward has a gate. `hook_pre` then shows the gate's pre-activation, and
             `hook_pre_linear` the vector that the gate multiplies.
         bias: a bias that is added after the activation and before the last matrix, if there is one.
 
@@ -149,8 +149,8 @@ def hold_activation_ratio(
         One pair per hook point, in the order of a pass.
 
     Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: in the pass: the result of `act` is not what `hook_post` shows.
+        TypeError: An argument has a wrong type.
+        ValueError: In the pass: the result of `act` is not what `hook_post` shows.
 
     Example:
         ```python

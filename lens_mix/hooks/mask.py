@@ -30,10 +30,10 @@ def mask_attention(
     1.6e-2), it is treated as rounding.
 
     Args:
-        layer: the layer, counted from 0.
+        layer: The layer, counted from 0.
         allowed: True where a query may attend to a key: [query key], [head query key] or
             [batch head query key]. Heads are query heads. The axes batch and head may have size 1.
-        attention: the module's name, as in `zero_values`.
+        attention: The module's name, as in `zero_values`.
 
     Returns:
         A pair for `fwd_hooks=`.
@@ -42,7 +42,7 @@ def mask_attention(
         TypeError: `allowed` is not a bool tensor.
         ValueError: `allowed` has a wrong number of dimensions; in the pass: its heads, positions or batch are
             not those of the model.
-        RuntimeError: in the pass: a query has no weight at its allowed keys, or one of the cases of
+        RuntimeError: In the pass: a query has no weight at its allowed keys, or one of the cases of
             `mask_keys`.
 
     Example:
@@ -72,18 +72,18 @@ def mask_keys(
     keys j. The other tokens keep their positions. A row without any other key stays as it is.
 
     Args:
-        layer: the layer, counted from 0.
-        position: the keys to hide, in one of the forms of `zero_values`.
-        positions: instead of `position`, several keys to hide in every example.
-        attention: the module's name, as in `zero_values`.
+        layer: The layer, counted from 0.
+        position: The keys to hide, in one of the forms of `zero_values`.
+        positions: Instead of `position`, several keys to hide in every example.
+        attention: The module's name, as in `zero_values`.
 
     Returns:
         A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError: as in `zero_values`.
-        ValueError: as in `zero_values`.
-        RuntimeError: in the pass: `hook_z` is not pattern @ values, or no pattern fired before `hook_z`. The
+        TypeError: As in `zero_values`.
+        ValueError: As in `zero_values`.
+        RuntimeError: In the pass: `hook_z` is not pattern @ values, or no pattern fired before `hook_z`. The
             second happens if a TransformerBridge leaves attention to transformers: give the model an
             attention mask instead.
 

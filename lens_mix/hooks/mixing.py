@@ -34,8 +34,8 @@ def sink(
     The result is in float32 or wider.
 
     Args:
-        pattern: the attention pattern.
-        scores: the scores of the same pass. With them, small weights are as exact as the largest of their
+        pattern: The attention pattern.
+        scores: The scores of the same pass. With them, small weights are as exact as the largest of their
             head.
     """
     # Each weight is rounded, so the sum of a row is wrong by up to half an epsilon, and by a whole one if the
@@ -87,10 +87,10 @@ def check_mixing(
     """Raise an error unless z is pattern @ values in this pass.
 
     Args:
-        argument: the user's argument that makes the check necessary; the error names it.
+        argument: The user's argument that makes the check necessary; the error names it.
         mixed: z, as the model computed it.
-        pattern: the pattern of the pass.
-        values: the values of the pass.
+        pattern: The pattern of the pass.
+        values: The values of the pass.
 
     Raises:
         RuntimeError: z is something else, or the shapes do not fit.

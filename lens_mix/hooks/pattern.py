@@ -33,10 +33,10 @@ def scale_pattern(
     such hooks on one layer multiply their factors.
 
     Args:
-        layer: the layer, counted from 0.
+        layer: The layer, counted from 0.
         factor: a number, or one per query head [head]. A tensor that requires grad gets its gradient. For a
             factor per query and key use `replace_pattern`.
-        attention: the module's name, as in `zero_values`.
+        attention: The module's name, as in `zero_values`.
 
     Returns:
         A pair for `fwd_hooks=`.
@@ -78,9 +78,9 @@ def prune_heads(layer: int, heads: Iterable[int] | int, *, attention: str = DEFA
     The bias of the attention output remains.
 
     Args:
-        layer: the layer, counted from 0.
-        heads: the query heads to remove, counted from 0.
-        attention: the module's name, as in `zero_values`.
+        layer: The layer, counted from 0.
+        heads: The query heads to remove, counted from 0.
+        attention: The module's name, as in `zero_values`.
 
     Returns:
         A pair for `fwd_hooks=`.
@@ -108,9 +108,9 @@ def replace_pattern(
     values. A leaf tensor that is used as the pattern gets its gradient on every model.
 
     Args:
-        layer: the layer, counted from 0.
+        layer: The layer, counted from 0.
         pattern: [head query key] for every example, or [batch head query key]; one pattern per query head.
-        attention: the module's name, as in `zero_values`.
+        attention: The module's name, as in `zero_values`.
 
     Returns:
         A pair for `fwd_hooks=`.
@@ -119,7 +119,7 @@ def replace_pattern(
         TypeError: `pattern` is not a tensor of real numbers.
         ValueError: `pattern` has a wrong number of dimensions; in the pass: its heads, positions or batch are
             not those of the model.
-        RuntimeError: in the pass: `hook_z` is not the model's own `pattern @ values`. This is found only if
+        RuntimeError: In the pass: `hook_z` is not the model's own `pattern @ values`. This is found only if
             `hook_pattern` fires before `hook_z`.
 
     Example:
@@ -150,13 +150,13 @@ def freeze_pattern(
     frozen pattern is a constant, like the "frozen" attention of circuit analysis.
 
     Args:
-        layer: the layer, counted from 0.
-        source: what contains the pattern [batch head query key]: a dict filled by `record`, a TransformerLens
+        layer: The layer, counted from 0.
+        source: What contains the pattern [batch head query key]: a dict filled by `record`, a TransformerLens
             ActivationCache, or the tensor itself.
         edit: a function of the frozen pattern that returns the pattern to use instead. For example,
             `lambda pattern: pattern * kept` keeps some cells only. It is called in the pass, so that only one
             layer's new pattern is in memory at a time. None: the frozen pattern is used.
-        attention: the module's name, as in `zero_values`.
+        attention: The module's name, as in `zero_values`.
 
     Returns:
         A pair for `fwd_hooks=`.
@@ -165,7 +165,7 @@ def freeze_pattern(
         TypeError: `source` is neither a tensor nor a mapping, or `edit` cannot be called.
         ValueError: `source` has no `hook_pattern` of this layer. The pattern, and the result of `edit`, raise
             the errors of `replace_pattern`.
-        RuntimeError: as in `replace_pattern`.
+        RuntimeError: As in `replace_pattern`.
 
     Example:
         ```python
@@ -207,9 +207,9 @@ def add_to_pattern(
     The rows of the new pattern need not sum to one.
 
     Args:
-        layer: the layer, counted from 0.
+        layer: The layer, counted from 0.
         addition: [head query key] for every example, or [batch head query key]; one per query head.
-        attention: the module's name, as in `zero_values`.
+        attention: The module's name, as in `zero_values`.
 
     Returns:
         A pair for `fwd_hooks=`.
@@ -217,7 +217,7 @@ def add_to_pattern(
     Raises:
         TypeError: `addition` is not a tensor of real numbers.
         ValueError: `addition` has wrong dimensions, as in `replace_pattern`.
-        RuntimeError: as in `replace_pattern`.
+        RuntimeError: As in `replace_pattern`.
 
     Example:
         ```python

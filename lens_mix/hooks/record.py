@@ -44,9 +44,9 @@ def record(
     computes no pattern.
 
     Args:
-        store: the dict to fill; each pass overwrites the tensors of the last one.
-        name: the hook point, as `"blocks.0.hook_resid_pre"`.
-        detach: whether to detach the tensor from the autograd graph. Use False to differentiate with respect
+        store: The dict to fill; each pass overwrites the tensors of the last one.
+        name: The hook point, as `"blocks.0.hook_resid_pre"`.
+        detach: Whether to detach the tensor from the autograd graph. Use False to differentiate with respect
             to it.
         select: a function that returns the piece of the tensor to store, as `lambda pattern:
             pattern[:, :, -1]` for the last query's row. A view is copied, so that the whole tensor can be
@@ -85,15 +85,15 @@ def record_all(
     """Store several activations of a pass in a dict, each under its name.
 
     Args:
-        store: the dict to fill, as in `record`.
-        names: the hook points, as in `record`.
-        detach: whether to detach the tensors from the autograd graph.
+        store: The dict to fill, as in `record`.
+        names: The hook points, as in `record`.
+        detach: Whether to detach the tensors from the autograd graph.
 
     Returns:
         One pair per name, in their order.
 
     Raises:
-        TypeError: as in `record`, or `names` is one string instead of several.
+        TypeError: As in `record`, or `names` is one string instead of several.
 
     Example:
         ```python
@@ -119,18 +119,18 @@ def record_attention(
     """Store some of the tensors that one layer's attention reads or computes.
 
     Args:
-        layer: the layer, counted from 0.
-        store: the dict to fill; its keys are TransformerLens's names.
-        roles: some of "query", "value", "pattern", "z", and "resid_pre" for the stream that enters the block.
-        queries: the query positions to keep in each example; values are kept for all positions. None: all.
-        attention: the module's name, as in `zero_values`.
+        layer: The layer, counted from 0.
+        store: The dict to fill; its keys are TransformerLens's names.
+        roles: Some of "query", "value", "pattern", "z", and "resid_pre" for the stream that enters the block.
+        queries: The query positions to keep in each example; values are kept for all positions. None: all.
+        attention: The module's name, as in `zero_values`.
 
     Returns:
         One pair per role, in their order.
 
     Raises:
         TypeError: `queries` is not an integer tensor [batch query].
-        ValueError: an unknown role.
+        ValueError: An unknown role.
 
     Example:
         ```python
@@ -174,9 +174,9 @@ def record_mixing(
     transformers, which shows the pattern after the mixing, or never.
 
     Args:
-        layer: the layer, counted from 0.
-        store: the dict to fill; each pass overwrites the tensors of the last one.
-        attention: the module's name, as in `zero_values`.
+        layer: The layer, counted from 0.
+        store: The dict to fill; each pass overwrites the tensors of the last one.
+        attention: The module's name, as in `zero_values`.
 
     Returns:
         A pair for `fwd_hooks=`.
@@ -213,10 +213,10 @@ def watch_pattern(
     computes no pattern.
 
     Args:
-        layer: the layer, counted from 0.
+        layer: The layer, counted from 0.
         watch: a function that is called in each pass with the pattern [batch head query key], detached from
             its gradient. Its result is ignored.
-        attention: the module's name, as in `zero_values`.
+        attention: The module's name, as in `zero_values`.
 
     Returns:
         A pair for `fwd_hooks=`.

@@ -33,17 +33,17 @@ def zero_values(
     3.1). Queries still attend to position j, but read nothing from it.
 
     Args:
-        layer: the layer, counted from 0.
-        position: the positions (of the keys) to zero, in one of these forms:
+        layer: The layer, counted from 0.
+        position: The positions (of the keys) to zero, in one of these forms:
             an `int`, the same position in every example (negative: from the end);
             a `slice`, a span of positions, the same in every example;
             an integer tensor [batch], a different position in each example;
             a bool tensor [batch key], any set of positions in each example, or [key], the same set in all.
             A list raises an error, as it could mean one position per example or several in all examples.
-        positions: instead of `position`: several positions, zeroed together in every example.
-        heads: the query heads, as `hook_pattern` counts them, for which the value is zeroed. Other query
+        positions: Instead of `position`: several positions, zeroed together in every example.
+        heads: The query heads, as `hook_pattern` counts them, for which the value is zeroed. Other query
             heads that share the value head keep the value. None: all heads.
-        attention: the name of the attention module, with `{layer}`: `"encoder.{layer}.attn"`,
+        attention: The name of the attention module, with `{layer}`: `"encoder.{layer}.attn"`,
             `"decoder.{layer}.attn"` or `"decoder.{layer}.cross_attn"` on HookedEncoderDecoder;
             `"encoder_blocks.{layer}.attn"`, `"decoder_blocks.{layer}.self_attn"` or
             `"decoder_blocks.{layer}.cross_attn"` on TransformerBridge.
@@ -52,10 +52,10 @@ def zero_values(
         A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: here or in the pass: a position or a head that does not exist, or a tensor for another
+        TypeError: An argument has a wrong type.
+        ValueError: Here or in the pass: a position or a head that does not exist, or a tensor for another
             batch.
-        RuntimeError: in the pass, if the chosen heads share values: no pattern fired, or an error of
+        RuntimeError: In the pass, if the chosen heads share values: no pattern fired, or an error of
             `replace_pattern`.
 
     Example:
@@ -81,8 +81,8 @@ def zero_queries(layer: int, *, attention: str = DEFAULT_ATTENTION) -> HookPair:
     over the keys that the mask allows. A key that has no weight in any head is a masked key.
 
     Args:
-        layer: the layer, counted from 0.
-        attention: the module's name, as in `zero_values`.
+        layer: The layer, counted from 0.
+        attention: The module's name, as in `zero_values`.
 
     Returns:
         A pair for `fwd_hooks=`.

@@ -105,8 +105,8 @@ class LinearNorm:
     """A norm that always divides by its scale at one state; it is linear and differentiable.
 
     Attributes:
-        norm: the norm; None for the identity.
-        state: the state that determines the scale, usually the norm's input in the clean pass.
+        norm: The norm; None for the identity.
+        state: The state that determines the scale, usually the norm's input in the clean pass.
     """
 
     norm: Norm | None
@@ -128,8 +128,8 @@ class LinearNorm:
         """Return γ ⊙ (v - mean v) / scale (RMSNorm does not centre).
 
         Args:
-            vectors: the state, or shares or changes of it; an additional axis has several vectors per row.
-            rows: the rows of the vectors, on the second axis of the state.
+            vectors: The state, or shares or changes of it; an additional axis has several vectors per row.
+            rows: The rows of the vectors, on the second axis of the state.
         """
         if self.norm is None:
             return vectors
@@ -222,14 +222,14 @@ class BlockAnatomy:
     """One block's components and their order (see the module's docstring for the equations).
 
     Attributes:
-        placement: the places of the norms.
-        parallel: whether the feed-forward reads the block's input instead of the middle of the block.
+        placement: The places of the norms.
+        parallel: Whether the feed-forward reads the block's input instead of the middle of the block.
         feed_forward: None if the block has none, or one that has another form.
         feed_forward_kind: "plain", "gated", "mixture", "opaque" (unknown), "offloaded" (its weights can't be
             read) or "none".
-        cross: whether a cross-attention branch is between the two.
-        before: the norm after the self-attention, for an anatomy made by `by_cross_attention`; else None.
-        residual_multiplier: the factor of the branches before they are added to the residual stream.
+        cross: Whether a cross-attention branch is between the two.
+        before: The norm after the self-attention, for an anatomy made by `by_cross_attention`; else None.
+        residual_multiplier: The factor of the branches before they are added to the residual stream.
     """
 
     placement: Placement

@@ -19,7 +19,7 @@ _FREQUENCIES, _ORIGINAL = "inv_freq", "original_inv_freq"
 
 def rotary_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules that contain the frequencies of rotary angles."""
-    # Most modules have no buffers, and this first test is fast. Every run calls this function.
+    # Every run calls this function. Most modules have no buffers, so this test excludes them quickly.
     with_buffers = (module for module in modules if module._buffers)
     return [module for module in with_buffers if any(name.endswith(_FREQUENCIES) for name in module._buffers)]
 

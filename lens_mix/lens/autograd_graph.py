@@ -37,12 +37,12 @@ class AutogradGraph:
     """The autograd graph from the first block's input to the last block's output, with changed rules.
 
     Args:
-        lens: the face of the model.
-        anatomies: the anatomies of all blocks.
-        rules: the rules of the backward pass.
+        lens: The face of the model.
+        anatomies: The anatomies of all blocks.
+        rules: The rules of the backward pass.
 
     Attributes:
-        rules: the rules of the backward pass.
+        rules: The rules of the backward pass.
     """
 
     def __init__(self, lens: Lens, anatomies: Sequence[BlockAnatomy], rules: Rules) -> None:
@@ -67,7 +67,7 @@ class AutogradGraph:
         """Return every layer's mixing with the gradient of a number; the autograd graph is kept.
 
         Raises:
-            ValueError: the number has no gradient.
+            ValueError: The number has no gradient.
             UnsupportedModelError: a layer or a changed rule gets no gradient, or the mixed values of a layer
                 are not pattern @ values.
         """

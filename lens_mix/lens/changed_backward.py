@@ -69,16 +69,16 @@ def changed_backward(
     """Enter a context whose backward passes follow the rules, and yield the residual streams after blocks.
 
     Args:
-        lens: the face of the model.
-        anatomies: the anatomies of all blocks of the stack.
-        rules: the rules of the backward pass.
-        below: for the joint part, the anatomies of the encoder's blocks; gradients propagate through them
+        lens: The face of the model.
+        anatomies: The anatomies of all blocks of the stack.
+        rules: The rules of the backward pass.
+        below: For the joint part, the anatomies of the encoder's blocks; gradients propagate through them
             too.
-        after: numbers of blocks, each 1 or more; the residual stream after so many blocks is kept.
+        after: Numbers of blocks, each 1 or more; the residual stream after so many blocks is kept.
         constants: a leaf with a 1 per example of the passes. With rules that conserve, its gradient is the
             share of the target that comes from no token: from biases and, in a decoder alone, from the
             encoder.
-        logits: whether the passes compute logits.
+        logits: Whether the passes compute logits.
 
     Yields:
         number of blocks -> the residual stream after them, once a pass has run.
@@ -98,10 +98,10 @@ class ChangedRules:
     """The rules on one model, for several passes; other arguments and errors are as in `changed_backward`.
 
     Args:
-        leaf: whether the first pass starts from a leaf: the detached residual stream before the first block.
+        leaf: Whether the first pass starts from a leaf: the detached residual stream before the first block.
 
     Attributes:
-        streams: number of blocks -> the residual stream after them, from passes with gradients.
+        streams: Number of blocks -> the residual stream after them, from passes with gradients.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ChangedRules:
         """Enter a context whose passes with gradients follow the rules.
 
         Args:
-            fwd_hooks: further TransformerLens hooks, which run after those of the rules.
+            fwd_hooks: Further TransformerLens hooks, which run after those of the rules.
         """
         with self._lens.hooked([*self._pairs, *fwd_hooks]), Changes(self._changes):
             yield

@@ -42,18 +42,18 @@ class CleanPass:
     """The records of one forward pass without interventions.
 
     Attributes:
-        lens: the face of the model.
-        batch: the prompts.
-        calls: layer -> the block's arguments and output, at all positions.
-        recorded: hook name -> tensor, for the requested hooks.
-        attended: watched layer -> the mask of the keys that got weight from any head.
-        rows: the rows of the recorded patterns and z, and of `attended`; None for all positions.
-        replays: layer -> the block's replay.
-        cache: layer -> results that the methods of one run share, until the block has been mapped.
-        z_factors: layer -> the factors by which user hooks multiply z of each head.
-        entering: layer -> the residual stream before a mapped cross-attention.
-        source_calls: for the joint part, the arguments and output of the encoder's first block.
-        graph: the autograd graph of the pass; None if it was not requested.
+        lens: The face of the model.
+        batch: The prompts.
+        calls: Layer -> the block's arguments and output, at all positions.
+        recorded: Hook name -> tensor, for the requested hooks.
+        attended: Watched layer -> the mask of the keys that got weight from any head.
+        rows: The rows of the recorded patterns and z, and of `attended`; None for all positions.
+        replays: Layer -> the block's replay.
+        cache: Layer -> results that the methods of one run share, until the block has been mapped.
+        z_factors: Layer -> the factors by which user hooks multiply z of each head.
+        entering: Layer -> the residual stream before a mapped cross-attention.
+        source_calls: For the joint part, the arguments and output of the encoder's first block.
+        graph: The autograd graph of the pass; None if it was not requested.
     """
 
     lens: Lens
@@ -140,16 +140,16 @@ def clean_pass(
     """Make one forward pass, and record the blocks' calls and the tensors of the hooks.
 
     Args:
-        lens: the face of the model.
-        batch: the prompts.
+        lens: The face of the model.
+        batch: The prompts.
         fwd_hooks: TransformerLens hooks that record, into `recorded`.
-        recorded: the dictionary that the hooks fill.
-        required: hook names that have to be in `recorded` afterwards.
-        watched: the layers to fill `CleanPass.attended` for; None for all that run and have attention.
-        stop_after: the last block to run; the pass ends there.
-        rows: the rows that the hooks record; None for all positions.
-        as_given: as in `Lens.forward`.
-        graph: the autograd graph that the pass builds; the pass has to reach the last block.
+        recorded: The dictionary that the hooks fill.
+        required: Hook names that have to be in `recorded` afterwards.
+        watched: The layers to fill `CleanPass.attended` for; None for all that run and have attention.
+        stop_after: The last block to run; the pass ends there.
+        rows: The rows that the hooks record; None for all positions.
+        as_given: As in `Lens.forward`.
+        graph: The autograd graph that the pass builds; the pass has to reach the last block.
 
     Raises:
         ValueError: a hook point is missing, an input is out of range, or a block's output is not finite.
@@ -188,8 +188,8 @@ def _explain(lens: Lens, batch: Batch, problem: Exception) -> None:
     """Raise an error that explains why the model's own forward pass fails, if it does.
 
     Raises:
-        ValueError: an input is out of the model's range.
-        UnsupportedModelError: the model mixes dtypes, or a pass with the user's own inputs fails too.
+        ValueError: An input is out of the model's range.
+        UnsupportedModelError: The model mixes dtypes, or a pass with the user's own inputs fails too.
     """
     if isinstance(problem, IndexError) and batch.inputs:
         got = {name: f"{value.min()}..{value.max()}" for name, value in batch.inputs.items()}

@@ -36,11 +36,11 @@ class ComponentError:
     """The result of rebuilding one component of one block.
 
     Attributes:
-        layer: the block.
-        component: its name.
-        error: the largest relative error of any row; None if the component can't be rebuilt.
-        tolerance: the largest accepted error in the model's dtype.
-        note: why there is no error, or what was found.
+        layer: The block.
+        component: Its name.
+        error: The largest relative error of any row; None if the component can't be rebuilt.
+        tolerance: The largest accepted error in the model's dtype.
+        note: Why there is no error, or what was found.
     """
 
     layer: int
@@ -72,20 +72,20 @@ class Component(Generic[R]):
     """One entry of the table.
 
     Attributes:
-        name: the component's name, a column of `lens_mix.check`.
-        formula: how it is rebuilt, in words.
-        recorded: what the rebuilt component is compared with, in words.
-        rebuild: computes it from the recorded tensors, [batch row ...]; None if one of them is missing, or if
+        name: The component's name, a column of `lens_mix.check`.
+        formula: How it is rebuilt, in words.
+        recorded: What the rebuilt component is compared with, in words.
+        rebuild: Computes it from the recorded tensors, [batch row ...]; None if one of them is missing, or if
             the anatomy has no formula for it. It raises `_NotRebuilt` if the shapes are unexpected.
-        compare_with: returns the recorded tensor, [batch row ...]; None if it was not recorded.
-        needed_for: what can't run without it: "hooks" (which every method needs), "algebra", a name that
+        compare_with: Returns the recorded tensor, [batch row ...]; None if it was not recorded.
+        needed_for: What can't run without it: "hooks" (which every method needs), "algebra", a name that
             only some methods list in their `needs`, or "next_norm" (the norm that reads a block's output).
-        checked_for: the engine, or the name in `needs`, for which it is compared again on a run's own
+        checked_for: The engine, or the name in `needs`, for which it is compared again on a run's own
             prompts; "" if it is not compared again.
-        claim: the expectation on these prompts, for the error message.
-        of_keys: whether it has one vector per key instead of one per row.
-        needs_replay: whether rebuilding it runs the block again, with any anatomy.
-        sketched: returns the block with an anatomy that rebuilds the sketch of the component
+        claim: The expectation on these prompts, for the error message.
+        of_keys: Whether it has one vector per key instead of one per row.
+        needs_replay: Whether rebuilding it runs the block again, with any anatomy.
+        sketched: Returns the block with an anatomy that rebuilds the sketch of the component
             (`lens_mix.lens.sketch`); None if the component is always rebuilt as a whole.
     """
 
@@ -134,10 +134,10 @@ def measure(
     """Rebuild a component of a block, compare it, and return the result.
 
     Args:
-        component: an entry of the table.
-        block: the recorded tensors of the block, and its anatomy.
-        places: which of the recorded rows to rebuild, in chunks of bounded memory; None for all rows at once.
-        by_sketch: whether to compare the sketch of a component that has one, at every row or key.
+        component: An entry of the table.
+        block: The recorded tensors of the block, and its anatomy.
+        places: Which of the recorded rows to rebuild, in chunks of bounded memory; None for all rows at once.
+        by_sketch: Whether to compare the sketch of a component that has one, at every row or key.
     """
     error, note = None, ""
     try:

@@ -42,14 +42,14 @@ def logits_from(
     """Run the model with hooks from a block on, and return its logits.
 
     Args:
-        clean: the clean pass to start from.
-        layer: the first block to run.
+        clean: The clean pass to start from.
+        layer: The first block to run.
         fwd_hooks: TransformerLens hooks for this pass.
-        positions: the only positions to unembed, one or several per example; None for all.
-        **options: further arguments of `run_from`.
+        positions: The only positions to unembed, one or several per example; None for all.
+        **options: Further arguments of `run_from`.
 
     Raises:
-        UnsupportedModelError: the block does not reproduce its output, or the model returns no logits.
+        UnsupportedModelError: The block does not reproduce its output, or the model returns no logits.
     """
     with clean.lens.evaluation_mode(), unembedding_at(clean.lens.model, positions) as narrowed:
         out = run_from(clean, layer, fwd_hooks, **options)
@@ -75,7 +75,7 @@ def unembedding_from(clean: CleanPass, norm: Norm | None) -> Unembedding:
     """Return the model's unembedding, verified on a pass that reached the last block.
 
     Raises:
-        UnsupportedModelError: the logits are not the unembedding of the last residual stream after `norm`.
+        UnsupportedModelError: The logits are not the unembedding of the last residual stream after `norm`.
     """
     lens, last = clean.lens, clean.lens.n_layers - 1
     if lens.stack.name == "encoder":
@@ -118,16 +118,16 @@ def run_from(
     """Run the model with interventions from a block on, and return its output.
 
     Args:
-        clean: the clean pass to start from.
-        layer: the first block to run.
+        clean: The clean pass to start from.
+        layer: The first block to run.
         fwd_hooks: TransformerLens hooks for this pass, which get `[copy, ...]` tensors.
-        resid_pre: the input of that block; None for the clean residual stream. For the joint part, the inputs
+        resid_pre: The input of that block; None for the clean residual stream. For the joint part, the inputs
             of the encoder and the decoder (`CleanPass.inputs`).
-        resid_post: the output of the last block; no block is run then.
-        rows: the example of the clean batch that each copy is made from; None for each example once.
-        gradients: whether to build the autograd graph.
-        batch: other prompts to run instead, from their tokens on; `layer` and `rows` have no effect then.
-        changes: further changes to the model.
+        resid_post: The output of the last block; no block is run then.
+        rows: The example of the clean batch that each copy is made from; None for each example once.
+        gradients: Whether to build the autograd graph.
+        batch: Other prompts to run instead, from their tokens on; `layer` and `rows` have no effect then.
+        changes: Further changes to the model.
     """
     lens = clean.lens
     entering: list[Change] = []
@@ -170,7 +170,7 @@ def prompt_logits(lens: Lens, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
     """Return the logits of one prompt, as the user gave it.
 
     Raises:
-        UnsupportedModelError: this release of TransformerLens computes wrong logits for such models.
+        UnsupportedModelError: This release of TransformerLens computes wrong logits for such models.
     """
     wrong = known_faults.wrong_logits(lens.model_class, transformer_lens_version())
     if wrong is not None:

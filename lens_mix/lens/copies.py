@@ -16,8 +16,8 @@ def count_copies(
 
     Args:
         lens: The lens of the model.
-        max_memory: The number of bytes for the temporary tensors of one chunk. None: only a bound that keeps
-            a processor's caches useful.
+        max_memory: The number of bytes for the temporary tensors of one chunk. None: at most as many
+            copies as keep a processor's caches effective.
         positions: The length of the prompt.
         blocks: The number of blocks whose temporary tensors are in memory at the same time: those that a
             gradient passes through.

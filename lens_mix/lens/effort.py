@@ -81,10 +81,10 @@ def row_passes(
     """Return about how many forward passes the asked rows take.
 
     Args:
-        blocks: those of the whole model.
-        each: the forward passes of one row.
-        reason: what they are for.
-        cheaper: what to ask for instead of one row; instead of several rows, the last one is cheaper.
+        blocks: Those of the whole model.
+        each: The forward passes of one row.
+        reason: What they are for.
+        cheaper: What to ask for instead of one row; instead of several rows, the last one is cheaper.
     """
     rows = blocks[-1].real_queries.sum(dim=1)
     if int(rows.max()) > 1:

@@ -1,4 +1,4 @@
-"""The tensors that a clean pass recorded of one block, or after the last one, to rebuild components from."""
+"""Provide the tensors that a clean pass recorded in one block, or after the last one, for rebuilding."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class RecordedBlock:
     A tensor is converted to `wide_dtype` when it is first read, so unread tensors cost nothing.
 
     Attributes:
-        clean: the clean pass, which recorded the tensors that the components read.
-        layer: the block.
-        anatomy: the anatomy to rebuild the block with.
-        outputs: role -> output of a module in the block, at all positions. A run does not record them.
-        places: indices into the rows that the clean pass recorded; None for all of them.
+        clean: The clean pass, which recorded the tensors that the components read.
+        layer: The block.
+        anatomy: The anatomy to rebuild the block with.
+        outputs: Role -> output of a module in the block, at all positions. A run does not record them.
+        places: Indices into the rows that the clean pass recorded; None for all of them.
     """
 
     clean: CleanPass
@@ -145,12 +145,12 @@ class RecordedEnd:
     """The tensors recorded after the last block, at the prompts' own positions, and the modules read there.
 
     Attributes:
-        resid_post: the residual stream that leaves the last block.
-        read: the input of the model's final norm.
-        norm: the final norm; None if there is none.
-        normed: the output of the model's final norm.
-        unembedding: the final norm and the unembedding.
-        logits: the model's logits.
+        resid_post: The residual stream that leaves the last block.
+        read: The input of the model's final norm.
+        norm: The final norm; None if there is none.
+        normed: The output of the model's final norm.
+        unembedding: The final norm and the unembedding.
+        logits: The model's logits.
     """
 
     resid_post: Float[Tensor, "1 row d_model"]

@@ -70,8 +70,8 @@ def enter_with(residual: Float[Tensor, "batch pos d_model"], span: slice = slice
     Positions are selected when the block is called, because gradients may be off before that.
 
     Args:
-        residual: the new input.
-        span: the positions of `residual` that enter the block.
+        residual: The new input.
+        span: The positions of `residual` that enter the block.
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,10 +113,10 @@ class BlockReplay:
     first that reproduces the block's own output is used. If none does, the replay raises an error.
 
     Attributes:
-        lens: the face of the model.
-        layer: the block's number.
-        call: its arguments and output in the clean pass.
-        real: the mask of the positions that are the prompts' own.
+        lens: The face of the model.
+        layer: The block's number.
+        call: Its arguments and output in the clean pass.
+        real: The mask of the positions that are the prompts' own.
     """
 
     lens: Lens
@@ -132,11 +132,11 @@ class BlockReplay:
 
         Args:
             fwd_hooks: TransformerLens hooks, which get `[copy, ...]` tensors.
-            rows: the example of the clean batch that each copy is made from; None for the batch itself, with
+            rows: The example of the clean batch that each copy is made from; None for the batch itself, with
                 the arguments of the clean pass.
 
         Raises:
-            UnsupportedModelError: copies are requested, and the block does not reproduce its output in
+            UnsupportedModelError: Copies are requested, and the block does not reproduce its output in
                 copies.
         """
         expansion = None if rows is None else self.prepare()
@@ -147,7 +147,7 @@ class BlockReplay:
         """Verify once that the block, when it is run again, reproduces its output. No hook may be on it.
 
         Raises:
-            UnsupportedModelError: the block does not reproduce its output.
+            UnsupportedModelError: The block does not reproduce its output.
         """
         if self._expansion is None:
             with self.lens.evaluation_mode():
@@ -214,9 +214,9 @@ def relative_error(
     small one. The result is NaN if a compared position has a NaN.
 
     Args:
-        got: the vectors to compare.
-        expected: the vectors to compare them with.
-        counted: the mask of the positions to compare, over all axes but the last; None for all.
+        got: The vectors to compare.
+        expected: The vectors to compare them with.
+        counted: The mask of the positions to compare, over all axes but the last; None for all.
     """
     wide = torch.float64 if expected.dtype == torch.float64 else torch.float32
     difference = torch.linalg.vector_norm((got.to(wide) - expected.to(wide)), dim=-1)

@@ -47,9 +47,9 @@ def sketched_error(
     """Return the largest error of a row, estimated from its sketch and relative to the row's norm.
 
     Args:
-        got: the sketch of the rebuilt matrix.
-        expected: the whole matrix to compare it with.
-        counted: the rows to compare; None for all.
+        got: The sketch of the rebuilt matrix.
+        expected: The whole matrix to compare it with.
+        counted: The rows to compare; None for all.
     """
     error = torch.linalg.vector_norm(got - sketch(expected), dim=-1) / _VECTORS**0.5
     ratio = torch.where(error == 0, 0.0, error / torch.linalg.vector_norm(expected, dim=-1))

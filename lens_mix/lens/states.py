@@ -26,13 +26,13 @@ class BlockStates:
     """The states of one block between its input and its output, and its norms linearised at them.
 
     Args:
-        anatomy: the block's components and their order.
-        resid_pre: the block's input; the states have its dtype.
-        attention_out: the attention's output, before any norm; its dtype may be wider.
+        anatomy: The block's components and their order.
+        resid_pre: The block's input; the states have its dtype.
+        attention_out: The attention's output, before any norm; its dtype may be wider.
 
     Attributes:
-        anatomy, resid_pre: as given.
-        cross_out: the output of a decoder's cross-attention, before any norm; None without cross-attention.
+        anatomy, resid_pre: As given.
+        cross_out: The output of a decoder's cross-attention, before any norm; None without cross-attention.
     """
 
     cross_out: Float[Tensor, "*batch d_model"] | None = None
@@ -149,7 +149,7 @@ class CleanStates(BlockStates):
     """The states of a block at its requested rows, from its recorded pattern and values; see `states_of`.
 
     Attributes:
-        pattern, value: as recorded, and detached.
+        pattern, value: As recorded, and detached.
     """
 
     def __init__(
@@ -200,9 +200,9 @@ def states_of(
 
     Args:
         block: a block whose clean pass recorded "pattern" and "value", and whose attention is verified.
-        prompts: the requested prompts of the batch.
-        dtype: the dtype of the states; None for the model's, but float32 at least.
-        attention_dtype: the dtype of `attention_out`, if it has to be wider; None for `dtype`.
+        prompts: The requested prompts of the batch.
+        dtype: The dtype of the states; None for the model's, but float32 at least.
+        attention_dtype: The dtype of `attention_out`, if it has to be wider; None for `dtype`.
         cross_out: `lens_mix.lens.cross.cross_output`, for states after a decoder's cross-attention.
     """
     start, stop, _ = prompts.indices(len(block.batch))

@@ -43,7 +43,7 @@ def read_unembedding(
     """Return the model's unembedding after its final `norm`, as read from its weights.
 
     Raises:
-        UnsupportedModelError: the model has no readable unembedding, or applies a soft cap to the logits.
+        UnsupportedModelError: The model has no readable unembedding, or applies a soft cap to the logits.
     """
     # A soft cap hardly changes small logits, so comparing numbers might not detect it: read the
     # configuration.
@@ -101,8 +101,8 @@ def unembedding_at(model: TransformerLensModel, positions: Tensor | None) -> Ite
     """Enter a context whose passes compute the logits of some positions only, if the model allows it.
 
     Args:
-        model: the model.
-        positions: the positions of each example, [example] or [example read]; None for all.
+        model: The model.
+        positions: The positions of each example, [example] or [example read]; None for all.
 
     Yields:
         A list that is not empty after a pass which computed these logits only.

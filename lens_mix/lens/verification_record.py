@@ -21,16 +21,16 @@ class Verification:
     """The verification of one stack.
 
     Attributes:
-        components: one entry per block and component.
-        anatomy: layer -> the anatomy that was found for the block. Blocks of a hybrid that have no attention
+        components: One entry per block and component.
+        anatomy: Layer -> the anatomy that was found for the block. Blocks of a hybrid that have no attention
             are left out.
-        causal: whether no query attended to a later key in any block.
-        next_norm_failures: layer -> why it is unknown which norm reads the block's output. A layer whose norm
+        causal: Whether no query attended to a later key in any block.
+        next_norm_failures: Layer -> why it is unknown which norm reads the block's output. A layer whose norm
             is known is left out.
-        masks_padding: side of the padding -> whether attention ignores it, for the sides that were tried.
-        unembedding_failure: why the logits can't be computed from the last residual stream; None if they can.
-        z_factors: layer -> z of each head divided by pattern @ values, if that is not 1 (an ablated head).
-        source: the verification of the encoder, for the joint part; None otherwise.
+        masks_padding: Side of the padding -> whether attention ignores it, for the sides that were tried.
+        unembedding_failure: Why the logits can't be computed from the last residual stream; None if they can.
+        z_factors: Layer -> z of each head divided by pattern @ values, if that is not 1 (an ablated head).
+        source: The verification of the encoder, for the joint part; None otherwise.
     """
 
     components: tuple[ComponentError, ...]

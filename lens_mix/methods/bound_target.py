@@ -60,13 +60,13 @@ class BoundTarget:
     """A target bound to a clean pass: one number for each example, or for each row (`BoundRows`).
 
     Attributes:
-        block: the block from which passes run, unless another is named.
-        target: the target.
-        spans: for each example, its own positions, without padding, in the output that the target reads.
-        functions: for each number, the function from the output of its example, [copy ...], to [copy].
-        prompt_index: for each number, the index of its prompt; numbers of one prompt are contiguous.
-        clean: for each number, its value in the clean pass.
-        positions: for each number, the only position of the batch's logits that it reads; None if any number
+        block: The block from which passes run, unless another is named.
+        target: The target.
+        spans: For each example, its own positions, without padding, in the output that the target reads.
+        functions: For each number, the function from the output of its example, [copy ...], to [copy].
+        prompt_index: For each number, the index of its prompt; numbers of one prompt are contiguous.
+        clean: For each number, its value in the clean pass.
+        positions: For each number, the only position of the batch's logits that it reads; None if any number
             reads several.
     """
 
@@ -92,7 +92,7 @@ class BoundTarget:
         """Yield the indices of the numbers, as many at a time as fit in memory with gradients.
 
         Args:
-            largest: the most at a time; None if only memory bounds them.
+            largest: The most at a time; None if only memory bounds them.
         """
         index = torch.arange(len(self.functions), device=self.prompt_index.device)
         largest_in_memory = self.block.copies_with_gradients(len(index), logits=self.reads_logits)
@@ -113,11 +113,11 @@ class BoundTarget:
         """Compute numbers in a pass with interventions, with one copy of its example for each.
 
         Args:
-            index: the index of the number that each copy is for; repeats are allowed.
+            index: The index of the number that each copy is for; repeats are allowed.
             fwd_hooks: TransformerLens hooks, which get `[copy, ...]` tensors.
-            block: the block from which the pass runs; None for `self.block`.
-            batch: the copies, if their tokens or masks are not those of the clean pass.
-            gradients: whether to build the autograd graph.
+            block: The block from which the pass runs; None for `self.block`.
+            batch: The copies, if their tokens or masks are not those of the clean pass.
+            gradients: Whether to build the autograd graph.
             **options: `resid_pre` or `resid_post`, as in `Block.logits`.
         """
         index = index.to(self.prompt_index.device)
@@ -144,8 +144,8 @@ class BoundRows(BoundTarget):
     """A target bound to the requested rows of a clean pass: one number for each row of every prompt.
 
     Attributes:
-        queries: for each row, its position in the padded batch.
-        query_index: for each row, its index on the map's query axis.
+        queries: For each row, its position in the padded batch.
+        query_index: For each row, its index on the map's query axis.
     """
 
     queries: Int[Tensor, " row"]
@@ -184,10 +184,10 @@ class BoundRows(BoundTarget):
         All rows of a prompt are read from the same copies.
 
         Args:
-            prompt_index: the index of each copy's prompt; copies of one prompt are contiguous.
-            fwd_hooks: as in `values`.
-            batch: as in `values`.
-            distributions: whether to yield the log probabilities of all tokens at the row, not its number.
+            prompt_index: The index of each copy's prompt; copies of one prompt are contiguous.
+            fwd_hooks: As in `values`.
+            batch: As in `values`.
+            distributions: Whether to yield the log probabilities of all tokens at the row, not its number.
         """
         positions = None
         if self.reads_one_position:
@@ -223,11 +223,11 @@ def bind(blocks: Sequence[Block], target: TargetLike) -> BoundTarget:
     """Bind a target to every example of a clean pass.
 
     Args:
-        blocks: the blocks; passes run from the first, and clean values are computed from the last.
-        target: the target.
+        blocks: The blocks; passes run from the first, and clean values are computed from the last.
+        target: The target.
 
     Raises:
-        TypeError, ValueError: the target does not fit a prompt.
+        TypeError, ValueError: The target does not fit a prompt.
         RuntimeError: torch's inference mode is on.
     """
     bound, _ = _bound(blocks, target, lambda read, context, prompt, start: {0: read})
@@ -241,11 +241,11 @@ def bind_rows(blocks: Sequence[Block], target: TargetLike) -> BoundRows:
     so only a single row may be requested.
 
     Args:
-        blocks: as in `bind`.
-        target: the target.
+        blocks: As in `bind`.
+        target: The target.
 
     Raises:
-        TypeError, ValueError: the target does not fit a prompt or the rows.
+        TypeError, ValueError: The target does not fit a prompt or the rows.
         RuntimeError: torch's inference mode is on.
     """
     last = blocks[-1]
@@ -264,9 +264,9 @@ def _bound(
     """Return the bound target, and the index of each number among those of its prompt.
 
     Args:
-        blocks: as in `bind`.
-        target: as in `bind`.
-        targets_of: returns the targets of one prompt by their index, from the target, the prompt's context,
+        blocks: As in `bind`.
+        target: As in `bind`.
+        targets_of: Returns the targets of one prompt by their index, from the target, the prompt's context,
             its index and its first position in the batch.
     """
     read = as_target(target)
@@ -360,10 +360,10 @@ def _require_whole_prompt(target: Target, context: Context, last: Block, row: tu
     A classifier of a causal model searches the whole prompt for the token that it reads.
 
     Args:
-        target: the target.
-        context: the prompt's context.
-        last: the last block.
-        row: the prompt's index, and the row's index on the query axis.
+        target: The target.
+        context: The prompt's context.
+        last: The last block.
+        row: The prompt's index, and the row's index on the query axis.
     """
     if target.reads_position(context) is not None or target.default_row(context) is None:
         return
@@ -386,11 +386,11 @@ def read_output(
     """Return the output that a target reads, from a pass that runs from a block on.
 
     Args:
-        block: the block from which the pass runs.
-        target: the target.
+        block: The block from which the pass runs.
+        target: The target.
         fwd_hooks: TransformerLens hooks.
-        positions: for each copy, the only position whose logits are computed; None for all.
-        **options: as in `Block.logits`.
+        positions: For each copy, the only position whose logits are computed; None for all.
+        **options: As in `Block.logits`.
     """
     if target.reads == "logits":
         logits = block.logits(fwd_hooks, positions=positions, **options)
@@ -407,12 +407,12 @@ def evaluate(
     """Return the target's value for each copy.
 
     Args:
-        function: the target's function of the output.
-        output: the output of the copies.
-        *tokens: the tokens of the copies, if the target reads them.
+        function: The target's function of the output.
+        output: The output of the copies.
+        *tokens: The tokens of the copies, if the target reads them.
 
     Raises:
-        TypeError, ValueError: the function does not return a tensor [copy] of finite numbers.
+        TypeError, ValueError: The function does not return a tensor [copy] of finite numbers.
     """
     values = function(output, *tokens)
     if not torch.is_tensor(values) or not values.is_floating_point():
@@ -439,7 +439,7 @@ def gradients_of(values: Float[Tensor, " copy"], leaves: Sequence[Tensor]) -> li
     """Compute the gradient of each copy's target with respect to each leaf.
 
     Raises:
-        ValueError: the target has no gradient with respect to a leaf.
+        ValueError: The target has no gradient with respect to a leaf.
     """
     gradients: Sequence[Tensor | None] = [None]
     if values.requires_grad:

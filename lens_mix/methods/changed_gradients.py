@@ -46,7 +46,7 @@ class ChangedGradients(RowTargetMethod):
 
     def interventions(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
         """Return the hooks that change the gradient at one layer's attention (`lens_mix.hooks.gradient`)."""
-        raise NotImplementedError(f"{type(self).__name__} does not define edits")
+        raise NotImplementedError(f"{type(self).__name__} does not define interventions")
 
     @property
     def conserves(self) -> bool:

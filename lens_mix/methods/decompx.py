@@ -43,9 +43,8 @@ class DecompX(VectorMethod):
     the tokens, the shares sum to the true residual stream. Shape [layer, query, key], at least 0. `vectors`
     returns the shares themselves, and `lens_mix.methods.decompx_logits` their shares of the logits.
 
-    The computation stores query × key × d_model numbers, and multiplies the vector of each pair that has a
-    share by every weight matrix. `max_memory` has to allow about twice these numbers and one chunk of a
-    query.
+    The computation stores query × key × d_model numbers. It multiplies the vector of every pair with a share
+    by every weight matrix. `max_memory` has to allow about twice these numbers, plus one query's chunk.
 
     Args:
         biases: The rule that distributes a bias over the tokens: "absdot" (as in the paper), "abssim",
@@ -56,7 +55,8 @@ class DecompX(VectorMethod):
             - "zero_origin": the line through zero and the true value (GeLU_ZO in the authors' code, and the
               closed form of integrated gradients). It is the only one for gated feed-forwards, which
               DecompX does not define.
-            - "tangent": the tangent (GeLU_LA in the authors' code). What it misses is distributed as a bias.
+            - "tangent": the tangent (GeLU_LA in the authors' code). The rest, act(p) − slope · p,
+              is distributed as a bias.
             - "relu": 1 for positive inputs and 0 for others. The shares do not sum to the residual stream.
 
     Raises:

@@ -53,7 +53,7 @@ class Gim(ChangedGradients):
     Raises:
         TypeError: An option has the wrong type.
         ValueError: An option is unknown, or the target does not fit the prompt.
-        RuntimeError: torch.inference_mode is on.
+        RuntimeError: Inference mode (`torch.inference_mode`) is on.
         UnsupportedModelError: A rule cannot be applied to this model.
     """
 

@@ -41,7 +41,7 @@ class GradientAttention(TargetMethod):
     Raises:
         TypeError: An option has the wrong type.
         ValueError: The target does not fit the prompt.
-        RuntimeError: torch.inference_mode is on.
+        RuntimeError: Inference mode (`torch.inference_mode`) is on.
     """
 
     name: ClassVar[str] = "gradient_attention"

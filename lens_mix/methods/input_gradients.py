@@ -65,7 +65,7 @@ class InputGradients(RowTargetMethod):
     Raises:
         TypeError: An option has the wrong type.
         ValueError: An option is unknown, or the target or the baseline does not fit the prompt.
-        RuntimeError: torch.inference_mode is on.
+        RuntimeError: Inference mode (`torch.inference_mode`) is on.
     """
 
     name: ClassVar[str] = "input_gradients"

@@ -39,34 +39,32 @@ class Occlusion(RowTargetMethod):
     - "replace": the token is replaced by another one, and scores are means over several replacements;
     - "mask": no position attends to the token, in any layer, as if the attention mask hid it;
     - "values": its value vectors are zero in every layer, which is Value Zeroing of the whole model. The
-    token is
-      still attended to, and the patterns of higher layers change.
+      token is still attended to, and the patterns of higher layers change.
 
     With "mask" and "values" the token keeps its own residual stream, so the diagonal means little. For a row
     that attends to itself only, the scores of "mask" are 0.
 
     Args:
-        target: the target (`lens_mix.targets`, or any callable logits -> [copy]), read at the row's position;
+        target: The target (`lens_mix.targets`, or any callable logits -> [copy]), read at the row's position;
             by default the log probability of the model's prediction there.
-        by: the removal.
-        replacements: the replacing tokens, as texts of one token or as numbers; None to draw `n_samples` from
+        by: The removal.
+        replacements: The replacing tokens, as texts of one token or as numbers; None to draw `n_samples` from
             the vocabulary without special tokens. A token that is its own replacement is replaced by the next
             number.
-        n_samples: the number of tokens to draw.
-        seed: the seed of the draws.
-        spans: groups of positions that are removed together, such as phrases or sentences, e.g.
+        n_samples: The number of tokens to draw.
+        seed: The seed of the draws.
+        spans: Groups of positions that are removed together, such as phrases or sentences, e.g.
             [(0, 1), (2,), (3, 4, 5)]. The key axis then has the groups. Positions in no group are never
             removed.
         measure: "difference", with its sign; "absolute", the mean of its absolute value over the
-            replacements; or
-            "kl", the divergence KL(p(x) ‖ p(x without key)) of the prediction at the row, in nats, which does
-            not use the target.
+            replacements; or "kl", the divergence KL(p(x) ‖ p(x without key)) of the prediction at the row, in
+            nats, which does not use the target.
 
     Raises:
-        TypeError, ValueError: an option is unknown, a target or a replacement is unsuitable, or the prompt
-        does
-            not have a position.
-        UnsupportedModelError: the model, or its part, does not allow the removal.
+        TypeError: An option has a wrong type.
+        ValueError: An option is unknown, a target or a replacement is unsuitable, or the prompt does not have
+            a position.
+        UnsupportedModelError: The model, or its part, does not allow the removal.
     """
 
     name: ClassVar[str] = "occlusion"
@@ -174,8 +172,8 @@ def lost_without_key(
     """Return F(x) - F(x without key), computed key by key: the slow definition that tests compare with.
 
     Args:
-        target: returns F at each query without a key, once per replacement; for None, F(x).
-        n_keys: the number of keys.
+        target: Returns F at each query without a key, once per replacement; for None, F(x).
+        n_keys: The number of keys.
     """
     differences = [target(None) - target(key) for key in range(n_keys)]
     return reduce(torch.stack(differences), "key sample query -> query key", "mean")

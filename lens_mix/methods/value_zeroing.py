@@ -183,10 +183,10 @@ class ValueZeroing(Method):
         scores = block.zeros(*block.real.shape, real.shape[1] if self.spans is None else len(self.spans))
         clean = self._select_output(block, block.resid_post)
         for chunk in block.chunks(len(copies)):
-            edits = self.interventions(
+            pairs = self.interventions(
                 block.layer, zeroed[chunk], heads=heads, attention=block.stack.attention_template
             )
-            with must_fire(*edits) as hooks:
+            with must_fire(*pairs) as hooks:
                 zeroed_output = self._select_output(block, block.replay(rows[chunk], hooks))
             scores[rows[chunk], :, keys[chunk]] = distance(clean[rows[chunk]], zeroed_output, self.metric)
         return scores

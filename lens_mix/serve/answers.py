@@ -19,9 +19,9 @@ class Answer(NamedTuple):
     """Contain the answer to one request.
 
     Attributes:
-        status: the HTTP status.
-        html: the HTML file.
-        policy: the Content-Security-Policy, which limits what the file may do in a browser.
+        status: The HTTP status.
+        html: The HTML file.
+        policy: The Content-Security-Policy, which limits what the file may do in a browser.
     """
 
     status: int
@@ -38,10 +38,10 @@ def make_page(model: TransformerLensModel, text: str, names: Sequence[str], toke
     """Return the page of a sentence with the named methods, or a message about what is wrong.
 
     Args:
-        model: any TransformerLens model.
-        text: the sentence.
-        names: names of methods, or `INPUT_MAP`.
-        tokens: the largest number of tokens that the sentence may have.
+        model: Any TransformerLens model.
+        text: The sentence.
+        names: Names of methods, or `INPUT_MAP`.
+        tokens: The largest number of tokens that the sentence may have.
 
     Returns:
         The page; or a message with the status 413 for too many tokens, and with 400 if there is no sentence

@@ -33,9 +33,9 @@ def make_form(model: str, reasons: Mapping[str, str], picked: Collection[str], l
     """Return the form; the answer opens in the frame below it.
 
     Args:
-        model: the name of the model.
-        reasons: for each method the reason why it cannot run on this model, or "" if it can.
-        picked: the methods that are picked at first.
+        model: The name of the model.
+        reasons: For each method the reason why it cannot run on this model, or "" if it can.
+        picked: The methods that are picked at first.
         limits: a sentence about the limits of a request.
     """
     boxes = [_make_checkbox(name, reason, name in picked) for name, reason in reasons.items()]

@@ -31,8 +31,8 @@ class JobQueue(Generic[T]):
     cannot be stopped: the job ends after it.
 
     Args:
-        waiting: the largest number of waiting jobs, 1 or more.
-        seconds: the time limit of one job.
+        waiting: The largest number of waiting jobs, 1 or more.
+        seconds: The time limit of one job.
     """
 
     def __init__(self, waiting: int, seconds: float) -> None:
@@ -47,7 +47,7 @@ class JobQueue(Generic[T]):
         The future's exception is that of the job, or a TimeLimitError.
 
         Raises:
-            queue.Full: the largest number of jobs is waiting already.
+            queue.Full: The largest number of jobs is waiting already.
         """
         future: Future[T] = Future()
         self._jobs.put_nowait((future, job))

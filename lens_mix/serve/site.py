@@ -39,9 +39,9 @@ class Limits(NamedTuple):
     """Limit what one request may ask for.
 
     Attributes:
-        tokens: the largest number of tokens of a sentence.
-        seconds: the longest time for the maps of a sentence.
-        waiting: the largest number of requests that wait while one is computed, 1 or more.
+        tokens: The largest number of tokens of a sentence.
+        seconds: The longest time for the maps of a sentence.
+        waiting: The largest number of requests that wait while one is computed, 1 or more.
     """
 
     tokens: int = 128
@@ -58,11 +58,11 @@ class Site(ThreadingHTTPServer):
     """Bind a port on 127.0.0.1 when created; answer requests when `serve` is called.
 
     Args:
-        port: the port; 0 for any that is free.
-        limits: the limits of one request; None: the defaults of `Limits`.
+        port: The port; 0 for any that is free.
+        limits: The limits of one request; None: the defaults of `Limits`.
 
     Raises:
-        OSError: the port is in use, or may not be used.
+        OSError: The port is in use, or may not be used.
     """
 
     # The number of connections that the system keeps until they are accepted. With the standard library's 5,
@@ -90,7 +90,7 @@ class Site(ThreadingHTTPServer):
         """Answer requests until `until` returns True. Must be called in the main thread.
 
         Args:
-            model: any TransformerLens model.
+            model: Any TransformerLens model.
             announce: a function that shows one line with the address.
             until: a function that returns True when the server has to end.
 
@@ -112,8 +112,8 @@ class Site(ThreadingHTTPServer):
         """Return the page of a sentence, or a message about what went wrong.
 
         Args:
-            text: the sentence.
-            methods: names of methods, or `INPUT_MAP`.
+            text: The sentence.
+            methods: Names of methods, or `INPUT_MAP`.
         """
         job = functools.partial(make_page, self.model, text, methods, self.limits.tokens)
         seconds, waiting = self.limits.seconds, self.limits.waiting

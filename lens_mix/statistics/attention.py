@@ -43,10 +43,10 @@ class OffsetHead(NamedTuple):
     """Describe a head that attends to one relative position.
 
     Attributes:
-        layer: the head's layer.
-        head: the head's number in its layer.
-        offset: the relative position, key − query.
-        share: the mean share of the head's attention at that offset, 0 to 1.
+        layer: The head's layer.
+        head: The head's number in its layer.
+        offset: The relative position, key − query.
+        share: The mean share of the head's attention at that offset, 0 to 1.
     """
 
     layer: int
@@ -60,16 +60,16 @@ class AttentionStatistics:
     """Contain means over the queries of all prompts; tensors are `[layer, head]`, float64.
 
     Attributes:
-        offsets: for each relative position (key − query), the share of a row at that key, 0 to 1. It is the
+        offsets: For each relative position (key − query), the share of a row at that key, 0 to 1. It is the
             mean over the queries for which that key exists and is visible; 0 if there is no such query.
-        groups: for each group of tokens, the share of a row at these tokens, 0 to 1, mean over all queries.
-        entropy: the entropy of the rows, in nats: high for heads that attend broadly.
-        evenness: the entropy divided by that of even attention over the visible keys, 0 to 1. It is the mean
+        groups: For each group of tokens, the share of a row at these tokens, 0 to 1, mean over all queries.
+        entropy: The entropy of the rows, in nats: high for heads that attend broadly.
+        evenness: The entropy divided by that of even attention over the visible keys, 0 to 1. It is the mean
             over the queries with two visible keys or more; 0 if there is none.
-        layers: the labels of the layers.
-        prompts: the number of prompts.
-        queries: the number of queries of all prompts.
-        from_query: the same statistics for one query of each prompt ([CLS] or the last token), or None.
+        layers: The labels of the layers.
+        prompts: The number of prompts.
+        queries: The number of queries of all prompts.
+        from_query: The same statistics for one query of each prompt ([CLS] or the last token), or None.
     """
 
     offsets: dict[int, Float[Tensor, "layer head"]]
@@ -99,7 +99,7 @@ class AttentionStatistics:
         The head with the largest share is first.
 
         Raises:
-            ValueError: there is no such group.
+            ValueError: There is no such group.
         """
         check_choice("group", group, self.groups)
         return self._select_above(self.groups[group], threshold)
@@ -144,13 +144,13 @@ def attention_statistics(
     are of keys, the source's tokens, and there are no offsets.
 
     Args:
-        maps: one map or several, with the same layers and heads.
-        offsets: relative positions, key − query: −1 is the previous token, 0 the token itself. None: −3 to 3,
+        maps: One map or several, with the same layers and heads.
+        offsets: Relative positions, key − query: −1 is the previous token, 0 the token itself. None: −3 to 3,
             but no offsets if the keys are another sequence than the queries.
-        groups: for each name a group: a position, a token, several of them, or a function token -> bool. A
+        groups: For each name a group: a position, a token, several of them, or a function token -> bool. A
             prompt without such a token counts with 0. None: "first" (position 0), "separators" ([SEP], </s>,
             <|endoftext|> and the like), "punctuation" (full stops and commas).
-        query: the query that `from_query` describes: "first" ([CLS]), "last", or a position. None: "last"
+        query: The query that `from_query` describes: "first" ([CLS]), "last", or a position. None: "last"
             for causal maps and cross-attention, else "first".
 
     Returns:
@@ -158,7 +158,7 @@ def attention_statistics(
 
     Raises:
         TypeError: `maps` contains something else than maps, or `offsets` something else than whole numbers.
-        ValueError: no maps; maps with different layers, heads or kinds of keys; offsets between two
+        ValueError: No maps; maps with different layers, heads or kinds of keys; offsets between two
             sequences; negative scores; a query that a prompt does not have; maps without the rows of all
             positions.
     """

@@ -24,9 +24,9 @@ def weights_and_norms(model: TransformerLensModel, prompts: Any, **options: Any)
     """Return the attention weight and the norm of the value-output vector, by head and key.
 
     Args:
-        model: any TransformerLens model.
-        prompts: one prompt, or a list of them, as in `lens_mix.run`.
-        options: as in `lens_mix.statistics.mixing_ratio.mixing_ratios`. With part="cross", positions and
+        model: Any TransformerLens model.
+        prompts: One prompt, or a list of them, as in `lens_mix.run`.
+        options: As in `lens_mix.statistics.mixing_ratio.mixing_ratios`. With part="cross", positions and
             tokens are those of the source.
 
     Returns:
@@ -78,7 +78,7 @@ def correlations(table: pd.DataFrame, by: Sequence[str] = ("layer",)) -> pd.Data
 
     Args:
         table: a table of `weights_and_norms`.
-        by: the columns that define the groups, as ("layer",) or ("layer", "head").
+        by: The columns that define the groups, as ("layer",) or ("layer", "head").
     """
     by = check_items("by", by, "names of columns", least=1)
     check_columns("by, table", table, ("weight", "norm", *by))
@@ -94,7 +94,7 @@ def cancelled_tokens(table: pd.DataFrame, count: int = 5) -> pd.DataFrame:
 
     Args:
         table: a table of `weights_and_norms`.
-        count: how many tokens to return, 1 or more.
+        count: How many tokens to return, 1 or more.
 
     Returns:
         A table with the columns layer, token, weight and norm (means of `table`), and others_norm, the mean

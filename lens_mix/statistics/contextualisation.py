@@ -29,11 +29,11 @@ def change(before: MixingMap, after: MixingMap) -> Float[Tensor, " layer"]:
     It is computed over all visible pairs and lies in 0..2; 0 if the order of the pairs is the same.
 
     Args:
-        before: the map before a component.
-        after: the map after it, of the same prompt and shape.
+        before: The map before a component.
+        after: The map after it, of the same prompt and shape.
 
     Raises:
-        ValueError: maps with heads, of different prompts or shapes, or without the rows of all positions.
+        ValueError: Maps with heads, of different prompts or shapes, or without the rows of all positions.
     """
     _check_pair(before, after)
     before.require_every_row("the order of all pairs", "before")
@@ -46,7 +46,7 @@ def changes(maps: Mapping[str, MixingMap]) -> pd.DataFrame:
     """Return the contextualisation change by the feed-forward, its residual connection, its norm, and all.
 
     Args:
-        maps: the result of `lens_mix.run(model, prompt, METHODS)`.
+        maps: The result of `lens_mix.run(model, prompt, METHODS)`.
 
     Returns:
         A table with one row per layer and one column per component.
@@ -72,11 +72,11 @@ def amplification(before: MixingMap, after: MixingMap) -> MixingMap:
     The scores may be negative. Give `normalized()` maps to compare shares.
 
     Args:
-        before: the map before a component.
-        after: the map after it, of the same prompt and shape.
+        before: The map before a component.
+        after: The map after it, of the same prompt and shape.
 
     Raises:
-        ValueError: maps with heads, or of different prompts, shapes or rows.
+        ValueError: Maps with heads, or of different prompts, shapes or rows.
     """
     _check_pair(before, after)
     return after.replace(
@@ -91,8 +91,8 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
 
     Args:
         amplified: a map of `amplification`.
-        count: how many pairs to return, 1 or more.
-        diagonal: whether to include pairs of a position with itself.
+        count: How many pairs to return, 1 or more.
+        diagonal: Whether to include pairs of a position with itself.
 
     Returns:
         A table with the columns layer, query, key, query_token, key_token, amplification.

@@ -23,7 +23,7 @@ def expansion_rates(model: TransformerLensModel, part: str | None = None) -> pd.
     2021, appendix). A head's rate does not include b_O, which belongs to no head.
 
     Args:
-        model: any TransformerLens model; its components are verified first.
+        model: Any TransformerLens model; its components are verified first.
         part: "encoder", "decoder" or "cross" of an encoder-decoder.
 
     Returns:
@@ -31,7 +31,7 @@ def expansion_rates(model: TransformerLensModel, part: str | None = None) -> pd.
 
     Raises:
         ValueError: a block has no such matrices.
-        UnsupportedModelError: the values or outputs of the model are not those of its matrices (under an
+        UnsupportedModelError: The values or outputs of the model are not those of its matrices (under an
             adapter, or a hook).
     """
     verification = check(model, part=part).verification

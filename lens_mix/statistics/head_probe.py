@@ -33,10 +33,10 @@ class HeadProbe:
 
     Attributes:
         accuracy: `[layer, head]`, 0 to 1: the share of pairs in which the right key gets the largest weight.
-        baselines: for each relative position, the accuracy of always choosing it.
-        layers: the labels of the layers.
-        pairs: the number of pairs.
-        visible: the share of pairs in which the right key is visible, 0 to 1. No head can be better.
+        baselines: For each relative position, the accuracy of always choosing it.
+        layers: The labels of the layers.
+        pairs: The number of pairs.
+        visible: The share of pairs in which the right key is visible, 0 to 1. No head can be better.
     """
 
     accuracy: Float[Tensor, "layer head"]
@@ -89,14 +89,14 @@ def probe_heads(
     The best head is chosen from many on these very pairs, so confirm it on other pairs.
 
     Args:
-        maps: one map or several, with the same layers and heads.
-        relations: pairs (from, to) of positions; for several maps, one list of pairs per map. The paper's
+        maps: One map or several, with the same layers and heads.
+        relations: Pairs (from, to) of positions; for several maps, one list of pairs per map. The paper's
             pairs are (dependent, syntactic head), because every word has one syntactic head.
         direction: "forward" if the query is `from` and the right key is `to`; "backward" for the reverse.
             The paper tries both.
-        ignore: tokens that cannot be an answer, as [CLS] and [SEP]; in the forms of `groups` in
+        ignore: Tokens that cannot be an answer, as [CLS] and [SEP]; in the forms of `groups` in
             `attention_statistics`.
-        offsets: the offsets of the baselines, which always answer query + offset.
+        offsets: The offsets of the baselines, which always answer query + offset.
 
     Returns:
         The accuracies of all heads and of the baselines.
@@ -104,7 +104,7 @@ def probe_heads(
     Raises:
         TypeError: `maps` contains something else than maps, or `relations` something else than pairs of whole
             numbers.
-        ValueError: no maps or no pairs; the numbers of maps and of lists differ; a position that a prompt
+        ValueError: No maps or no pairs; the numbers of maps and of lists differ; a position that a prompt
             does not have, or whose row is not in its map; maps of different layers or heads; keys that are
             not the tokens; negative scores.
     """

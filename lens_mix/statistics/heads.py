@@ -19,9 +19,9 @@ class Head(NamedTuple):
     """Describe a head and its value of a statistic.
 
     Attributes:
-        layer: the head's layer.
-        head: the head's number in its layer.
-        value: the statistic of this head.
+        layer: The head's layer.
+        head: The head's number in its layer.
+        value: The statistic of this head.
     """
 
     layer: int
@@ -39,13 +39,13 @@ def iterate_maps(maps: MixingMap | Iterable[MixingMap], *, any_keys: bool = Fals
     """Yield the maps one after another, and check that all have the same layers and heads.
 
     Args:
-        maps: one map or several.
-        any_keys: whether maps of cross-attention are accepted, if all are such maps. Otherwise the keys must
+        maps: One map or several.
+        any_keys: Whether maps of cross-attention are accepted, if all are such maps. Otherwise the keys must
             be the tokens.
 
     Raises:
-        TypeError: something else than a map.
-        ValueError: maps with different layers, heads or kinds of keys.
+        TypeError: Something else than a map.
+        ValueError: Maps with different layers, heads or kinds of keys.
     """
     if not isinstance(maps, (MixingMap, Iterable)) or isinstance(maps, (str, Mapping)):
         raise TypeError(f"maps: expected a MixingMap or several, got {type(maps).__name__}")
@@ -82,7 +82,7 @@ def read_group(group: TokenGroup, argument: str = "groups") -> Callable[[str], b
     """Return the group in a form that can be used for several prompts, unlike an iterator.
 
     Raises:
-        TypeError: the group contains something else than tokens and positions.
+        TypeError: The group contains something else than tokens and positions.
     """
     if callable(group):
         return group

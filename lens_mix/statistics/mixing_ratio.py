@@ -38,9 +38,9 @@ def mixing_ratios(
     other positions. The weight-based stages use the sum of the weights instead of the norm.
 
     Args:
-        model: any TransformerLens model.
-        prompts: one prompt, or a list of them, as in `lens_mix.run`.
-        stages: some of "attn_w" (attention weights), "attn_n" (`value_norm`), "attn_res_w", "attn_res",
+        model: Any TransformerLens model.
+        prompts: One prompt, or a list of them, as in `lens_mix.run`.
+        stages: Some of "attn_w" (attention weights), "attn_n" (`value_norm`), "attn_res_w", "attn_res",
             "attn_res_ln", "atb_ff_res_ln" (after the feed-forward, variant A). None: all stages that can be
             computed for the model.
         options: `queries`, `layers`, `part`, `prepend_bos`, further model inputs, as in `lens_mix.run`.
@@ -49,7 +49,7 @@ def mixing_ratios(
         A table with the columns prompt, layer, position, token, token_id, stage, ratio.
 
     Raises:
-        ValueError: an unknown stage.
+        ValueError: An unknown stage.
         UnsupportedModelError: a given stage cannot be computed for the model.
     """
     expected = f"some of {list(_STAGES)}"
@@ -107,7 +107,7 @@ def block_mixing_ratios(
 
     Args:
         block: a block whose clean pass recorded "pattern" and "value".
-        stages: as in `mixing_ratios`.
+        stages: As in `mixing_ratios`.
     """
     vectors = attention_vectors(block)
     functions = {
@@ -178,7 +178,7 @@ def by_rank(
 
     Args:
         table: a table of `mixing_ratios`.
-        ranks: the frequency rank of each token, 1 for the most frequent. Tokens without a rank are left out.
+        ranks: The frequency rank of each token, 1 for the most frequent. Tokens without a rank are left out.
             None: ranks are counted in the prompts of the table.
     """
     check_columns("table", table, ("layer", "stage", "ratio", "token"))

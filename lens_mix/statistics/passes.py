@@ -24,11 +24,11 @@ class PromptBlocks:
     """Contain one prompt and its blocks after a clean pass.
 
     Attributes:
-        tokens: the tokens as strings.
-        token_ids: the tokens as numbers.
-        key_tokens: the tokens that are keys; those of the source in cross-attention.
-        queries: the positions of the blocks' rows.
-        blocks: the requested blocks, with a batch axis of one and no padding.
+        tokens: The tokens as strings.
+        token_ids: The tokens as numbers.
+        key_tokens: The tokens that are keys; those of the source in cross-attention.
+        queries: The positions of the blocks' rows.
+        blocks: The requested blocks, with a batch axis of one and no padding.
     """
 
     tokens: list[str]
@@ -54,19 +54,19 @@ def run_prompt(
     """Return one prompt's blocks after a clean pass that recorded what the methods need.
 
     Args:
-        model: any TransformerLens model.
-        prompt: the prompt, as in `lens_mix.run`.
-        methods: the methods whose recorded tensors are needed.
-        queries: as in `lens_mix.run`.
-        layers: as in `lens_mix.run`.
-        cross: whether cross-attention is accepted, whose keys are another sequence than its queries.
-        part: as in `lens_mix.run`.
-        prepend_bos: as in `lens_mix.run`.
-        attention_mask: as in `lens_mix.run`.
-        **inputs: further model inputs, as in `lens_mix.run`.
+        model: Any TransformerLens model.
+        prompt: The prompt, as in `lens_mix.run`.
+        methods: The methods whose recorded tensors are needed.
+        queries: As in `lens_mix.run`.
+        layers: As in `lens_mix.run`.
+        cross: Whether cross-attention is accepted, whose keys are another sequence than its queries.
+        part: As in `lens_mix.run`.
+        prepend_bos: As in `lens_mix.run`.
+        attention_mask: As in `lens_mix.run`.
+        **inputs: Further model inputs, as in `lens_mix.run`.
 
     Raises:
-        UnsupportedModelError: the model, or one of the methods on it, is not verified.
+        UnsupportedModelError: The model, or one of the methods on it, is not verified.
     """
     listed = [methods] if isinstance(methods, Method) else list(methods)
     labelled = {method.name: method for method in listed}
@@ -91,10 +91,10 @@ def iterate_prompts(
     """Yield the blocks of one prompt or of several, one prompt after another, without gradients.
 
     Args:
-        model: any TransformerLens model.
+        model: Any TransformerLens model.
         prompts: a string, a pair or a token tensor is one prompt; a list of these is several.
-        methods: as in `run_prompt`.
-        **options: further arguments of `run_prompt`.
+        methods: As in `run_prompt`.
+        **options: Further arguments of `run_prompt`.
     """
     # A list of whole numbers is the tokens of one prompt.
     is_single = not isinstance(prompts, list) or (

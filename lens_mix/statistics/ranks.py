@@ -14,11 +14,11 @@ def spearman(x: Real[np.ndarray, " n"], y: Real[np.ndarray, " n"]) -> float:
     It is NaN if `x` or `y` is constant or has fewer than two values.
 
     Args:
-        x: the first variable.
-        y: the second variable, with as many values.
+        x: The first variable.
+        y: The second variable, with as many values.
 
     Raises:
-        ValueError: different lengths, or values that are not finite.
+        ValueError: Different lengths, or values that are not finite.
     """
     x, y = np.asarray(x, dtype=np.float64).ravel(), np.asarray(y, dtype=np.float64).ravel()
     if x.shape != y.shape:

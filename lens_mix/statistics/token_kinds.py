@@ -19,7 +19,7 @@ def token_kind(token: str) -> str:
     """Return "mask", "special", "punctuation" or "other", judged by the token's text alone.
 
     Args:
-        token: the token as the tokenizer writes it; marks of spaces and of word pieces are ignored.
+        token: The token as the tokenizer writes it; marks of spaces and of word pieces are ignored.
     """
     if token.strip().lower() in ("[mask]", "<mask>"):
         return "mask"

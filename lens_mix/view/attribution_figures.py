@@ -27,11 +27,11 @@ def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
 
     Args:
         tree: a tree of `lens_mix.attribution_tree`.
-        title: the title above the figure; None: no title.
+        title: The title above the figure; None: no title.
 
     Raises:
-        ValueError: the graph is not such a tree.
-        ImportError: matplotlib is not installed.
+        ValueError: The graph is not such a tree.
+        ImportError: Matplotlib is not installed.
     """
     if "root" not in getattr(tree, "graph", ()):
         raise ValueError(
@@ -81,14 +81,14 @@ def head_map(importance: HeadImportance, title: str | None = None, highest: floa
 
     Args:
         importance: a result of `lens_mix.evaluation.head_importance`.
-        title: the title above the figure; None: how the importance was measured.
-        highest: the score of the last colour. Larger scores have the same colour, and the colour bar then
+        title: The title above the figure; None: how the importance was measured.
+        highest: The score of the last colour. Larger scores have the same colour, and the colour bar then
             ends in a point. None: the largest score.
 
     Raises:
         TypeError: `importance` is not a HeadImportance.
         ValueError: `highest` is not positive.
-        ImportError: matplotlib is not installed.
+        ImportError: Matplotlib is not installed.
     """
     highest = None if highest is None else check_number("highest", highest, 0, above=True)
     if not hasattr(importance, "scores"):
@@ -128,12 +128,12 @@ def pruning_figure(curves: PruningCurves, title: str | None = None, metric: str 
 
     Args:
         curves: a result of `lens_mix.evaluation.pruning_curves`.
-        title: the title above the figure; None: "pruning curves".
-        metric: the name of the vertical axis.
+        title: The title above the figure; None: "pruning curves".
+        metric: The name of the vertical axis.
 
     Raises:
         TypeError: `curves` is not a PruningCurves.
-        ImportError: matplotlib is not installed.
+        ImportError: Matplotlib is not installed.
     """
     if not hasattr(curves, "fractions"):
         raise TypeError(f"curves: expected PruningCurves, got {describe_value(curves)}")

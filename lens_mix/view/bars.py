@@ -23,15 +23,15 @@ class BarFrame:
     """Compute the places of the rows of bars, in inches.
 
     Attributes:
-        row: the height of one row with the gap above it.
-        gap: the gap between two rows.
-        inner: the width of a row of bars.
-        turned: whether the tokens are written vertically.
-        left: the space on the left, for the names.
-        bottom: the space at the bottom, for the tokens.
-        top: the space at the top, for the title.
-        width: the width of the figure.
-        height: the height of the figure.
+        row: The height of one row with the gap above it.
+        gap: The gap between two rows.
+        inner: The width of a row of bars.
+        turned: Whether the tokens are written vertically.
+        left: The space on the left, for the names.
+        bottom: The space at the bottom, for the tokens.
+        top: The space at the top, for the title.
+        width: The width of the figure.
+        height: The height of the figure.
     """
 
     row, gap = 0.78, 0.2

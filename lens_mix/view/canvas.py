@@ -161,12 +161,12 @@ def label_ticks(
     """Write labels at 0, 1, … on an axis; a `$` in a label is not the start of a formula.
 
     Args:
-        axis: the axis.
-        labels: one label per position.
-        limit: the largest number of labels; None: all.
-        colour: the colour of the labels.
-        rotation: the angle of the labels, in degrees.
-        strongest: positions that keep their labels if there are too many. The other labels are then grey, and
+        axis: The axis.
+        labels: One label per position.
+        limit: The largest number of labels; None: all.
+        colour: The colour of the labels.
+        rotation: The angle of the labels, in degrees.
+        strongest: Positions that keep their labels if there are too many. The other labels are then grey, and
             a line connects each position with its label, which may be moved to one side.
     """
     chosen = place_labels(len(labels), len(labels) if limit is None else limit, strongest)

@@ -18,10 +18,10 @@ class DrawnMap:
     """Contain the scores of a map as a figure draws them.
 
     Attributes:
-        scores: the scores.
-        visible: which scores are drawn; the others are grey.
-        rows: the labels of the rows.
-        keys: the labels of the keys.
+        scores: The scores.
+        visible: Which scores are drawn; the others are grey.
+        rows: The labels of the rows.
+        keys: The labels of the keys.
     """
 
     scores: Float[Tensor, "layer *head query key"]
@@ -41,12 +41,12 @@ class DrawnMap:
         """Return what is drawn of a map.
 
         Args:
-            mixing_map: the map.
-            normalize: whether rows are divided by their sums, before words are merged and rows selected.
-            words: whether pieces are merged into words.
-            diagonal: whether each position's share of itself is drawn.
-            queries: the positions of the rows to draw; None: all.
-            keys: the positions of the keys to draw; None: all.
+            mixing_map: The map.
+            normalize: Whether rows are divided by their sums, before words are merged and rows selected.
+            words: Whether pieces are merged into words.
+            diagonal: Whether each position's share of itself is drawn.
+            queries: The positions of the rows to draw; None: all.
+            keys: The positions of the keys to draw; None: all.
         """
         shown = mixing_map.normalized() if normalize else mixing_map
         shown = shown.merge_words() if words else shown

@@ -74,21 +74,21 @@ def layer_maps(
 
     Args:
         mixing_map: a map with scores `[layer, query, key]` or `[layer, head, query, key]`.
-        layers: the labels of the layers to draw (negative: from the end); None: all.
-        head: one head; "all": one heat map per head; None: the mean over heads.
-        columns: the number of heat maps side by side, 1 or more.
+        layers: The labels of the layers to draw (negative: from the end); None: all.
+        head: One head; "all": one heat map per head; None: the mean over heads.
+        columns: The number of heat maps side by side, 1 or more.
         normalize: True: rows are divided by their sum (0 to 1). False: raw scores. None: True, unless there
             are negative scores; these are drawn raw, on a scale around 0.
-        title: the title above the figure; None: the name of the method, and of the aggregation if there is
+        title: The title above the figure; None: the name of the method, and of the aggregation if there is
             one.
-        layer: one layer, instead of `layers`.
-        words: whether pieces are merged into words (`MixingMap.merge_words`).
+        layer: One layer, instead of `layers`.
+        words: Whether pieces are merged into words (`MixingMap.merge_words`).
         scale: "linear", or "log" for a logarithmic scale from 1/10,000 of the largest score.
-        diagonal: whether each position's share of itself is drawn. Hidden shares do not count for the colour
+        diagonal: Whether each position's share of itself is drawn. Hidden shares do not count for the colour
             scale.
-        queries: the positions of the rows to draw (of words, if merged), as in `lm.run`; None: all rows of
+        queries: The positions of the rows to draw (of words, if merged), as in `lm.run`; None: all rows of
             the map.
-        keys: the positions of the columns to draw (of words, if merged); None: all.
+        keys: The positions of the columns to draw (of words, if merged); None: all.
 
     Raises:
         TypeError: `mixing_map` is not a MixingMap.
@@ -146,19 +146,19 @@ def query_maps(
 
     Args:
         maps: a map for each label, all over the same tokens. Of maps with heads the mean over heads is drawn.
-        query: the position of the query (negative: from the end); each map must have its row. None: the
+        query: The position of the query (negative: from the end); each map must have its row. None: the
             default row of the first map that has one (`MixingMap.default_query`), else the last row.
-        columns: as in `layer_maps`.
-        normalize: as in `layer_maps`.
-        title: the title above the figure; None: the query's position and token.
-        words: as in `layer_maps`.
-        scale: as in `layer_maps`.
-        diagonal: as in `layer_maps`.
-        keys: as in `layer_maps`.
+        columns: As in `layer_maps`.
+        normalize: As in `layer_maps`.
+        title: The title above the figure; None: the query's position and token.
+        words: As in `layer_maps`.
+        scale: As in `layer_maps`.
+        diagonal: As in `layer_maps`.
+        keys: As in `layer_maps`.
 
     Raises:
-        TypeError: an entry of `maps` is not a MixingMap.
-        ValueError: no maps; maps over different tokens or layers; a query that a map does not have; `columns`
+        TypeError: An entry of `maps` is not a MixingMap.
+        ValueError: No maps; maps over different tokens or layers; a query that a map does not have; `columns`
             below 1; negative scores with `normalize=True`.
     """
     columns = _check_options(columns, normalize, title, words, scale, diagonal)
@@ -222,18 +222,18 @@ def token_bars(
     share is written into the row. A NaN means that the method left the token out, and is drawn as a dash.
 
     Args:
-        rows: for each label either scores `[key]`, or a MixingMap, of which the row `query` of `layer` is
+        rows: For each label either scores `[key]`, or a MixingMap, of which the row `query` of `layer` is
             drawn (mean over heads). A map without the first tokens of `tokens` is accepted.
-        tokens: one token per bar.
-        title: the title above the figure; None: no title.
-        query: the row of the MixingMaps (negative: from the end); None: the default row of each map
+        tokens: One token per bar.
+        title: The title above the figure; None: no title.
+        query: The row of the MixingMaps (negative: from the end); None: the default row of each map
             (`MixingMap.default_query`).
-        layer: the layer of the MixingMaps (negative: from the end).
-        words: whether pieces are merged into words and their scores summed.
+        layer: The layer of the MixingMaps (negative: from the end).
+        words: Whether pieces are merged into words and their scores summed.
 
     Raises:
         TypeError: a row that is neither a vector nor a MixingMap.
-        ValueError: no rows; a row with another length than `tokens`; an infinite score; `words` with tokens
+        ValueError: No rows; a row with another length than `tokens`; an infinite score; `words` with tokens
             that do not show where words begin.
     """
     canvas = load_canvas()

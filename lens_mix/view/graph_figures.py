@@ -34,15 +34,15 @@ def information_flow(
         graph: a graph with nodes `(level, position)`, their `token` if known, and edges from source to
             destination: of `lens_mix.graphs.information_flow_graph` or `layered_graph` (best with a
             threshold), or a tree.
-        by: the edge attribute shown as width, 0 or more; None: `share` if all edges have it, else `weight`.
-        title: the title above the figure; None: no title.
-        layer_height: the height of a level in inches, above 0.
+        by: The edge attribute shown as width, 0 or more; None: `share` if all edges have it, else `weight`.
+        title: The title above the figure; None: no title.
+        layer_height: The height of a level in inches, above 0.
 
     Raises:
-        TypeError: the graph is not a networkx DiGraph.
-        ValueError: no nodes; a node that is not a pair of whole numbers; an edge without the attribute or
+        TypeError: The graph is not a networkx DiGraph.
+        ValueError: No nodes; a node that is not a pair of whole numbers; an edge without the attribute or
             with a negative or non-finite one; a `layer_height` that is not above 0.
-        ImportError: matplotlib is not installed.
+        ImportError: Matplotlib is not installed.
     """
     canvas = load_canvas()
     _check_graph(graph)

@@ -67,12 +67,12 @@ def draw_grid(
     """Return a figure of heat maps on one colour scale.
 
     Args:
-        grid: the places and texts.
-        panels: for each heat map its scores, and which of them are visible.
-        rows: the meaning of the rows, "query" or "layer"; it is written once.
-        unit: the unit of the scores, written at the colour bar.
-        logarithmic: whether the colour scale is logarithmic.
-        strongest: the keys that always have a label.
+        grid: The places and texts.
+        panels: For each heat map its scores, and which of them are visible.
+        rows: The meaning of the rows, "query" or "layer"; it is written once.
+        unit: The unit of the scores, written at the colour bar.
+        logarithmic: Whether the colour scale is logarithmic.
+        strongest: The keys that always have a label.
     """
     canvas = load_canvas()
     picture: Picture = canvas.Picture(grid.width, grid.height)

@@ -63,9 +63,9 @@ def place_labels(count: int, limit: int, strongest: Sequence[int] = ()) -> list[
     The other labels are spread over the remaining places.
 
     Args:
-        count: the number of positions.
-        limit: the largest number of labels.
-        strongest: the positions to label first, in this order.
+        count: The number of positions.
+        limit: The largest number of labels.
+        strongest: The positions to label first, in this order.
     """
     if count <= limit:
         return [(position, float(position)) for position in range(count)]

@@ -10,7 +10,7 @@ def load_canvas() -> ModuleType:
     """Return the module `lens_mix.view.canvas`, which imports matplotlib.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ImportError: Matplotlib is not installed.
     """
     try:
         return importlib.import_module("lens_mix.view.canvas")

@@ -19,8 +19,8 @@ def leaderboard_figure(table: pandas.DataFrame, metric: str, title: str) -> Figu
 
     Args:
         table: a table with the columns method, aggregation, `metric`, and `metric` with `_low` and `_high`.
-        metric: the column to draw.
-        title: the title above the bars.
+        metric: The column to draw.
+        title: The title above the bars.
     """
     names = [
         row.method if row.aggregation == "-" else f"{row.method} · {row.aggregation}"

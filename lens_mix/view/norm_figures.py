@@ -46,7 +46,7 @@ def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer
 
     Args:
         table: a table of `mixing_ratios`.
-        title: the title above the figure.
+        title: The title above the figure.
     """
     check_columns("table", table, ("layer", "stage", "ratio"))
     means = by_layer(table).drop(index="mean")
@@ -84,7 +84,7 @@ def mixing_by_kind(
     Args:
         table: a table of `mixing_ratios`.
         kind: a function from a token to the name of its kind.
-        title: the title above the figure.
+        title: The title above the figure.
     """
     check_columns("table", table, ("layer", "stage", "ratio", "token"))
     means = by_kind(table, kind)
@@ -114,9 +114,9 @@ def weights_against_norms(
     Args:
         table: a table of `weights_and_norms`.
         kind: a function from a token to the name of its kind.
-        named: how many dots get a ring and a label with their token and layer: those with most weight. Dots
+        named: How many dots get a ring and a label with their token and layer: those with most weight. Dots
             of the same token share one label.
-        title: the title above the figure.
+        title: The title above the figure.
     """
     check_columns("table", table, ("layer", "token", "weight", "norm"))
     dots = table.groupby(["layer", "token"])[["weight", "norm"]].mean().reset_index()
@@ -145,7 +145,7 @@ def expansion_rates(table: pandas.DataFrame, title: str = "Expansion rate of the
 
     Args:
         table: a table of `lens_mix.statistics.expansion_rate.expansion_rates`.
-        title: the title above the figure.
+        title: The title above the figure.
     """
     check_columns("table", table, ("layer", "head", "rate"))
     grid = table[table["head"] != "all"].pivot(index="layer", columns="head", values="rate")
@@ -164,7 +164,7 @@ def contextualisation(table: pandas.DataFrame, title: str = "Contextualisation c
 
     Args:
         table: a table of `lens_mix.statistics.contextualisation.changes`.
-        title: the title above the figure.
+        title: The title above the figure.
     """
     check_columns("table", table, ("feed_forward", "residual", "norm", "whole"))
     picture, axes = _make_axes(6.4, 3.4, title, "layer", "1 − Spearman")

@@ -135,7 +135,7 @@ def test_an_adapter_over_values_is_mapped_and_one_over_the_output_named(size):
         adapted.lora_B.weight *= size
     projection.set_original_component(adapted)
     found = lm.run(model, tokens(model, 1, 7), "value_norm")
-    assert "layer 0: a hook or an adapter edits its values" in found.notes[0]
+    assert "layer 0: a hook or an adapter changes its values" in found.notes[0]
     with torch.no_grad():
         adapted.base_layer.weight += adapted.lora_B.weight @ adapted.lora_A.weight
     projection.set_original_component(adapted.base_layer)

@@ -113,7 +113,7 @@ def test_edited_values_are_taken_as_they_are(name: str) -> None:
     for one in found.values():
         assert float(one.scores[1, 4:, 3].abs().max()) < 1e-12
         assert float(one.scores[0, 4:, 3].abs().max()) > 1e-4
-        assert any("layer 1: a hook or an adapter edits its values" in note for note in one.notes)
+        assert any("layer 1: a hook or an adapter changes its values" in note for note in one.notes)
     torch.testing.assert_close(found["value_zeroing"].scores, by_hooks.scores, rtol=1e-8, atol=1e-10)
 
 

@@ -41,9 +41,9 @@ def _find_reason_against(
     """Return why an engine can't run on a verified model; None if it can.
 
     Args:
-        verification: the model's verification.
-        engine: the engine's name.
-        method: the method. It may need only some components (`needs`), and may have no formula for some
+        verification: The model's verification.
+        engine: The engine's name.
+        method: The method. It may need only some components (`needs`), and may have no formula for some
             blocks (`unsupported_block`).
     """
     if verification.hooks_failure is not None:
@@ -122,15 +122,15 @@ def choose_engine(
     """Return the engine that a method will run with.
 
     Args:
-        method: the method.
-        verification: the model's verification.
-        engine: an engine's name, or "auto" for the first of the method's engines that the verification
+        method: The method.
+        verification: The model's verification.
+        engine: An engine's name, or "auto" for the first of the method's engines that the verification
             allows.
-        no_algebra: why algebra can't run on this prompt although the verification allows it; None if it can.
+        no_algebra: Why algebra can't run on this prompt although the verification allows it; None if it can.
 
     Raises:
-        ValueError: the engine is unknown, or the method does not have it.
-        UnsupportedModelError: the verification allows none of the engines.
+        ValueError: The engine is unknown, or the method does not have it.
+        UnsupportedModelError: The verification allows none of the engines.
     """
     check_choice("engine", engine, ("auto", "hooks", "algebra"))
     if engine == "auto" or method.engines == ("recorded",):

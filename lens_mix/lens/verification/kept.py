@@ -34,11 +34,11 @@ def verification_of(
     """Return the verification of the lens's stack, made again only if weights or hooks have changed.
 
     Args:
-        lens: the face of the model.
-        prompt: the prompt to verify the model on.
-        with_unembedding: whether the unembedding has to be verified too (`needs_unembedding`).
-        padding: the side on which the masking of padding has to be verified; None for neither.
-        again: whether to ignore a stored verification.
+        lens: The face of the model.
+        prompt: The prompt to verify the model on.
+        with_unembedding: Whether the unembedding has to be verified too (`needs_unembedding`).
+        padding: The side on which the masking of padding has to be verified; None for neither.
+        again: Whether to ignore a stored verification.
 
     Raises:
         RuntimeError: a hook calls this during a pass of lens_mix through this model.

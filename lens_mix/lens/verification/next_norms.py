@@ -24,7 +24,7 @@ def next_norm_failures(clean: CleanPass, anatomy: Mapping[int, BlockAnatomy]) ->
 
     Args:
         clean: a pass that reached the last block.
-        anatomy: layer -> the anatomy of every block that has attention.
+        anatomy: Layer -> the anatomy of every block that has attention.
     """
     last = clean.lens.n_layers - 1
     failures = {

@@ -40,11 +40,11 @@ def find_mismatch(
     formula, such as a mixture of experts, is left out.
 
     Args:
-        clean: the clean pass, which recorded "pattern" and "value" in these layers, and "z" for "recorded".
-        verification: the verification of the model.
-        layers: the layers that the methods use.
-        uses: engines, and names that methods list in their `needs` (`Component.checked_for`).
-        whole: the layers whose rows are all rebuilt, because a method computes their feed-forward.
+        clean: The clean pass, which recorded "pattern" and "value" in these layers, and "z" for "recorded".
+        verification: The verification of the model.
+        layers: The layers that the methods use.
+        uses: Engines, and names that methods list in their `needs` (`Component.checked_for`).
+        whole: The layers whose rows are all rebuilt, because a method computes their feed-forward.
     """
     sampled, every = _rows(clean, _SAMPLED_ROWS), _rows(clean, None)
     if has_user_hooks(clean.lens.modules):
@@ -88,12 +88,12 @@ def describe_user_hooks(
             notes[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
         block = RecordedBlock(clean, layer, verification.anatomy[layer])
         if _is_mismatch(measure(VALUES, block, by_sketch=True)):
-            notes[layer].append("a hook or an adapter edits its values; they are taken as they are")
+            notes[layer].append("a hook or an adapter changes its values; the map is of the changed ones")
     return notes
 
 
 def find_input_mismatch(clean: CleanPass) -> str | None:
-    """Return how this pass differs from the model's own with the user's further inputs; None if it does not.
+    """Return how this pass differs from the model's own pass with the same inputs; None if it does not.
 
     The lens adds a mask and switches caches off. Models of transformers use both to interpret position ids
     that restart, so their outputs may change.
@@ -107,8 +107,9 @@ def find_input_mismatch(clean: CleanPass) -> str | None:
         error = relative_error(got[None], given.calls[last].resid_post)
         if not error <= clean.lens.tolerance:
             return (
-                f"model inputs: expected the model's own pass with {names}, got another one, {error:.1e} off "
-                f"after {clean.lens.where(last)}, once padding is masked and no cache is kept"
+                f"model inputs: expected the output of the model's own pass with {names}, got a relative "
+                f"error of {error:.1e} after {clean.lens.where(last)}, because lens_mix masks padding and "
+                "keeps no cache"
             )
     return None
 

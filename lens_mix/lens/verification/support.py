@@ -24,8 +24,8 @@ class Support:
     """A table of methods on one model: `ok` with the engine, or the reason why a method can't run.
 
     Attributes:
-        model: the model's name.
-        rows: one (method, engine, reason) per method; engine is None if it can't run, reason "" if it can.
+        model: The model's name.
+        rows: One (method, engine, reason) per method; engine is None if it can't run, reason "" if it can.
     """
 
     model: str
@@ -60,8 +60,8 @@ class Check:
     """The verification of a model, ready to print.
 
     Attributes:
-        model: the model's name.
-        verification: the errors per block and component, and the anatomy of each block.
+        model: The model's name.
+        verification: The errors per block and component, and the anatomy of each block.
     """
 
     model: str
@@ -135,11 +135,11 @@ def check(
         model: a TransformerLens model.
         prompt: a string, tokens, or a pair for an encoder-decoder; None for eight tokens of the vocabulary.
         part: "encoder" (default), "decoder" or "cross" of an encoder-decoder.
-        prepend_bos: as in TransformerLens.
-        **inputs: further model inputs by name.
+        prepend_bos: As in TransformerLens.
+        **inputs: Further model inputs by name.
 
     Raises:
-        UnsupportedModelError: the model has no hooks that lens_mix can use.
+        UnsupportedModelError: The model has no hooks that lens_mix can use.
     """
     with LibraryErrors(model):
         lens = Lens(model, part)

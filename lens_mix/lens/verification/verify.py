@@ -33,7 +33,8 @@ from lens_mix.lens.verification.next_norms import next_norm_failures
 from lens_mix.lens.verification.reasons import with_likely_cause
 from lens_mix.lens.verification_record import Verification
 
-SHORTEST, LONGEST = 8, 16  # These are numbers of tokens of a verification's prompt.
+# The smallest and the usual number of tokens on which a model is verified.
+SHORTEST, LONGEST = 8, 16
 
 
 def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
@@ -258,13 +259,13 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
     """Return whether a padded prompt has the output that it has alone, and no weight on its padding.
 
     The result is False if outputs are NaN: in float64, transformers gives NaN in a row that attends to
-    nothing but padding (padding on the left, or a sliding window). Not checked are the effect of padding on
-    blocks without attention, and other effects of a mask.
+    nothing but padding (padding on the left, or a sliding window). The effect of
+    padding on blocks without attention is not checked, nor are other effects of a mask.
 
     Args:
-        lens: the face of the model.
-        prompt: the prompt whose first tokens are used.
-        side: the side of the padding.
+        lens: The lens of the model.
+        prompt: The prompt whose first tokens are used.
+        side: The side of the padding.
     """
     if lens.stack.gaps is not None or not lens.takes_padding_mask:
         return False

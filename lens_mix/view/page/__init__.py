@@ -34,7 +34,7 @@ class Page:
     """Contain a page of maps; `save` writes it, and a notebook shows it as the result of a cell.
 
     Attributes:
-        html: the whole file.
+        html: The whole file.
     """
 
     html: str
@@ -46,9 +46,9 @@ class Page:
         """Write the file, and return its path; an old file is replaced only once the new one is complete.
 
         Raises:
-            FileNotFoundError: the folder does not exist.
-            ValueError: the path is that of a folder.
-            OSError: the file cannot be written.
+            FileNotFoundError: The folder does not exist.
+            ValueError: The path is that of a folder.
+            OSError: The file cannot be written.
         """
         checked = Path(check_file_path("path", path, write=True))
         with replacing(checked) as temporary:
@@ -78,8 +78,8 @@ def page(
 
     Args:
         maps: a map; several of one prompt, as `lm.run` returns them; or a list with one of these per prompt.
-        path: the file to write; None: no file is written.
-        trees: graphs of `attribution_tree` or `lens_mix.graphs`: one, several by name, or a list with one of
+        path: The file to write; None: no file is written.
+        trees: Graphs of `attribution_tree` or `lens_mix.graphs`: one, several by name, or a list with one of
             these per prompt; {}: none. None: for each map that has all rows, the attribution tree of
             `attention_attribution` from the explained position (`MixingMap.default_query`; without one, from
             the token with the largest sum), and the routes of `information_flow_routes` to the default row.
@@ -90,9 +90,9 @@ def page(
 
     Raises:
         TypeError: `maps` contains something else than maps, or `trees` something else than networkx graphs.
-        ValueError: no map at all; a folder that does not exist; trees for another number of prompts, or
+        ValueError: No map at all; a folder that does not exist; trees for another number of prompts, or
             without levels, tokens and weights.
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     prompts = [_label_maps(entry) for entry in _list_prompts(maps)]
     best = best_of_methods()

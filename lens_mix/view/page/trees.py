@@ -26,12 +26,12 @@ def pack_trees(
     """Return the graphs of each prompt: the given ones, or for None those that its maps can have.
 
     Args:
-        maps: for each prompt its maps by label.
-        trees: as in `lens_mix.page`.
+        maps: For each prompt its maps by label.
+        trees: As in `lens_mix.page`.
 
     Raises:
         TypeError: `trees` contains something else than networkx graphs.
-        ValueError: the number of entries is not that of the prompts; a node that is not (level, position); an
+        ValueError: The number of entries is not that of the prompts; a node that is not (level, position); an
             edge without a weight.
     """
     if trees is None:
