@@ -232,7 +232,7 @@ def test_the_whole_page(tmp_path, monkeypatch):
     monkeypatch.setenv("LENS_MIX_CACHE", str(tmp_path))
     sizes = benchmark.Sizes(TINY, seeds=1, sentences=8, others=4)
     page = "\n".join(benchmark.make(name, sizes) for name in benchmark.PARTS)
-    for heading in ("The encoders", "The seed's own table", "Every map", "Pruning", "Trees", "Probing"):
+    for heading in ("The encoders", "The paper's own table", "Every map", "Pruning", "Trees", "Probing"):
         assert f"# {heading}\n" in page
     for line in re.findall(r"^\|.*$", page, re.MULTILINE):
         assert line.endswith("|")
