@@ -130,9 +130,9 @@ class Method:
     def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> Rules | None:
         """Return the changed rules of a backward pass through the clean pass; None if the method needs none.
 
-        With rules, the clean pass runs with gradients and keeps its autograd graph, which `Block.graph`
-        returns. In a batch, under `max_memory` or in an encoder-decoder this is not possible, and
-        `Block.graph` runs another pass.
+        With rules, the clean pass runs with gradients and keeps its autograd graph (`block.clean.graph`).
+        In a batch, under `max_memory` or in an encoder-decoder this is not possible: the graph is None,
+        and the method runs another pass.
         """
         return None
 

@@ -37,7 +37,7 @@ class AutogradGraph:
     """The autograd graph from the first block's input to the last block's output, with changed rules.
 
     Args:
-        lens: The face of the model.
+        lens: The lens of the model.
         anatomies: The anatomies of all blocks.
         rules: The rules of the backward pass.
 

@@ -69,7 +69,7 @@ def changed_backward(
     """Enter a context whose backward passes follow the rules, and yield the residual streams after blocks.
 
     Args:
-        lens: The face of the model.
+        lens: The lens of the model.
         anatomies: The anatomies of all blocks of the stack.
         rules: The rules of the backward pass.
         below: For the joint part, the anatomies of the encoder's blocks; gradients propagate through them

@@ -42,7 +42,7 @@ class CleanPass:
     """The records of one forward pass without interventions.
 
     Attributes:
-        lens: The face of the model.
+        lens: The lens of the model.
         batch: The prompts.
         calls: Layer -> the block's arguments and output, at all positions.
         recorded: Hook name -> tensor, for the requested hooks.
@@ -140,7 +140,7 @@ def clean_pass(
     """Make one forward pass, and record the blocks' calls and the tensors of the hooks.
 
     Args:
-        lens: The face of the model.
+        lens: The lens of the model.
         batch: The prompts.
         fwd_hooks: TransformerLens hooks that record, into `recorded`.
         recorded: The dictionary that the hooks fill.

@@ -113,7 +113,7 @@ class BlockReplay:
     first that reproduces the block's own output is used. If none does, the replay raises an error.
 
     Attributes:
-        lens: The face of the model.
+        lens: The lens of the model.
         layer: The block's number.
         call: Its arguments and output in the clean pass.
         real: The mask of the positions that are the prompts' own.

@@ -199,7 +199,7 @@ def states_of(
     """Return the states of a block, which the methods of one run share.
 
     Args:
-        block: a block whose clean pass recorded "pattern" and "value", and whose attention is verified.
+        block: A block whose clean pass recorded "pattern" and "value", and whose attention is verified.
         prompts: The requested prompts of the batch.
         dtype: The dtype of the states; None for the model's, but float32 at least.
         attention_dtype: The dtype of `attention_out`, if it has to be wider; None for `dtype`.

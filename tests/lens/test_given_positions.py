@@ -58,5 +58,6 @@ def test_another_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(*arguments, **options)
 
     monkeypatch.setattr(model.original_model, "forward", by_mask)
-    with pytest.raises(lm.UnsupportedModelError, match=r"own pass with \['position_ids'\], got a relative error"):
+    expected = r"own pass with \['position_ids'\], got a relative error"
+    with pytest.raises(lm.UnsupportedModelError, match=expected):
         lm.run(model, prompt, "attention", position_ids=RESTARTING)

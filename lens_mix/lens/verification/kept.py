@@ -34,7 +34,7 @@ def verification_of(
     """Return the verification of the lens's stack, made again only if weights or hooks have changed.
 
     Args:
-        lens: The face of the model.
+        lens: The lens of the model.
         prompt: The prompt to verify the model on.
         with_unembedding: Whether the unembedding has to be verified too (`needs_unembedding`).
         padding: The side on which the masking of padding has to be verified; None for neither.
