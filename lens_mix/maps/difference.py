@@ -45,5 +45,6 @@ def difference(mixing_map: MixingMap, other: MixingMap) -> MixingMap:
         provenance={"difference": {"of": mixing_map.provenance, "minus": other.provenance}},
         residual=None,
         residual_shares=None,
+        explained=mixing_map.explained if mixing_map.explained == other.explained else None,
         notes=tuple(f"{name}: {note}" for name, map_notes in notes for note in map_notes),
     )

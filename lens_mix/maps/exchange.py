@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lens_mix.arguments import check_file_path, describe_value
 from lens_mix.files import replacing
+from lens_mix.maps.explained import as_records
 from lens_mix.maps.positions import shorten
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _FORMAT = "lens_mix.MixingMap/1"
 _FIELDS = "tokens method causal key_tokens parameters residual kind layers provenance notes".split()
 # Older files lack these fields; their maps have all rows.
-_OPTIONAL = ("queries", "default_query")
+_OPTIONAL = ("queries", "default_query", "explained")
 # safetensors writes longer headers, but raises an error when it reads them.
 _MAX_RECORD_LENGTH = 90_000_000
 
@@ -51,6 +52,7 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
 
     location = check_file_path("path", path, write=True)
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
+    record["explained"] = as_records(mixing_map.explained)
     for name in ("parameters", "provenance"):
         _require_json(record[name], name)
     tensors = {name: getattr(mixing_map, name) for name in ("scores", "mask", "residual_shares")}
@@ -187,6 +189,7 @@ def _make_attributes(mixing_map: MixingMap) -> dict[str, Any]:
     attributes = {"method": mixing_map.method, "kind": mixing_map.kind, "causal": int(mixing_map.causal)}
     for name in ("parameters", "provenance", "notes", "residual", "tokens", "default_query"):
         attributes[name] = as_json(getattr(mixing_map, name))
+    attributes["explained"] = as_json(as_records(mixing_map.explained))
     return {**attributes, "keys_are_tokens": int(mixing_map.key_tokens is None), "unit": "raw"}
 
 
@@ -291,6 +294,8 @@ def describe(mixing_map: MixingMap) -> str:
         extras.append(f"queries {shorten(mixing_map.queries)} of {len(tokens)} positions")
     extras += [f"{len(mixing_map.notes)} notes"] if mixing_map.notes else []
     details = f"{mixing_map.kind} map, {shape}, {', '.join(extras)}, tokens=[{first_tokens}]"
+    explanation = mixing_map.explanation()
+    details += f"; {explanation}" if explanation else ""
     return f"MixingMap({full_name(mixing_map)}: {details})"
 
 

@@ -20,6 +20,7 @@ from lens_mix.arguments import (
     check_whole_number,
 )
 from lens_mix.maps import arithmetic, checks, difference, exchange, read_back, words
+from lens_mix.maps.explained import Explained, as_explained, label_row
 from lens_mix.maps.positions import (
     Dropped,
     Queries,
@@ -92,9 +93,12 @@ class MixingMap:
             table, in figures). A run sets it to the position that the target reads. Without a target it is 0
             in a bidirectional model, the position of [CLS]. None, or a position without a row: the map's last
             row.
+        explained: What the model predicts at the position of each row, and the target that the row explains,
+            as `lens_mix.maps.explained.Explained`. A run fills it if the method has a target, and for
+            every causal model. None: unknown.
 
     Raises:
-        TypeError: If scores, tokens, mask, layers, queries or residual have a wrong type.
+        TypeError: If scores, tokens, mask, layers, queries, residual or explained have a wrong type.
         ValueError: If shapes do not fit each other, a score is NaN or infinite, or a key has weight although
             its query could not see it (the error names the entry).
     """
@@ -115,6 +119,7 @@ class MixingMap:
     queries: list[int] | None = None
     residual_shares: Tensor | None = None
     default_query: int | None = None
+    explained: tuple[Explained, ...] | None = None
 
     def __post_init__(self) -> None:
         scores = checks.as_scores(self.scores)
@@ -153,6 +158,7 @@ class MixingMap:
             "queries": queries,
             "residual_shares": checks.as_shares(shares, scores),
             "default_query": None if default is None else as_position(default, len(tokens), "default_query"),
+            "explained": as_explained(self.explained, rows),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -186,6 +192,39 @@ class MixingMap:
     def query_labels(self) -> list[str]:
         """Return the token of each row."""
         return [self.tokens[position] for position in self.query_positions]
+
+    @property
+    def row_labels(self) -> list[str]:
+        """Return one label per row: its token, and in a causal map the predicted next token: `, → which`.
+
+        A map without predictions has the tokens alone.
+        """
+        if self.explained is None or not self._predicts_next:
+            return self.query_labels
+        return [label_row(*row) for row in zip(self.query_labels, self.explained, strict=True)]
+
+    @property
+    def _predicts_next(self) -> bool:
+        """Whether the prediction of a row is the token after it, and not the token at its own position."""
+        return self.causal or self.provenance.get("part") in ("decoder", "cross", "joint")
+
+    def explanation(self, query: int | str | None = None) -> str:
+        """Return what a row explains as a line of text: `after ' in': ' Italian' 0.66`; "" if it is unknown.
+
+        A target that is not about the prediction is named with its value.
+
+        Args:
+            query: A position (negative: from the end of the prompt), or a token that occurs once. None: the
+                row of `default_query`.
+
+        Raises:
+            ValueError: If there is no such query, or the map does not have its row.
+        """
+        row = self.row_index(query)
+        entry = Explained() if self.explained is None else self.explained[row]
+        if entry == Explained():
+            return ""
+        return f"{'after' if self._predicts_next else 'at'} {self.query_labels[row]!r}: {entry}"
 
     def visible(self) -> Bool[Tensor, "layer query key"]:
         """Return which keys each query could see."""
@@ -298,8 +337,17 @@ class MixingMap:
         rows = [self.row_index(position, "queries") for position in positions]
         mask = None if self.mask is None else self.mask[..., rows, :]
         shares = None if self.residual_shares is None else self.residual_shares[:, rows]
-        scores = self.scores[..., rows, :]
-        return self.replace(scores=scores, mask=mask, queries=positions, residual_shares=shares)
+        return self.replace(
+            scores=self.scores[..., rows, :],
+            mask=mask,
+            queries=positions,
+            residual_shares=shares,
+            explained=self._explained_by(rows),
+        )
+
+    def _explained_by(self, rows: Sequence[int]) -> tuple[Explained, ...] | None:
+        """Return what some rows explain, by their indices."""
+        return None if self.explained is None else tuple(self.explained[row] for row in rows)
 
     def head(self, head: int) -> MixingMap:
         """Return the maps of one head, `[layer, query, key]`.
@@ -419,6 +467,7 @@ class MixingMap:
             provenance=self.provenance if len(keys) == len(self.key_labels) else self._without_sink(),
             residual_shares=None if self.residual_shares is None else self.residual_shares[:, rows],
             default_query=None if self.default_query is None else new_position.get(self.default_query),
+            explained=self._explained_by(rows),
         )
 
     def drop_bos(self) -> MixingMap:
@@ -484,6 +533,8 @@ class MixingMap:
             provenance={**provenance, "merged_words": {"keys": keys, "queries": queries}},
             default_query=default[0] if default else None,
             notes=(*self.notes, *notes),
+            # The token after a word is predicted at the word's last token.
+            explained=self._explained_by([max(word, key=self.query_positions.__getitem__) for word in rows]),
         )
 
     def _without_sink(self) -> dict[str, Any]:
