@@ -21,7 +21,7 @@ from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.components import UNEMBEDDING, VALUE
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.method import Method, Scope
-from lens_mix.methods import METHODS
+from lens_mix.methods import METHODS, descriptions
 
 _GROUP = "lens_mix.methods"
 # The values that a class attribute of a method may have; all of them except `scope` may have several.
@@ -79,6 +79,15 @@ def register(method: M) -> M:
 def all_methods() -> dict[str, type[Method]]:
     """Return all methods by name: those of the library, of plugins, and those that were registered."""
     return {**METHODS, **_plugins(), **_registered}
+
+
+def describe(name: str) -> descriptions.Description:
+    """Return the group, the plain line and the cost of a method.
+
+    For a method of another package, the line is the first line of its docstring. For an unknown name, as in
+    a map made by hand, it is empty.
+    """
+    return descriptions.describe(name, all_methods().get(name))
 
 
 @functools.cache
