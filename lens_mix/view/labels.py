@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import regex
 
@@ -21,6 +22,9 @@ QUIET = "#8a8a8a"
 _VISIBLE = str.maketrans(
     {" ": "·", "Ġ": "·", "▁": "·", "\n": "⏎", "Ċ": "⏎", "\r": "␍", "\t": "⇥", "ĉ": "⇥", "\xa0": "⍽"}
 )
+
+# Names of folders that do not name a model: a hash, and those that tools give to every model's folder.
+_MEANS_NOTHING = regex.compile(r"[0-9a-f]{16,}|snapshots|models?|weights|main|checkpoints?|[A-Za-z]:")
 
 # The character that joins two emoji, which are then drawn as one.
 _JOINER = regex.compile(r"(?<=.)\u200d(?=\p{Extended_Pictographic})")
@@ -41,6 +45,32 @@ def make_visible(token: str, longest: int = 16) -> str:
         for index, character in enumerate(text)
     )
     return ((shown if len(shown) <= longest else shown[: longest - 1] + "…") or "∅") + number
+
+
+def name_model(provenance: Mapping[str, Any]) -> str:
+    """Return the name of a map's model, never a path of this computer; "" if it is unknown.
+
+    A folder of the Hugging Face cache (`models--org--name/snapshots/…`) becomes `org/name`, and any other
+    folder its own name, or the nearest folder above it that has a meaningful one.
+
+    Args:
+        provenance: `MixingMap.provenance`.
+    """
+    given = provenance.get("model")
+    name = given if isinstance(given, str) else ""
+    folders = [folder for folder in regex.split(r"[\\/]+", name) if folder not in ("", ".", "..", "~")]
+    cached = [folder for folder in folders if folder.startswith("models--")]
+    if cached:
+        return "/".join(cached[-1].split("--")[1:])
+    if len(folders) <= 2 and regex.match(r"[\w.-]+(/[\w.-]+)?$", name) and name[0] != ".":
+        return name
+    meaningful = [folder for folder in folders if not _MEANS_NOTHING.fullmatch(folder)]
+    return (meaningful or folders or [""])[-1]
+
+
+def make_row_visible(label: str) -> str:
+    """Return a label of a row (`MixingMap.row_labels`) as visible characters, with spaces at its arrow."""
+    return make_visible(label, 30).replace("·→·", " → ")
 
 
 def _space_evenly(count: int, limit: int) -> list[int]:
