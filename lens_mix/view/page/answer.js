@@ -101,14 +101,25 @@ function buildText() {
   textParts = { signature, main, next, there, sources: null, source: null, values: null };
   const parts = textParts;
   main.line.addEventListener("click", event => { const i = main.find(event); if (i !== null && there.has(i)) set({ query: i }); });
-  main.line.addEventListener("mousemove", event => { const i = main.find(event); tip(event, i === null ? "" : tellToken(tokens, i, parts.values)); });
-  main.line.addEventListener("mouseleave", () => tip());
+  main.line.addEventListener("mousemove", event => { const i = main.find(event); tip(event, i === null ? "" : tellToken(tokens, i, parts.values)); linkPanels(i); });
+  main.line.addEventListener("mouseleave", () => { tip(); linkPanels(null); });
   $("text").replaceChildren(main.line);
   if (keys.length) {
     parts.source = make("div", { id: "sources" });
     $("text").append(parts.source);
   }
   return parts;
+}
+// Tell the view which token of the text is under the pointer, and mark the token that is under it in the view.
+let linked = null;
+function linkPanels(key) {
+  if (key === linked) return;
+  linked = key;
+  $("view").dispatchEvent(new CustomEvent("link", { detail: key }));
+}
+function linkToken(m, key) {
+  for (const box of document.querySelectorAll("#text .linked")) box.classList.remove("linked");
+  if (key !== null) (m.keys ? $("sources") : $("tokens"))?.querySelector(`[data-key="${key}"]`)?.classList.add("linked");
 }
 const tellToken = (tokens, i, values) => named(tokens, i) + (values ? `\n${Number.isNaN(values[i]) ? "the position cannot see it" : `${percent(values[i])} of the row`}` : "");
 
@@ -159,6 +170,6 @@ function writeTextLegend(found, keys, most, pale) {
   const format = x => percent(x), evidence = found.m.provenance.input_map?.figures;
   const named = make("span", { text: found.name, title: evidence || found.m.line });
   const left = [...pale].filter(key => found.row[key]);
-  box.replaceChildren(legend(most, found.m.signed, `of the row${largestOf(found.row, pale) > most ? " and more" : ""}`, format), " · ", named, ` · most: ${order.map(key => `${quotedToken(keys[key])} ${percent(found.row[key])}`).join(", ")}`,
+  box.replaceChildren(legend(most, found.m.signed, `of the row${largestOf(found.row, pale) > most ? "; the position itself has more" : ""}`, format), " · ", named, ` · most: ${order.map(key => `${quotedToken(keys[key])} ${percent(found.row[key])}`).join(", ")}`,
     left.length ? ` · ${sinkName(found.m)} ${percent(left.reduce((sum, key) => sum + found.row[key], 0))}, not coloured` : "");
 }

@@ -88,29 +88,30 @@ function spaced(sizes, zoom, count, most = 90) {
     if (taken.length < most && taken.every(other => Math.abs(other - place) >= apart)) taken.push(place);
   return taken.filter(place => place < count);
 }
-// Follow the pointer over a canvas: `find(x, y)` returns a cell or null, `tell(cell)` its text, `choose(cell)` reacts to a click.
-function follow(canvas, find, tell, choose) {
+// Follow the pointer over a canvas: `find(x, y)` returns a cell or null, `tell(cell)` its text, `choose(cell)` reacts to a
+// click, and `pass(cell)` to every move.
+function follow(canvas, find, tell, choose, pass = () => {}) {
   const at = event => { const box = canvas.getBoundingClientRect(); return find(event.clientX - box.left, event.clientY - box.top); };
   canvas.addEventListener("mousemove", async event => {
     const cell = at(event);
     canvas.style.cursor = cell ? "pointer" : "";
+    pass(cell);
     tip(event, cell && await tell(cell));
   });
-  canvas.addEventListener("mouseleave", () => tip());
+  canvas.addEventListener("mouseleave", () => { tip(); pass(null); });
   canvas.addEventListener("click", event => { const cell = at(event); if (cell) choose(cell); });
 }
 
 // ------------------------------------------------------------------ legend
-// Return a strip of colours with the numbers that they mean.
+// Return a strip of colours with the numbers that they mean below it.
 function legend(most, isSigned, name, format = shownUnit) {
-  const steps = Array.from({ length: 33 }, (_, i) => i / 32), width = isSigned ? 180 : 110;
-  const { canvas, context } = canvasOf(width, 9, { "aria-hidden": "true" }), { up, down } = findRamps();
-  const strip = (ramp, left, wide, isMirrored) => steps.forEach(s => {
-    context.fillStyle = `rgb(${ramp[Math.round(255 * s)]})`;
-    context.fillRect(left + (isMirrored ? (1 - s) : s) * wide * 32 / 33, 0, wide / 32 + .5, 9);
-  });
-  if (isSigned) { strip(down, 0, width / 2, true); strip(up, width / 2, width / 2, false); } else strip(up, 0, width, false);
-  const low = isSigned ? `−${format(most)}` : "0";
-  return make("span", { class: "legend" }, low, canvas, `${format(most)} ${name}`
-    + (state.scale === "linear" ? "" : `, middle ${format(most * ofStrength(.5))}`));
+  const width = isSigned ? 240 : 150, { canvas, context } = canvasOf(width, 8, { "aria-hidden": "true" }), { up, down } = findRamps();
+  for (let x = 0; x < width; x++) {
+    const s = isSigned ? 2 * x / (width - 1) - 1 : x / (width - 1);
+    context.fillStyle = `rgb(${(s < 0 ? down : up)[Math.round(255 * Math.abs(s))]})`;
+    context.fillRect(x, 0, 1, 8);
+  }
+  const middle = format(most * ofStrength(.5)), minus = text => most ? `−${text}` : text;
+  const ticks = [...(isSigned ? [minus(format(most)), minus(middle)] : []), "0", middle, format(most)];
+  return make("span", { class: "scale" }, make("span", { class: "strip" }, canvas, make("span", { class: "ticks" }, ...ticks.map(text => make("span", { text })))), ` ${name}`);
 }

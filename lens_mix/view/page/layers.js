@@ -66,19 +66,21 @@ async function layersView(view) {
     const scale = make("div"), text = make("p", { class: "visually-hidden" });
     text.id = `strongest-${panels.length}`;
     canvas.setAttribute("aria-describedby", text.id);
-    const note = make("p", { class: "caption", hidden: true });
+    const note = make("p", { class: "caption", hidden: true }), guide = make("div", { class: "guide", hidden: true });
     const box = make("section", { class: "panel", "aria-label": m.title }, make("h3", { text: m.title }),
-      make("p", { class: "line", text: m.line || "\u00a0" }), canvas, text, note, scale);
+      make("p", { class: "line", text: m.line || "\u00a0" }), make("div", { class: "drawing" }, canvas, guide, text, note), scale);
     grid.append(box);
-    const panel = { m, canvas, scale, text, note, box, cell: null };
+    const panel = { m, canvas, guide, scale, text, note, box, cell: null };
     follow(canvas, (x, y) => panel.find && panel.find(x, y), cell => panel.tell(cell),
-      cell => set({ layer: m.names[cell.place], key: cell.key, map: maps().indexOf(m) }));
+      cell => set({ layer: m.names[cell.place], key: cell.key, map: maps().indexOf(m) }), cell => linkToken(m, cell && cell.key));
     canvas.addEventListener("keydown", event => moveCell(event, panel));
     panels.push(panel);
   }
   const keyed = compared().reduce((most, m) => Math.max(most, keysOf(m).length), 0);
   grid.style.setProperty("--least", `${Math.round(Math.max(300, Math.min(560, 60 + keyed * 1.6)))}px`);
   view.append(make("div", { class: "headline" }, title, finding), grid, reading);
+  // The pointer over a token of the text marks its column in every panel.
+  view.addEventListener("link", event => { for (const panel of panels) guideTo(panel, event.detail); });
   const update = async () => {
     if (layersSignature() !== signature) return false;
     const found = await comparedRows(), best = strongestOf(found);
@@ -98,6 +100,11 @@ layersView.takes = layered;
 layersView.options = () => [press("unit", [["share", "rows sum to 1"], ["raw", "raw scores"]], "unit"), scaleChoice(), numberChoices(), headChoice(), layerSlider(), compareChoice()];
 const layersSignature = () => JSON.stringify([state.prompt, compared().map(m => maps().indexOf(m))]);
 
+function guideTo({ m, guide, canvas }, key) {
+  const { left, top, across, keys, bottom } = JSON.parse(canvas.dataset.geometry || "{}"), i = keys && !m.keys ? keys.indexOf(key) : -1;
+  guide.hidden = i < 0;
+  if (i >= 0) Object.assign(guide.style, { left: `${left + i * across}px`, width: `${Math.max(2, across)}px`, top: `${top}px`, height: `${bottom - top}px` });
+}
 function moveCell(event, panel) {
   const { m, cell } = panel, steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
   if (!steps || !cell || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -171,7 +178,7 @@ function drawPanel(panel, one, best, layer, key) {
   if (!one.best || one.m !== best.m || chosenRow !== best.place || key !== best.key) frame(chosenRow, chosenColumn, ink, 1.5);
   context.lineWidth = 1;
   panel.cell = { place: Math.max(0, chosenRow), key: key ?? drawn[0] ?? 0 };
-  canvas.dataset.geometry = JSON.stringify({ left: edge, top: head, across: cell, down: rowHeight, keys: drawn });
+  canvas.dataset.geometry = JSON.stringify({ left: edge, top: head, across: cell, down: rowHeight, bottom, keys: drawn });
   panel.find = (x, y) => {
     const i = Math.floor((x - edge) / cell), place = Math.floor((y - head) / rowHeight);
     return i >= 0 && i < drawn.length && place >= 0 && place < layers ? { place, key: drawn[i] } : null;

@@ -117,10 +117,13 @@ function tellCell(m, place, head, scores, keys, { row, key }) {
 function drawLarge(one, { canvas, caption, below, words }) {
   const { m, raw, keys, rows, place } = one, scores = inUnits(raw, keys), at = cellOf(m, scores, keys), isNarrow = innerWidth < 1000;
   const numbers = !state.first && m.sinks.length ? m.sinks : [], own = !state.diagonal && !m.keys;
-  const room = Math.min(isNarrow ? document.body.clientWidth - 190 : $("view").clientWidth * .52 - 190, isNarrow ? innerHeight * .5 : 640);
-  const zoom = Math.max(1, Math.min(26, Math.floor(room / Math.max(keys, rows)))), tall = rows * zoom;
+  const columns = [...(numbers.length ? [sinkName(m) === "first token" ? "first" : "special"] : []), ...(own ? ["own"] : [])];
   const labels = Math.min(100, 18 + 7 * Math.max(...m.tokens.slice(0, 400).map(token => Math.min(12, visible(token).length)))), top = labels;
-  const columns = [...(numbers.length ? [sinkName(m) === "first token" ? "first" : "special"] : []), ...(own ? ["own"] : [])], hasNumbers = zoom >= 10 && columns.length;
+  // The cells are as large as fits beside the small pictures, or above them on a narrow screen.
+  const room = wide => Math.min((isNarrow ? document.body.clientWidth - 30 : $("view").clientWidth * .54) - labels - wide, isNarrow ? innerHeight * .5 : 640) / Math.max(keys, rows);
+  const fit = room(columns.length * 40 + 10), zoom = Math.min(26, fit >= 10 ? Math.floor(fit) : Math.max(.5, room(10) >= 3 ? Math.floor(room(10)) : room(10))), tall = rows * zoom;
+
+  const hasNumbers = zoom >= 10 && columns.length > 0;
   const context = sizeCanvas(canvas, labels + keys * zoom + 8 + (hasNumbers ? columns.length * 40 : 0), top + tall + 8);
   const most = mostOf(m, scores, keys, state.range === "all" && state.unit === "raw" ? Math.max(...m.layers.map(layer => layer.largest)) : 0);
   const [ink, soft, line, accent] = ["--ink", "--soft", "--line", "--accent"].map(css);

@@ -31,7 +31,7 @@ const draw = (name, attributes, text) => {
 };
 
 // ------------------------------------------------------------------ state
-const state = { prompt: 0, map: 0, layer: null, key: null, head: -1, query: null, view: "layers", unit: "share", by: "token",
+const state = { prompt: 0, map: null, layer: null, key: null, head: -1, query: null, view: "layers", unit: "share", by: "token",
   scale: "root", range: "map", first: 0, diagonal: 0, compare: "", threshold: 0.04, tree: 0 };
 const WORDS = new Set(["view", "unit", "scale", "range", "by", "compare"]);
 const CHOICES = { unit: ["share", "raw"], scale: ["root", "linear", "log"], range: ["map", "row", "all"], by: ["token", "word", "sentence"] };
@@ -48,8 +48,13 @@ function readHash() {
   for (const [key, value] of new URLSearchParams(location.hash.slice(1)))
     if (Object.hasOwn(state, key)) state[key] = WORDS.has(key) ? value : value === "" ? null : +value;
   if (!inside(state.prompt, DATA.prompts.length)) state.prompt = 0;
-  if (!inside(state.map, maps().length)) state.map = 0;
+  if (!inside(state.map, maps().length)) state.map = firstMap(maps());
   settle();
+}
+// Return the index of the map to show first: a layer map of a text whose prediction is known, if there is one.
+function firstMap(all) {
+  const rank = m => 2 * (m.explained !== null) + (m.kind === "layer");
+  return all.reduce((best, m, i) => rank(m) > rank(all[best]) ? i : best, 0);
 }
 
 // Replace every entry of the state that is not valid for this text by its default.

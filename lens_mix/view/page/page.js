@@ -26,10 +26,11 @@ const scaleChoice = () => choose("scale", "colours", [["root", "square root"], [
 function numberChoices() {
   const flag = (key, text) => {
     const button = make("button", { type: "button", class: "switch", "data-option": key, onclick: () => set({ [key]: state[key] ? 0 : 1 }), title: "as a number beside the map, or drawn like any other token" });
-    button.sync = () => { button.setAttribute("aria-pressed", String(!state[key])); button.textContent = `${text} as a number`; };
+    button.sync = () => { button.setAttribute("aria-pressed", String(!state[key])); button.textContent = text; };
     return button;
   };
-  const buttons = [flag("first", sinkName(map())), ...(map().keys ? [] : [flag("diagonal", "own position")])], node = make("div", { class: "choice", role: "group", "aria-label": "shown as numbers" }, ...buttons);
+  const buttons = [flag("first", sinkName(map())), ...(map().keys ? [] : [flag("diagonal", "own position")])];
+  const node = make("div", { class: "choice", role: "group", "aria-label": "shown as numbers" }, make("span", { text: "as numbers" }), ...buttons);
   if (!map().sinks.length) buttons[0].hidden = true;
   node.sync = () => buttons.forEach(button => button.sync());
   return node;
@@ -122,7 +123,20 @@ async function render() {
     if (update) await update();
   }
   document.body.dataset.ready = String(renders);
+  readAhead();
   if (window.parent !== window) parent.postMessage({ lensMixHeight: document.documentElement.offsetHeight }, "*");
+}
+// Read the numbers of all heads while nothing else is to do, so that a change of the head needs no wait.
+const ahead = new Set();
+async function readAhead() {
+  for (const m of ofText()) {
+    if (ahead.has(m)) continue;
+    ahead.add(m);
+    for (let place = 0; place < m.names.length; place++) {
+      await new Promise(resolve => (window.requestIdleCallback || setTimeout)(resolve));
+      await packedLayer(m, place);
+    }
+  }
 }
 // Draw everything anew, as after a change of the window's width or of the theme.
 function renderAnew() {
@@ -148,7 +162,8 @@ function syncOptions() {
 let listed = null;
 function writeHeader() {
   const m = map(), record = m.provenance, texts = DATA.prompts.flatMap((all, prompt) => all.map((one, i) => ({ prompt, i, one }))
-    .filter(({ one, i }) => all.findIndex(other => same(other.tokens, one.tokens)) === i));
+    .filter(({ one, i }) => all.findIndex(other => same(other.tokens, one.tokens)) === i)
+    .map(({ one }) => { const fit = all.filter(other => same(other.tokens, one.tokens)); return { prompt, one, i: all.indexOf(fit[firstMap(fit)]) }; }));
   const prompt = $("prompt"), current = texts.findIndex(text => text.prompt === state.prompt && same(text.one.tokens, m.tokens));
   if (!listed) {
     listed = texts;

@@ -40,7 +40,7 @@ pytestmark = NEEDS_CHROMIUM
 def opened(browser, tmp_path):
     """Open maps in the browser at an address of the page; afterwards the console must be empty."""
 
-    def open_page(maps, place="view=text", **options):
+    def open_page(maps, place="view=layers", **options):
         path = tmp_path / "page.html"
         lm.page(maps, path, **options)
         browser.get("about:blank")
@@ -151,7 +151,7 @@ def sink():
 
 
 def test_text_shows_what_the_clicked_token_took(opened, maps):
-    browser = opened(maps, "view=text&layer=2")
+    browser = opened(maps, "view=text&layer=2&unit=raw")
     rows = all_of(browser, ".row")
     assert [row.get_attribute("data-map") for row in rows] == list(maps)
     doing(browser, lambda: all_of(browser, ".row:nth-of-type(2) .token")[4].click())
@@ -217,8 +217,8 @@ def test_words_and_sentences_merge_as_maps_do(opened, by, units):
     merged = m.merge_words(None if by == "word" else units)
     assert len(merged.tokens) == len(units)
     for unit, query in enumerate(positions[-1] for positions in units):
-        browser = opened(m, f"view=text&layer=1&head=0&by={by}&query={query}")
-        chosen = [token.get_attribute("data-key") for token in all_of(browser, ".token.chosen")]
+        browser = opened(m, f"view=text&layer=1&head=0&by={by}&query={query}&unit=raw&first=1")
+        chosen = [token.get_attribute("data-key") for token in all_of(browser, ".row .token.chosen")]
         assert chosen == [str(position) for position in units[unit]]
         tokens = all_of(browser, ".row .token")
         for key, positions in enumerate(units):
@@ -235,16 +235,16 @@ def test_words_and_sentences_merge_as_maps_do(opened, by, units):
 
 def test_a_word_of_which_one_row_is_held(opened):
     m = map_of(random_attention(size=8), tokens=SENTENCES).select_queries([4])
-    browser = opened(m, "view=text&by=word&layer=3")
+    browser = opened(m, "view=text&by=word&layer=3&unit=raw")
     assert "does not have the other rows of its word" in all_of(browser, ".row h3")[0].text
-    said = number_in(tip_of(browser, all_of(browser, ".token")[1]), "raw score")
+    said = number_in(tip_of(browser, all_of(browser, ".row .token")[1]), "raw score")
     assert said == pytest.approx(m.scores[3, 0, 1:3].sum().item(), abs=2e-3)
 
 
 def test_units_of_two_sequences_and_the_first_token_on_its_own(opened):
     scores = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(1))
     cross = lm.MixingMap(scores, ["a.", "b", "c"], key_tokens=[" v", "w.", " x", "y"], method="attention")
-    browser = opened(cross, "view=text&by=sentence&query=2&layer=0")
+    browser = opened(cross, "view=text&by=sentence&query=2&layer=0&unit=raw")
     tokens = all_of(browser, "[data-map] .token")
     expected = scores[0, 1:].mean(0)
     for key, sentence in enumerate(([0, 1], [0, 1], [2, 3], [2, 3])):
