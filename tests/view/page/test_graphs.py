@@ -64,7 +64,8 @@ def click(browser, selector):
 # ---------------------------------------------------------------------- the flow
 
 SINK = map_of(random_attention(heads=2) * 2 / 3, provenance={"sink": True})
-BOTH_WAYS = map_of(random_attention(heads=2, causal=False), causal=False)
+SPECIAL = ["[CLS]", " t1", " t2", " t3", " t4", "[SEP]"]
+BOTH_WAYS = map_of(random_attention(heads=2, causal=False), causal=False, tokens=SPECIAL)
 ZERO_ROWS = random_attention()
 ZERO_ROWS[1:, 4] = 0
 FLOWS = {
@@ -80,25 +81,28 @@ FLOWS = {
 @pytest.mark.parametrize("first", [1, 0])
 def test_the_flow_is_a_rollout(opened, name, first):
     m = FLOWS[name]
+    left = [] if first else [0] if m.causal else [0, 5]
+    kept = [position for position in range(6) if position not in left]
     browser = opened(m, f"view=flow&threshold=0.01&query=4&first={first}")
-    shift = 1 - first
-    graph = information_flow_graph(m, 4 - shift, threshold=1e-9, drop_bos=not first)
+    dropped = m.drop(left) if left else m
+    graph = information_flow_graph(dropped, kept.index(4), threshold=1e-9)
     amounts = {
-        ((low, key + shift), (high, query + shift)): values["amount"]
+        ((low, kept[key]), (high, kept[query])): values["amount"]
         for (low, key), (high, query), values in graph.edges(data=True)
     }
     drawn = drawn_edges(browser)
     assert drawn == pytest.approx({edge: amounts[edge] for edge in drawn}, abs=2e-3)
     assert {edge for edge, amount in amounts.items() if amount > 0.012} <= set(drawn)
     assert all(weight >= 0.01 for weight in drawn.values())
-    shown = browser.find_element("css selector", "p[data-share]")
-    whole = lm.rollout(m).scores[-1, 4, 0].item()
-    assert float(shown.get_attribute("data-first")) == pytest.approx(whole, abs=2e-3)
-    lead = browser.find_element("css selector", ".lead").text
-    assert (f"The first token has {100 * whole:.0f} %" in lead) == (not first)
-    rolled = lm.rollout(m, drop_bos=not first).scores[-1, 4 - shift]
-    for position, share in re.findall(r"(\d+) “t\d+” \(([\d.]+) %\)", lead):
-        assert float(share) == pytest.approx(100 * rolled[int(position) - shift].item(), abs=0.7)
+    shown = browser.find_element("css selector", "p[data-left]")
+    whole = lm.rollout(m).scores[-1, 4, left].sum().item()
+    assert float(shown.get_attribute("data-left")) == pytest.approx(whole, abs=2e-3)
+    assert (f"{100 * whole:.0f} % of the whole" in shown.text) == bool(left)
+    rolled = lm.rollout(dropped).scores[-1, kept.index(4)]
+    written = re.findall(r"(\d+) “[^”]+” \(([\d.]+) %\)", shown.text)
+    assert written
+    for position, share in written:
+        assert float(share) == pytest.approx(100 * rolled[kept.index(int(position))].item(), abs=0.7)
 
 
 def test_the_first_token_is_a_number_in_each_layer(opened):
@@ -106,10 +110,14 @@ def test_the_first_token_is_a_number_in_each_layer(opened):
     browser = opened(m, "view=flow&threshold=0.01&query=5&first=0")
     assert not any(position == 0 for edge in drawn_edges(browser) for _, position in edge)
     said = all_of(browser, ".graph > svg")[0].get_attribute("aria-label")
-    top = 0.5 * m.merge_heads().scores[-1, 5, 0].item()
-    assert float(re.search(r"layer 3 ([\d.]+) %", said).group(1)) == pytest.approx(100 * top, abs=0.6)
-    (box,) = all_of(browser, "#options input[data-option=first]")
-    doing(browser, box.click)
+    scores, drop = m.merge_heads().scores, m.drop(0).merge_heads().normalized().scores
+    top, below = scores[-1, 5, 0].item(), 0.5 * torch.eye(6, dtype=torch.float64)[5]
+    below[1:] += 0.5 * drop[-1, 4]
+    for layer, share in ((3, 0.5 * top), (2, 0.5 * (below @ scores[-2])[0].item())):
+        written = float(re.search(rf"layer {layer} ([\d.]+) %", said).group(1))
+        assert written == pytest.approx(100 * share, abs=0.7)
+    (button,) = all_of(browser, "#options button[data-option=first]")
+    doing(browser, button.click)
     assert any(position == 0 for edge in drawn_edges(browser) for _, position in edge)
 
 
@@ -154,14 +162,14 @@ def test_an_input_map_has_the_flow_of_a_layer_map(opened):
     attention, alti = map_of(), map_of(random_attention(seed=1), method="alti", residual=0.0)
     maps = {"attention": attention, "alti": alti, "whole": lm.rollout(alti)}
     browser = opened(maps, "view=flow&map=2&query=5&first=1&threshold=0.01")
-    assert "This is the flow of “alti”" in browser.find_element("css selector", "p[data-share]").text
+    assert "this is the flow of “ALTI”" in browser.find_element("css selector", "p[data-share]").text
     graph = information_flow_graph(alti, 5, threshold=1e-9)
     drawn = drawn_edges(browser)
     assert drawn == pytest.approx({edge: graph.edges[edge]["amount"] for edge in drawn}, abs=2e-3)
     assert {edge for edge in graph.edges if graph.edges[edge]["amount"] > 0.012} <= set(drawn)
     other = lm.rollout(alti).replace(method="gim")
     browser = opened(maps | {"whole": other}, "view=flow&map=2")
-    assert "This is the flow of “attention”" in browser.find_element("css selector", "p[data-share]").text
+    assert "this is the flow of “Attention”" in browser.find_element("css selector", "p[data-share]").text
 
 
 def test_the_flow_has_the_feed_forwards_of_routes(opened):
@@ -184,7 +192,7 @@ def test_the_flow_has_the_feed_forwards_of_routes(opened):
         assert percent(said, "of what reached") == pytest.approx(share * weight, abs=6e-3)
         area = float(square.get_attribute("width")) * float(square.get_attribute("height"))
         assert area == pytest.approx(144 * share * weight, rel=5e-3)
-    assert "feed-forward" in browser.find_element("css selector", ".legend").text
+    assert "feed-forward" in browser.find_element("css selector", ".graph-legend").text
     browser = opened(map_of(), "view=flow")
     assert not all_of(browser, "rect.feed-forward")
     assert "feed-forward" not in browser.find_element("id", "view").text
@@ -280,7 +288,7 @@ def test_a_tree_without_the_first_token(opened, root):
     browser = opened(m, f"view=tree&query={root}&first=0")
     assert set(drawn_edges(browser)) == set(kept.edges)
     written = browser.find_element("css selector", "[data-pruned]").text
-    assert f"{len(left_out)} of its edges are left out; the largest is" in written
+    assert f"{len(left_out)} edges from the first token are left out; the largest is" in written
     assert number_after(written, "the largest is") == pytest.approx(max(left_out), rel=0.06)
     browser = opened(m, "view=tree&query=0&first=0")
     assert drawn_nodes(browser) == set(information_flow_routes(m, 0))
