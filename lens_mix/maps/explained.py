@@ -31,7 +31,8 @@ class Explained(NamedTuple):
     def __str__(self) -> str:
         """Return the prediction, and the target if it is about another token: `' Italian' 0.66`."""
         prediction = "" if self.prediction is None else f"{self.prediction!r} {self.probability:.2f}"
-        is_same = self.prediction is not None and (self.target or "").endswith(f" of {self.prediction!r}")
+        same = (f" of {self.prediction!r}", f" of {self.prediction}")
+        is_same = self.prediction is not None and (self.target or "").endswith(same)
         if self.target is None or is_same:
             return prediction
         target = f"{self.target} = {self.value:.3g}"
