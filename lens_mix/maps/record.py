@@ -30,12 +30,22 @@ from lens_mix.maps.positions import (
     kept_positions,
     shorten,
 )
+from lens_mix.maps.spans import Span, find_positions
 
 if TYPE_CHECKING:
     import networkx
     import numpy
     from matplotlib.figure import Figure
 
+# Methods are on a higher floor, so their names are listed here; a test compares them with the methods.
+METHODS_WITH_HEADS = (
+    "AttentionAttribution",
+    "AttentionWeights",
+    "GradientAttention",
+    "InformationFlowRoutes",
+    "ValueNorms",
+    "ValueZeroing",
+)
 Groups = Sequence[str] | Sequence[Sequence[int]] | None
 
 
@@ -51,6 +61,22 @@ class Source(NamedTuple):
     token: str
     position: int
     score: float
+
+
+class HeadScore(NamedTuple):
+    """What one head of a query takes from a key.
+
+    Attributes:
+        layer: The label of the head's layer.
+        head: The number of the head in its layer.
+        score: The score of the key, raw, as the method defines it.
+        share: The score divided by the sum of magnitudes of the head's row, -1 to 1.
+    """
+
+    layer: int
+    head: int
+    score: float
+    share: float
 
 
 # A comparison of two tensors is not a single boolean, so maps are compared by identity.
@@ -355,8 +381,7 @@ class MixingMap:
         Raises:
             ValueError: If the map has no head axis, or no such head.
         """
-        if not self.has_heads:
-            raise ValueError(f"head: expected a map with heads, got shape {tuple(self.scores.shape)}")
+        self._require_heads("head")
         count = self.scores.shape[1]
         return self.replace(scores=self.scores[:, check_whole_number("head", head, -count, count - 1)])
 
@@ -579,6 +604,51 @@ class MixingMap:
         # A stable sort puts the first of equal keys first.
         best = visible[torch.sort(scores[visible].abs(), descending=True, stable=True).indices[:k]].tolist()
         return [Source(self.key_labels[key], key, scores[key].item()) for key in best]
+
+    def top_heads(
+        self,
+        query: int | str | None,
+        key: Span,
+        k: int = 5,
+        unit: Literal["raw", "share"] = "raw",
+    ) -> list[HeadScore]:
+        """Return the `k` heads of all layers with the largest scores of a key, largest first.
+
+        Scores are compared by magnitude, and keep their signs. For some layers, write
+        `m.select_layers([...]).top_heads(...)`.
+
+        Args:
+            query: A position (negative: from the end of the prompt), or a token that occurs once. None: the
+                row of `default_query`.
+            key: A position, a text of the prompt such as "Eiffel Tower", or several of these, whose scores
+                are added up.
+            k: The number of heads, 1 or more.
+            unit: "raw": heads are compared by `score`. "share": by `share`.
+
+        Raises:
+            ValueError: If the map has no heads, there is no such query or key, or `k` is below 1.
+        """
+        k, row = check_whole_number("k", k, 1), self.row_index(query)
+        check_choice("unit", unit, ("raw", "share"))
+        self._require_heads("top_heads")
+        keys = find_positions(self.key_labels, key, "key")
+        rows = self.scores[:, :, row]
+        raw, shares = (
+            scores[..., keys].sum(-1).flatten().tolist()
+            for scores in (arithmetic.at_least_float32(rows), arithmetic.normalise_by_magnitude(rows))
+        )
+        places = itertools.product(self.layer_labels, range(self.scores.shape[1]))
+        heads = [HeadScore(*place, *values) for place, *values in zip(places, raw, shares, strict=True)]
+        # Sorting is stable, so the first of equal heads stays the first.
+        return sorted(heads, key=lambda head: -abs(head.score if unit == "raw" else head.share))[:k]
+
+    def _require_heads(self, argument: str) -> None:
+        if not self.has_heads:
+            raise ValueError(
+                f"{argument}: expected a map with heads, got shape {tuple(self.scores.shape)}; compute it with "
+                "per_head=True, as in lm.run(model, prompt, lm.AttentionWeights(per_head=True)). Methods with "
+                f"heads: {', '.join(METHODS_WITH_HEADS)}"
+            )
 
     to_dataframe = exchange.to_dataframe
     to_xarray = exchange.to_xarray

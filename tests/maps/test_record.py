@@ -13,6 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lens_mix.maps import MixingMap, Source, words
+from lens_mix.maps.record import METHODS_WITH_HEADS
+from lens_mix.methods import METHODS
 from tests.random_maps import random_attention
 
 TOKENS = ["<|endoftext|>", "The", " Eif", "fel", " Tower"]
@@ -468,6 +470,52 @@ def test_top_of_heads():
     best = mixing_map.top(1, query=3, layer=0)[0]
     assert best == Source(TOKENS[int(expected.argmax())], int(expected.argmax()), expected.max().item())
     assert mixing_map.top(1, query=3, layer=0, head=1)[0].score == mixing_map.scores[0, 1, 3].max().item()
+
+
+def test_top_heads():
+    mixing_map = make(scores=attention(heads=2), layers=[4, 9])
+    found = mixing_map.top_heads(query=3, key=1, k=100)
+    scores = mixing_map.scores[:, :, 3, 1]
+    expected = {
+        (layer, head): scores[index, head].item() for index, layer in enumerate([4, 9]) for head in (0, 1)
+    }
+    assert {(each.layer, each.head): each.score for each in found} == expected
+    assert [each.score for each in found] == sorted(expected.values(), reverse=True)
+    assert [each.share for each in found] == pytest.approx([each.score for each in found])
+    assert mixing_map.top_heads("fel", TOKENS[1], 1) == found[:1]
+    pair = mixing_map.top_heads(None, [0, 1], 1)[0]
+    assert pair.score == pytest.approx(mixing_map.scores[:, :, 4, :2].sum(-1).max().item())
+
+
+def test_top_heads_by_share_and_sign():
+    scores = torch.tensor([[[[0.3, 0.7]], [[-4.0, 36.0]], [[1.0, 0.0]]]])
+    mixing_map = MixingMap(scores, tokens=["a", "b"], queries=[1])
+    by_score = [(each.head, each.score) for each in mixing_map.top_heads(None, "a")]
+    assert by_score == [(1, -4.0), (2, 1.0), (0, pytest.approx(0.3))]
+    by_share = [(each.head, each.share) for each in mixing_map.top_heads(None, "a", unit="share")]
+    assert by_share == [(2, 1.0), (0, pytest.approx(0.3)), (1, pytest.approx(-0.1))]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"query": 9, "key": 0}, "query: expected a position"),
+        ({"query": None, "key": 9}, "key: expected a position"),
+        ({"query": None, "key": "nowhere"}, "key: expected a text that the prompt contains"),
+        ({"query": None, "key": 0, "k": 0}, "k: expected"),
+        ({"query": None, "key": 0, "unit": "logit"}, "unit: expected"),
+    ],
+)
+def test_top_heads_with_wrong_arguments(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        make(scores=attention(heads=2)).top_heads(**wrong)
+
+
+def test_a_map_without_heads_says_how_to_get_them():
+    with pytest.raises(ValueError, match=r"top_heads: expected a map with heads.*Weights\(per_head=True"):
+        make().top_heads(None, 0)
+    has_heads = [method.__name__ for method in METHODS.values() if hasattr(method, "per_head")]
+    assert sorted(has_heads) == list(METHODS_WITH_HEADS)
 
 
 @pytest.mark.parametrize("heads", [None, 2])
