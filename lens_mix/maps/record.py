@@ -645,9 +645,9 @@ class MixingMap:
     def _require_heads(self, argument: str) -> None:
         if not self.has_heads:
             raise ValueError(
-                f"{argument}: expected a map with heads, got shape {tuple(self.scores.shape)}; compute it with "
-                "per_head=True, as in lm.run(model, prompt, lm.AttentionWeights(per_head=True)). Methods with "
-                f"heads: {', '.join(METHODS_WITH_HEADS)}"
+                f"{argument}: expected a map with heads, got shape {tuple(self.scores.shape)}; compute it "
+                "with per_head=True, as in lm.run(model, prompt, lm.AttentionWeights(per_head=True)). "
+                f"Methods with heads: {', '.join(METHODS_WITH_HEADS)}"
             )
 
     to_dataframe = exchange.to_dataframe

@@ -33,8 +33,10 @@ def find_positions(tokens: Sequence[str], span: Span, argument: str = "spans") -
     items = [span] if isinstance(span, slice) else check_items(argument, span, _EXPECTED, least=1, alone=True)
     found: list[int] = []
     for item in items:
-        is_text = isinstance(item, str)
-        found += find_text(tokens, item, argument) if is_text else as_positions(item, len(tokens), argument)
+        if isinstance(item, str):
+            found += find_text(tokens, item, argument)
+        else:
+            found += as_positions(item, len(tokens), argument)
     # A position that two items name would count twice.
     return sorted(as_positions(found, len(tokens), argument))
 
