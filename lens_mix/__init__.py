@@ -13,6 +13,7 @@ representation? Load a model with TransformerLens, then:
 
     maps = lm.run(model, tokens, ["attention", lm.ValueZeroing(metric="euclidean")])   # one clean pass
     for m in lm.run_many(model, prompts, "value_zeroing", batch_size=16): ...          # many prompts
+    lm.table(lm.run_many(model, prompts, "value_zeroing", queries=[-1]), keys=cues)    # means with intervals
 
     lm.check(model, prompt)       # the verification: every block is rebuilt from its components
     lm.support(model)             # which methods run on this model, and why others do not
