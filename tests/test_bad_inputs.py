@@ -153,7 +153,7 @@ def runs() -> Iterator[Case]:
     yield from each(
         run, "prompt", (torch.tensor([[3], [4]]), torch.tensor(3), torch.tensor([-1]), [10**6], ["w3"])
     )
-    yield from each(run, "methods", (None, 3, "rolout", [], [None], lm.ValueZeroing, {}, {"attention": 1}))
+    yield from each(run, "methods", (None, 3, "rolout", [], [None], int, {}, {"attention": 1}))
     yield from each(run, "queries", (*NO_WHOLE[:4], [1.5], ["1"], {0: 1}, 99, [0, 0], [], [NAN], 10**30))
     yield from each(
         run, "queries", (torch.tensor([True, False]), torch.tensor([1.5]), slice(9, 12), slice("a", None))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Methods are on a higher floor, so their names are listed here; a test compares them with the methods.
-METHODS_WITH_HEADS = (
+_METHODS_WITH_HEADS = (
     "AttentionAttribution",
     "AttentionWeights",
     "GradientAttention",
@@ -647,7 +647,7 @@ class MixingMap:
             raise ValueError(
                 f"{argument}: expected a map with heads, got shape {tuple(self.scores.shape)}; compute it "
                 "with per_head=True, as in lm.run(model, prompt, lm.AttentionWeights(per_head=True)). "
-                f"Methods with heads: {', '.join(METHODS_WITH_HEADS)}"
+                f"Methods with heads: {', '.join(_METHODS_WITH_HEADS)}"
             )
 
     to_dataframe = exchange.to_dataframe

@@ -22,7 +22,7 @@ def find_positions(tokens: Sequence[str], span: Span, argument: str = "spans") -
 
     Args:
         tokens: The tokens of all positions.
-        span: A position (negative: from the end), a text as in `find_text`, a slice, or several of these.
+        span: A position (negative: from the end), a text as in `_find_text`, a slice, or several of these.
         argument: The name of the argument, for errors.
 
     Raises:
@@ -34,14 +34,14 @@ def find_positions(tokens: Sequence[str], span: Span, argument: str = "spans") -
     found: list[int] = []
     for item in items:
         if isinstance(item, str):
-            found += find_text(tokens, item, argument)
+            found += _find_text(tokens, item, argument)
         else:
             found += as_positions(item, len(tokens), argument)
     # A position that two items name would count twice.
     return sorted(as_positions(found, len(tokens), argument))
 
 
-def find_text(tokens: Sequence[str], text: str, argument: str = "spans") -> list[int]:
+def _find_text(tokens: Sequence[str], text: str, argument: str = "spans") -> list[int]:
     """Return the positions of the neighbouring tokens that spell a text.
 
     White space and case matter only if the text occurs as it is written. So " Tower", "Tower" and "tower" all

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lens_mix.maps import MixingMap, Source, words
-from lens_mix.maps.record import METHODS_WITH_HEADS
+from lens_mix.maps.record import _METHODS_WITH_HEADS
 from lens_mix.methods import METHODS
 from tests.random_maps import random_attention
 
@@ -515,7 +515,7 @@ def test_a_map_without_heads_says_how_to_get_them():
     with pytest.raises(ValueError, match=r"top_heads: expected a map with heads.*Weights\(per_head=True"):
         make().top_heads(None, 0)
     has_heads = [method.__name__ for method in METHODS.values() if hasattr(method, "per_head")]
-    assert sorted(has_heads) == list(METHODS_WITH_HEADS)
+    assert sorted(has_heads) == list(_METHODS_WITH_HEADS)
 
 
 @pytest.mark.parametrize("heads", [None, 2])

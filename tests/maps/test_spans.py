@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lens_mix.maps.spans import find_positions, find_text
+from lens_mix.maps.spans import _find_text, find_positions
 
 TOKENS = ["The", " E", "iff", "el", " Tower", " is", " in", " the", " city", ",", " is", "n't", "\n", " it"]
 
@@ -48,7 +48,7 @@ def test_spans(span, expected):
     ],
 )
 def test_texts_of_other_tokenizers(tokens, text, expected):
-    assert find_text(tokens, text) == expected
+    assert _find_text(tokens, text) == expected
 
 
 @pytest.mark.parametrize(
