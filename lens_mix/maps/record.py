@@ -79,6 +79,13 @@ class HeadScore(NamedTuple):
     share: float
 
 
+class _TokensAsKeys(list[str]):
+    """The key tokens of a map whose keys are its tokens.
+
+    The class marks them, because the keys of a cross-attention map can be the same text as its tokens.
+    """
+
+
 # A comparison of two tensors is not a single boolean, so maps are compared by identity.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MixingMap:
@@ -101,8 +108,8 @@ class MixingMap:
         causal: Whether no query can see a later key.
         mask: The keys that each query could see, as booleans `[query, key]` or `[layer, query, key]`. None:
             all keys, or those up to the query's own position if `causal`.
-        key_tokens: One string per key position if the keys are not the tokens (spans, or the other sequence
-            of cross-attention); else None.
+        key_tokens: One string per key: the tokens, unless the keys are spans or the other sequence of
+            cross-attention. None, when a map is made, means the tokens; `keys_are_tokens` is then True.
         parameters: The parameters of the method, by name.
         residual: The residual weight, 0 to 1, that `rollout(residual=None)` uses.
         kind: "layer" if each map describes one block, "input" if it describes all blocks down to the input.
@@ -135,7 +142,8 @@ class MixingMap:
     method: str = "custom"
     causal: bool = False
     mask: Tensor | None = None
-    key_tokens: list[str] | None = None
+    # In a finished map this is always a list; see `_TokensAsKeys`.
+    key_tokens: list[str] = None  # type: ignore[assignment]
     parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
     residual: float | None = None
     kind: Literal["layer", "input"] = "layer"
@@ -150,9 +158,7 @@ class MixingMap:
     def __post_init__(self) -> None:
         scores = checks.as_scores(self.scores)
         rows, keys = scores.shape[-2:]
-        key_tokens, queries = self.key_tokens, None
-        if key_tokens is not None:
-            key_tokens = checks.as_tokens(key_tokens, keys, "key_tokens", "key")
+        key_tokens, queries = self._read_key_tokens(keys), None
         if self.queries is not None:
             tokens = checks.as_tokens(self.tokens, keys if key_tokens is None else None, "tokens", "key")
             queries = checks.as_queries(self.queries, len(tokens), rows)
@@ -175,7 +181,7 @@ class MixingMap:
             "tokens": tokens,
             "causal": bool(self.causal),
             "mask": checks.as_mask(self.mask, scores),
-            "key_tokens": key_tokens,
+            "key_tokens": _TokensAsKeys(tokens) if key_tokens is None else key_tokens,
             "parameters": checks.as_record("parameters", self.parameters),
             "residual": None if residual is None else checks.as_residual(residual),
             "layers": checks.as_layers(self.layers, len(scores)),
@@ -192,7 +198,25 @@ class MixingMap:
         checks.require_finite(self)
         checks.require_no_hidden_weight(self)
 
+    def _read_key_tokens(self, count: int) -> list[str] | None:
+        """Return the `count` key tokens that were given; None if the keys are the tokens."""
+        given: Any = self.key_tokens
+        if isinstance(given, _TokensAsKeys) and len(given) == len(self.tokens):
+            if list(given) == list(self.tokens):
+                return None
+            raise ValueError(
+                "key_tokens: expected those of a map with the same tokens, got those of a map with others; "
+                "to change the tokens of a map write m.replace(tokens=...), and for other keys write "
+                "key_tokens=list(...)"
+            )
+        return None if given is None else checks.as_tokens(given, count, "key_tokens", "key")
+
     # ------------------------------------------------------------------ axes and labels
+
+    @property
+    def keys_are_tokens(self) -> bool:
+        """Return whether the keys are the map's own tokens, and not spans or another sequence."""
+        return isinstance(self.key_tokens, _TokensAsKeys)
 
     @property
     def has_heads(self) -> bool:
@@ -207,7 +231,7 @@ class MixingMap:
     @property
     def key_labels(self) -> list[str]:
         """Return one string per key position."""
-        return self.tokens if self.key_tokens is None else self.key_tokens
+        return self.key_tokens
 
     @property
     def query_positions(self) -> list[int]:
@@ -330,8 +354,9 @@ class MixingMap:
         return labels.index(layer)
 
     def replace(self, **changes: Any) -> MixingMap:
-        """Return the map with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        """Return the map with some fields changed. Keys that are the tokens stay the tokens."""
+        unchanged = {"key_tokens": None} if self.keys_are_tokens else {}
+        return dataclasses.replace(self, **{**unchanged, **changes})
 
     def layer(self, layer: int) -> MixingMap:
         """Return the map of one layer, as a `MixingMap` with one layer."""
@@ -462,11 +487,11 @@ class MixingMap:
         Raises:
             TypeError: If `tokens` is none of these.
             ValueError: If there is no such position or token, no token or no row would remain, or `axis` is
-                "both" for a map with key_tokens.
+                "both" for a map with other keys than its tokens.
         """
         check_choice("axis", axis, ("both", "query", "key"))
-        if axis == "both" and self.key_tokens is not None:
-            raise ValueError("axis: expected 'query' or 'key' on a map with key_tokens, got 'both'")
+        if axis == "both" and not self.keys_are_tokens:
+            raise ValueError("axis: expected 'query' or 'key' on a map with other keys, got 'both'")
         positions = kept_positions(self.tokens, () if axis == "key" else tokens)
         keys = kept_positions(self.key_labels, () if axis == "query" else tokens)
         new_position = {position: index for index, position in enumerate(positions)}
@@ -477,7 +502,8 @@ class MixingMap:
                 "tokens: expected at least one row to remain, got all rows of the map dropped, "
                 f"{shorten(row_positions)}"
             )
-        mask, key_tokens, causal = self.mask, None, self.causal
+        mask, causal = self.mask, self.causal
+        key_tokens: list[str] | None = None
         if axis != "both":
             # `causal` compares positions on both axes, so a mask must replace it if only one axis changes.
             mask = self.visible()[0] if mask is None and causal else mask
@@ -517,7 +543,7 @@ class MixingMap:
                 words are found from the tokens (`lens_mix.maps.words.find_words` explains the rule).
             keys: How to merge columns: "sum", "mean", "max", "min", "first" or "last".
             queries: How to merge rows: one of the same names.
-            key_groups: The words of the keys, for a map with key_tokens. None: its keys are not merged.
+            key_groups: The words of the keys, for a map with other keys. None: its keys are not merged.
 
         Raises:
             TypeError: If groups are neither text nor lists of positions.
@@ -527,8 +553,9 @@ class MixingMap:
         reduce_keys = words.find_reduction(keys, "keys")
         reduce_queries = words.find_reduction(queries, "queries")
         query_words, names = words.resolve_groups(self.tokens, groups, "groups")
-        key_words, key_names = query_words, None
-        if self.key_tokens is not None:
+        key_words = query_words
+        key_names: list[str] | None = None
+        if not self.keys_are_tokens:
             given = [[key] for key in range(len(self.key_tokens))] if key_groups is None else key_groups
             key_words, key_names = words.resolve_groups(self.key_tokens, given, "key_groups")
         elif key_groups is not None:
@@ -664,7 +691,7 @@ class MixingMap:
     ) -> networkx.DiGraph:
         """Return a directed graph with edges key -> query, the direction of the information.
 
-        For one layer, nodes are positions; for a map with key_tokens they are `("query", i)` and `("key",
+        For one layer, nodes are positions; for a map with other keys they are `("query", i)` and `("key",
         j)`. For all layers, nodes are `(level, position)`: level 0 is the input of the first layer, and level
         l is the output of the l-th layer. Nodes have the attributes `token` and `position`, edges have
         `weight`.
@@ -676,16 +703,16 @@ class MixingMap:
 
         Raises:
             ValueError: If `layer` is None and the layers do not chain: for an input map, a map with
-                key_tokens or with only some rows, or layers with gaps.
+                other keys or with only some rows, or layers with gaps.
         """
         single = self.merge_heads() if head is None else self.head(head)
         threshold = check_number("threshold", threshold, 0)
         if layer is not None:
             return exchange.layer_graph(self, single.scores[self.layer_index(layer)], threshold)
-        if self.kind == "input" or self.key_tokens is not None:
+        if self.kind == "input" or not self.keys_are_tokens:
             raise ValueError(
                 "layer: expected one layer, because the layers do not chain in an input map or a map with "
-                "key_tokens, got None"
+                "other keys than its tokens, got None"
             )
         self.require_every_row("the graph of all layers")
         self.require_no_gaps()

@@ -1,7 +1,9 @@
 """Test `MixingMap`: which fields it accepts, which errors it raises, and what its methods return."""
 
+import copy
 import dataclasses
 import json
+import pickle
 
 import numpy as np
 import pandas as pd
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from lens_mix.aggregation.rollout import rollout
 from lens_mix.maps import MixingMap, Source, words
 from lens_mix.maps.record import _METHODS_WITH_HEADS
 from lens_mix.methods import METHODS
@@ -448,6 +451,74 @@ def test_merge_words_on_other_keys():
     both = mixing_map.merge_words(key_groups=[[0, 1], [2]])
     assert (both.tokens, both.key_tokens) == ([" ab"], ["last", "one"])
     assert torch.allclose(both.scores[0, 0, 0], scores[0, :, :2].sum(-1).mean())
+
+
+# ---------------------------------------------------------------------- keys
+
+
+def cross(**changes):
+    fields = {"scores": torch.rand(1, 3, 3), "tokens": ["a", "b", "c"], "key_tokens": ["a", "b", "c"]}
+    return MixingMap(**{**fields, **changes})
+
+
+def test_key_tokens_are_always_there():
+    mixing_map = make()
+    assert mixing_map.key_tokens == TOKENS
+    assert mixing_map.keys_are_tokens
+    assert make(key_tokens=None).keys_are_tokens
+    assert isinstance(mixing_map.key_tokens, list)
+
+
+def test_keys_with_the_text_of_the_tokens_are_other_keys():
+    mixing_map = cross()
+    assert (mixing_map.key_tokens, mixing_map.keys_are_tokens) == (["a", "b", "c"], False)
+    with pytest.raises(ValueError, match="axis: expected 'query' or 'key' on a map with other keys"):
+        mixing_map.drop(0)
+    with pytest.raises(ValueError, match="expected the tokens as keys"):
+        rollout(mixing_map)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_follow_the_tokens(causal):
+    mixing_map, new = make(causal=causal), list("vwxyz")
+    renamed = mixing_map.replace(tokens=new)
+    assert (renamed.key_tokens, renamed.keys_are_tokens) == (new, True)
+    assert dataclasses.replace(mixing_map, method="other").keys_are_tokens
+    assert copy.deepcopy(mixing_map).keys_are_tokens
+    assert pickle.loads(pickle.dumps(mixing_map)).keys_are_tokens
+    changes = (mixing_map.drop(0), mixing_map.merge_words(), mixing_map.select_queries([1]))
+    for changed in (*changes, mixing_map.layer(0)):
+        assert changed.keys_are_tokens
+        assert changed.key_tokens == changed.tokens
+    with pytest.raises(ValueError, match=r"key_tokens: .* write m.replace\(tokens=...\)"):
+        dataclasses.replace(mixing_map, tokens=new)
+
+
+def test_other_keys_stay_other_keys():
+    mixing_map = cross()
+    renamed = mixing_map.replace(tokens=list("xyz"))
+    for changed in (renamed, mixing_map.select_queries([1]), mixing_map.drop(0, "key")):
+        assert not changed.keys_are_tokens
+    assert renamed.key_tokens == ["a", "b", "c"]
+    assert mixing_map.replace(key_tokens=None).keys_are_tokens
+    assert not make(causal=False).replace(key_tokens=list(TOKENS)).keys_are_tokens
+
+
+def test_the_keys_of_another_map_can_be_given():
+    longer = make()
+    mixing_map = MixingMap(torch.rand(1, 2, 5), tokens=["a", "b"], key_tokens=longer.key_tokens)
+    assert (mixing_map.key_tokens, mixing_map.keys_are_tokens) == (TOKENS, False)
+
+
+def test_saved_keys(tmp_path):
+    for number, mixing_map in enumerate((make(), cross())):
+        mixing_map.save(tmp_path / str(number))
+        loaded = MixingMap.load(tmp_path / str(number))
+        for after in (loaded, MixingMap.from_dataframe(mixing_map.to_dataframe())):
+            assert after.key_tokens == mixing_map.key_tokens
+            assert after.keys_are_tokens == mixing_map.keys_are_tokens
+    with safe_open(tmp_path / "0", framework="pt") as file:
+        assert json.loads(file.metadata()["record"])["key_tokens"] is None
 
 
 # ---------------------------------------------------------------------- reading and exporting
