@@ -58,6 +58,11 @@ __all__ = [
     "token",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Measure = Literal["probability", "log_probability", "logit"]
 Reads = Literal["logits", "last_residual"]
 TargetFunction = Callable[[Tensor], Tensor]

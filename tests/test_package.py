@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -69,11 +70,17 @@ def test_dir_shows_what_is_public():
     assert dir(lm) == sorted(lm.__all__)
 
 
-@pytest.mark.parametrize(
-    "name", ["evaluation", "graphs", "hooks", "statistics", "targets", "testing", "view"]
-)
+MODULES = [name for name in lm.__all__ if inspect.ismodule(getattr(lm, name))]
+
+
+def test_the_public_modules_are_known():
+    assert MODULES == ["evaluation", "graphs", "hooks", "statistics", "targets", "testing", "view"]
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_public_modules_say_what_is_public(name):
     module = getattr(lm, name)
+    assert dir(module) == sorted(module.__all__)
     assert all(getattr(module, public).__doc__ for public in module.__all__)
     assert not [public for public in module.__all__ if public.startswith("_")]
     # The public names include all that a page uses by the module's name.
