@@ -37,6 +37,7 @@ from .methods.value_zeroing import ValueZeroing
 from .recommended import input_map
 from .registry import register
 from .runner import run, run_many, support
+from .statistics.summary import table
 from .view.page import page
 
 __version__: str
@@ -93,6 +94,7 @@ __all__ = [
     "run_many",
     "statistics",
     "support",
+    "table",
     "targets",
     "testing",
     "tree_text",

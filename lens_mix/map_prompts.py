@@ -6,7 +6,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -186,7 +186,7 @@ class _Record:
         scores = prompt_mask.without_rounding(scores, groups, accepted)
         tokens = self._checked_pass.tokens(index)
         blocks = [self._blocks[label][layer] for layer in layers]
-        key_tokens = self._checked_pass.key_tokens(index)
+        key_tokens: Any = self._checked_pass.key_tokens(index)
         if groups is not None:
             all_tokens = tokens if key_tokens is None else key_tokens
             key_tokens = [join_tokens([all_tokens[position] for position in group]) for group in groups]

@@ -1,7 +1,14 @@
 """Make targets: the number that an attribution explains, as a function of the model's output.
 
-Any callable `logits [copy pos d_vocab] -> [copy]` is a target. It gets copies of one prompt without padding,
-so position -1 is the prompt's last. The functions of this module make the usual targets:
+A target is written in one of three ways, wherever an argument `target` is accepted:
+
+- the text of a token with its leading space, such as `target=" Paris"`, which is short for
+  `lm.targets.token(" Paris")`: the probability of that token at the last position;
+- a function of this module;
+- any callable `logits [copy pos d_vocab] -> [copy]`. It gets copies of one prompt without padding, so
+  position -1 is the prompt's last.
+
+The functions of this module make the usual targets:
 
     lm.targets.predicted()                         probability of the predicted token (Hao et al., 2021)
     lm.targets.token(" Paris")                     probability of a given next token
@@ -54,6 +61,11 @@ __all__ = [
     "token",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Measure = Literal["probability", "log_probability", "logit"]
 Reads = Literal["logits", "last_residual"]
 TargetFunction = Callable[[Tensor], Tensor]
@@ -96,14 +108,23 @@ class Context:
             raise ValueError(
                 f"{name}: expected the number of a token, because the model has no tokenizer, got {token!r}"
             )
-        ids = texts.token_ids(self.tokenizer, token, as_target=self.as_target)
+        ids = self._token_ids(token)
         if len(ids) != 1:
-            pieces = self.tokenizer.convert_ids_to_tokens(ids)
             raise ValueError(
-                f"{name}: expected the text of one token (mind the leading space), got {token!r}, "
-                f"which is {len(ids)} tokens: {pieces}"
+                f"{name}: expected the text of one token (mind the leading space), got {token!r}, which is "
+                f"{len(ids)} tokens: {self.tokenizer.convert_ids_to_tokens(ids)}{self._suggest(token, ids)}"
             )
-        return int(ids[0])
+        return ids[0]
+
+    def _token_ids(self, text: str) -> list[int]:
+        return [int(token) for token in texts.token_ids(self.tokenizer, text, as_target=self.as_target)]
+
+    def _suggest(self, token: str, ids: list[int]) -> str:
+        """Return what to write instead of a text that is not one token, for errors."""
+        spaced = f" {token.strip()}"
+        if spaced != token and token.strip() and len(self._token_ids(spaced)) == 1:
+            return f"; write {spaced!r}"
+        return f"; lm.targets.token({ids[0]}) is the first of them alone" if ids else ""
 
     def token_text(self, token: str | int) -> str:
         """Return the text of a token in quotation marks, or its number if the model has no tokenizer."""
@@ -178,8 +199,8 @@ class Target:
         return None
 
 
-# A callable that is not a `Target` is a function logits -> [copy].
-TargetLike = Target | TargetFunction
+# A string is the text of a token, and a callable that is not a `Target` is a function logits -> [copy].
+TargetLike = Target | TargetFunction | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,19 +218,19 @@ class _Token(Target):
     of: Measure
 
     def of_prompt(self, context: Context) -> TargetFunction:
-        position, token = _find_position(context, self.position), self._find_token(context)
+        position, token = _find_position(context, self.position), self._resolve_token(context)
         return lambda logits: _measure(_select_position(logits, position), self.of)[:, token]
 
-    def _find_token(self, context: Context) -> int:
+    def _resolve_token(self, context: Context) -> int:
         if self.token is not None:
-            return context.token_id(self.token)
+            return _find_token(context, self.token)
         return int(_select_position(context.output, _find_position(context, self.position))[0].argmax())
 
     def reads_position(self, context: Context) -> int | None:
         return _find_position(context, self.position)
 
     def in_words(self, context: Context) -> str:
-        token, measure = self._find_token(context), self.of.replace("_", " ")
+        token, measure = self._resolve_token(context), self.of.replace("_", " ")
         return f"{measure} of {context.token_text(token) if context.output.ndim == 3 else f'class {token}'}"
 
     def predict(self, context: Context) -> Explained:
@@ -224,7 +245,7 @@ class _LogitDifference(Target):
 
     def of_prompt(self, context: Context) -> TargetFunction:
         position = _find_position(context, self.position)
-        good, bad = context.token_id(self.good, "good"), context.token_id(self.bad, "bad")
+        good, bad = _find_token(context, self.good, "good"), _find_token(context, self.bad, "bad")
         if good == bad:
             raise ValueError(f"good, bad: expected two different tokens, got {self.good!r} and {self.bad!r}")
         return lambda logits: (
@@ -651,17 +672,19 @@ def _find_class(hf_model: PreTrainedModel, label: Any, name: str) -> int:
 
 
 def as_target(target: TargetLike) -> Target:
-    """Return a target unchanged, and any other callable as a target on the logits.
+    """Return a target unchanged, a string as the target for that token, and a callable as one on the logits.
 
     Raises:
-        TypeError: If it is neither.
+        TypeError: If it is none of these.
     """
     if isinstance(target, Target):
         return target
+    if isinstance(target, str):
+        return token(target)
     if not callable(target):
         raise TypeError(
-            "target: expected one of lens_mix.targets or a callable logits [copy pos d_vocab] -> [copy], "
-            f"got {type(target).__name__}"
+            "target: expected the text of a token, one of lens_mix.targets or a callable "
+            f"logits [copy pos d_vocab] -> [copy], got {describe_value(target)}"
         )
     return _Custom(target)
 
@@ -705,6 +728,23 @@ def _require_classes(context: Context, name: str) -> None:
 
 def _predict_class(context: Context) -> Explained:
     return read_predictions(context.output[:1], lambda index: f"class {index}")[0]
+
+
+def _find_token(context: Context, token: str | int, name: str = "token") -> int:
+    """Return the number of the token that a target names.
+
+    Raises:
+        TypeError: As in `Context.token_id`.
+        ValueError: As in `Context.token_id`, or if the tokenizer does not know the text.
+    """
+    found, unknown = context.token_id(token, name), getattr(context.tokenizer, "unk_token", None)
+    is_unknown = isinstance(token, str) and found == getattr(context.tokenizer, "unk_token_id", None)
+    if is_unknown and token != unknown:
+        raise ValueError(
+            f"{name}: expected the text of a token of the model's vocabulary, got {token!r}, for which the "
+            f"tokenizer has only its unknown token {unknown!r}"
+        )
+    return found
 
 
 def _find_position(context: Context, position: int | None) -> int | None:

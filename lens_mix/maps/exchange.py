@@ -53,6 +53,7 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     location = check_file_path("path", path, write=True)
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     record["explained"] = as_records(mixing_map.explained)
+    record["key_tokens"] = None if mixing_map.keys_are_tokens else mixing_map.key_tokens
     for name in ("parameters", "provenance"):
         _require_json(record[name], name)
     tensors = {name: getattr(mixing_map, name) for name in ("scores", "mask", "residual_shares")}
@@ -200,7 +201,7 @@ def _make_attributes(mixing_map: MixingMap) -> dict[str, Any]:
     records = as_records(mixing_map.explained)
     by_position = None if records is None else dict(zip(mixing_map.query_positions, records, strict=True))
     attributes["explained"] = as_json(by_position)
-    return {**attributes, "keys_are_tokens": int(mixing_map.key_tokens is None), "unit": "raw"}
+    return {**attributes, "keys_are_tokens": int(mixing_map.keys_are_tokens), "unit": "raw"}
 
 
 def as_json(value: Any) -> str:
@@ -250,17 +251,17 @@ def layer_graph(
     import networkx as nx
 
     graph = nx.DiGraph(method=mixing_map.method, kind=mixing_map.kind)
-    has_key_tokens = mixing_map.key_tokens is not None
+    has_other_keys = not mixing_map.keys_are_tokens
     positions = mixing_map.query_positions
-    if has_key_tokens:
+    if has_other_keys:
         for position, token in zip(positions, mixing_map.query_labels, strict=True):
             graph.add_node(("query", position), token=token, position=position)
     for position, token in enumerate(mixing_map.key_labels):
-        node = ("key", position) if has_key_tokens else position
+        node = ("key", position) if has_other_keys else position
         graph.add_node(node, token=token, position=position)
     for row, key, weight in _find_edges(matrix, threshold):
         query = positions[row]
-        start, end = (("key", key), ("query", query)) if has_key_tokens else (key, query)
+        start, end = (("key", key), ("query", query)) if has_other_keys else (key, query)
         graph.add_edge(start, end, weight=weight)
     return graph
 

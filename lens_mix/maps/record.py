@@ -30,12 +30,22 @@ from lens_mix.maps.positions import (
     kept_positions,
     shorten,
 )
+from lens_mix.maps.spans import Span, find_positions
 
 if TYPE_CHECKING:
     import networkx
     import numpy
     from matplotlib.figure import Figure
 
+# Methods are on a higher floor, so their names are listed here; a test compares them with the methods.
+_METHODS_WITH_HEADS = (
+    "AttentionAttribution",
+    "AttentionWeights",
+    "GradientAttention",
+    "InformationFlowRoutes",
+    "ValueNorms",
+    "ValueZeroing",
+)
 Groups = Sequence[str] | Sequence[Sequence[int]] | None
 
 
@@ -70,6 +80,29 @@ class Sources(list[Source]):
         return "\n".join([self.explanation, *lines] if self.explanation else lines)
 
 
+class HeadScore(NamedTuple):
+    """What one head of a query takes from a key.
+
+    Attributes:
+        layer: The label of the head's layer.
+        head: The number of the head in its layer.
+        score: The score of the key, raw, as the method defines it.
+        share: The score divided by the sum of magnitudes of the head's row, -1 to 1.
+    """
+
+    layer: int
+    head: int
+    score: float
+    share: float
+
+
+class _TokensAsKeys(list[str]):
+    """The key tokens of a map whose keys are its tokens.
+
+    The class marks them, because the keys of a cross-attention map can be the same text as its tokens.
+    """
+
+
 # A comparison of two tensors is not a single boolean, so maps are compared by identity.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MixingMap:
@@ -92,8 +125,8 @@ class MixingMap:
         causal: Whether no query can see a later key.
         mask: The keys that each query could see, as booleans `[query, key]` or `[layer, query, key]`. None:
             all keys, or those up to the query's own position if `causal`.
-        key_tokens: One string per key position if the keys are not the tokens (spans, or the other sequence
-            of cross-attention); else None.
+        key_tokens: One string per key: the tokens, unless the keys are spans or the other sequence of
+            cross-attention. None, when a map is made, means the tokens; `keys_are_tokens` is then True.
         parameters: The parameters of the method, by name.
         residual: The residual weight, 0 to 1, that `rollout(residual=None)` uses.
         kind: "layer" if each map describes one block, "input" if it describes all blocks down to the input.
@@ -126,7 +159,8 @@ class MixingMap:
     method: str = "custom"
     causal: bool = False
     mask: Tensor | None = None
-    key_tokens: list[str] | None = None
+    # In a finished map this is always a list; see `_TokensAsKeys`.
+    key_tokens: list[str] = None  # type: ignore[assignment]
     parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
     residual: float | None = None
     kind: Literal["layer", "input"] = "layer"
@@ -141,9 +175,7 @@ class MixingMap:
     def __post_init__(self) -> None:
         scores = checks.as_scores(self.scores)
         rows, keys = scores.shape[-2:]
-        key_tokens, queries = self.key_tokens, None
-        if key_tokens is not None:
-            key_tokens = checks.as_tokens(key_tokens, keys, "key_tokens", "key")
+        key_tokens, queries = self._read_key_tokens(keys), None
         if self.queries is not None:
             tokens = checks.as_tokens(self.tokens, keys if key_tokens is None else None, "tokens", "key")
             queries = checks.as_queries(self.queries, len(tokens), rows)
@@ -166,7 +198,7 @@ class MixingMap:
             "tokens": tokens,
             "causal": bool(self.causal),
             "mask": checks.as_mask(self.mask, scores),
-            "key_tokens": key_tokens,
+            "key_tokens": _TokensAsKeys(tokens) if key_tokens is None else key_tokens,
             "parameters": checks.as_record("parameters", self.parameters),
             "residual": None if residual is None else checks.as_residual(residual),
             "layers": checks.as_layers(self.layers, len(scores)),
@@ -183,7 +215,25 @@ class MixingMap:
         checks.require_finite(self)
         checks.require_no_hidden_weight(self)
 
+    def _read_key_tokens(self, count: int) -> list[str] | None:
+        """Return the `count` key tokens that were given; None if the keys are the tokens."""
+        given: Any = self.key_tokens
+        if isinstance(given, _TokensAsKeys) and len(given) == len(self.tokens):
+            if list(given) == list(self.tokens):
+                return None
+            raise ValueError(
+                "key_tokens: expected those of a map with the same tokens, got those of a map with others; "
+                "to change the tokens of a map write m.replace(tokens=...), and for other keys write "
+                "key_tokens=list(...)"
+            )
+        return None if given is None else checks.as_tokens(given, count, "key_tokens", "key")
+
     # ------------------------------------------------------------------ axes and labels
+
+    @property
+    def keys_are_tokens(self) -> bool:
+        """Return whether the keys are the map's own tokens, and not spans or another sequence."""
+        return isinstance(self.key_tokens, _TokensAsKeys)
 
     @property
     def has_heads(self) -> bool:
@@ -198,7 +248,7 @@ class MixingMap:
     @property
     def key_labels(self) -> list[str]:
         """Return one string per key position."""
-        return self.tokens if self.key_tokens is None else self.key_tokens
+        return self.key_tokens
 
     @property
     def query_positions(self) -> list[int]:
@@ -321,8 +371,9 @@ class MixingMap:
         return labels.index(layer)
 
     def replace(self, **changes: Any) -> MixingMap:
-        """Return the map with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        """Return the map with some fields changed. Keys that are the tokens stay the tokens."""
+        unchanged = {"key_tokens": None} if self.keys_are_tokens else {}
+        return dataclasses.replace(self, **{**unchanged, **changes})
 
     def layer(self, layer: int) -> MixingMap:
         """Return the map of one layer, as a `MixingMap` with one layer."""
@@ -372,8 +423,7 @@ class MixingMap:
         Raises:
             ValueError: If the map has no head axis, or no such head.
         """
-        if not self.has_heads:
-            raise ValueError(f"head: expected a map with heads, got shape {tuple(self.scores.shape)}")
+        self._require_heads("head")
         count = self.scores.shape[1]
         return self.replace(scores=self.scores[:, check_whole_number("head", head, -count, count - 1)])
 
@@ -454,11 +504,11 @@ class MixingMap:
         Raises:
             TypeError: If `tokens` is none of these.
             ValueError: If there is no such position or token, no token or no row would remain, or `axis` is
-                "both" for a map with key_tokens.
+                "both" for a map with other keys than its tokens.
         """
         check_choice("axis", axis, ("both", "query", "key"))
-        if axis == "both" and self.key_tokens is not None:
-            raise ValueError("axis: expected 'query' or 'key' on a map with key_tokens, got 'both'")
+        if axis == "both" and not self.keys_are_tokens:
+            raise ValueError("axis: expected 'query' or 'key' on a map with other keys, got 'both'")
         positions = kept_positions(self.tokens, () if axis == "key" else tokens)
         keys = kept_positions(self.key_labels, () if axis == "query" else tokens)
         new_position = {position: index for index, position in enumerate(positions)}
@@ -469,7 +519,8 @@ class MixingMap:
                 "tokens: expected at least one row to remain, got all rows of the map dropped, "
                 f"{shorten(row_positions)}"
             )
-        mask, key_tokens, causal = self.mask, None, self.causal
+        mask, causal = self.mask, self.causal
+        key_tokens: list[str] | None = None
         if axis != "both":
             # `causal` compares positions on both axes, so a mask must replace it if only one axis changes.
             mask = self.visible()[0] if mask is None and causal else mask
@@ -509,7 +560,7 @@ class MixingMap:
                 words are found from the tokens (`lens_mix.maps.words.find_words` explains the rule).
             keys: How to merge columns: "sum", "mean", "max", "min", "first" or "last".
             queries: How to merge rows: one of the same names.
-            key_groups: The words of the keys, for a map with key_tokens. None: its keys are not merged.
+            key_groups: The words of the keys, for a map with other keys. None: its keys are not merged.
 
         Raises:
             TypeError: If groups are neither text nor lists of positions.
@@ -519,8 +570,9 @@ class MixingMap:
         reduce_keys = words.find_reduction(keys, "keys")
         reduce_queries = words.find_reduction(queries, "queries")
         query_words, names = words.resolve_groups(self.tokens, groups, "groups")
-        key_words, key_names = query_words, None
-        if self.key_tokens is not None:
+        key_words = query_words
+        key_names: list[str] | None = None
+        if not self.keys_are_tokens:
             given = [[key] for key in range(len(self.key_tokens))] if key_groups is None else key_groups
             key_words, key_names = words.resolve_groups(self.key_tokens, given, "key_groups")
         elif key_groups is not None:
@@ -599,6 +651,51 @@ class MixingMap:
         found = (Source(self.key_labels[key], key, scores[key].item()) for key in best)
         return Sources(found, self.explanation(query))
 
+    def top_heads(
+        self,
+        query: int | str | None,
+        key: Span,
+        k: int = 5,
+        unit: Literal["raw", "share"] = "raw",
+    ) -> list[HeadScore]:
+        """Return the `k` heads of all layers with the largest scores of a key, largest first.
+
+        Scores are compared by magnitude, and keep their signs. For some layers, write
+        `m.select_layers([...]).top_heads(...)`.
+
+        Args:
+            query: A position (negative: from the end of the prompt), or a token that occurs once. None: the
+                row of `default_query`.
+            key: A position, a text of the prompt such as "Eiffel Tower", or several of these, whose scores
+                are added up.
+            k: The number of heads, 1 or more.
+            unit: "raw": heads are compared by `score`. "share": by `share`.
+
+        Raises:
+            ValueError: If the map has no heads, there is no such query or key, or `k` is below 1.
+        """
+        k, row = check_whole_number("k", k, 1), self.row_index(query)
+        check_choice("unit", unit, ("raw", "share"))
+        self._require_heads("top_heads")
+        keys = find_positions(self.key_labels, key, "key")
+        rows = self.scores[:, :, row]
+        raw, shares = (
+            scores[..., keys].sum(-1).flatten().tolist()
+            for scores in (arithmetic.at_least_float32(rows), arithmetic.normalise_by_magnitude(rows))
+        )
+        places = itertools.product(self.layer_labels, range(self.scores.shape[1]))
+        heads = [HeadScore(*place, *values) for place, *values in zip(places, raw, shares, strict=True)]
+        # Sorting is stable, so the first of equal heads stays the first.
+        return sorted(heads, key=lambda head: -abs(head.score if unit == "raw" else head.share))[:k]
+
+    def _require_heads(self, argument: str) -> None:
+        if not self.has_heads:
+            raise ValueError(
+                f"{argument}: expected a map with heads, got shape {tuple(self.scores.shape)}; compute it "
+                "with per_head=True, as in lm.run(model, prompt, lm.AttentionWeights(per_head=True)). "
+                f"Methods with heads: {', '.join(_METHODS_WITH_HEADS)}"
+            )
+
     to_dataframe = exchange.to_dataframe
     to_xarray = exchange.to_xarray
     from_dataframe = classmethod(read_back.from_dataframe)
@@ -613,7 +710,7 @@ class MixingMap:
     ) -> networkx.DiGraph:
         """Return a directed graph with edges key -> query, the direction of the information.
 
-        For one layer, nodes are positions; for a map with key_tokens they are `("query", i)` and `("key",
+        For one layer, nodes are positions; for a map with other keys they are `("query", i)` and `("key",
         j)`. For all layers, nodes are `(level, position)`: level 0 is the input of the first layer, and level
         l is the output of the l-th layer. Nodes have the attributes `token` and `position`, edges have
         `weight`.
@@ -625,16 +722,16 @@ class MixingMap:
 
         Raises:
             ValueError: If `layer` is None and the layers do not chain: for an input map, a map with
-                key_tokens or with only some rows, or layers with gaps.
+                other keys or with only some rows, or layers with gaps.
         """
         single = self.merge_heads() if head is None else self.head(head)
         threshold = check_number("threshold", threshold, 0)
         if layer is not None:
             return exchange.layer_graph(self, single.scores[self.layer_index(layer)], threshold)
-        if self.kind == "input" or self.key_tokens is not None:
+        if self.kind == "input" or not self.keys_are_tokens:
             raise ValueError(
                 "layer: expected one layer, because the layers do not chain in an input map or a map with "
-                "key_tokens, got None"
+                "other keys than its tokens, got None"
             )
         self.require_every_row("the graph of all layers")
         self.require_no_gaps()

@@ -34,7 +34,9 @@ class TargetMethod(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        as_target(self.target)
+        target = as_target(self.target)
+        # A method shows its target in full, and other code reads the target's fields.
+        object.__setattr__(self, "target", target if isinstance(self.target, str) else self.target)
 
     @override
     def parameters(self) -> dict[str, object]:

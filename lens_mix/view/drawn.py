@@ -52,7 +52,7 @@ class DrawnMap:
         shown = shown.merge_words() if words else shown
         shown = shown if queries is None else shown.select_queries(queries)
         visible = shown.visible()
-        if not diagonal and shown.key_tokens is None:
+        if not diagonal and shown.keys_are_tokens:
             query_positions = torch.tensor(shown.query_positions, device=visible.device, dtype=torch.long)[
                 :, None
             ]

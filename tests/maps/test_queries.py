@@ -261,7 +261,8 @@ def test_files_from_before_rows_could_be_asked_for(tmp_path):
 
     from safetensors.torch import save_file
 
-    record = {name: getattr(whole(), name) for name in ("tokens", "method", "causal", "key_tokens", "notes")}
+    record = {name: getattr(whole(), name) for name in ("tokens", "method", "causal", "notes")}
+    record["key_tokens"] = None
     record |= {"parameters": {}, "residual": None, "kind": "layer", "layers": [0, 1, 2], "provenance": {}}
     metadata = {"format": "lens_mix.MixingMap/1", "record": json.dumps(record)}
     save_file({"scores": whole().scores}, tmp_path / "map", metadata=metadata)
