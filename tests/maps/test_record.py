@@ -672,8 +672,11 @@ def test_show_delegates_to_the_figures(monkeypatch):
 
     figures = types.ModuleType("lens_mix.view.figures")
     figures.layer_maps = lambda mixing_map, **options: (mixing_map, options)
-    monkeypatch.setitem(sys.modules, "lens_mix.view.figures", figures)
-    monkeypatch.setattr(lens_mix.view, "figures", figures, raising=False)
+    window = types.ModuleType("lens_mix.view.window")
+    window.show_figure = lambda figure: None
+    for name, module in (("figures", figures), ("window", window)):
+        monkeypatch.setitem(sys.modules, f"lens_mix.view.{name}", module)
+        monkeypatch.setattr(lens_mix.view, name, module, raising=False)
     mixing_map = make()
     assert mixing_map.show(layers=[0]) == (mixing_map, {"layers": [0]})
 
