@@ -772,7 +772,7 @@ class MixingMap:
             if options:
                 named = ", ".join(f"{name}=" for name in options)
                 raise ValueError(
-                    f"kind: expected 'position' or 'layers' with {named}, which a page does not have, got 'page'"
+                    f"kind: expected 'position' or 'layers' with {named}, which a page lacks, got 'page'"
                 )
             return page.page(self)
         if kind is None:

@@ -123,7 +123,7 @@ def choose_colour_map(norm: Any, cmap: str | Colormap | None) -> Colormap:
 
 def is_dark(colour: Sequence[float]) -> bool:
     """Return whether white text on this colour has more contrast than dark text."""
-    red, green, blue = (share**2.2 for share in colour[:3])
+    red, green, blue = (float(share) ** 2.2 for share in colour[:3])
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.22
 
 
@@ -190,7 +190,8 @@ def check_axes(ax: Any, figsize: Any, count: int, argument: str) -> None:
 def finish_axes(ax: Any) -> Figure:
     """Return the figure of axes that a user gave, after all texts in them have a font."""
     use_fonts(ax)
-    return ax.figure
+    figure: Figure = ax.figure
+    return figure
 
 
 def measure_axes(ax: Any) -> tuple[float, float]:

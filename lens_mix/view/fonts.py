@@ -121,7 +121,7 @@ def _has_glyph(file: str, character: str) -> bool:
 
 
 def _add_new_fonts() -> bool:
-    """Add the fonts that were installed after matplotlib wrote its list of fonts; return whether there are any.
+    """Add the fonts that were installed after matplotlib wrote its list; return whether there are any.
 
     matplotlib searches the folders of fonts only once, and keeps the list in its cache.
     """

@@ -1,4 +1,4 @@
-"""Read one position from several maps, as a figure or a notebook shows it: its score of each key per layer."""
+"""Read one position from several maps, as a figure or a notebook shows it."""
 
 from __future__ import annotations
 
@@ -255,9 +255,9 @@ def find_best(panels: Sequence[Panel], left_out: Iterable[int]) -> tuple[int, St
 
 
 def describe_best(panels: Sequence[Panel], best: tuple[int, Strongest], key: str) -> str:
-    """Return a sentence about the largest score: "Layer 23: 94 % of the … row is from ' Italy' (token 6)."
+    """Return a sentence about the largest score.
 
-    The other maps with the same layers are compared in the same layer.
+    An example is "Layer 23: 94 % of the attention row is from ' Italy' (token 6)." The other maps with the same layers are compared in the same layer.
 
     Args:
         panels: The maps.

@@ -57,8 +57,8 @@ def show_position(
     """Return a figure of what one position used, layer by layer: layers × tokens, methods side by side.
 
     The title says what is explained, if the maps contain it: "After ' in': ' Italian' 0.66". The sentence
-    below names the largest score, which has an orange frame. A map with one layer, such as an input map, is drawn above the others as
-    coloured text. Of maps with heads the mean over heads is drawn.
+    below names the largest score, which has an orange frame. A map with one layer, such as an input map, is
+    drawn above the others as coloured text. Of maps with heads the mean over heads is drawn.
 
     The first token often has most of a row, because attention rests there, and many methods give the
     position itself a large share. These two are numbers beside each layer, and the colours are for the

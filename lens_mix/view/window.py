@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ADVICE = (
-    "lens_mix: here is no window for a figure. Write it to a file, figure = m.show(); "
-    "figure.savefig('map.png'), or open the page in a browser, lm.page(m).open()."
+    "lens_mix: no window can open here. To write the figure to a file: figure = m.show(); "
+    "figure.savefig('map.png'). To see the maps in a browser: lm.page(m).open()."
 )
 _WITHOUT_WINDOWS = ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template")
 _said: set[str] = set()
@@ -37,15 +37,19 @@ def show_figure(figure: Figure) -> None:
 def _can_open_windows() -> bool:
     """Return whether matplotlib has an interactive backend, and a person runs this program in a terminal.
 
-    A test, a pipe or a job has no terminal, so a window never blocks it. matplotlib chooses the backend `agg`,
-    which has no windows, if there is no display.
+    Without a display, matplotlib chooses the backend `agg`, which has no windows.
     """
-    if not getattr(sys.stdout, "isatty", bool)():
+    if not _has_terminal():
         return False
     import matplotlib
 
     backend = matplotlib.get_backend().lower()
     return backend not in _WITHOUT_WINDOWS and "inline" not in backend
+
+
+def _has_terminal() -> bool:
+    """Return whether the program writes to a terminal; a window must never block a test, a pipe or a job."""
+    return bool(getattr(sys.stdout, "isatty", bool)())
 
 
 def _open_window(figure: Any) -> None:

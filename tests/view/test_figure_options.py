@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
-from typing import Any
 
 import numpy
 import pytest
@@ -13,7 +11,7 @@ from matplotlib import colors
 
 import lens_mix as lm
 from lens_mix.graphs import information_flow_graph
-from lens_mix.view import canvas, information_flow, layer_maps, show_position, token_bars
+from lens_mix.view import information_flow, layer_maps, show_position, token_bars
 from lens_mix.view.labels import place_labels
 from tests.random_maps import map_of, random_attention
 from tests.view.test_figures import heat_maps, inside, overlaps, tick_labels, written

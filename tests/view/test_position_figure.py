@@ -126,7 +126,7 @@ def test_an_encoder_and_other_keys_than_tokens() -> None:
     encoder = raw_map(causal=False, default_query=0)
     (axes,) = heat_maps(show_position(encoder))
     assert tick_labels(axes.xaxis) == ["The", "·cat", "⏎", "·$at$"]
-    assert [text.get_text() for text in axes.texts][0] == "own"
+    assert axes.texts[0].get_text() == "own"
     cross = lm.MixingMap(scores=torch.rand(2, 3, 2), tokens=["a", "b", "c"], key_tokens=["x", "y"])
     (axes,) = heat_maps(figure := show_position(cross))
     assert tick_labels(axes.xaxis) == ["x", "y"]
@@ -191,11 +191,11 @@ def test_axes_of_a_user_a_size_and_a_colour_map() -> None:
     with pytest.raises(ValueError, match="figsize: expected None beside ax="):
         show_position(raw_map(), ax=left, figsize=(3, 3))
     assert show_position(raw_map(), figsize=(5, 4)).get_size_inches().tolist() == [5, 4]
-    with pytest.raises(ValueError, match="figsize: expected at least .* inches for these labels, got 1"):
+    with pytest.raises(ValueError, match=r"figsize: expected at least .* inches for these labels, got 1"):
         show_position(raw_map(), figsize=(1, 1))
     (axes,) = heat_maps(show_position(raw_map(), cmap="viridis"))
     assert axes.images[0].get_cmap()(1.0) == matplotlib.colormaps["viridis"](1.0)
-    with pytest.raises(ValueError, match="cmap: expected a name in matplotlib.colormaps"):
+    with pytest.raises(ValueError, match=r"cmap: expected a name in matplotlib\.colormaps"):
         show_position(raw_map(), cmap="nothing")
 
 

@@ -146,5 +146,7 @@ def test_axes_of_a_user_are_shown_by_the_user(opened) -> None:
 def test_what_show_refuses():
     with pytest.raises(ValueError, match="kind: expected 'page', 'position' or 'layers', got 'html'"):
         map_of().show("html")
-    with pytest.raises(ValueError, match="expected 'position' or 'layers' with layer=, head=, which"):
+    with pytest.raises(
+        ValueError, match="expected 'position' or 'layers' with layer=, head=, which a page lacks"
+    ):
         map_of().show("page", layer=1, head=0)
