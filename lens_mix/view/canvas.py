@@ -124,7 +124,8 @@ def choose_colour_map(norm: Any, cmap: str | Colormap | None) -> Colormap:
 def is_dark(colour: Sequence[float]) -> bool:
     """Return whether white text on this colour has more contrast than dark text."""
     red, green, blue = (float(share) ** 2.2 for share in colour[:3])
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.22
+    luminance: float = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return luminance < 0.22
 
 
 def use_fonts(artist: Any) -> None:

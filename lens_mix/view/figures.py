@@ -138,7 +138,8 @@ def layer_maps(
         norm = make_norm([scores.masked_fill(~visible, 0) for scores, visible in panels], scale == "log")
         _draw_in_axes(ax, drawn, draw_cells(ax, *panels[0], norm, cmap), unit, strongest)
         ax.set_title(title, size=NAME_FONT, color=INK, loc="left", parse_math=False)
-        return canvas.finish_axes(ax)
+        drawn_in: Figure = canvas.finish_axes(ax)
+        return drawn_in
     explanation = mixing_map.explanation() if mixing_map.scores.shape[-2] == 1 else ""
     subtitle = " · ".join(filter(None, (explanation, make_subtitle(mixing_map, unit))))
     grid = Grid(names, columns, drawn.rows, drawn.keys, title, subtitle, figsize)
@@ -225,7 +226,8 @@ def token_bars(
         limit = count_labels(canvas.measure_axes(ax)[0], FONT)
         canvas.label_ticks(ax.xaxis, labels, limit, rotation=90, strongest=ranked)
         ax.set_title(title or names[0], size=NAME_FONT, color=INK, loc="left", parse_math=False)
-        return canvas.finish_axes(ax)
+        drawn_in: Figure = canvas.finish_axes(ax)
+        return drawn_in
     maps = [row for row in rows.values() if isinstance(row, MixingMap)]
     subtitle = "" if not maps else make_subtitle(maps[0], "each row in its own unit")
     explanation = next(filter(None, (_explain(row, query) for row in maps)), "")
@@ -237,8 +239,8 @@ def token_bars(
         draw_bars(axes, values, labels)
         middle = bottom + (frame.row - frame.gap) / 2
         picture.write(frame.left - 0.42, middle, name, size=NAME_FONT, color=INK, ha="right", va="center")
-    limit, rotation = (count_labels(frame.inner, FONT), 90) if frame.turned else (None, 0)
-    canvas.label_ticks(axes.xaxis, labels, limit, rotation=rotation, strongest=ranked)
+    limit = count_labels(frame.inner, FONT) if frame.turned else len(labels)
+    canvas.label_ticks(axes.xaxis, labels, limit, rotation=90 if frame.turned else 0, strongest=ranked)
     picture.write_title(frame.title, frame.subtitle)
     return picture
 

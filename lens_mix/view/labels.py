@@ -65,7 +65,7 @@ def name_model(provenance: Mapping[str, Any]) -> str:
     folders: list[str] = [
         folder for folder in regex.split(r"[\\/]+", name) if folder not in ("", ".", "..", "~")
     ]
-    cached: list[str] = [folder for folder in folders if folder.startswith("models--")]
+    cached = [folder for folder in folders if folder.startswith("models--")]
     if cached:
         return "/".join(cached[-1].split("--")[1:])
     if len(folders) <= 2 and regex.match(r"[\w.-]+(/[\w.-]+)?$", name) and name[0] != ".":

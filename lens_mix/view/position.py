@@ -257,7 +257,8 @@ def find_best(panels: Sequence[Panel], left_out: Iterable[int]) -> tuple[int, St
 def describe_best(panels: Sequence[Panel], best: tuple[int, Strongest], key: str) -> str:
     """Return a sentence about the largest score.
 
-    An example is "Layer 23: 94 % of the attention row is from ' Italy' (token 6)." The other maps with the same layers are compared in the same layer.
+    An example is "Layer 23: 94 % of the attention row is from ' Italy' (token 6)." The other maps with the
+    same layers are compared in the same layer.
 
     Args:
         panels: The maps.

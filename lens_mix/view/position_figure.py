@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
+    from lens_mix.view.canvas import Picture
+
 _CELL = 0.15  # the largest width in inches of a column, so that each has a label
 _ROW = 0.13  # the height of a layer
 _WIDEST = 7.6  # the width of all heat maps side by side
@@ -109,10 +111,11 @@ def show_position(
     if ax is not None:
         canvas.check_axes(ax, figsize, len(view.panels), "maps")
         _draw_in_axes(ax, view, norms[0], cmap, heading)
-        return canvas.finish_axes(ax)
+        drawn_in: Figure = canvas.finish_axes(ax)
+        return drawn_in
     size = None if figsize is None else canvas.check_size(figsize)
     frame = _Frame(view, columns, heading, common_scale, size)
-    picture = canvas.Picture(*frame.size)
+    picture: Picture = canvas.Picture(*frame.size)
     _draw_blocks(picture, frame, norms, cmap)
     _draw_panels(picture, frame, norms, cmap)
     picture.write_title(frame.title)

@@ -50,11 +50,11 @@ def ipython():
 
 
 @pytest.fixture
-def opened(monkeypatch, capsys):  # capsys replaces stdout, so it comes first
+def opened(monkeypatch):
     """Return the figures that a window was opened for, with whether it blocks."""
     figures: list[tuple[Any, bool]] = []
     monkeypatch.setattr(window, "_said", set())
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(window, "_has_terminal", lambda: True)
     monkeypatch.setattr(matplotlib, "get_backend", lambda: "QtAgg")
     monkeypatch.setattr(pyplot, "figure", lambda figure: figures.append((figure, None)))
     monkeypatch.setattr(pyplot, "show", lambda block: figures.append((figures.pop()[0], block)))
@@ -146,7 +146,5 @@ def test_axes_of_a_user_are_shown_by_the_user(opened) -> None:
 def test_what_show_refuses():
     with pytest.raises(ValueError, match="kind: expected 'page', 'position' or 'layers', got 'html'"):
         map_of().show("html")
-    with pytest.raises(
-        ValueError, match="expected 'position' or 'layers' with layer=, head=, which a page lacks"
-    ):
+    with pytest.raises(ValueError, match="'position' or 'layers' with layer=, head=, which a page lacks"):
         map_of().show("page", layer=1, head=0)
