@@ -706,7 +706,6 @@ class MixingMap:
     save = exchange.save
     load = classmethod(exchange.load)
     __repr__ = exchange.describe
-    _repr_html_ = exchange.describe_html
 
     def to_networkx(
         self, layer: int | None = None, head: int | None = None, threshold: float = 0.0
@@ -739,6 +738,11 @@ class MixingMap:
         self.require_every_row("the graph of all layers")
         self.require_no_gaps()
         return exchange.stack_graph(self, single.scores, threshold)
+
+    def _repr_html_(self) -> str:
+        from lens_mix.view.notebook import describe_html
+
+        return describe_html(self)
 
     @overload
     def show(self, kind: Literal["page"]) -> Any: ...

@@ -99,14 +99,14 @@ class PositionView:
         as_numbers: bool = True,
     ) -> PositionView:
         """Return one position of the maps, with the arguments of `show_position`."""
-        named = {name: m.merge_heads() for name, m in name_maps(maps).items()}
+        named = name_maps(maps)
         _require_same_axes(named)
         chosen = next((m for m in named.values() if m.default_query is not None), next(iter(named.values())))
         position = chosen.query_positions[chosen.row_index(query)] if isinstance(query, str) else query
         tokens = chosen.tokens
         position = as_position(chosen.default_query_position if position is None else position, len(tokens))
         # Each row is selected by its position, because the maps may contain different rows.
-        rows = {name: m.select_queries([position]) for name, m in named.items()}
+        rows = {name: m.select_queries([position]).merge_heads() for name, m in named.items()}
         groups, names = _group_keys(chosen, words)
         panels = [_read_panel(name, row, normalize, groups) for name, row in rows.items()]
         own = None if chosen.key_tokens is not None else _find_group(groups, position)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _CELL = 0.15  # the largest width in inches of a column, so that each has a label
 _ROW = 0.13  # the height of a layer
 _WIDEST = 7.6  # the width of all heat maps side by side
-_NUMBER = 0.29  # the width of a column of numbers
+_NUMBER = 0.29  # the smallest width of a column of numbers
 _NUMBER_FONT = 5.5
 _MARK = "#d1662c"
 _BAR = 0.6  # the width of a small colour bar above a heat map
@@ -173,7 +173,7 @@ class _Frame:
         self.rows = math.ceil(self.count / columns)
         self.columns = math.ceil(self.count / self.rows) if self.count else 0
         self.key_labels = [make_visible(view.keys[key]) for key in view.columns]
-        self.numbers = _NUMBER * len(view.numbers) + (0.06 if view.numbers else 0)
+        self.numbers = _measure_numbers(view) * len(view.numbers) + (0.06 if view.numbers else 0)
         self.left = 0.12
         self.beside = self.numbers + 0.18
         self.below, self.above = 0.1, 0.0
@@ -301,17 +301,33 @@ def _add_small_bar(picture: Any, image: Any, right: float, bottom: float) -> Non
     picture.write(right - end - 0.08 - _BAR, bottom + 0.192, f"{norm.vmin:.2g}", ha="right", **look)
 
 
+def _write_number(panel: Panel, layer: int, key: int) -> str:
+    return panel.write_score(panel.scores[layer, key].item()).replace(" %", "%")
+
+
+def _measure_numbers(view: PositionView) -> float:
+    """Return the width of a column of numbers."""
+    numbers = {
+        _write_number(panel, layer, key)
+        for panel in view.panels
+        for layer in range(len(panel.layers))
+        for key in view.numbers.values()
+    }
+    longest = sorted(numbers, key=len)[-3:]
+    return max(_NUMBER, float(load_canvas().measure_longest(longest, _NUMBER_FONT)) + 0.1)
+
+
 def _write_numbers(axes: Any, view: PositionView, panel: Panel, width: float, height: float) -> None:
     """Write the first token's and the own share of each layer at the right of the heat map."""
+    number = _measure_numbers(view)
     rows = space_evenly(len(panel.layers), count_labels(height, _NUMBER_FONT - 1))
     look = {"size": _NUMBER_FONT, "color": QUIET, "ha": "right", "clip_on": False}
     for place, (name, key) in enumerate(view.numbers.items()):
-        x = 1 + (_NUMBER * (place + 1)) / width
+        x = 1 + number * (place + 1) / width
         across, over = axes.get_yaxis_transform(), axes.transAxes
         axes.text(x, 1 + 0.025 / height, name, transform=over, va="bottom", **{**look, "color": INK})
         for row in rows:
-            text = panel.write_score(panel.scores[row, key].item()).replace(" %", "%")
-            axes.text(x, row, text, transform=across, va="center_baseline", **look)
+            axes.text(x, row, _write_number(panel, row, key), transform=across, va="center_baseline", **look)
 
 
 def _mark_best(axes: Any, view: PositionView, index: int) -> None:

@@ -273,8 +273,8 @@ def test_repr_and_html_say_which_rows():
     cut = whole().select_queries([3, 1])
     assert "query=2 key=6" in repr(cut)
     assert "queries [3, 1] of 6 positions" in repr(cut)
-    assert "Top keys of query 3, last layer" in cut._repr_html_()
-    assert "Top keys of the last query" in whole()._repr_html_()
+    assert "What position 3, " in cut._repr_html_()
+    assert f"What position {SIZE - 1}, " in whole()._repr_html_()
 
 
 # ---------------------------------------------------------------------- functions that need all rows

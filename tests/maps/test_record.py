@@ -822,7 +822,7 @@ def test_default_query():
     assert make(default_query=2).top(1) == make().top(1, query=2)
     assert make(default_query=2).select_queries([3, 1]).default_query_position == 3
     assert make(default_query=2).select_queries([3, 2]).default_query_position == 2
-    assert "query 2" in make(default_query=2)._repr_html_()
+    assert "What position 2, " in make(default_query=2)._repr_html_()
     with pytest.raises(ValueError, match="default_query: expected a position from -5 to 4, got 5"):
         make(default_query=5)
 
