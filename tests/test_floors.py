@@ -77,7 +77,7 @@ STORES = {
     "registry._registered": "methods that the user registered, for names to work in every later call",
     "view.fonts._search": "which installed font has a character",
     "view.fonts._tried": "files of fonts that were added to matplotlib's list, or that it cannot read",
-    "view.fonts._warned": "characters without a font, which are warned of once",
+    "view.fonts._warned": "scripts without a font, which are warned of once",
     "view.window._said": "the advice where no window can open, which is printed once",
 }
 

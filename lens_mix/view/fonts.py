@@ -49,21 +49,14 @@ def list_families(texts: Iterable[str]) -> list[str]:
 def make_readable(text: str) -> str:
     """Return the text with a number, such as U+4E2D, for each character that no installed font has.
 
-    The first time that a character has no font, a warning names it and says what to install.
+    The first time that a script has no font, a warning says what to install.
     """
     if text.isascii():
         return text
     order = _order_scripts(text)
     missing = [character for character in dict.fromkeys(text) if _find_family(character, order) is None]
-    if new := [character for character in missing if character not in _warned]:
-        _warned.update(new)
-        named = ", ".join(f"{character} (U+{ord(character):04X})" for character in new[:5])
-        more = f" and {len(new) - 5} more" if len(new) > 5 else ""
-        warnings.warn(
-            f"No installed font has {named}{more}; figures show their numbers instead. Install a font with "
-            f"{_name_script(new[0])}, such as Noto; a restart is not needed.",
-            stacklevel=2,
-        )
+    for character in missing:
+        _warn_once(character)
     return "".join(f"U+{ord(character):04X}" if character in missing else character for character in text)
 
 
@@ -138,7 +131,16 @@ def _add_new_fonts() -> bool:
 _tried: set[str] = set()
 
 
-def _name_script(character: str) -> str:
-    """Return the script of a character for a message, such as "CJK" or "DEVANAGARI"."""
-    name = unicodedata.name(character, "this character")
-    return name.split(" ")[0] if " " in name else name
+def _warn_once(character: str) -> None:
+    """Warn that no font has the character, once for its script."""
+    # The first word of a letter's name is its script: "CJK UNIFIED IDEOGRAPH-4E2D", "DEVANAGARI LETTER NA".
+    name = unicodedata.name(character, "OTHER")
+    script = "emoji or signs" if unicodedata.category(character)[0] == "S" else name.split(" ")[0]
+    if script in _warned:
+        return
+    _warned.add(script)
+    warnings.warn(
+        f"No installed font has {character} (U+{ord(character):04X}), so figures show its number. Install a "
+        f"font with {script}, such as one of Noto; it is then found without a restart.",
+        stacklevel=2,
+    )

@@ -129,8 +129,8 @@ def _draw_text(view: PositionView, panel: Panel) -> tuple[str, float, float]:
         f'<g font-size="{_TEXT}">',
     ]
     x, y = _MARGIN, 28.0
-    shown: list[int | None] = sorted([*view.columns, *view.numbers.values()])  # type: ignore[type-var]
-    for key in [*shown, *([] if view.prediction is None else [None])]:
+    shown: list[int | None] = [*sorted([*view.columns, *view.numbers.values()])]
+    for key in [*shown, None] if view.prediction is not None else shown:
         token = view.prediction if key is None else view.keys[key]
         visible = make_visible(token or "", 40)
         text = visible.removeprefix("·") or visible
