@@ -18,7 +18,7 @@ import models
 import torch
 
 import lens_mix as lm
-from lens_mix.view import layer_maps, query_maps, token_bars
+from lens_mix.view import layer_maps, token_bars
 from lens_mix.view.labels import make_visible
 
 OUTPUTS = Path(__file__).resolve().parent.parent / "outputs"
@@ -99,7 +99,7 @@ def draw(
     pictures.append(folder / f"{name}_last_position.png")
     named = {method.replace("_", " "): mixing_map for method, mixing_map in layers.items()}
     title = f"What the last position, {last}, used in each layer"
-    query_maps(named, title=title).savefig(pictures[-1])
+    lm.show_position(named).savefig(pictures[-1])
     pictures.append(folder / f"{name}_sources.png")
     token_bars(rows, tokens, title=f"Sources of the last position, {last}").savefig(pictures[-1])
     return pictures

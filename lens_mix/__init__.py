@@ -13,6 +13,7 @@ representation? Load a model with TransformerLens, then:
 
     maps = lm.run(model, tokens, ["attention", lm.ValueZeroing(metric="euclidean")])   # one clean pass
     for m in lm.run_many(model, prompts, "value_zeroing", batch_size=16): ...          # many prompts
+    lm.table(lm.run_many(model, prompts, "value_zeroing", queries=[-1]), keys=cues)    # means with intervals
 
     lm.check(model, prompt)       # the verification: every block is rebuilt from its components
     lm.support(model)             # which methods run on this model, and why others do not
@@ -23,10 +24,27 @@ The hooks of the methods can also be used alone, together with your own hooks:
     model.run_with_hooks(tokens, fwd_hooks=[zero_values(layer=3, position=5)])
 """
 
+from typing import Any
+
 import lazy_loader
 
 from lens_mix.version import __version__ as __version__
 
 # A name is imported when it is first used, so that `import lens_mix` takes little time. `__init__.pyi` lists
 # the module of each name, for `lazy_loader` and for type checkers.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_import_name, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name; raise an AttributeError that names the closest one if there is none."""
+    try:
+        return _import_name(name)
+    except AttributeError:
+        # `from lens_mix import runner` asks for the name first, so this must import nothing of the library.
+        import difflib
+
+        public = {each.replace("_", "").casefold(): each for each in __all__}
+        close = difflib.get_close_matches(name.replace("_", "").casefold(), public, 1)
+        suggestion = f"; did you mean lens_mix.{public[close[0]]}?" if close else ""
+        suggestion += " lens_mix.METHODS lists all methods" if close and public[close[0]][0].isupper() else ""
+        raise AttributeError(f"module 'lens_mix' has no attribute {name!r}{suggestion}", name=name) from None

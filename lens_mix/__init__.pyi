@@ -37,7 +37,9 @@ from .methods.value_zeroing import ValueZeroing
 from .recommended import input_map
 from .registry import register
 from .runner import run, run_many, support
+from .statistics.summary import table
 from .view.page import page
+from .view.position_figure import show_position
 
 __version__: str
 
@@ -91,8 +93,10 @@ __all__ = [
     "run",
     "run_again",
     "run_many",
+    "show_position",
     "statistics",
     "support",
+    "table",
     "targets",
     "testing",
     "tree_text",

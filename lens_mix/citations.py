@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from importlib import resources
 
-from lens_mix.arguments import check_choice
-from lens_mix.registry import all_methods
+from lens_mix.arguments import check_instance
+from lens_mix.registry import find_method
 
 _AGGREGATIONS = dict.fromkeys(("flow", "rollout"), "abnar-zuidema-2020-quantifying")
 
@@ -20,20 +20,20 @@ def citation(name: str) -> str:
     Raises:
         ValueError: If there is no such method or aggregation, or if the method does not cite a paper.
     """
-    keys = {label: getattr(method, "citation", "") for label, method in all_methods().items()} | _AGGREGATIONS
-    check_choice("name", name, sorted(keys))
-    if not keys[name]:
+    check_instance("name", name, str, "the name of a method or an aggregation")
+    key = _AGGREGATIONS.get(name) or getattr(find_method(name, "name"), "citation", "")
+    if not key:
         raise ValueError(
             f"name: expected a method with a paper, got {name!r}, which cites none; write the BibTeX in its "
             "class attribute `citation`"
         )
-    if keys[name].startswith("@"):
-        return keys[name]
+    if key.startswith("@"):
+        return key
     entries = re.split(r"\n\n(?=@)", resources.files("lens_mix").joinpath("references.bib").read_text())
-    cited = next((entry.strip() for entry in entries if f"{{{keys[name]}," in entry), None)
+    cited = next((entry.strip() for entry in entries if f"{{{key}," in entry), None)
     if cited is None:
         raise ValueError(
             f"name: expected a method whose paper is in references.bib, got {name!r}, which cites "
-            f"{keys[name]!r}; write the BibTeX itself in its class attribute `citation`"
+            f"{key!r}; write the BibTeX itself in its class attribute `citation`"
         )
     return cited

@@ -66,8 +66,9 @@ def input_map(
         prompt: As in `lm.run`.
         queries: The positions of the rows to compute, as in `lm.run`. Each row takes a backward pass. The
             default is the last position.
-        target: What is explained, at the position of each row. None: the log probability of the model's own
-            prediction there. `decompx` explains the representation of the position instead.
+        target: What is explained, at the position of each row: the text of a token (" Paris": its
+            probability), one of `lm.targets`, or a function of the logits. None: the log probability of the
+            model's own prediction there. `decompx` explains the representation of the position instead.
         options: As in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
             part="decoder" excludes the source. `layers` is for `decompx`, which has a map of each layer. Its
             default is the last layer, which was measured. The other recipes have one map, which is labelled

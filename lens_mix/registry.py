@@ -12,8 +12,9 @@ import dataclasses
 import difflib
 import functools
 import importlib.metadata
+import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar, get_args
 
 from lens_mix.arguments import describe_value
@@ -36,6 +37,16 @@ _REQUIRED = {
     "name": ("the name to pass to lm.run", '"largest_weight"'),
     "residual": ("the residual weight that rollout uses, 0 to 1", "0.5"),
     "engines": ("the ways it can be computed", '("recorded",)'),
+}
+
+# Names of functions that users try as the name of a method, and what to write.
+_CALLS = {
+    "flow": "lm.flow(lm.run(model, prompt, method))",
+    "gradient_rollout": "lm.gradient_rollout(lm.run(model, prompt, method))",
+    "input_map": "lm.input_map(model, prompt)",
+    "joint": 'lm.run(model, prompt, method, part="joint")',
+    "layer_mean": "lm.layer_mean(lm.run(model, prompt, method))",
+    "rollout": "lm.rollout(lm.run(model, prompt, method))",
 }
 
 _registered: dict[str, type[Method]] = {}
@@ -90,6 +101,50 @@ def describe(name: str) -> descriptions.Description:
     return descriptions.describe(name, all_methods().get(name))
 
 
+def find_method(name: str, argument: str = "methods") -> type[Method]:
+    """Return the class of a method by its name in strings ("value_zeroing") or its class ("ValueZeroing").
+
+    Case, spaces, hyphens and underscores are ignored, so "value-zeroing" is the same name.
+
+    Args:
+        name: The name.
+        argument: The name of the argument, for errors.
+
+    Raises:
+        ValueError: If there is no such method. The error names the closest one.
+    """
+    known = all_methods()
+    if name in known:
+        return known[name]
+    wanted = _simplify(name)
+    for method in known.values():
+        if wanted in (_simplify(method.name), _simplify(method.__name__)):
+            return method
+    raise ValueError(f"{argument}: expected one of {sorted(known)}, got {name!r}{_suggest(name, known)}")
+
+
+def _find_closest(name: str, known: Mapping[str, type[Method]]) -> type[Method] | None:
+    """Return the method whose name, class or initials are the closest to a name; None if none is close."""
+    wanted = _simplify(name)
+    for method in known.values():
+        if wanted and wanted == "".join(word[0] for word in method.name.split("_")):
+            return method
+    names = {_simplify(each): method for method in known.values() for each in (method.__name__, method.name)}
+    close = difflib.get_close_matches(wanted, names, 1)
+    return names[close[0]] if close else None
+
+
+def _suggest(name: str, known: Mapping[str, type[Method]]) -> str:
+    if name in _CALLS:
+        return f"; {name} is not a method: write {_CALLS[name]}"
+    close = _find_closest(name, known)
+    return "" if close is None else f"; did you mean {close.name!r}?"
+
+
+def _simplify(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).casefold()
+
+
 @functools.cache
 def _plugins() -> dict[str, type[Method]]:
     """Return the methods of installed packages. A method that cannot be loaded is left out with a warning."""
@@ -109,14 +164,18 @@ def _plugins() -> dict[str, type[Method]]:
     return methods
 
 
-def check_class(method: object) -> None:
+def check_class(method: object, argument: str = "method") -> None:
     """Raise an error unless this is a class of a method that can run by its name alone, with its defaults.
+
+    Args:
+        method: The class.
+        argument: The name of the argument, for errors.
 
     Raises:
         TypeError: If it is not a class of a method.
         ValueError: If a class attribute is missing or wrong, or if a parameter has no default.
     """
-    checked = check_attributes(method)
+    checked = check_attributes(method, argument)
     annotated = [name for name in vars(checked).get("__annotations__", {}) if not hasattr(Method, name)]
     parameters = [name for name in annotated if "ClassVar" not in str(checked.__annotations__[name])]
     if parameters and "__dataclass_fields__" not in vars(checked):
@@ -132,8 +191,12 @@ def check_class(method: object) -> None:
             )
 
 
-def check_attributes(method: object) -> type[Method]:
+def check_attributes(method: object, argument: str = "method") -> type[Method]:
     """Return the class of a method, if it can run.
+
+    Args:
+        method: The class.
+        argument: The name of the argument, for errors.
 
     Raises:
         TypeError: If it is not a class of a method.
@@ -141,7 +204,7 @@ def check_attributes(method: object) -> type[Method]:
     """
     if not isinstance(method, type) or not issubclass(method, Method) or method is Method:
         raise TypeError(
-            f"method: expected a class derived from lens_mix.Method, got {describe_value(method)}"
+            f"{argument}: expected a class derived from lens_mix.Method, got {describe_value(method)}"
         )
     where = method.__name__
     for name, (what, example) in _REQUIRED.items():

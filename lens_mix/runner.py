@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -16,16 +17,18 @@ from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.parts import parts_of
-from lens_mix.lens.prompts import is_causal_model, read_encoding
+from lens_mix.lens.prompts import further_inputs, is_causal_model, read_encoding
 from lens_mix.lens.rows import Selection
 from lens_mix.lens.verification.support import Support, any_tokens, support_table
 from lens_mix.map_prompts import find_measuring_method, map_prompts
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
-from lens_mix.registry import all_methods, check_attributes
+from lens_mix.methods import METHODS
+from lens_mix.registry import all_methods, check_attributes, check_class, find_method
 from lens_mix.session import Session
 
-MethodLike = str | Method
+# A class is the method with its defaults, as its name is.
+MethodLike = str | Method | type[Method]
 
 
 @overload
@@ -62,8 +65,9 @@ def run(
         prompt: A string, or tokens `[pos]` or `[1, pos]`; (source, target) for an encoder-decoder; a pair of
             strings for a BERT; chat messages; or the output of a tokenizer. The documentation of
             `lens_mix.lens.prompts.read_prompt` explains which tokens a string becomes.
-        methods: A name ("attention", "value_zeroing"), a method (`lm.ValueZeroing(metric="euclidean")`),
-            or several of these.
+        methods: A name ("attention", "value_zeroing"), a method with its parameters
+            (`lm.ValueZeroing(metric="euclidean")`), or several of these. `lm.METHODS` lists the names and
+            classes; a class, or the name of one, is the method with its defaults.
         queries: The positions of the rows to compute: a number, several numbers or a slice. Negative numbers
             count from the end of the prompt. None: all.
         layers: The layers to compute, in the same form. None: all layers with attention; `m.layers` lists
@@ -107,6 +111,7 @@ def run(
         options |= {"residual_shares": residual_shares, **inputs}
         return {each: run(model, prompt, methods, part=each, **options) for each in parts_of(model)}
     session, is_single = _make_session(model, methods, part, residual_shares, selection)
+    _check_inputs(inputs, session, run)
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     maps = map_prompts(session, [read], prepend_bos=prepend_bos, progress=bool(progress))[0]
     return next(iter(maps.values())) if is_single else maps
@@ -196,6 +201,7 @@ def run_many(
         options |= {"residual_shares": residual_shares, "padding_side": padding_side, **inputs}
         return _run_all_parts(model, prompts, methods, {**options, "batch_size": batch_size})
     session, is_single = _make_session(model, methods, part, residual_shares, selection)
+    _check_inputs(inputs, session, run_many)
     if padding_side == "left":
         _check_left_padding(session.lens)
 
@@ -332,12 +338,13 @@ def read_methods(methods: MethodLike | Sequence[MethodLike]) -> tuple[dict[str, 
         TypeError: If an item is neither a name nor a method.
         ValueError: If there is no method of a name, no method at all, or one method twice.
     """
-    is_single = isinstance(methods, (str, Method))
-    if not is_single and (isinstance(methods, (type, bytes, Mapping)) or not isinstance(methods, Iterable)):
-        name = getattr(methods, "__name__", "")
-        got = f"the class {name}; write {name}()" if isinstance(methods, type) else type(methods).__name__
-        raise TypeError(f"methods: expected a name, a method (with its parameters), or several, got {got}")
-    items: list[Any] = [methods] if isinstance(methods, (str, Method)) else list(methods)
+    is_single = isinstance(methods, (str, Method, type))
+    if not is_single and (isinstance(methods, (bytes, Mapping)) or not isinstance(methods, Iterable)):
+        raise TypeError(
+            "methods: expected a name, a method (with its parameters), or several, got "
+            f"{describe_value(methods)}"
+        )
+    items: list[Any] = [methods] if isinstance(methods, (str, Method, type)) else list(methods)
     if not items:
         raise ValueError("methods: expected at least one method, got none")
     read = [_read_method(item) for item in items]
@@ -349,20 +356,70 @@ def read_methods(methods: MethodLike | Sequence[MethodLike]) -> tuple[dict[str, 
 
 
 def _read_method(method: object) -> Method:
+    """Return a method that is given as itself, or by its name or class, which mean its defaults."""
     if isinstance(method, str):
-        known = all_methods()
-        if method not in known:
-            close = difflib.get_close_matches(method, known, 1)
-            suggestion = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"methods: expected one of {sorted(known)}, got {method!r}{suggestion}")
-        return known[method]()
+        return find_method(method)()
+    if isinstance(method, type):
+        check_class(method, "methods")
+        return cast(type[Method], method)()
     if not isinstance(method, Method):
-        got = type(method).__name__
-        if isinstance(method, type):
-            got = f"the class {method.__name__}; write {method.__name__}()"
-        raise TypeError(f"methods: expected a name or a method, got {got}")
+        raise TypeError(f"methods: expected a name or a method, got {describe_value(method)}")
     check_attributes(type(method))
     return method
+
+
+def _check_inputs(inputs: Mapping[str, Any], session: Session, function: Callable[..., Any]) -> None:
+    """Raise an error for a keyword that is an input of the model only because nothing else has its name.
+
+    Args:
+        inputs: The keywords that are not arguments of the function.
+        session: The model and the methods of the run.
+        function: The function that the user called.
+
+    Raises:
+        TypeError: If a keyword is a parameter of a method, or nearly an argument of the function. The error
+            says what to write.
+    """
+    taken = further_inputs(session.lens.model, session.lens.model_class)
+    for name, value in inputs.items():
+        if name in taken:
+            continue
+        having = [method for method in session.methods.values() if name in _field_names(type(method))]
+        if having:
+            raise TypeError(
+                f"{name}: {function.__name__} has no argument of this name; it is a parameter of "
+                f"{type(having[0]).__name__}: write {_write_call(function, having[0], name, value)}"
+            )
+        if hasattr(value, "shape"):
+            continue
+        no_argument = f"{name}: {function.__name__} has no argument of this name"
+        if function is run and name in inspect.signature(run_many).parameters:
+            raise TypeError(f"{no_argument}; run_many has it")
+        close = difflib.get_close_matches(name, inspect.signature(function).parameters, 1)
+        if close:
+            raise TypeError(f"{no_argument}; did you mean {close[0]}=?")
+        others = [method for method in METHODS.values() if name in _field_names(method)]
+        if others:
+            classes = ", ".join(type(method).__name__ for method in session.methods.values())
+            raise TypeError(
+                f"{no_argument}, nor has {classes}. Methods that have it: "
+                f"{', '.join(method.__name__ for method in others)}; write, for example, "
+                f"{_write_call(function, others[0](), name, value)}"
+            )
+
+
+def _field_names(method: type[Method]) -> list[str]:
+    return [field.name for field in dataclasses.fields(method)]
+
+
+def _write_call(function: Callable[..., Any], method: Method, name: str, value: Any) -> str:
+    """Return the call that gives a method one more parameter, as the user would write it."""
+    kind = type(method)
+    prefix = "lm." if METHODS.get(kind.name) is kind else ""
+    others = "..., " if _make_label(method) != method.name else ""
+    prompts = "prompts" if "prompts" in inspect.signature(function).parameters else "prompt"
+    changed = f"{prefix}{kind.__name__}({others}{name}={describe_value(value)})"
+    return f"lm.{function.__name__}(model, {prompts}, {changed})"
 
 
 def _make_label(method: Method) -> str:

@@ -1,7 +1,14 @@
 """Make targets: the number that an attribution explains, as a function of the model's output.
 
-Any callable `logits [copy pos d_vocab] -> [copy]` is a target. It gets copies of one prompt without padding,
-so position -1 is the prompt's last. The functions of this module make the usual targets:
+A target is written in one of three ways, wherever an argument `target` is accepted:
+
+- the text of a token with its leading space, such as `target=" Paris"`, which is short for
+  `lm.targets.token(" Paris")`: the probability of that token at the last position;
+- a function of this module;
+- any callable `logits [copy pos d_vocab] -> [copy]`. It gets copies of one prompt without padding, so
+  position -1 is the prompt's last.
+
+The functions of this module make the usual targets:
 
     lm.targets.predicted()                         probability of the predicted token (Hao et al., 2021)
     lm.targets.token(" Paris")                     probability of a given next token
@@ -21,6 +28,7 @@ the mapped part.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -31,6 +39,8 @@ from torch import Tensor
 from lens_mix import classifiers
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_whole_number, describe_value
 from lens_mix.lens import texts
+from lens_mix.lens.predictions import name_token, read_predictions
+from lens_mix.maps.explained import Explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,6 +60,11 @@ __all__ = [
     "probability",
     "token",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 Measure = Literal["probability", "log_probability", "logit"]
 Reads = Literal["logits", "last_residual"]
@@ -93,14 +108,28 @@ class Context:
             raise ValueError(
                 f"{name}: expected the number of a token, because the model has no tokenizer, got {token!r}"
             )
-        ids = texts.token_ids(self.tokenizer, token, as_target=self.as_target)
+        ids = self._token_ids(token)
         if len(ids) != 1:
-            pieces = self.tokenizer.convert_ids_to_tokens(ids)
             raise ValueError(
-                f"{name}: expected the text of one token (mind the leading space), got {token!r}, "
-                f"which is {len(ids)} tokens: {pieces}"
+                f"{name}: expected the text of one token (mind the leading space), got {token!r}, which is "
+                f"{len(ids)} tokens: {self.tokenizer.convert_ids_to_tokens(ids)}{self._suggest(token, ids)}"
             )
-        return int(ids[0])
+        return ids[0]
+
+    def _token_ids(self, text: str) -> list[int]:
+        return [int(token) for token in texts.token_ids(self.tokenizer, text, as_target=self.as_target)]
+
+    def _suggest(self, token: str, ids: list[int]) -> str:
+        """Return what to write instead of a text that is not one token, for errors."""
+        spaced = f" {token.strip()}"
+        if spaced != token and token.strip() and len(self._token_ids(spaced)) == 1:
+            return f"; write {spaced!r}"
+        return f"; lm.targets.token({ids[0]}) is the first of them alone" if ids else ""
+
+    def token_text(self, token: str | int) -> str:
+        """Return the text of a token in quotation marks, or its number if the model has no tokenizer."""
+        number = self.token_id(token)
+        return str(number) if self.tokenizer is None else repr(name_token(self.tokenizer, number))
 
     def position(self, position: int) -> int:
         """Return a position of the output as a number from 0; a negative one counts from the end.
@@ -146,6 +175,22 @@ class Target:
         """Return the default position of the map's row, or None for the default of the model."""
         return self.reads_position(context)
 
+    def in_words(self, context: Context) -> str:
+        """Return the target in words: "log probability of ' Italian'"."""
+        return type(self).__name__.lstrip("_")
+
+    def explain(self, context: Context, value: float) -> Explained:
+        """Return the target in words with its value, and the model's prediction where the target reads it."""
+        return self.predict(context)._replace(target=self.in_words(context), value=value)
+
+    def predict(self, context: Context) -> Explained:
+        """Return the prediction at the position that the target reads; an empty entry if it is unknown."""
+        position = self.reads_position(context)
+        if self.reads != "logits" or context.output.ndim != 3 or position is None:
+            return Explained()
+        logits = context.output[:1, position]
+        return read_predictions(logits, lambda token: name_token(context.tokenizer, token))[0]
+
     def at_row(self, position: int, context: Context) -> Target | None:
         """Return the target read at another position, or None if it is one number of the whole prompt."""
         reads_one = self.reads_position(context) is not None
@@ -154,8 +199,8 @@ class Target:
         return None
 
 
-# A callable that is not a `Target` is a function logits -> [copy].
-TargetLike = Target | TargetFunction
+# A string is the text of a token, and a callable that is not a `Target` is a function logits -> [copy].
+TargetLike = Target | TargetFunction | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,15 +218,23 @@ class _Token(Target):
     of: Measure
 
     def of_prompt(self, context: Context) -> TargetFunction:
-        position = _find_position(context, self.position)
-        if self.token is None:
-            token = int(_select_position(context.output, position)[0].argmax())
-        else:
-            token = context.token_id(self.token)
+        position, token = _find_position(context, self.position), self._resolve_token(context)
         return lambda logits: _measure(_select_position(logits, position), self.of)[:, token]
+
+    def _resolve_token(self, context: Context) -> int:
+        if self.token is not None:
+            return _find_token(context, self.token)
+        return int(_select_position(context.output, _find_position(context, self.position))[0].argmax())
 
     def reads_position(self, context: Context) -> int | None:
         return _find_position(context, self.position)
+
+    def in_words(self, context: Context) -> str:
+        token, measure = self._resolve_token(context), self.of.replace("_", " ")
+        return f"{measure} of {context.token_text(token) if context.output.ndim == 3 else f'class {token}'}"
+
+    def predict(self, context: Context) -> Explained:
+        return _predict_class(context) if context.output.ndim == 2 else super().predict(context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +245,7 @@ class _LogitDifference(Target):
 
     def of_prompt(self, context: Context) -> TargetFunction:
         position = _find_position(context, self.position)
-        good, bad = context.token_id(self.good, "good"), context.token_id(self.bad, "bad")
+        good, bad = _find_token(context, self.good, "good"), _find_token(context, self.bad, "bad")
         if good == bad:
             raise ValueError(f"good, bad: expected two different tokens, got {self.good!r} and {self.bad!r}")
         return lambda logits: (
@@ -202,6 +255,9 @@ class _LogitDifference(Target):
     def reads_position(self, context: Context) -> int | None:
         return _find_position(context, self.position)
 
+    def in_words(self, context: Context) -> str:
+        return f"logit of {context.token_text(self.good)} minus that of {context.token_text(self.bad)}"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Class(Target):
@@ -210,8 +266,17 @@ class _Class(Target):
 
     def of_prompt(self, context: Context) -> TargetFunction:
         _require_classes(context, "class_")
-        index = int(context.output[0].argmax()) if self.index is None else context.token_id(self.index, "k")
+        index = self._find_index(context)
         return lambda logits: _measure(logits, self.of)[:, index]
+
+    def _find_index(self, context: Context) -> int:
+        return int(context.output[0].argmax()) if self.index is None else context.token_id(self.index, "k")
+
+    def in_words(self, context: Context) -> str:
+        return f"{self.of.replace('_', ' ')} of class {self._find_index(context)}"
+
+    def predict(self, context: Context) -> Explained:
+        return _predict_class(context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +293,12 @@ class _ClassDifference(Target):
             return float_logits[:, good] - float_logits[:, bad]
 
         return compute_difference
+
+    def in_words(self, context: Context) -> str:
+        return f"logit of class {self.good} minus that of class {self.bad}"
+
+    def predict(self, context: Context) -> Explained:
+        return _predict_class(context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +334,12 @@ class _Loss(Target):
     def reads_position(self, context: Context) -> int | None:
         return None if self.label is None else _find_position(context, self.position)
 
+    def in_words(self, context: Context) -> str:
+        if self.label is None:
+            return "loss of the next tokens"
+        label = context.token_text(self.label) if context.output.ndim == 3 else f"class {self.label}"
+        return f"loss of {label}"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Custom(Target):
@@ -272,6 +349,9 @@ class _Custom(Target):
 
     def of_prompt(self, context: Context) -> TargetFunction:
         return self.function
+
+    def in_words(self, context: Context) -> str:
+        return f"{getattr(self.function, '__name__', type(self.function).__name__)}({self.reads})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,9 +389,7 @@ class _HfClassifier(Target):
 
     def of_prompt(self, context: Context) -> Callable[..., Tensor]:
         own = self._find_own_pass(context)
-        position, index = self._find_position(own, context), self.index
-        if index is None:
-            index = int(_select_position(own.own, position)[0].argmax())
+        position, index = self._find_position(own, context), self._find_index(context)
 
         def compute_value(resid: Tensor, tokens: Tensor | None = None) -> Tensor:
             logits = own.logits(resid, tokens)
@@ -333,6 +411,26 @@ class _HfClassifier(Target):
         is_predicted = self.position is None and self._answers_questions
         is_one_number = self._find_own_pass(context).own.ndim == 2 or is_predicted
         return None if is_one_number else dataclasses.replace(self, position=position)
+
+    def in_words(self, context: Context) -> str:
+        name = functools.partial(classifiers.name_label, self.hf_model)
+        index = self._find_index(context)
+        if self.minus is not None:
+            return f"logit of {name(index)!r} minus that of {name(self.minus)!r}"
+        return f"{self.of.replace('_', ' ')} of {name(index)!r}"
+
+    def predict(self, context: Context) -> Explained:
+        if self._answers_questions or classifiers.gives_values(self.hf_model):
+            return Explained()
+        own = self._find_own_pass(context)
+        logits = _select_position(own.own, self._find_position(own, context))[:1]
+        return read_predictions(logits, functools.partial(classifiers.name_label, self.hf_model))[0]
+
+    def _find_index(self, context: Context) -> int:
+        own = self._find_own_pass(context)
+        if self.index is not None:
+            return self.index
+        return int(_select_position(own.own, self._find_position(own, context))[0].argmax())
 
     @property
     def _answers_questions(self) -> bool:
@@ -574,17 +672,19 @@ def _find_class(hf_model: PreTrainedModel, label: Any, name: str) -> int:
 
 
 def as_target(target: TargetLike) -> Target:
-    """Return a target unchanged, and any other callable as a target on the logits.
+    """Return a target unchanged, a string as the target for that token, and a callable as one on the logits.
 
     Raises:
-        TypeError: If it is neither.
+        TypeError: If it is none of these.
     """
     if isinstance(target, Target):
         return target
+    if isinstance(target, str):
+        return token(target)
     if not callable(target):
         raise TypeError(
-            "target: expected one of lens_mix.targets or a callable logits [copy pos d_vocab] -> [copy], "
-            f"got {type(target).__name__}"
+            "target: expected the text of a token, one of lens_mix.targets or a callable "
+            f"logits [copy pos d_vocab] -> [copy], got {describe_value(target)}"
         )
     return _Custom(target)
 
@@ -624,6 +724,27 @@ def _require_classes(context: Context, name: str) -> None:
             f"{tuple(context.output.shape)}; use targets.token for a token, targets.hf_classifier for a "
             "classifier of transformers, or targets.head for any other classifier"
         )
+
+
+def _predict_class(context: Context) -> Explained:
+    return read_predictions(context.output[:1], lambda index: f"class {index}")[0]
+
+
+def _find_token(context: Context, token: str | int, name: str = "token") -> int:
+    """Return the number of the token that a target names.
+
+    Raises:
+        TypeError: As in `Context.token_id`.
+        ValueError: As in `Context.token_id`, or if the tokenizer does not know the text.
+    """
+    found, unknown = context.token_id(token, name), getattr(context.tokenizer, "unk_token", None)
+    is_unknown = isinstance(token, str) and found == getattr(context.tokenizer, "unk_token_id", None)
+    if is_unknown and token != unknown:
+        raise ValueError(
+            f"{name}: expected the text of a token of the model's vocabulary, got {token!r}, for which the "
+            f"tokenizer has only its unknown token {unknown!r}"
+        )
+    return found
 
 
 def _find_position(context: Context, position: int | None) -> int | None:

@@ -19,6 +19,11 @@ from lens_mix.runner import run, run_many
 
 __all__ = ["check_method"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _VOCABULARY = 20
 _PROMPT = torch.tensor([3, 7, 1, 12, 5, 9], dtype=torch.long, device="cpu")
 

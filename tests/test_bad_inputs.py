@@ -153,7 +153,7 @@ def runs() -> Iterator[Case]:
     yield from each(
         run, "prompt", (torch.tensor([[3], [4]]), torch.tensor(3), torch.tensor([-1]), [10**6], ["w3"])
     )
-    yield from each(run, "methods", (None, 3, "rolout", [], [None], lm.ValueZeroing, {}, {"attention": 1}))
+    yield from each(run, "methods", (None, 3, "rolout", [], [None], int, {}, {"attention": 1}))
     yield from each(run, "queries", (*NO_WHOLE[:4], [1.5], ["1"], {0: 1}, 99, [0, 0], [], [NAN], 10**30))
     yield from each(
         run, "queries", (torch.tensor([True, False]), torch.tensor([1.5]), slice(9, 12), slice("a", None))
@@ -244,8 +244,8 @@ def methods() -> Iterator[Case]:
         yield from each(method, "replacements", (" the", 3, [], [1.5], [-1], [None], {0: 1}, True))
         yield from each(method, "n_samples", (*NO_WHOLE, 0, None))
         yield from each(method, "seed", (*NO_WHOLE, -1, None))
-    yield from each(lm.AttentionAttribution, "target", (3, "Paris", None, [1]))
-    yield from each(lm.GradientAttention, "target", (3, "Paris", None))
+    yield from each(lm.AttentionAttribution, "target", (3, None, [1]))
+    yield from each(lm.GradientAttention, "target", (3, None))
     yield from each(lm.AttentionAttribution, "n_steps", ("20", 1.5, True, 0, -1, 10**9, NAN, [20]))
     yield from each(lm.AttentionAttribution, "n_steps", (10**9, 10**30), method="riemann_left")
     yield from each(lm.AttentionAttribution, "method", NO_CHOICE, n_steps=3)
@@ -511,7 +511,7 @@ def scaled() -> Iterator[Case]:
         yield from each(ask, "prompt", (None, 3, {}, []))
         yield from each(ask, "positions", ("a", 1.5, 9, [0, 0], [], [True]))
         yield from each(ask, "seed", (*NO_WHOLE, None, -1))
-        yield from each(ask, "target", (3, "Paris", [1]))
+        yield from each(ask, "target", (3, [1]))
         yield from each(function, "model", NO_MODEL, prompt=prompt, rows=row)
     remove = with_model(evaluation.removal_curves, prompt=prompt, rows=row)
     yield from each(remove, "removal", (None, 3, "delete", evaluation.Drop, {}))
@@ -544,7 +544,7 @@ def evaluated() -> Iterator[Case]:
     yield from each(measure, "prompts", ("w3 w4", {"a": "w3"}, None, 3, [], b"w3", [3, 4], [None]))
     yield from each(measure, "by", NO_CHOICE)
     yield from each(measure, "statistic", NO_CHOICE)
-    yield from each(measure, "targets", ([targets.predicted()] * 2, [], 3, "Paris"), by="taylor")
+    yield from each(measure, "targets", ([targets.predicted()] * 2, [], 3), by="taylor")
     yield from each(measure, "method", (3, "attention", lm.Alti()), by="attribution")
     yield from each(measure, "progress", (*NO_FLAG, None))
     yield from each(measure, "part", ("decoder", 3))
@@ -618,7 +618,7 @@ def triggered() -> Iterator[Case]:
     yield from each(find, "special", (None, 3, "a", [1.5], [True]))
     yield from each(find, "least", (*NO_NUMBER, None))
     yield from each(find, "second", (*NO_NUMBER, None))
-    yield from each(find, "targets", ([], 3, "Paris"))
+    yield from each(find, "targets", ([], 3))
     yield from each(find, "method", (3, "attention"))
     yield from each(find, "progress", (*NO_FLAG, None))
     tokens = (None, "ab", 3, [1.5], ["a"], [-1], [True], [])
@@ -771,11 +771,16 @@ def drawn() -> Iterator[Case]:
     yield from each(draw, "head", ("0", 1.5, 9))
     yield from each(draw, "normalize", NO_FLAG)
     yield from each(draw, "title", (3, ["a"]))
-    yield from each(view.query_maps, "maps", (None, 3, {}, [m], {"a": 3}, m))
-    rows = functools.partial(view.query_maps, {"a": m})
-    yield from each(rows, "query", (*NO_WHOLE, 9))
+    for name, wrong in (("ax", (3, "ax")), ("figsize", (3, (1,), (0, 3), ("a", 2))), ("cmap", (3, "none"))):
+        yield from each(functools.partial(draw, layer=0), name, wrong)
+    yield from each(view.show_position, "maps", (None, 3, {}, [], {"a": 3}, [3]))
+    rows = functools.partial(view.show_position, {"a": m})
+    yield from each(rows, "query", (1.5, True, 9, "no such token"))
     yield from each(rows, "columns", (*NO_WHOLE, 0))
-    yield from each(rows, "normalize", NO_FLAG)
+    for name in ("normalize", "common_scale", "as_numbers", "words"):
+        yield from each(rows, name, NO_FLAG)
+    for name, wrong in (("ax", (3, "ax")), ("figsize", (3, (1,), (0, 3), ("a", 2))), ("cmap", (3, "none"))):
+        yield from each(rows, name, wrong)
     bars = functools.partial(view.token_bars, tokens=m.tokens)
     yield from each(
         bars, "rows", (None, 3, {}, [m], {"a": 3}, {"a": [INF] * 3}, {"a": "xyz"}, {"a": [1j] * 3}, m)
@@ -787,7 +792,8 @@ def drawn() -> Iterator[Case]:
     yield from each(functools.partial(bars, {"a": m}), "layer", (*NO_WHOLE, None, 9))
     yield from each(view.information_flow, "graph", (*NO_GRAPH, nx.DiGraph(), nx.DiGraph([("a", "b")])))
     yield from each(functools.partial(view.information_flow, tree), "by", ("nothing", 3))
-    yield from each(functools.partial(view.information_flow, tree), "layer_height", (*NO_NUMBER, None, 0, -1))
+    for name, wrong in (("ax", (3, "ax")), ("figsize", (3, (1,), (0, 3), ("a", 2))), ("title", (3, ["a"]))):
+        yield from each(functools.partial(view.information_flow, tree), name, wrong)
     yield from each(attribution_figures.tree_figure, "tree", (*NO_GRAPH, nx.DiGraph()))
     yield from each(attribution_figures.head_map, "importance", (None, 3, torch.ones(2, 4)))
     yield from each(

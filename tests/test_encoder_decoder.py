@@ -236,7 +236,7 @@ def test_the_record_has_queries_of_the_target_and_keys_of_the_source(tmp_path):
     assert again.key_tokens == m.key_tokens
     dropped = m.drop([0, 1], axis="key")
     assert dropped.scores.equal(m.scores[..., 2:])
-    with pytest.raises(ValueError, match="expected 'query' or 'key' on a map with key_tokens"):
+    with pytest.raises(ValueError, match="expected 'query' or 'key' on a map with other keys"):
         m.drop(0)
     merged = m.merge_words(groups=[[0, 1], [2], [3]], key_groups=[[0, 1, 2], [3], [4, 5, 6]])
     torch.testing.assert_close(merged.scores[0, 0, 0], m.scores[0, :2, :3].sum(-1).mean())

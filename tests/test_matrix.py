@@ -144,7 +144,7 @@ def test_every_method_gives_a_sound_map_or_the_reason_that_support_gives(label, 
             assert refusal
             continue
         assert bool(torch.isfinite(m.scores).all())
-        if m.key_tokens is None:
+        if m.keys_are_tokens:
             assert float(m.scores[~m.visible().expand(m.scores.shape)].abs().sum()) == 0
         assert float(m.scores.abs().amax(dim=(-2, -1)).min()) > 1e-8, f"{name}: a layer's map is all zeros"
 

@@ -49,10 +49,10 @@ MISTAKES = {
         "use run for one prompt",
     ),
     "a typo in a method": (lambda model: lm.run(model, PROMPT, "atention"), r"did you mean 'attention'\?"),
-    "a class for a method": (lambda model: lm.run(model, PROMPT, lm.ValueZeroing), r"write ValueZeroing\(\)"),
+    "a rollout for a method": (lambda model: lm.run(model, PROMPT, "rollout"), r"write lm.rollout\(lm.run\("),
     "an option of a method to run": (
         lambda model: lm.run(model, PROMPT, "value_zeroing", per_head=True),
-        r"methods take theirs: lm.ValueZeroing\(per_head=True\)",
+        r"write lm.run\(model, prompt, lm.ValueZeroing\(per_head=True\)\)",
     ),
     "an unknown engine": (
         lambda model: lm.run(model, PROMPT, "value_zeroing", engine="fast"),

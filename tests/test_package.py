@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -26,15 +27,60 @@ def test_every_public_name_is_there_and_documented():
         assert thing.__doc__ or isinstance(thing, dict), name
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("Attention", "AttentionWeights? lens_mix.METHODS lists all methods"),
+        ("ValueNorm", "ValueNorms? lens_mix.METHODS lists all methods"),
+        ("value_zeroing", "ValueZeroing? lens_mix.METHODS lists all methods"),
+        ("inputmap", "input_map?"),
+    ],
+)
+def test_a_name_that_is_not_there_says_which_was_meant(name, meant):
+    message = f"module 'lens_mix' has no attribute {name!r}; did you mean lens_mix.{meant}"
+    with pytest.raises(AttributeError, match=re.escape(message)):
+        getattr(lm, name)
+
+
+def test_a_name_like_no_other_has_no_suggestion():
+    with pytest.raises(AttributeError, match=r"has no attribute 'xyzzy'$"):
+        getattr(lm, "xyzzy")  # noqa: B009
+    assert not hasattr(lm, "__wrapped__")
+
+
+def test_both_names_of_a_method_are_in_the_tables():
+    documented = (ROOT / "docs" / "which_method.md").read_text()
+    printed = str(lm.METHODS).splitlines()
+    assert len(printed) == len(lm.METHODS)
+    for (name, method), line in zip(lm.METHODS.items(), printed, strict=True):
+        assert line.split()[:2] == [name, f"lm.{method.__name__}"]
+        assert getattr(lm, method.__name__) is method
+        assert f"| `{name}` | `lm.{method.__name__}` |" in documented
+
+
+def test_no_two_methods_have_names_that_count_as_the_same():
+    names = [name.replace("_", "") for name in lm.METHODS]
+    classes = [method.__name__.casefold() for method in lm.METHODS.values()]
+    different = {*names, *classes}
+    own = sum(name == kind for name, kind in zip(names, classes, strict=True))
+    assert len(different) == 2 * len(lm.METHODS) - own
+
+
 def test_dir_shows_what_is_public():
     assert dir(lm) == sorted(lm.__all__)
 
 
-@pytest.mark.parametrize(
-    "name", ["evaluation", "graphs", "hooks", "statistics", "targets", "testing", "view"]
-)
+MODULES = [name for name in lm.__all__ if inspect.ismodule(getattr(lm, name))]
+
+
+def test_the_public_modules_are_known():
+    assert MODULES == ["evaluation", "graphs", "hooks", "statistics", "targets", "testing", "view"]
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_public_modules_say_what_is_public(name):
     module = getattr(lm, name)
+    assert dir(module) == sorted(module.__all__)
     assert all(getattr(module, public).__doc__ for public in module.__all__)
     assert not [public for public in module.__all__ if public.startswith("_")]
     # The public names include all that a page uses by the module's name.

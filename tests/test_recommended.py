@@ -107,7 +107,7 @@ def test_encoder_decoders_get_gradients_over_source_and_prefix(name):
     assert torch.equal(asked.scores, expected.scores)
     # The map of the decoder alone has no column of the source.
     alone = lm.input_map(model, pair, part="decoder")
-    assert alone.key_tokens is None
+    assert alone.keys_are_tokens
     with pytest.raises(ValueError, match="part: expected 'joint', or 'decoder' without the source"):
         lm.input_map(model, pair, part="all")
     with pytest.raises(ValueError, match=r"expected a pair \(source, target\) for part='joint'"):

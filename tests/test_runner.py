@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 import lens_mix as lm
 from lens_mix.lens.model_classes import transformer_lens_version
 from lens_mix.method import Method
+from lens_mix.runner import read_methods
 from tests.matrix import build_or_skip, prompt_of
 from tests.reference_models import to_bridge, to_hooked
 from tests.tiny_models import (
@@ -398,12 +401,90 @@ def test_misspelt_inputs_are_refused():
     prompt = tokens(model, 1, 6)
     with pytest.raises(ValueError, match=r"got \['token_type_id'\]"):
         lm.run(model, prompt, "attention", token_type_id=torch.zeros_like(prompt))
-    with pytest.raises(TypeError, match="per_head is meant as an option"):
-        lm.run(model, prompt, "attention", per_head=True)
-    with pytest.raises(TypeError, match="run_many has no option of this name"):
-        list(lm.run_many(model, [prompt], "attention", batchsize=4))
+    with pytest.raises(TypeError, match="per_heads is meant as an option"):
+        lm.run(model, prompt, "attention", per_heads=True)
+    with pytest.raises(TypeError, match=r"batchsize: run_many has no .* mean batch_size=\?"):
+        lm.run_many(model, [prompt], "attention", batchsize=4)
     with pytest.raises(ValueError, match="attention_mask: expected one entry per prompt, got 1 entries"):
         list(lm.run_many(model, [prompt, prompt], "attention", attention_mask=torch.ones(1, 6)))
+
+
+@pytest.mark.parametrize(
+    ("methods", "options", "message"),
+    [
+        (
+            "attention",
+            {"per_head": True},
+            "per_head: run has no argument of this name; it is a parameter of AttentionWeights: write "
+            "lm.run(model, prompt, lm.AttentionWeights(per_head=True))",
+        ),
+        (
+            ["attention", lm.Occlusion(by="mask")],
+            {"target": "w3"},
+            "it is a parameter of Occlusion: write lm.run(model, prompt, lm.Occlusion(..., target='w3'))",
+        ),
+        (
+            "alti",
+            {"metric": "euclidean"},
+            "metric: run has no argument of this name, nor has Alti. Methods that have it: ValueZeroing; "
+            "write, for example, lm.run(model, prompt, lm.ValueZeroing(metric='euclidean'))",
+        ),
+        ("attention", {"layer": 3}, "layer: run has no argument of this name; did you mean layers=?"),
+        ("attention", {"query": 3}, "query: run has no argument of this name; did you mean queries=?"),
+        ("attention", {"batch_size": 3}, "batch_size: run has no argument of this name; run_many has it"),
+    ],
+)
+def test_a_parameter_of_a_method_says_where_to_write_it(model, methods, options, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        lm.run(model, tokens(model, 1, 6), methods, **options)
+
+
+def test_parameters_of_methods_in_the_other_functions(model):
+    prompt = tokens(model, 1, 6)
+    message = "write lm.run_many(model, prompts, lm.AttentionWeights(per_head=True))"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        lm.run_many(model, [prompt], "attention", per_head=True)
+    with pytest.raises(TypeError, match=r"by: run has no argument .* Methods that have it: Occlusion"):
+        lm.input_map(model, prompt, by="mask")
+    with pytest.raises(TypeError, match=r"for example, lm.run\(model, prompt, lm.Occlusion\(by='mask'\)\)"):
+        lm.run(model, prompt, "attention", by="mask")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "value_zeroing",
+        "ValueZeroing",
+        "value-zeroing",
+        "Value Zeroing",
+        lm.ValueZeroing,
+        lm.ValueZeroing(),
+    ],
+)
+def test_ways_to_give_a_method(model, method):
+    prompt = tokens(model, 1, 6)
+    found = lm.run(model, prompt, method, layers=[-1], queries=[-1])
+    assert (found.method, found.parameters["metric"]) == ("value_zeroing", "cosine")
+    assert list(lm.run(model, prompt, [method, "attention"], queries=[-1])) == ["value_zeroing", "attention"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vz", "got 'vz'; did you mean 'value_zeroing'?"),
+        ("attention_weight", "did you mean 'attention'?"),
+        ("valuenorm_", None),
+        ("rollout", "rollout is not a method: write lm.rollout(lm.run(model, prompt, method))"),
+        ("input_map", "write lm.input_map(model, prompt)"),
+        ("xyz", "got 'xyz'"),
+    ],
+)
+def test_an_unknown_method_says_which_was_meant(model, name, message):
+    if message is None:
+        assert list(read_methods(name)[0]) == ["value_norm"]
+        return
+    with pytest.raises(ValueError, match=re.escape(message) + "$"):
+        lm.run(model, tokens(model, 1, 6), name)
 
 
 def test_an_ablated_output_matrix_and_a_users_own_zero_values_give_zero_maps():

@@ -52,6 +52,56 @@ def test_tokens_and_measures(model, logits):
         assert clean_value(model, target) == pytest.approx(expected.item(), abs=1e-12)
 
 
+def test_a_string_is_the_target_for_that_token(model, logits):
+    expected = logits[-1].softmax(-1)[17]
+    assert clean_value(model, "w17") == pytest.approx(expected.item(), abs=1e-12)
+    method = lm.Occlusion(target="w17")
+    assert method == lm.Occlusion(target=lm.targets.token("w17"))
+    m = lm.run(model, TOKENS, method, queries=[-1])
+    assert m.parameters["target"] == {"target": "Token", "token": "w17", "position": -1, "of": "probability"}
+    assert torch.equal(lm.run_again(model, m).scores, m.scores)
+
+
+@pytest.mark.parametrize(
+    "explain",
+    [
+        lambda model, target: lm.input_map(model, TOKENS, target=target).scores,
+        lambda model, target: (
+            lm.evaluation.head_importance(model, [TOKENS], by="taylor", targets=target).scores
+        ),
+    ],
+)
+def test_a_string_is_a_target_outside_methods_too(model, explain):
+    assert torch.equal(explain(model, "w17"), explain(model, lm.targets.token("w17")))
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("w3 w4", r"which is 2 tokens: \['w3', 'w4'\]; lm.targets.token\(3\) is the first of them alone"),
+        ("Paris", r"token of the model's vocabulary, got 'Paris', .* its unknown token '<eos>'"),
+        ("", r"which is 0 tokens: \[\]$"),
+    ],
+)
+def test_a_text_that_is_not_one_token_says_what_to_write(model, text, advice):
+    with pytest.raises(ValueError, match=advice):
+        lm.input_map(model, TOKENS, target=text)
+
+
+def test_a_text_without_its_space_says_so():
+    class Tokenizer:
+        def __call__(self, text, add_special_tokens=False):
+            return {"input_ids": [7] if text == " Paris" else [1, 2]}
+
+        def convert_ids_to_tokens(self, ids):
+            return list(map(str, ids))
+
+    context = lm.targets.Context(TOKENS, torch.zeros(1, 6, 50), Tokenizer())
+    with pytest.raises(ValueError, match=r"got 'Paris', which is 2 tokens.*; write ' Paris'"):
+        context.token_id("Paris")
+    assert context.token_id(" Paris") == 7
+
+
 def test_losses(model, logits):
     following = functional.cross_entropy(logits[:-1], TOKENS[1:])
     assert clean_value(model, lm.targets.loss()) == pytest.approx(following.item(), abs=1e-12)
@@ -202,7 +252,7 @@ def test_targets_refuse_at_once():
         lm.targets.token(1.5)
     with pytest.raises(TypeError, match="function: expected a callable"):
         lm.targets.head("classifier")
-    with pytest.raises(TypeError, match="target: expected one of"):
+    with pytest.raises(TypeError, match="target: expected the text of a token, one of"):
         lm.GradientAttention(target=3)
     with pytest.raises(ValueError, match="good, bad: expected two different classes, got 1 and 1"):
         lm.targets.class_difference(1, 1)

@@ -134,8 +134,10 @@ def check_parts(maps: Mapping[str, MixingMap]) -> dict[str, MixingMap]:
         )
     parts = {name: maps[name] for name in PARTS}
     cross = parts["cross"]
-    if cross.kind != "layer" or cross.key_tokens is None:
-        raise ValueError(f"maps['cross']: expected layer maps with key_tokens, got {describe_value(cross)}")
+    if cross.kind != "layer" or cross.keys_are_tokens:
+        raise ValueError(
+            f"maps['cross']: expected layer maps of cross-attention, got {describe_value(cross)}"
+        )
     for name, part in parts.items():
         if name == "cross":
             part.require_every_row("joint", "maps['cross']")

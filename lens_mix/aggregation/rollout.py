@@ -275,7 +275,7 @@ def require_chain(mixing_map: MixingMap, purpose: str) -> None:
         ValueError: If it is an input map, its keys are not the tokens, or rows are missing.
     """
     require_layer_maps(mixing_map, purpose)
-    if mixing_map.key_tokens is not None:
+    if not mixing_map.keys_are_tokens:
         raise ValueError(
             f"mixing_map: expected the tokens as keys for {purpose}, because other keys do not chain from "
             f"layer to layer, got {len(mixing_map.key_labels)} other keys for {len(mixing_map.tokens)} tokens"

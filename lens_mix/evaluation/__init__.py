@@ -112,3 +112,7 @@ __all__ = [
     "top_k_overlap",
     "trigger_report",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

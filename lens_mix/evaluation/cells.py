@@ -268,10 +268,10 @@ def _compute_values(
 def _check_map(name: str, given: Any, passes: InterventionPasses) -> None:
     lens, argument = passes.checked.session.lens, f"maps[{name!r}]"
     mixing: MixingMap = check_instance(argument, given, MixingMap, "a MixingMap")
-    if mixing.kind != "layer" or mixing.key_tokens is not None:
+    if mixing.kind != "layer" or not mixing.keys_are_tokens:
         raise ValueError(
             f"{argument}: expected a map of single layers over the prompt's own tokens, got kind "
-            f"{mixing.kind!r}{'' if mixing.key_tokens is None else ' with other keys'}"
+            f"{mixing.kind!r}{'' if mixing.keys_are_tokens else ' with other keys'}"
         )
     mixing.require_every_row("cells", argument)
     heads = mixing.scores.shape[1] if mixing.has_heads else lens.n_heads

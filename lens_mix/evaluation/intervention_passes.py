@@ -141,8 +141,8 @@ def intervention_passes(
     Args:
         model: As in `lm.run`.
         prompt: As in `lm.run`, a single one.
-        target: The target (`lens_mix.targets`, or any callable logits -> [copy]); None for the log
-            probability of the model's last prediction.
+        target: The target (the text of a token, one of `lens_mix.targets`, or any callable logits -> [copy]);
+            None for the log probability of the model's last prediction.
         part: As in `lm.run`.
         max_memory: As in `lm.run`.
         prepend_bos: As in `lm.run`.

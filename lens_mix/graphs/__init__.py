@@ -12,3 +12,7 @@ __all__ = [
     "prune_graph",
     "save_graph",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -49,3 +49,7 @@ __all__ = [
     "zero_queries",
     "zero_values",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

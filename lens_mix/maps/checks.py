@@ -234,10 +234,10 @@ def require_consistent_causal(mixing_map: MixingMap) -> None:
     """Raise a ValueError for `causal=True` if the keys are not the tokens, or the mask shows a later key."""
     if not mixing_map.causal:
         return
-    if mixing_map.key_tokens is not None:
+    if not mixing_map.keys_are_tokens:
         raise ValueError(
-            "causal: expected False for a map with key_tokens, because the order of its keys is not that of "
-            "its queries, got True; give the keys that each query could see as mask="
+            "causal: expected False for a map with other keys than its tokens, because their order is not "
+            "that of the queries, got True; give the keys that each query could see as mask="
         )
     wrong = None if mixing_map.mask is None else mixing_map.mask & later_keys(mixing_map)
     if wrong is not None and bool(wrong.any()):

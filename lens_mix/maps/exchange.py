@@ -5,7 +5,6 @@ Most of these functions are methods of `MixingMap`.
 
 from __future__ import annotations
 
-import html
 import json
 import os
 from collections.abc import Sequence
@@ -53,6 +52,7 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     location = check_file_path("path", path, write=True)
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     record["explained"] = as_records(mixing_map.explained)
+    record["key_tokens"] = None if mixing_map.keys_are_tokens else mixing_map.key_tokens
     for name in ("parameters", "provenance"):
         _require_json(record[name], name)
     tensors = {name: getattr(mixing_map, name) for name in ("scores", "mask", "residual_shares")}
@@ -156,7 +156,8 @@ def to_dataframe(mixing_map: MixingMap) -> Table:
     """Return the map as a table in long form, with one row per entry.
 
     The columns are layer, (head,) query, key, query_token, key_token and score. Scores are raw, and NaN if
-    the query could not see the key. `attrs` contains the other fields as JSON. The table's `to_csv` and
+    the query could not see the key. If the map has predictions, the columns prediction and probability
+    repeat those of the row. `attrs` contains the other fields as JSON. The table's `to_csv` and
     `to_excel` write a token that may be misread (`NA`, `01`, `=1+1`) as a JSON string.
     `MixingMap.from_dataframe` decodes it.
     """
@@ -172,6 +173,12 @@ def to_dataframe(mixing_map: MixingMap) -> Table:
         repeated = np.asarray(tokens, dtype=object)[table[axis]]
         table[f"{axis}_token"] = pd.Series(repeated, dtype=object)
     table["score"] = _mask_scores(mixing_map).ravel()
+    if mixing_map.explained is not None:
+        row_of = {position: row for row, position in enumerate(mixing_map.query_positions)}
+        rows = table["query"].map(row_of)
+        for name in ("prediction", "probability"):
+            values = np.asarray([getattr(entry, name) for entry in mixing_map.explained], dtype=object)
+            table[name] = pd.Series(values[rows], dtype=object if name == "prediction" else float)
     table = Table(table)
     table.attrs = _make_attributes(mixing_map)
     return table
@@ -189,8 +196,11 @@ def _make_attributes(mixing_map: MixingMap) -> dict[str, Any]:
     attributes = {"method": mixing_map.method, "kind": mixing_map.kind, "causal": int(mixing_map.causal)}
     for name in ("parameters", "provenance", "notes", "residual", "tokens", "default_query"):
         attributes[name] = as_json(getattr(mixing_map, name))
-    attributes["explained"] = as_json(as_records(mixing_map.explained))
-    return {**attributes, "keys_are_tokens": int(mixing_map.key_tokens is None), "unit": "raw"}
+    # The rows of a table may be in another order, so each entry is stored under the position of its row.
+    records = as_records(mixing_map.explained)
+    by_position = None if records is None else dict(zip(mixing_map.query_positions, records, strict=True))
+    attributes["explained"] = as_json(by_position)
+    return {**attributes, "keys_are_tokens": int(mixing_map.keys_are_tokens), "unit": "raw"}
 
 
 def as_json(value: Any) -> str:
@@ -240,17 +250,17 @@ def layer_graph(
     import networkx as nx
 
     graph = nx.DiGraph(method=mixing_map.method, kind=mixing_map.kind)
-    has_key_tokens = mixing_map.key_tokens is not None
+    has_other_keys = not mixing_map.keys_are_tokens
     positions = mixing_map.query_positions
-    if has_key_tokens:
+    if has_other_keys:
         for position, token in zip(positions, mixing_map.query_labels, strict=True):
             graph.add_node(("query", position), token=token, position=position)
     for position, token in enumerate(mixing_map.key_labels):
-        node = ("key", position) if has_key_tokens else position
+        node = ("key", position) if has_other_keys else position
         graph.add_node(node, token=token, position=position)
     for row, key, weight in _find_edges(matrix, threshold):
         query = positions[row]
-        start, end = (("key", key), ("query", query)) if has_key_tokens else (key, query)
+        start, end = (("key", key), ("query", query)) if has_other_keys else (key, query)
         graph.add_edge(start, end, weight=weight)
     return graph
 
@@ -297,18 +307,3 @@ def describe(mixing_map: MixingMap) -> str:
     explanation = mixing_map.explanation()
     details += f"; {explanation}" if explanation else ""
     return f"MixingMap({full_name(mixing_map)}: {details})"
-
-
-def describe_html(mixing_map: MixingMap) -> str:
-    """Return the line of `describe`, and a table of the top keys of the default row in the last layer."""
-    query = mixing_map.default_query_position
-    query_name = "the last query" if query == len(mixing_map.tokens) - 1 else f"query {query}"
-    rows = "".join(
-        f"<tr><td>{source.position}</td><td><code>{html.escape(source.token)}</code></td>"
-        f"<td>{source.score:.4g}</td></tr>"
-        for source in mixing_map.top(5)
-    )
-    return (
-        f"<code>{html.escape(describe(mixing_map))}</code><table><caption>Top keys of {query_name}, "
-        f"last layer</caption><tr><th>position</th><th>token</th><th>score (raw)</th></tr>{rows}</table>"
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -30,11 +30,24 @@ from lens_mix.maps.positions import (
     kept_positions,
     shorten,
 )
+from lens_mix.maps.spans import Span, find_positions
 
 if TYPE_CHECKING:
     import networkx
     import numpy
     from matplotlib.figure import Figure
+
+# Methods are on a higher floor, so their names are listed here; a test compares them with the methods.
+_METHODS_WITH_HEADS = (
+    "AttentionAttribution",
+    "AttentionWeights",
+    "GradientAttention",
+    "InformationFlowRoutes",
+    "ValueNorms",
+    "ValueZeroing",
+)
+# The options of `lens_mix.view.layer_maps` that `show_position` does not have.
+_ONLY_LAYER_MAPS = {"layers", "head", "layer", "diagonal", "queries"}
 
 Groups = Sequence[str] | Sequence[Sequence[int]] | None
 
@@ -51,6 +64,46 @@ class Source(NamedTuple):
     token: str
     position: int
     score: float
+
+
+class Sources(list[Source]):
+    """A list of sources that also says what they explain: it prints one line for each of them.
+
+    Attributes:
+        explanation: What the row explains, as `MixingMap.explanation` returns it.
+    """
+
+    def __init__(self, sources: Iterable[Source], explanation: str = "") -> None:
+        super().__init__(sources)
+        self.explanation = explanation
+
+    def __repr__(self) -> str:
+        """Return the explanation and one line per source: its score, its token and its position."""
+        lines = [f"{source.score:>9.4g}  {source.token!r} ({source.position})" for source in self]
+        return "\n".join([self.explanation, *lines] if self.explanation else lines)
+
+
+class HeadScore(NamedTuple):
+    """What one head of a query takes from a key.
+
+    Attributes:
+        layer: The label of the head's layer.
+        head: The number of the head in its layer.
+        score: The score of the key, raw, as the method defines it.
+        share: The score divided by the sum of magnitudes of the head's row, -1 to 1.
+    """
+
+    layer: int
+    head: int
+    score: float
+    share: float
+
+
+class _TokensAsKeys(list[str]):
+    """The key tokens of a map whose keys are its tokens.
+
+    The class marks them, because the keys of a cross-attention map can be the same text as its tokens.
+    """
 
 
 # A comparison of two tensors is not a single boolean, so maps are compared by identity.
@@ -75,8 +128,8 @@ class MixingMap:
         causal: Whether no query can see a later key.
         mask: The keys that each query could see, as booleans `[query, key]` or `[layer, query, key]`. None:
             all keys, or those up to the query's own position if `causal`.
-        key_tokens: One string per key position if the keys are not the tokens (spans, or the other sequence
-            of cross-attention); else None.
+        key_tokens: One string per key: the tokens, unless the keys are spans or the other sequence of
+            cross-attention. None, when a map is made, means the tokens; `keys_are_tokens` is then True.
         parameters: The parameters of the method, by name.
         residual: The residual weight, 0 to 1, that `rollout(residual=None)` uses.
         kind: "layer" if each map describes one block, "input" if it describes all blocks down to the input.
@@ -109,7 +162,8 @@ class MixingMap:
     method: str = "custom"
     causal: bool = False
     mask: Tensor | None = None
-    key_tokens: list[str] | None = None
+    # In a finished map this is always a list; see `_TokensAsKeys`.
+    key_tokens: list[str] = None  # type: ignore[assignment]
     parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
     residual: float | None = None
     kind: Literal["layer", "input"] = "layer"
@@ -124,9 +178,7 @@ class MixingMap:
     def __post_init__(self) -> None:
         scores = checks.as_scores(self.scores)
         rows, keys = scores.shape[-2:]
-        key_tokens, queries = self.key_tokens, None
-        if key_tokens is not None:
-            key_tokens = checks.as_tokens(key_tokens, keys, "key_tokens", "key")
+        key_tokens, queries = self._read_key_tokens(keys), None
         if self.queries is not None:
             tokens = checks.as_tokens(self.tokens, keys if key_tokens is None else None, "tokens", "key")
             queries = checks.as_queries(self.queries, len(tokens), rows)
@@ -149,7 +201,7 @@ class MixingMap:
             "tokens": tokens,
             "causal": bool(self.causal),
             "mask": checks.as_mask(self.mask, scores),
-            "key_tokens": key_tokens,
+            "key_tokens": _TokensAsKeys(tokens) if key_tokens is None else key_tokens,
             "parameters": checks.as_record("parameters", self.parameters),
             "residual": None if residual is None else checks.as_residual(residual),
             "layers": checks.as_layers(self.layers, len(scores)),
@@ -166,7 +218,25 @@ class MixingMap:
         checks.require_finite(self)
         checks.require_no_hidden_weight(self)
 
+    def _read_key_tokens(self, count: int) -> list[str] | None:
+        """Return the `count` key tokens that were given; None if the keys are the tokens."""
+        given: Any = self.key_tokens
+        if isinstance(given, _TokensAsKeys) and len(given) == len(self.tokens):
+            if list(given) == list(self.tokens):
+                return None
+            raise ValueError(
+                "key_tokens: expected those of a map with the same tokens, got those of a map with others; "
+                "to change the tokens of a map write m.replace(tokens=...), and for other keys write "
+                "key_tokens=list(...)"
+            )
+        return None if given is None else checks.as_tokens(given, count, "key_tokens", "key")
+
     # ------------------------------------------------------------------ axes and labels
+
+    @property
+    def keys_are_tokens(self) -> bool:
+        """Return whether the keys are the map's own tokens, and not spans or another sequence."""
+        return isinstance(self.key_tokens, _TokensAsKeys)
 
     @property
     def has_heads(self) -> bool:
@@ -181,7 +251,7 @@ class MixingMap:
     @property
     def key_labels(self) -> list[str]:
         """Return one string per key position."""
-        return self.tokens if self.key_tokens is None else self.key_tokens
+        return self.key_tokens
 
     @property
     def query_positions(self) -> list[int]:
@@ -304,8 +374,9 @@ class MixingMap:
         return labels.index(layer)
 
     def replace(self, **changes: Any) -> MixingMap:
-        """Return the map with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        """Return the map with some fields changed. Keys that are the tokens stay the tokens."""
+        unchanged = {"key_tokens": None} if self.keys_are_tokens else {}
+        return dataclasses.replace(self, **{**unchanged, **changes})
 
     def layer(self, layer: int) -> MixingMap:
         """Return the map of one layer, as a `MixingMap` with one layer."""
@@ -355,8 +426,7 @@ class MixingMap:
         Raises:
             ValueError: If the map has no head axis, or no such head.
         """
-        if not self.has_heads:
-            raise ValueError(f"head: expected a map with heads, got shape {tuple(self.scores.shape)}")
+        self._require_heads("head")
         count = self.scores.shape[1]
         return self.replace(scores=self.scores[:, check_whole_number("head", head, -count, count - 1)])
 
@@ -437,11 +507,11 @@ class MixingMap:
         Raises:
             TypeError: If `tokens` is none of these.
             ValueError: If there is no such position or token, no token or no row would remain, or `axis` is
-                "both" for a map with key_tokens.
+                "both" for a map with other keys than its tokens.
         """
         check_choice("axis", axis, ("both", "query", "key"))
-        if axis == "both" and self.key_tokens is not None:
-            raise ValueError("axis: expected 'query' or 'key' on a map with key_tokens, got 'both'")
+        if axis == "both" and not self.keys_are_tokens:
+            raise ValueError("axis: expected 'query' or 'key' on a map with other keys, got 'both'")
         positions = kept_positions(self.tokens, () if axis == "key" else tokens)
         keys = kept_positions(self.key_labels, () if axis == "query" else tokens)
         new_position = {position: index for index, position in enumerate(positions)}
@@ -452,7 +522,8 @@ class MixingMap:
                 "tokens: expected at least one row to remain, got all rows of the map dropped, "
                 f"{shorten(row_positions)}"
             )
-        mask, key_tokens, causal = self.mask, None, self.causal
+        mask, causal = self.mask, self.causal
+        key_tokens: list[str] | None = None
         if axis != "both":
             # `causal` compares positions on both axes, so a mask must replace it if only one axis changes.
             mask = self.visible()[0] if mask is None and causal else mask
@@ -492,7 +563,7 @@ class MixingMap:
                 words are found from the tokens (`lens_mix.maps.words.find_words` explains the rule).
             keys: How to merge columns: "sum", "mean", "max", "min", "first" or "last".
             queries: How to merge rows: one of the same names.
-            key_groups: The words of the keys, for a map with key_tokens. None: its keys are not merged.
+            key_groups: The words of the keys, for a map with other keys. None: its keys are not merged.
 
         Raises:
             TypeError: If groups are neither text nor lists of positions.
@@ -502,8 +573,9 @@ class MixingMap:
         reduce_keys = words.find_reduction(keys, "keys")
         reduce_queries = words.find_reduction(queries, "queries")
         query_words, names = words.resolve_groups(self.tokens, groups, "groups")
-        key_words, key_names = query_words, None
-        if self.key_tokens is not None:
+        key_words = query_words
+        key_names: list[str] | None = None
+        if not self.keys_are_tokens:
             given = [[key] for key in range(len(self.key_tokens))] if key_groups is None else key_groups
             key_words, key_names = words.resolve_groups(self.key_tokens, given, "key_groups")
         elif key_groups is not None:
@@ -553,10 +625,11 @@ class MixingMap:
         layer: int = -1,
         head: int | None = None,
         unit: Literal["raw", "share"] = "raw",
-    ) -> list[Source]:
+    ) -> Sources:
         """Return the `k` keys with the largest scores among those that the query could see, largest first.
 
-        Scores are compared by magnitude, and keep their signs.
+        Scores are compared by magnitude, and keep their signs. The list prints what the row explains, and a
+        line per key.
 
         Args:
             k: The number of keys, 1 or more.
@@ -578,7 +651,53 @@ class MixingMap:
         visible = self.visible()[index, row].nonzero().flatten()
         # A stable sort puts the first of equal keys first.
         best = visible[torch.sort(scores[visible].abs(), descending=True, stable=True).indices[:k]].tolist()
-        return [Source(self.key_labels[key], key, scores[key].item()) for key in best]
+        found = (Source(self.key_labels[key], key, scores[key].item()) for key in best)
+        return Sources(found, self.explanation(query))
+
+    def top_heads(
+        self,
+        query: int | str | None,
+        key: Span,
+        k: int = 5,
+        unit: Literal["raw", "share"] = "raw",
+    ) -> list[HeadScore]:
+        """Return the `k` heads of all layers with the largest scores of a key, largest first.
+
+        Scores are compared by magnitude, and keep their signs. For some layers, write
+        `m.select_layers([...]).top_heads(...)`.
+
+        Args:
+            query: A position (negative: from the end of the prompt), or a token that occurs once. None: the
+                row of `default_query`.
+            key: A position, a text of the prompt such as "Eiffel Tower", or several of these, whose scores
+                are added up.
+            k: The number of heads, 1 or more.
+            unit: "raw": heads are compared by `score`. "share": by `share`.
+
+        Raises:
+            ValueError: If the map has no heads, there is no such query or key, or `k` is below 1.
+        """
+        k, row = check_whole_number("k", k, 1), self.row_index(query)
+        check_choice("unit", unit, ("raw", "share"))
+        self._require_heads("top_heads")
+        keys = find_positions(self.key_labels, key, "key")
+        rows = self.scores[:, :, row]
+        raw, shares = (
+            scores[..., keys].sum(-1).flatten().tolist()
+            for scores in (arithmetic.at_least_float32(rows), arithmetic.normalise_by_magnitude(rows))
+        )
+        places = itertools.product(self.layer_labels, range(self.scores.shape[1]))
+        heads = [HeadScore(*place, *values) for place, *values in zip(places, raw, shares, strict=True)]
+        # Sorting is stable, so the first of equal heads stays the first.
+        return sorted(heads, key=lambda head: -abs(head.score if unit == "raw" else head.share))[:k]
+
+    def _require_heads(self, argument: str) -> None:
+        if not self.has_heads:
+            raise ValueError(
+                f"{argument}: expected a map with heads, got shape {tuple(self.scores.shape)}; compute it "
+                "with per_head=True, as in lm.run(model, prompt, lm.AttentionWeights(per_head=True)). "
+                f"Methods with heads: {', '.join(_METHODS_WITH_HEADS)}"
+            )
 
     to_dataframe = exchange.to_dataframe
     to_xarray = exchange.to_xarray
@@ -587,14 +706,13 @@ class MixingMap:
     save = exchange.save
     load = classmethod(exchange.load)
     __repr__ = exchange.describe
-    _repr_html_ = exchange.describe_html
 
     def to_networkx(
         self, layer: int | None = None, head: int | None = None, threshold: float = 0.0
     ) -> networkx.DiGraph:
         """Return a directed graph with edges key -> query, the direction of the information.
 
-        For one layer, nodes are positions; for a map with key_tokens they are `("query", i)` and `("key",
+        For one layer, nodes are positions; for a map with other keys they are `("query", i)` and `("key",
         j)`. For all layers, nodes are `(level, position)`: level 0 is the input of the first layer, and level
         l is the output of the l-th layer. Nodes have the attributes `token` and `position`, edges have
         `weight`.
@@ -606,48 +724,66 @@ class MixingMap:
 
         Raises:
             ValueError: If `layer` is None and the layers do not chain: for an input map, a map with
-                key_tokens or with only some rows, or layers with gaps.
+                other keys or with only some rows, or layers with gaps.
         """
         single = self.merge_heads() if head is None else self.head(head)
         threshold = check_number("threshold", threshold, 0)
         if layer is not None:
             return exchange.layer_graph(self, single.scores[self.layer_index(layer)], threshold)
-        if self.kind == "input" or self.key_tokens is not None:
+        if self.kind == "input" or not self.keys_are_tokens:
             raise ValueError(
                 "layer: expected one layer, because the layers do not chain in an input map or a map with "
-                "key_tokens, got None"
+                "other keys than its tokens, got None"
             )
         self.require_every_row("the graph of all layers")
         self.require_no_gaps()
         return exchange.stack_graph(self, single.scores, threshold)
 
+    def _repr_html_(self) -> str:
+        from lens_mix.view.notebook import describe_html
+
+        return describe_html(self)
+
     @overload
     def show(self, kind: Literal["page"]) -> Any: ...
     @overload
     # Types are checked in scripts, where None means a figure.
-    def show(self, kind: Literal["figure"] | None = None, **options: Any) -> Figure: ...
-    def show(self, kind: Literal["page", "figure"] | None = None, **options: Any) -> Any:
-        """Return an interactive page in a notebook, or a matplotlib figure elsewhere.
+    def show(self, kind: Literal["position", "layers"] | None = None, **options: Any) -> Figure: ...
+    def show(self, kind: Literal["page", "position", "layers"] | None = None, **options: Any) -> Any:
+        """Show a figure and return it: in a notebook below the cell, in a script in a window.
+
+        A window opens if matplotlib has an interactive backend and the program runs in a terminal. Otherwise
+        one line on stderr says how to write the figure to a file or open the page.
 
         Args:
-            kind: "page": the result of `lm.page(m)`, which a notebook shows and `.save(path)` writes.
-                "figure": the result of `lens_mix.view.layer_maps`. None: the page in a notebook (Jupyter, VS
-                Code or Colab) if there are no options, else the figure.
-            options: The options of the figure (`layer=`, `head=`, `scale=`, ...), as in
-                `lens_mix.view.layer_maps`.
+            kind: "position": what one position used in each layer (`lm.show_position`). "layers": all rows of
+                each layer (`lens_mix.view.layer_maps`). "page": return the result of `lm.page(m)`, which a
+                notebook shows, `.open()` opens in a browser, and `.save(path)` writes. None: "position" for a
+                map with one row, a causal map, or a map that contains what is explained; else, or with an
+                option that only layer maps have (`layer=`, `head=`, …), "layers".
+            options: The options of the figure, such as `query=`, `scale=`, `ax=`, `figsize=`, `cmap=`.
 
         Raises:
-            ValueError: If there is no such kind, if there are options for a page, or as in `layer_maps`.
+            ValueError: If there is no such kind, if there are options for a page, or as in `show_position`
+                and `layer_maps`.
             ImportError: If a figure is asked for and matplotlib is not installed.
         """
-        from lens_mix.view import figures, notebook, page
+        from lens_mix.view import figures, page, position_figure, window
 
         if kind is not None:
-            check_choice("kind", kind, ("page", "figure"))
-        if kind == "page" and options:
-            raise ValueError(
-                f"kind: expected 'figure' with {', '.join(options)}=, which a page does not have, got 'page'"
-            )
-        if kind == "page" or (kind is None and not options and notebook.is_notebook()):
+            check_choice("kind", kind, ("page", "position", "layers"))
+        if kind == "page":
+            if options:
+                named = ", ".join(f"{name}=" for name in options)
+                raise ValueError(
+                    f"kind: expected 'position' or 'layers' with {named}, which a page lacks, got 'page'"
+                )
             return page.page(self)
-        return figures.layer_maps(self, **options)
+        if kind is None:
+            is_row = self.scores.shape[-2] == 1 or self.causal or self.explained is not None
+            kind = "position" if is_row and not _ONLY_LAYER_MAPS & set(options) else "layers"
+        draw = position_figure.show_position if kind == "position" else figures.layer_maps
+        figure = draw(self, **options)
+        if options.get("ax") is None:
+            window.show_figure(figure)
+        return figure

@@ -79,7 +79,7 @@ def _word_starts(texts: Sequence[str], keeps_spaces: bool) -> list[bool]:
         keeps_spaces: Whether the tokenizer keeps spaces, so that a text without a mark has no space.
     """
     has_marks = any(text.startswith(_SPACE_MARKS) for text in texts)
-    if not has_marks and any(text in _WORDPIECE_SPECIALS or _continues_word(text) for text in texts):
+    if _is_wordpiece(texts):
         return [index == 0 or not text.startswith("##") for index, text in enumerate(texts)]
     starts = [index == 0 or _starts_word(text, texts[index - 1]) for index, text in enumerate(texts)]
     if has_marks or all(starts):
@@ -98,6 +98,11 @@ def _word_starts(texts: Sequence[str], keeps_spaces: bool) -> list[bool]:
     return [starts[index] or index in firsts for index in range(len(texts))]
 
 
+def _is_wordpiece(texts: Sequence[str]) -> bool:
+    has_marks = any(text.startswith(_SPACE_MARKS) for text in texts)
+    return not has_marks and any(text in _WORDPIECE_SPECIALS or _continues_word(text) for text in texts)
+
+
 def _continues_word(text: str) -> bool:
     # The token "##" is two characters of the text, not a mark.
     return text.startswith("##") and len(text) > 2
@@ -109,7 +114,22 @@ def _starts_word(token: str, previous: str) -> bool:
     return token.startswith(_SPACE_MARKS + _LINE_MARKS) or previous.endswith(_LINE_MARKS)
 
 
-def _simplify(text: str) -> str:
+def spell(tokens: Sequence[str]) -> list[tuple[list[int], str]]:
+    """Return the positions and the text of each piece, as they are in running text.
+
+    A piece is a token, or all tokens of one character. Marks of tokenizers become spaces, or disappear: the
+    pieces `Ġcat`, `▁cat` and (in WordPiece) `cat` are " cat", and `##s` is "s".
+    """
+    wholes = join_characters(tokens)
+    texts = [text for _, text in wholes]
+    if _is_wordpiece(texts):
+        texts = [text[2:] if _continues_word(text) else f" {text}" for text in texts]
+    else:
+        texts = [re.sub("^[Ġ▁\u00a0]", " ", text).replace("Ċ", "\n") for text in texts]
+    return [(positions, text) for (positions, _), text in zip(wholes, texts, strict=True)]
+
+
+def simplify(text: str) -> str:
     """Return the text without white space, in lower case and in the Unicode form NFKD."""
     return unicodedata.normalize("NFKD", re.sub(r"[ĠĊ▁\s]", "", text).casefold())
 
@@ -130,12 +150,12 @@ def align_words(tokens: Sequence[str], words: Sequence[str]) -> tuple[list[list[
     wholes = join_characters(tokens)
     texts = [text for _, text in wholes]
     is_wordpiece = not any(text.startswith(_SPACE_MARKS) for text in texts)
-    pieces = [_simplify(text.removeprefix("##") if is_wordpiece else text) for text in texts]
+    pieces = [simplify(text.removeprefix("##") if is_wordpiece else text) for text in texts]
     has_accents = any(map(_is_accent, "".join(pieces)))
     found: list[tuple[range, str]] = []
     piece = 0
     for index, word in enumerate(words):
-        target, text = _simplify(word), ""
+        target, text = simplify(word), ""
         target = target if has_accents else "".join(letter for letter in target if not _is_accent(letter))
         while piece < len(texts) and is_special(texts[piece]) and pieces[piece] != target:
             found.append((range(piece, piece + 1), texts[piece]))

@@ -12,12 +12,31 @@ import pkgutil
 from lens_mix.method import Method
 
 
-def _find_methods() -> dict[str, type[Method]]:
+class _MethodTable(dict[str, type[Method]]):
+    """The methods by their names; `lm.METHODS` contains those of the library.
+
+    A method is given to `lm.run` by its name ("value_zeroing"), or as its class with parameters
+    (`lm.ValueZeroing(metric="euclidean")`). `print(lm.METHODS)` shows the name and the class of each.
+    """
+
+    def __repr__(self) -> str:
+        """Return one line per method: its name, its class and the first line of its documentation."""
+        rows = [
+            (name, f"lm.{method.__name__}", (inspect.getdoc(method) or "").partition("\n")[0])
+            for name, method in self.items()
+        ]
+        widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]]
+        return "\n".join(
+            f"{name:<{widths[0]}}  {written:<{widths[1]}}  {line}".rstrip() for name, written, line in rows
+        )
+
+
+def _find_methods() -> _MethodTable:
     """Return the methods that the modules of this package define, by their names in strings.
 
     A base class of several methods has no `name`, and is left out.
     """
-    methods: dict[str, type[Method]] = {}
+    methods = _MethodTable()
     for found in pkgutil.iter_modules(__path__, f"{__name__}."):
         module = importlib.import_module(found.name)
         for kind in vars(module).values():
@@ -27,4 +46,4 @@ def _find_methods() -> dict[str, type[Method]]:
     return methods
 
 
-METHODS: dict[str, type[Method]] = _find_methods()
+METHODS = _find_methods()

@@ -48,8 +48,9 @@ class AttentionAttribution(TargetMethod):
     near α = 0. The scores then still rank keys, but their sum has no meaning, and a note says so.
 
     Args:
-        target: The number that is explained: one of `lens_mix.targets`, or any callable logits -> [copy]. The
-            default is the probability of the prediction at the last position, as in the paper.
+        target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable
+            logits -> [copy]. The default is the probability of the prediction at the last position, as in the
+            paper.
         n_steps: The number of points in every layer. None: as many as each layer needs.
         method: The rule that places `n_steps` points: "gauss_legendre", "riemann_left" (the paper's code,
             with 20 points), "riemann_right" (the paper's formula), "riemann_middle" or "trapezoid".

@@ -34,7 +34,9 @@ class TargetMethod(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        as_target(self.target)
+        target = as_target(self.target)
+        # A method shows its target in full, and other code reads the target's fields.
+        object.__setattr__(self, "target", target if isinstance(self.target, str) else self.target)
 
     @override
     def parameters(self) -> dict[str, object]:
@@ -231,6 +233,9 @@ def bind(blocks: Sequence[Block], target: TargetLike) -> BoundTarget:
         RuntimeError: torch's inference mode is on.
     """
     bound, _ = _bound(blocks, target, lambda read, context, prompt, start: {0: read})
+    for by_row in blocks[-1].record.explained:
+        # The target is one number for all rows, so it is not that of the first row alone.
+        by_row[None] = by_row.pop(0)
     return bound
 
 
@@ -280,6 +285,7 @@ def _bound(
         for within, placed in targets_of(read, context, prompt, span.start).items():
             functions.append(placed.of_prompt(context))
             clean.append(evaluate(functions[-1], context.output))
+            blocks[-1].record.explained[prompt][within] = placed.explain(context, float(clean[-1]))
             position = placed.reads_position(context)
             positions += [] if position is None else [position + span.start]
             index.append((prompt, within))

@@ -33,9 +33,9 @@ class ContextLength(RowTargetMethod):
     (long RoPE, dynamic NTK).
 
     Args:
-        target: The number that is explained: one of `lens_mix.targets`, or any callable logits -> [copy]. It
-            is read at the row's position instead of its own. The default is the log probability of the
-            prediction there.
+        target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable
+            logits -> [copy]. It is read at the row's position instead of its own. The default is the log
+            probability of the prediction there.
         keep_first: Whether the first token of the prompt (a beginning-of-sequence token) stays in front of
             every cut. Its own score is then 0. None: if it is the tokenizer's beginning-of-sequence token.
 

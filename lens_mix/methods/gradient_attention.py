@@ -33,8 +33,9 @@ class GradientAttention(TargetMethod):
     relevance R, or into a roll-out of attention adjusted by gradients.
 
     Args:
-        target: The number that is explained: one of `lens_mix.targets`, or any callable logits -> [copy]. The
-            default is the logit of the prediction at the last position, as in the authors' code.
+        target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable
+            logits -> [copy]. The default is the logit of the prediction at the last position, as in the
+            authors' code.
         per_head: Whether each head has a map of its own.
         rectify: Whether negative products are set to 0. False keeps the sign.
 

@@ -51,9 +51,9 @@ class InputGradients(RowTargetMethod):
     position.
 
     Args:
-        target: The number that is explained: one of `lens_mix.targets`, or any callable logits -> [copy]. It
-            is read at the row's position instead of its own. The default is the logit of the prediction
-            there. A target without a position needs a single row.
+        target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable
+            logits -> [copy]. It is read at the row's position instead of its own. The default is the logit of
+            the prediction there. A target without a position needs a single row.
         score: "norm", "times_input" or "integrated".
         baseline: x' of "integrated": "zero", "mean", a tensor [d_model], or a tensor [pos, d_model] for
             prompts of that many tokens. "mean" is over all positions of the prompt, so that a row of a causal

@@ -45,8 +45,8 @@ class Occlusion(RowTargetMethod):
     that attends to itself only, the scores of "mask" are 0.
 
     Args:
-        target: The target (`lens_mix.targets`, or any callable logits -> [copy]), read at the row's position;
-            by default the log probability of the model's prediction there.
+        target: The target (the text of a token, one of `lens_mix.targets`, or any callable logits -> [copy]),
+            read at the row's position; by default the log probability of the model's prediction there.
         by: The removal.
         replacements: The replacing tokens, as texts of one token or as numbers; None to draw `n_samples` from
             the vocabulary without special tokens. A token that is its own replacement is replaced by the next

@@ -171,7 +171,7 @@ def attention_statistics(
     first = next(remaining, None)
     if first is None:
         raise ValueError("maps: expected at least one map, got none")
-    if first.key_tokens is not None:
+    if not first.keys_are_tokens:
         if offsets is not None and steps:
             raise ValueError(
                 "offsets: expected none for maps whose keys are another sequence than their queries, got "
@@ -244,7 +244,7 @@ def _read_query(mixing_map: MixingMap, query: Literal["first", "last"] | int | N
     count = len(mixing_map.tokens)
     if query is None:
         # The queries of cross-attention are those of a decoder, which is causal.
-        query = "last" if mixing_map.causal or mixing_map.key_tokens is not None else "first"
+        query = "last" if mixing_map.causal or not mixing_map.keys_are_tokens else "first"
     if isinstance(query, str) and query in ("first", "last"):
         return 0 if query == "first" else count - 1
     return as_position(query, count, "query", also="'first', 'last' or ")

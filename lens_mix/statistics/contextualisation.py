@@ -104,7 +104,7 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
     check_flags(diagonal=diagonal)
     table = check_instance("amplified", amplified, MixingMap, "a MixingMap").to_dataframe()
     # If keys are another sequence than queries, no pair is a position with itself.
-    diagonal = diagonal or amplified.key_tokens is not None
+    diagonal = diagonal or not amplified.keys_are_tokens
     # The rows of the table have the order of the flattened scores.
     visible = amplified.visible().cpu().numpy().ravel()
     table = table[visible & (diagonal | (table["query"] != table["key"]))]

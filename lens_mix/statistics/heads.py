@@ -55,7 +55,7 @@ def iterate_maps(maps: MixingMap | Iterable[MixingMap], *, any_keys: bool = Fals
         if not isinstance(mixing_map, MixingMap):
             raise TypeError(f"maps: expected MixingMaps, got {type(mixing_map).__name__}")
         keys, tokens = len(mixing_map.key_labels), len(mixing_map.tokens)
-        cross = mixing_map.key_tokens is not None
+        cross = not mixing_map.keys_are_tokens
         if all_cross not in (None, cross):
             raise ValueError("maps: expected the tokens as keys in all of them, or in none; got both kinds")
         all_cross = cross

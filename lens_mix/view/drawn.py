@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import Queries, as_positions
-from lens_mix.view.labels import make_visible
+from lens_mix.view.labels import make_row_visible, make_visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class DrawnMap:
         shown = shown.merge_words() if words else shown
         shown = shown if queries is None else shown.select_queries(queries)
         visible = shown.visible()
-        if not diagonal and shown.key_tokens is None:
+        if not diagonal and shown.keys_are_tokens:
             query_positions = torch.tensor(shown.query_positions, device=visible.device, dtype=torch.long)[
                 :, None
             ]
@@ -61,7 +61,7 @@ class DrawnMap:
         return DrawnMap(
             shown.scores[..., positions],
             visible[..., positions],
-            [make_visible(token) for token in shown.query_labels],
+            [make_row_visible(label) for label in shown.row_labels],
             [make_visible(shown.key_labels[position]) for position in positions],
         )
 

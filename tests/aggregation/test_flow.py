@@ -106,7 +106,9 @@ def test_chosen_queries_are_those_rows():
         cut = flow(mixing_map, queries=[-1, 2])
         assert torch.equal(cut.scores, every.scores[:, [5, 2]])
         assert torch.equal(cut.visible(), every.visible()[:, [5, 2]])
-        assert (cut.queries, cut.tokens, cut.key_tokens, cut.causal) == ([5, 2], every.tokens, None, True)
+        assert (cut.queries, cut.tokens) == ([5, 2], every.tokens)
+        assert cut.keys_are_tokens
+        assert cut.causal
         assert [cut.top(3, query=query) for query in (" t5", 2)] == [every.top(3), every.top(3, query=2)]
         assert torch.equal(flow(mixing_map, queries=-1).scores[:, 0], every.scores[:, 5])
 

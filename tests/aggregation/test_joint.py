@@ -141,7 +141,11 @@ def test_an_empty_row_keeps_itself_or_is_told():
             ValueError,
             "maps: expected one MixingMap for each",
         ),
-        (lambda maps: {**maps, "cross": maps["decoder"]}, ValueError, "expected layer maps with key_tokens"),
+        (
+            lambda maps: {**maps, "cross": maps["decoder"]},
+            ValueError,
+            "maps of cross-attention",
+        ),
         (
             lambda maps: {**maps, "encoder": maps["encoder"].replace(tokens=["a", "b", "z"])},
             ValueError,

@@ -1,7 +1,9 @@
 """Test `MixingMap`: which fields it accepts, which errors it raises, and what its methods return."""
 
+import copy
 import dataclasses
 import json
+import pickle
 
 import numpy as np
 import pandas as pd
@@ -12,7 +14,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from lens_mix.aggregation.rollout import rollout
 from lens_mix.maps import MixingMap, Source, words
+from lens_mix.maps.record import _METHODS_WITH_HEADS
+from lens_mix.methods import METHODS
 from tests.random_maps import random_attention
 
 TOKENS = ["<|endoftext|>", "The", " Eif", "fel", " Tower"]
@@ -448,6 +453,74 @@ def test_merge_words_on_other_keys():
     assert torch.allclose(both.scores[0, 0, 0], scores[0, :, :2].sum(-1).mean())
 
 
+# ---------------------------------------------------------------------- keys
+
+
+def cross(**changes):
+    fields = {"scores": torch.rand(1, 3, 3), "tokens": ["a", "b", "c"], "key_tokens": ["a", "b", "c"]}
+    return MixingMap(**{**fields, **changes})
+
+
+def test_key_tokens_are_always_there():
+    mixing_map = make()
+    assert mixing_map.key_tokens == TOKENS
+    assert mixing_map.keys_are_tokens
+    assert make(key_tokens=None).keys_are_tokens
+    assert isinstance(mixing_map.key_tokens, list)
+
+
+def test_keys_with_the_text_of_the_tokens_are_other_keys():
+    mixing_map = cross()
+    assert (mixing_map.key_tokens, mixing_map.keys_are_tokens) == (["a", "b", "c"], False)
+    with pytest.raises(ValueError, match="axis: expected 'query' or 'key' on a map with other keys"):
+        mixing_map.drop(0)
+    with pytest.raises(ValueError, match="expected the tokens as keys"):
+        rollout(mixing_map)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_follow_the_tokens(causal):
+    mixing_map, new = make(causal=causal), list("vwxyz")
+    renamed = mixing_map.replace(tokens=new)
+    assert (renamed.key_tokens, renamed.keys_are_tokens) == (new, True)
+    assert dataclasses.replace(mixing_map, method="other").keys_are_tokens
+    assert copy.deepcopy(mixing_map).keys_are_tokens
+    assert pickle.loads(pickle.dumps(mixing_map)).keys_are_tokens
+    changes = (mixing_map.drop(0), mixing_map.merge_words(), mixing_map.select_queries([1]))
+    for changed in (*changes, mixing_map.layer(0)):
+        assert changed.keys_are_tokens
+        assert changed.key_tokens == changed.tokens
+    with pytest.raises(ValueError, match=r"key_tokens: .* write m.replace\(tokens=...\)"):
+        dataclasses.replace(mixing_map, tokens=new)
+
+
+def test_other_keys_stay_other_keys():
+    mixing_map = cross()
+    renamed = mixing_map.replace(tokens=list("xyz"))
+    for changed in (renamed, mixing_map.select_queries([1]), mixing_map.drop(0, "key")):
+        assert not changed.keys_are_tokens
+    assert renamed.key_tokens == ["a", "b", "c"]
+    assert mixing_map.replace(key_tokens=None).keys_are_tokens
+    assert not make(causal=False).replace(key_tokens=list(TOKENS)).keys_are_tokens
+
+
+def test_the_keys_of_another_map_can_be_given():
+    longer = make()
+    mixing_map = MixingMap(torch.rand(1, 2, 5), tokens=["a", "b"], key_tokens=longer.key_tokens)
+    assert (mixing_map.key_tokens, mixing_map.keys_are_tokens) == (TOKENS, False)
+
+
+def test_saved_keys(tmp_path):
+    for number, mixing_map in enumerate((make(), cross())):
+        mixing_map.save(tmp_path / str(number))
+        loaded = MixingMap.load(tmp_path / str(number))
+        for after in (loaded, MixingMap.from_dataframe(mixing_map.to_dataframe())):
+            assert after.key_tokens == mixing_map.key_tokens
+            assert after.keys_are_tokens == mixing_map.keys_are_tokens
+    with safe_open(tmp_path / "0", framework="pt") as file:
+        assert json.loads(file.metadata()["record"])["key_tokens"] is None
+
+
 # ---------------------------------------------------------------------- reading and exporting
 
 
@@ -468,6 +541,52 @@ def test_top_of_heads():
     best = mixing_map.top(1, query=3, layer=0)[0]
     assert best == Source(TOKENS[int(expected.argmax())], int(expected.argmax()), expected.max().item())
     assert mixing_map.top(1, query=3, layer=0, head=1)[0].score == mixing_map.scores[0, 1, 3].max().item()
+
+
+def test_top_heads():
+    mixing_map = make(scores=attention(heads=2), layers=[4, 9])
+    found = mixing_map.top_heads(query=3, key=1, k=100)
+    scores = mixing_map.scores[:, :, 3, 1]
+    expected = {
+        (layer, head): scores[index, head].item() for index, layer in enumerate([4, 9]) for head in (0, 1)
+    }
+    assert {(each.layer, each.head): each.score for each in found} == expected
+    assert [each.score for each in found] == sorted(expected.values(), reverse=True)
+    assert [each.share for each in found] == pytest.approx([each.score for each in found])
+    assert mixing_map.top_heads("fel", TOKENS[1], 1) == found[:1]
+    pair = mixing_map.top_heads(None, [0, 1], 1)[0]
+    assert pair.score == pytest.approx(mixing_map.scores[:, :, 4, :2].sum(-1).max().item())
+
+
+def test_top_heads_by_share_and_sign():
+    scores = torch.tensor([[[[0.3, 0.7]], [[-4.0, 36.0]], [[1.0, 0.0]]]])
+    mixing_map = MixingMap(scores, tokens=["a", "b"], queries=[1])
+    by_score = [(each.head, each.score) for each in mixing_map.top_heads(None, "a")]
+    assert by_score == [(1, -4.0), (2, 1.0), (0, pytest.approx(0.3))]
+    by_share = [(each.head, each.share) for each in mixing_map.top_heads(None, "a", unit="share")]
+    assert by_share == [(2, 1.0), (0, pytest.approx(0.3)), (1, pytest.approx(-0.1))]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"query": 9, "key": 0}, "query: expected a position"),
+        ({"query": None, "key": 9}, "key: expected a position"),
+        ({"query": None, "key": "nowhere"}, "key: expected a text that the prompt contains"),
+        ({"query": None, "key": 0, "k": 0}, "k: expected"),
+        ({"query": None, "key": 0, "unit": "logit"}, "unit: expected"),
+    ],
+)
+def test_top_heads_with_wrong_arguments(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        make(scores=attention(heads=2)).top_heads(**wrong)
+
+
+def test_a_map_without_heads_says_how_to_get_them():
+    with pytest.raises(ValueError, match=r"top_heads: expected a map with heads.*Weights\(per_head=True"):
+        make().top_heads(None, 0)
+    has_heads = [method.__name__ for method in METHODS.values() if hasattr(method, "per_head")]
+    assert sorted(has_heads) == list(_METHODS_WITH_HEADS)
 
 
 @pytest.mark.parametrize("heads", [None, 2])
@@ -553,8 +672,11 @@ def test_show_delegates_to_the_figures(monkeypatch):
 
     figures = types.ModuleType("lens_mix.view.figures")
     figures.layer_maps = lambda mixing_map, **options: (mixing_map, options)
-    monkeypatch.setitem(sys.modules, "lens_mix.view.figures", figures)
-    monkeypatch.setattr(lens_mix.view, "figures", figures, raising=False)
+    window = types.ModuleType("lens_mix.view.window")
+    window.show_figure = lambda figure: None
+    for name, module in (("figures", figures), ("window", window)):
+        monkeypatch.setitem(sys.modules, f"lens_mix.view.{name}", module)
+        monkeypatch.setattr(lens_mix.view, name, module, raising=False)
     mixing_map = make()
     assert mixing_map.show(layers=[0]) == (mixing_map, {"layers": [0]})
 
@@ -700,7 +822,7 @@ def test_default_query():
     assert make(default_query=2).top(1) == make().top(1, query=2)
     assert make(default_query=2).select_queries([3, 1]).default_query_position == 3
     assert make(default_query=2).select_queries([3, 2]).default_query_position == 2
-    assert "query 2" in make(default_query=2)._repr_html_()
+    assert "What position 2, " in make(default_query=2)._repr_html_()
     with pytest.raises(ValueError, match="default_query: expected a position from -5 to 4, got 5"):
         make(default_query=5)
 

@@ -458,7 +458,7 @@ def test_targets_without_a_gradient_are_refused():
         ({"tolerance": -1.0}, ValueError, "tolerance"),
         ({"max_steps": 2}, ValueError, "max_steps: expected a whole number, 3 or more"),
         ({"method": "riemann_left"}, ValueError, "'riemann_left' needs n_steps"),
-        ({"target": "Paris"}, TypeError, "target: expected one of lens_mix.targets"),
+        ({"target": 3}, TypeError, "target: expected the text of a token, one of lens_mix.targets.*got 3"),
     ],
 )
 def test_bad_options(options, error, message):

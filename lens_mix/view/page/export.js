@@ -90,10 +90,11 @@ function pictured() {
 }
 // Return a copy of a drawing that needs no style sheet.
 function plainSvg(node) {
-  const copy = node.cloneNode(true), style = getComputedStyle(node);
+  const copy = node.cloneNode(false), style = getComputedStyle(node);
+  copy.append(...[...node.childNodes].map(child => child.nodeType === Node.ELEMENT_NODE ? plainSvg(child) : child.cloneNode()));
   for (const name of ["fill", "stroke", "stroke-width", "stroke-linecap", "stroke-dasharray", "font-family", "font-size", "font-weight"])
     if (style.getPropertyValue(name) !== "none") copy.setAttribute(name, style.getPropertyValue(name));
-  copy.removeAttribute("class");
+  for (const name of ["class", "role", "tabindex"]) copy.removeAttribute(name);
   return copy;
 }
 // Return the lines of a text as the browser breaks it, with their boxes.

@@ -85,12 +85,6 @@ function compareChoice() {
   node.sync = () => { [...node.querySelectorAll("button")].forEach((button, i) => button.setAttribute("aria-pressed", String(compared().includes(all[i])))); };
   return node;
 }
-flowView.options ??= () => [mapChoice(), layerSlider(), slide("threshold", "smallest share", { min: .005, max: .3, step: .005 })];
-flowView.takes ??= m => m.kind === "layer" && !m.keys && m.queries.length === m.tokens.length && !m.signed && m.names.every((name, i) => !i || name === m.names[i - 1] + 1);
-flowView.isUpward = true;
-treeView.options ??= () => [treeChoice()];
-treeView.takes ??= () => trees().length > 0;
-treeView.isUpward = true;
 
 // ------------------------------------------------------------------ around the views
 const VIEWS = { layers: layersView, text: textView, grid: gridView, flow: flowView, methods: methodsView, tree: treeView };

@@ -1,0 +1,76 @@
+"""Test that texts, positions and slices find the positions of a span."""
+
+from __future__ import annotations
+
+import pytest
+
+from lens_mix.maps.spans import _find_text, find_positions
+
+TOKENS = ["The", " E", "iff", "el", " Tower", " is", " in", " the", " city", ",", " is", "n't", "\n", " it"]
+
+
+@pytest.mark.parametrize(
+    ("span", "expected"),
+    [
+        ("The", [0]),
+        (" the", [7]),
+        ("the", [7]),  # "The" differs by case, which is ignored only if nothing else is found.
+        ("Eiff", [1, 2]),
+        ("Eiffel Tower", [1, 2, 3, 4]),
+        (" Eiffel Tower", [1, 2, 3, 4]),
+        ("eiffel tower", [1, 2, 3, 4]),
+        ("isn't", [10, 11]),
+        ("it", [13]),
+        (" city, is", [8, 9, 10]),
+        (4, [4]),
+        (-1, [13]),
+        (slice(1, 4), [1, 2, 3]),
+        (slice(-2, None), [12, 13]),
+        ([4, 1], [1, 4]),
+        (["Tower", 0, slice(9, 11)], [0, 4, 9, 10]),
+        (range(2), [0, 1]),
+    ],
+)
+def test_spans(span, expected):
+    assert find_positions(TOKENS, span) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "expected"),
+    [
+        (["[CLS]", "the", "ei", "##ff", "##el", "[SEP]"], "Eiffel", [2, 3, 4]),
+        (["[CLS]", "the", "ei", "##ff", "##el", "[SEP]"], "the eiffel", [1, 2, 3, 4]),
+        (["[CLS]", "don", "'", "t", "[SEP]"], "don't", [1, 2, 3]),
+        (["▁The", "▁cat", "s"], "The cats", [0, 1, 2]),
+        (["The", "Ġcat", "s", "Ċ"], " cats", [1, 2]),
+        (["caf", "é[1/2]", "é[2/2]", " au"], "café", [0, 1, 2]),
+        (["w3", "w4"], "w4", [1]),
+    ],
+)
+def test_texts_of_other_tokenizers(tokens, text, expected):
+    assert _find_text(tokens, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("span", "error", "message"),
+    [
+        ("is", ValueError, r"keys: expected a text that occurs once, got 'is', .* \[5, 10\]; write more of"),
+        ("at", ValueError, r"keys: expected a text that the prompt contains, got 'at', .*give positions"),
+        (
+            "iffe",
+            ValueError,
+            r"keys: expected a text of whole tokens, got 'iffe', which starts or ends",
+        ),
+        (" ", ValueError, "expected a text that the prompt contains"),
+        ("", ValueError, "expected a text that the prompt contains"),
+        (14, ValueError, "keys: expected a position from -14 to 13, got 14"),
+        ([0, "The"], ValueError, "each once"),
+        ([], ValueError, "expected at least one"),
+        (slice(3, 3), ValueError, "at least one position"),
+        (1.5, TypeError, "keys: expected a position"),
+        (None, TypeError, "keys: expected a position"),
+    ],
+)
+def test_spans_that_are_not_there(span, error, message):
+    with pytest.raises(error, match=message):
+        find_positions(TOKENS, span, "keys")
