@@ -418,7 +418,7 @@ async function treeView(view) {
   const finding = !root ? [] : strong ? ["The strongest step to it: through ", bold(`layer ${strong[2].layer ?? tree.nodes[strong[1]].layer}`), ", from ", bold(quotedToken(tree.nodes[strong[0]].token)),
     ` (token ${tree.nodes[strong[0]].position})${strong[1] === tree.roots[0] ? "" : ` to ${quotedToken(tree.nodes[strong[1]].token)} (token ${tree.nodes[strong[1]].position})`}, `, bold(kept(strong[2].weight)), "."]
     : ["Nothing from another position is above the threshold."];
-  view.append(make("div", { class: "headline" }, make("h2", { text: `${tree.name}${root ? `: what leads to ${isText && root.position === state.query ? short(positionName(state.query)) : name(root)}` : ""}` }),
+  view.append(make("div", { class: "headline" }, make("h2", { text: `${tree.name}${root ? `: what leads to ${isText && root.position === state.query ? positionName(state.query) : name(root)}` : ""}` }),
     make("p", { class: "finding", "aria-live": "polite" }, ...finding)));
   view.append(make("p", { class: "caption", "data-pruned": tree.edges.length, text: `${tree.isPart
     ? `This is a part of the given graph of ${packed.nodes.length} nodes. ` : `${rule(tree)} `}${nodes.length} nodes and ${edges.length} edges are drawn. `
