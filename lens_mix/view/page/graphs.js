@@ -250,9 +250,9 @@ async function flowView(view) {
   }
   const bottom = reached[0], sources = [...bottom.keys()].filter(key => bottom[key] >= 0.0005).sort((a, b) => bottom[b] - bottom[a]).slice(0, 3);
   const step = edges.filter(edge => edge.row !== edge.key).sort((a, b) => b.weight - a.weight)[0], strong = text => make("b", { text });
-  const finding = step ? ["The strongest step: in ", strong(`layer ${m.names[step.place]}`), `, ${step.row === query ? short(positionName(query)) : `${quotedToken(m.tokens[step.row])} (token ${step.row})`} takes `,
+  const finding = step ? ["The strongest step: in ", strong(`layer ${m.names[step.place]}`), `, ${step.row === query ? positionName(query) : `${quotedToken(m.tokens[step.row])} (token ${step.row})`} takes `,
     strong(percent(step.weight)), " from ", strong(quotedToken(m.tokens[step.key])), ` (token ${step.key}).`] : ["No step from another position is above the smallest share."];
-  view.append(make("div", { class: "headline" }, make("h2", { text: `The flow to ${short(positionName(query))}${top < m.names.length - 1 ? `, up to layer ${m.names[top]}` : ""}` }),
+  view.append(make("div", { class: "headline" }, make("h2", { text: `The flow to ${positionName(query)}${top < m.names.length - 1 ? `, up to layer ${m.names[top]}` : ""}` }),
     make("p", { class: "finding", "aria-live": "polite" }, ...finding)));
   const drawn = edges.filter(edge => !edge.place).reduce((sum, edge) => sum + edge.weight, 0), source = key => `${key === query ? "its own position" : named(m.tokens, key)} (${percent(bottom[key])})`;
   view.append(make("p", { class: "caption", "data-share": drawn, "data-left": whole, text: (m === chosen ? "" : `“${chosen.title}” has no layers to draw, so this is the flow of “${m.title}”. `)
