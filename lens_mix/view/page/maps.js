@@ -120,7 +120,7 @@ function drawLarge(one, { canvas, caption, below, words }) {
   const columns = [...(numbers.length ? [sinkName(m) === "first token" ? "first" : "special"] : []), ...(own ? ["own"] : [])];
   const labels = Math.min(100, 18 + 7 * Math.max(...m.tokens.slice(0, 400).map(token => Math.min(12, visible(token).length)))), top = labels;
   // The cells are as large as fits beside the small pictures, or above them on a narrow screen.
-  const room = wide => Math.min((isNarrow ? document.body.clientWidth - 30 : $("view").clientWidth * .54) - labels - wide, isNarrow ? innerHeight * .36 : 640) / Math.max(keys, rows);
+  const room = wide => Math.min($("panel").clientWidth * (isNarrow ? 1 : .54) - labels - wide, isNarrow ? innerHeight * .36 : 640) / Math.max(keys, rows);
   const fit = room(columns.length * 40 + 10), zoom = Math.min(26, fit >= 10 ? Math.floor(fit) : Math.max(.5, room(10) >= 3 ? Math.floor(room(10)) : room(10))), tall = rows * zoom;
 
   const hasNumbers = zoom >= 10 && columns.length > 0;
@@ -186,7 +186,7 @@ function drawLarge(one, { canvas, caption, below, words }) {
 
 // Make small pictures of every layer and head. They are drawn after the large one, a layer at a time, so that the page answers meanwhile.
 function makeThumbnails(m, pane, keys, rows, heads) {
-  const layers = m.names.length, isNarrow = innerWidth < 1000, width = isNarrow ? document.body.clientWidth - 40 : Math.min(640, document.body.clientWidth * .44);
+  const layers = m.names.length, isNarrow = innerWidth < 1000, width = isNarrow ? $("panel").clientWidth - 8 : Math.min(640, $("panel").clientWidth * .44);
   const thumb = Math.max(22, Math.min(heads > 1 ? 60 : 84, Math.floor((width - 40) / Math.min(heads, 16)) - 5)), gap = 5, edge = 30, head = 16, step = thumb + gap;
   const columns = heads > 1 ? heads : Math.max(1, Math.min(layers, Math.floor(width / step))), name = heads > 1 ? 0 : 14;
   const lines = heads > 1 ? layers : Math.ceil(layers / columns);

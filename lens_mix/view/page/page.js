@@ -180,11 +180,15 @@ function writeHeader() {
     button.hidden = !offered.includes(button.dataset.view);
   }
   $("views").hidden = offered.length < 2;
+  // The tabs of a narrow screen scroll to the chosen one.
+  const tabs = $("views"), tab = $(`tab-${state.view}`);
+  if (tab.offsetLeft + tab.offsetWidth > tabs.scrollLeft + tabs.clientWidth || tab.offsetLeft < tabs.scrollLeft) tabs.scrollLeft = tab.offsetLeft - 20;
   $("panel").setAttribute("aria-labelledby", `tab-${state.view}`);
   $("last-view").textContent = offered.length;
-  $("about").textContent = [m.label, m.kind === "input" ? "input map" : "layer map", `method ${m.method}`,
+  const isOne = shownMaps().length === 1;
+  $("about").textContent = [...(isOne ? [m.label, m.kind === "input" ? "input map" : "layer map", `method ${m.method}`] : [shownMaps().map(one => one.label).join(", ")]),
     record.model && `model ${record.model}`, record.dtype && `dtype ${record.dtype}`, record.engine && `engine ${record.engine}`, record.date,
-    `stored as ${m.code}, error ≤ ${shown(m.layers[placeOf(m)].error)}`, `lens_mix ${DATA.version}`].filter(Boolean).join(" · ");
+    `stored with an error of at most ${shown(Math.max(...shownMaps().flatMap(one => one.layers.map(layer => layer.error))))}`, `lens_mix ${DATA.version}`].filter(Boolean).join(" · ");
   $("notes").textContent = m.notes.length ? `Notes: ${m.notes.join("; ")}` : "";
   $("maximise").hidden = !document.fullscreenEnabled;
 }

@@ -467,7 +467,8 @@ def test_every_shown_control_changes_something(opened, maps, view):
         before, described = picture(browser), control.get_attribute("outerHTML")
         doing(browser, functools.partial(browser.execute_script, CHANGE, control))
         assert picture(browser) != before, described
-    assert {"first", "diagonal", "layer"} <= names
+    # The agreement with an input map, which was chosen last, has no layers to choose from.
+    assert {"first", "diagonal", *(["layer"] if view != "methods" else [])} <= names
 
 
 def picture(browser):
