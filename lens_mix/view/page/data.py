@@ -137,7 +137,7 @@ def _find_sinks(mixing_map: MixingMap) -> list[int]:
 
     A text of which more than half the tokens look special has none, since these are not marks of a tokenizer.
     """
-    if mixing_map.causal and mixing_map.key_tokens is None:
+    if mixing_map.causal and mixing_map.keys_are_tokens:
         return [0]
     special = [key for key, token in enumerate(mixing_map.key_labels) if is_special(token)]
     return special if 2 * len(special) < len(mixing_map.key_labels) else []
