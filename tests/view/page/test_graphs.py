@@ -13,6 +13,7 @@ from lens_mix.graphs import information_flow_graph, information_flow_routes, lay
 from lens_mix.methods.component_shares import part_shares
 from tests.browser import NEEDS_CHROMIUM, chromium  # noqa: F401
 from tests.random_maps import map_of, random_attention
+from tests.tiny_models import llama_like, tokens
 from tests.view.page.routes import routes_map
 from tests.view.page.test_in_a_browser import all_of, doing, open_pages, place, tip_of  # noqa: F401
 
@@ -239,6 +240,27 @@ def test_routes_are_computed_again_for_each_position(opened, heads):
 
 def number_after(text, word):
     return float(re.search(rf"{word} (-?[\d.e+-]+)", text).group(1))
+
+
+def test_trees_of_a_model_are_computed_again(opened):
+    """The page's numbers are rounded, so this also shows that no edge here is that close to a threshold."""
+    model = llama_like()
+    target = lm.targets.predicted(position=5)
+    methods = {
+        "tree": lm.AttentionAttribution(target, n_steps=3),
+        "routes": lm.InformationFlowRoutes(per_head=True),
+    }
+    prompt = tokens(model, 1, 7, 1)[0]
+    maps = {name: lm.run(model, prompt, method) for name, method in methods.items()}
+    for number, (name, grow) in enumerate((("tree", grow_tree), ("routes", information_flow_routes))):
+        browser = opened(maps, f"view=tree&tree={number}&map={number}&first=1")
+        for root in (6, 5, 3, 1):
+            doing(browser, lambda root=root: browser.execute_script(f"set({{ query: {root} }})"))
+            assert_drawn(browser, grow(maps[name], root), {"rel": 1e-2, "abs": 1e-3})
+
+
+def grow_tree(m, root):
+    return lm.attribution_tree(m, root=root)
 
 
 def test_a_clicked_node_becomes_the_root(opened):
