@@ -5,22 +5,20 @@ function explainedAt(query) {
   return all.find(one => one.target !== undefined) || all[0] || {};
 }
 const isLast = query => query === map().tokens.length - 1;
-const positionName = query => isLast(query) && map().predicts_next ? "the last position" : `token ${query}, ${quotedToken(map().tokens[query])},`;
-const short = text => text.replace(/,$/, "");
+const positionName = query => isLast(query) && map().predicts_next ? "the last position" : `${quotedToken(map().tokens[query])} (token ${query})`;
 const capital = text => text.charAt(0).toUpperCase() + text.slice(1);
-const signedNumber = x => (x < 0 ? "−" : "") + shown(Math.abs(x));
 
 function writeAnswer() {
   const m = map(), { prediction, probability, others = [], target, value } = explainedAt(state.query);
   const token = m.tokens[state.query];
   $("question").textContent = m.predicts_next ? "Where did the next word come from?" : "Which tokens did the model use?";
   $("asked").textContent = prediction === undefined ? "This page explains"
-    : !m.predicts_next ? `At ${quotedToken(token)}, token ${state.query}, the model predicts`
-      : isLast(state.query) ? "The model continues with" : `After ${quotedToken(token)}, token ${state.query}, the model continues with`;
+    : !m.predicts_next ? `At ${positionName(state.query)} the model predicts`
+      : isLast(state.query) ? "The model continues with" : `After ${positionName(state.query)} the model continues with`;
   $("prediction").replaceChildren(make("b", { text: quotedToken(prediction ?? token) }),
     prediction === undefined ? ` token ${state.query}` : probability === undefined ? "" : ` ${percent(probability)}`);
   const alternatives = others.map(([text, p]) => `${quotedToken(text)} ${percent(p)}`).join(" · ");
-  $("others").textContent = [alternatives && `then ${alternatives}`, target && `explained: ${target}${value === undefined ? "" : ` = ${signedNumber(value)}`}`,
+  $("others").textContent = [alternatives && `then ${alternatives}`, target && `explained: ${target}${value === undefined ? "" : ` = ${minus(shown(value))}`}`,
     rowsThere().size > 1 && "click a token to explain another position"].filter(Boolean).join(" — ");
 }
 // Return the positions that some map of this text has a row of.
@@ -44,23 +42,25 @@ async function textRow() {
 
 // Return groups of neighbouring tokens between which a line may break: a token that starts with a space, or that
 // follows a long group, starts a new one. A box and its space are then never on two lines.
-const SPACED = /^[\sĠ▁]/, UNSPACED = /[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Thai}\p{Script=Lao}\p{Script=Khmer}]/u;
-function wordsOf(tokens) {
+const UNSPACED = /[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Thai}\p{Script=Lao}\p{Script=Khmer}]/u;
+function wordsOf(tokens, starts) {
   const groups = [];
   let length = 0;
   tokens.forEach((token, i) => {
     const before = i ? tokens[i - 1] : "";
-    if (!i || SPACED.test(token) || /[\s>\]]$/.test(before) || UNSPACED.test(token) || length + token.length > 24) { groups.push([]); length = 0; }
+    if (!i || starts.has(i) || SPACED.test(token) || /[\s>\]]$/.test(before) || UNSPACED.test(token) || length + token.length > 24) { groups.push([]); length = 0; }
     groups[groups.length - 1].push(i);
     length += token.length;
   });
   return groups;
 }
 // Return the tokens as boxes; `.token` elements in the order of the tokens are in `boxes`.
-function tokenLine(tokens, attributes) {
+// The words of a text without spaces (WordPiece) are set apart.
+function tokenLine(tokens, starts, attributes) {
+  const isApart = Boolean(starts.word) && !tokens.some(token => SPACED.test(token)), first = new Set(isApart ? starts.word : []);
   const line = make("div", { class: `tokens ${tokens.length > 120 ? "long" : tokens.length > 60 ? "medium" : ""}`, dir: "auto", ...attributes }), boxes = [];
-  for (const group of wordsOf(tokens)) {
-    const word = make("span", { class: "word" });
+  for (const group of wordsOf(tokens, first)) {
+    const word = make("span", { class: first.has(group[0]) && group[0] ? "word apart" : "word" });
     for (const i of group) {
       const box = make("span", { class: "token", "data-key": i, text: visible(tokens[i]) });
       boxes.push(box);
@@ -90,7 +90,7 @@ function buildText() {
   const { tokens } = map(), all = ofText().filter(m => m.keys), keys = all.length ? all.map(m => m.keys) : [];
   const signature = JSON.stringify([state.prompt, ofText().map(m => maps().indexOf(m))]);
   if (textParts && textParts.signature === signature) return textParts;
-  const main = tokenLine(tokens, { id: "tokens", role: "listbox", tabindex: 0, "aria-label": "the text: choose a token to explain its position" });
+  const main = tokenLine(tokens, map().words, { id: "tokens", role: "listbox", tabindex: 0, "aria-label": "the text: choose a token to explain its position" });
   const there = rowsThere(), next = make("span", { class: "next" });
   main.boxes.forEach((box, i) => {
     box.classList.toggle("special", SPECIAL.test(tokens[i]));
@@ -150,11 +150,11 @@ async function drawText() {
   if (parts.source) {
     parts.source.hidden = !(found && found.m.keys);
     if (found && found.m.keys) {
-      const line = tokenLine(keys, { class: "tokens", role: "group", "aria-label": "the tokens that the rows read" });
+      const line = tokenLine(keys, found.m.key_words, { role: "group", "aria-label": "the tokens that the rows read" });
       colourBoxes(line.boxes, found.row, pale, most);
       line.line.addEventListener("mousemove", event => { const i = line.find(event); tip(event, i === null ? "" : tellToken(keys, i, found.row)); });
       line.line.addEventListener("mouseleave", () => tip());
-      parts.source.replaceChildren(make("p", { class: "caption", text: "Keys" }), line.line);
+      parts.source.replaceChildren(make("p", { class: "caption", text: "What it reads:" }), line.line);
     }
   }
   // Only the box of a long text scrolls, and never the page.

@@ -140,7 +140,7 @@ def _find_sinks(mixing_map: MixingMap) -> list[int]:
     if mixing_map.causal and mixing_map.keys_are_tokens:
         return [0]
     special = [key for key, token in enumerate(mixing_map.key_labels) if is_special(token)]
-    return special if 2 * len(special) < len(mixing_map.key_labels) else []
+    return special if 2 * len(special) <= len(mixing_map.key_labels) else []
 
 
 def make_plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ function legend(most, isSigned, name, format = shownUnit) {
     context.fillStyle = `rgb(${(s < 0 ? down : up)[Math.round(255 * Math.abs(s))]})`;
     context.fillRect(x, 0, 1, 8);
   }
-  const middle = format(most * ofStrength(.5)), minus = text => most ? `−${text}` : text;
-  const ticks = [...(isSigned ? [minus(format(most)), minus(middle)] : []), "0", middle, format(most)];
+  const middle = format(most * ofStrength(.5));
+  const ticks = [...(isSigned ? [format(-most), format(-most * ofStrength(.5))] : []), "0", middle, format(most)];
   return make("span", { class: "scale" }, make("span", { class: "strip" }, canvas, make("span", { class: "ticks" }, ...ticks.map(text => make("span", { text })))), ` ${name}`);
 }

@@ -250,9 +250,9 @@ async function flowView(view) {
   }
   const bottom = reached[0], sources = [...bottom.keys()].filter(key => bottom[key] >= 0.0005).sort((a, b) => bottom[b] - bottom[a]).slice(0, 3);
   const step = edges.filter(edge => edge.row !== edge.key).sort((a, b) => b.weight - a.weight)[0], strong = text => make("b", { text });
-  const finding = step ? ["The strongest step: in ", strong(`layer ${m.names[step.place]}`), `, ${step.row === query ? short(positionName(query)) : `${quotedToken(m.tokens[step.row])} (token ${step.row})`} takes `,
+  const finding = step ? ["The strongest step: in ", strong(`layer ${m.names[step.place]}`), `, ${step.row === query ? positionName(query) : `${quotedToken(m.tokens[step.row])} (token ${step.row})`} takes `,
     strong(percent(step.weight)), " from ", strong(quotedToken(m.tokens[step.key])), ` (token ${step.key}).`] : ["No step from another position is above the smallest share."];
-  view.append(make("div", { class: "headline" }, make("h2", { text: `The flow to ${short(positionName(query))}${top < m.names.length - 1 ? `, up to layer ${m.names[top]}` : ""}` }),
+  view.append(make("div", { class: "headline" }, make("h2", { text: `The flow to ${positionName(query)}${top < m.names.length - 1 ? `, up to layer ${m.names[top]}` : ""}` }),
     make("p", { class: "finding", "aria-live": "polite" }, ...finding)));
   const drawn = edges.filter(edge => !edge.place).reduce((sum, edge) => sum + edge.weight, 0), source = key => `${key === query ? "its own position" : named(m.tokens, key)} (${percent(bottom[key])})`;
   view.append(make("p", { class: "caption", "data-share": drawn, "data-left": whole, text: (m === chosen ? "" : `“${chosen.title}” has no layers to draw, so this is the flow of “${m.title}”. `)
@@ -418,7 +418,7 @@ async function treeView(view) {
   const finding = !root ? [] : strong ? ["The strongest step to it: through ", bold(`layer ${strong[2].layer ?? tree.nodes[strong[1]].layer}`), ", from ", bold(quotedToken(tree.nodes[strong[0]].token)),
     ` (token ${tree.nodes[strong[0]].position})${strong[1] === tree.roots[0] ? "" : ` to ${quotedToken(tree.nodes[strong[1]].token)} (token ${tree.nodes[strong[1]].position})`}, `, bold(kept(strong[2].weight)), "."]
     : ["Nothing from another position is above the threshold."];
-  view.append(make("div", { class: "headline" }, make("h2", { text: `${tree.name}${root ? `: what leads to ${isText && root.position === state.query ? short(positionName(state.query)) : name(root)}` : ""}` }),
+  view.append(make("div", { class: "headline" }, make("h2", { text: `${tree.name}${root ? `: what leads to ${isText && root.position === state.query ? positionName(state.query) : name(root)}` : ""}` }),
     make("p", { class: "finding", "aria-live": "polite" }, ...finding)));
   view.append(make("p", { class: "caption", "data-pruned": tree.edges.length, text: `${tree.isPart
     ? `This is a part of the given graph of ${packed.nodes.length} nodes. ` : `${rule(tree)} `}${nodes.length} nodes and ${edges.length} edges are drawn. `

@@ -34,9 +34,9 @@ const totalOf = (row, keys) => [...keys].reduce((sum, key) => sum + (key >= 0 ? 
 function findingOf(found) {
   const best = strongestOf(found), strong = text => make("b", { text });
   if (!best) return ["No row here has weight outside the first token and the position itself."];
-  const { m, place, key, share } = best, position = short(positionName(state.query)), head = headName(m);
-  const where = m.kind === "layer" ? `In ${m.layer_names[place]}` : `${capital(m.layer_names[place])},`;
-  const first = [`${where.split("layer")[0]}`, strong(where.includes("layer") ? `layer${where.split("layer")[1]}` : ""), ` ${position} takes `,
+  const { m, place, key, share } = best, position = positionName(state.query), head = headName(m);
+  const [, before, number] = /^(.*?)(layer \d+)?$/.exec(m.kind === "layer" ? `In ${m.layer_names[place]}` : capital(m.layer_names[place]));
+  const first = [before, strong(number || ""), `${m.kind === "layer" ? "" : ","} ${position} takes `,
     strong(percent(Math.abs(share))), ` of its ${m.title} row${head ? ` (${head})` : ""} from `, strong(quotedToken(keysOf(m)[key])), ` (token ${key})${share < 0 ? ", with a negative sign" : ""}.`];
   const other = found.find(one => one.m !== m && same(keysOf(one.m), keysOf(m)) && one.m.names.includes(m.names[place]) && one.m.kind === m.kind);
   if (!other) return first;
@@ -44,16 +44,15 @@ function findingOf(found) {
   const rest = sink >= own ? [sink, `the ${sinkName(other.m)}`] : [own, "the position itself"];
   return [...first, ` ${other.m.title} gives it ${percent(row[key])} there`, rest[0] >= .05 ? ` and ${percent(rest[0])} to ${rest[1]}.` : "."];
 }
-// Return one line about the chosen cell in every compared map.
-function readingOf(found, layer, key) {
-  const parts = found.map(({ m, rows, shares }) => {
+// Return one line about the chosen cell in every compared map with these keys.
+function readingOf(found, layer, key, keys) {
+  const parts = found.filter(({ m }) => same(keysOf(m), keys)).map(({ m, rows, shares }) => {
     const place = m.names.indexOf(layer);
     if (place < 0 || !inside(key, keysOf(m).length)) return `${m.title} –`;
     const x = state.unit === "share" ? percent(shares[place][key]) : shown(rows[place][key]);
     return `${m.title} ${x}`;
   });
-  const keys = found.length ? keysOf(found[0].m) : [];
-  return `Layer ${layer}, ${inside(key, keys.length) ? `${quotedToken(keys[key])} (token ${key})` : ""}: ${parts.join(" · ")}`;
+  return `Layer ${layer}, ${quotedToken(keys[key])} (token ${key}): ${parts.join(" · ")}.`;
 }
 
 async function layersView(view) {
@@ -78,17 +77,20 @@ async function layersView(view) {
   }
   const keyed = compared().reduce((most, m) => Math.max(most, keysOf(m).length), 0);
   grid.style.setProperty("--least", `${Math.round(Math.max(300, Math.min(560, 60 + keyed * 1.6)))}px`);
-  view.append(make("div", { class: "headline" }, title, finding), grid, reading);
+  view.append(make("div", { class: "headline" }, title, finding, reading), grid);
   // The pointer over a token of the text marks its column in every panel.
   view.addEventListener("link", event => { for (const panel of panels) guideTo(panel, event.detail); });
   const update = async () => {
     if (layersSignature() !== signature) return false;
     const found = await comparedRows(), best = strongestOf(found);
-    const layer = state.layer ?? (best ? best.m.names[best.place] : null), key = state.key ?? (best ? best.key : null);
-    title.textContent = `Layer by layer, for ${short(positionName(state.query))}`;
+    const layer = state.layer ?? (best ? best.m.names[best.place] : null);
+    // The chosen key is one of the keys of the map in which it was chosen.
+    const keys = keysOf(state.key === null && best ? best.m : map()), key = inside(state.key ?? -1, keys.length) ? state.key : best ? best.key : null;
+    title.textContent = `Layer by layer, for ${positionName(state.query)}`;
     finding.replaceChildren(...findingOf(found));
-    reading.textContent = layer === null || key === null ? "" : readingOf(found, layer, key);
-    for (const panel of panels) drawPanel(panel, found.find(one => one.m === panel.m), best, layer, key);
+    reading.textContent = layer === null || key === null ? "" : state.layer === null && state.key === null
+      ? "Click a cell to read it by every method, or move to it with the arrow keys." : readingOf(found, layer, key, keys);
+    for (const panel of panels) drawPanel(panel, found.find(one => one.m === panel.m), best, layer, same(keysOf(panel.m), keys) ? key : null);
     exported = () => ({ rows: found.flatMap(({ m, rows, shares }) => rows.flatMap((row, place) => [...row].map((x, key) => ({
       map: m.label, layer: m.names[place], head: headShown(m), query: state.query, query_token: m.tokens[state.query], key, token: keysOf(m)[key],
       value: Number.isNaN(x) ? null : x, share: Number.isNaN(x) ? null : shares[place][key] })))) });
@@ -111,7 +113,7 @@ function moveCell(event, panel) {
   const clamp = (n, count) => Math.max(0, Math.min(count - 1, n));
   event.preventDefault();
   event.stopPropagation();
-  set({ layer: m.names[clamp(cell.place + steps[0], m.names.length)], key: clamp(cell.key + steps[1], keysOf(m).length) });
+  set({ layer: m.names[clamp(cell.place + steps[0], m.names.length)], key: clamp(cell.key + steps[1], keysOf(m).length), map: maps().indexOf(m) });
 }
 
 // Draw one map: the cells, the numbers of the left-out keys at the right, and labels of the strongest keys below.
@@ -120,7 +122,7 @@ function drawPanel(panel, one, best, layer, key) {
   note.hidden = Boolean(one);
   canvas.hidden = !one;
   scale.replaceChildren();
-  if (!one) { note.textContent = `This map has no row of ${short(positionName(state.query))}.`; panel.find = null; return; }
+  if (!one) { note.textContent = `This map has no row of ${positionName(state.query)}.`; panel.find = null; return; }
   const left = asNumbers(m, state.query), sinks = sinkKeys(m, state.query), own = ownKey(m, state.query);
   const columns = [...(sinks.length && !state.first ? [[sinkName(m) === "first token" ? "first" : "special", sinks]] : []), ...(own >= 0 && !state.diagonal ? [["own", [own]]] : [])];
   const values = state.unit === "share" ? one.shares : one.rows;
@@ -198,5 +200,5 @@ function measureLabels(labels) {
   context.font = `700 11px ${FONT}`;
   return Math.ceil(Math.max(0, ...labels.map(label => context.measureText(label).width)));
 }
-const wholePercent = x => { const whole = Math.round(100 * x); return whole === 0 && x !== 0 ? "<1%" : `${whole}%`; };
-const compact = x => x === 0 ? "0" : Math.abs(x) >= 1000 || Math.abs(x) < .01 ? x.toExponential(0) : x.toPrecision(2);
+const wholePercent = x => { const whole = Math.round(100 * x); return whole === 0 && x !== 0 ? "<1%" : `${minus(whole)}%`; };
+const compact = x => minus(x === 0 ? "0" : Math.abs(x) >= 1000 || Math.abs(x) < .01 ? x.toExponential(0) : x.toPrecision(2));

@@ -7,7 +7,7 @@ const shownPlace = (m, layer) => layer === null ? m.names.length - 1 : sameLayer
 
 async function textView(view) {
   const table = [], best = strongestOf(await comparedRows()), layer = state.layer ?? (best ? best.m.names[best.place] : null);
-  view.append(make("div", { class: "headline" }, make("h2", { text: `What ${short(positionName(state.query))} takes, by each method` })));
+  view.append(make("div", { class: "headline" }, make("h2", { text: `What ${positionName(state.query)} takes, by each method` })));
   if (state.by !== "token") view.append(make("p", { class: "caption", "data-units": state.by, text: `${UNITS[state.by]} The row of a `
     + `${state.by} is the mean of its tokens' rows. The score of another ${state.by} is the sum over its tokens.` }));
   for (const m of ofText()) {
@@ -28,7 +28,7 @@ async function textView(view) {
     const note = !row ? "this map does not have this row" : of.length < whole.length ? `only the row of ${named(m.tokens, state.query)}: the map `
       + `does not have the other rows of its ${state.by}` : (m.key_words || m.words)[state.by] || state.by === "token" ? "" : "its tokens do not show where words begin";
     if (note) title.append(make("span", { class: "note", text: ` · ${note}` }));
-    const { line, boxes, find } = tokenLine(keys, { role: "group", "aria-label": `${m.title}: the tokens` });
+    const { line, boxes, find } = tokenLine(keys, m.key_words || m.words, { role: "group", "aria-label": `${m.title}: the tokens` });
     const pale = new Set([...left].filter(key => key >= 0)), most = row ? largestOf(each, pale) : 0;
     colourBoxes(boxes, row && each, pale, most);
     if (!row) boxes.forEach(box => box.classList.remove("hidden"));
@@ -120,7 +120,7 @@ function drawLarge(one, { canvas, caption, below, words }) {
   const columns = [...(numbers.length ? [sinkName(m) === "first token" ? "first" : "special"] : []), ...(own ? ["own"] : [])];
   const labels = Math.min(100, 18 + 7 * Math.max(...m.tokens.slice(0, 400).map(token => Math.min(12, visible(token).length)))), top = labels;
   // The cells are as large as fits beside the small pictures, or above them on a narrow screen.
-  const room = wide => Math.min((isNarrow ? document.body.clientWidth - 30 : $("view").clientWidth * .54) - labels - wide, isNarrow ? innerHeight * .5 : 640) / Math.max(keys, rows);
+  const room = wide => Math.min((isNarrow ? document.body.clientWidth - 30 : $("view").clientWidth * .54) - labels - wide, isNarrow ? innerHeight * .36 : 640) / Math.max(keys, rows);
   const fit = room(columns.length * 40 + 10), zoom = Math.min(26, fit >= 10 ? Math.floor(fit) : Math.max(.5, room(10) >= 3 ? Math.floor(room(10)) : room(10))), tall = rows * zoom;
 
   const hasNumbers = zoom >= 10 && columns.length > 0;
@@ -271,7 +271,7 @@ async function methodsView(view) {
     table.append(make("tr", { "data-map": m.label }, make("th", { scope: "row", text: m.title }), ...cells,
       make("td", { text: score(m) === undefined ? "–" : score(m).toFixed(2) })));
   }
-  view.append(make("div", { class: "headline" }, make("h2", { text: `Do the methods agree about ${short(positionName(state.query))}?` })),
+  view.append(make("div", { class: "headline" }, make("h2", { text: `Do the methods agree about ${positionName(state.query)}?` })),
     make("div", { class: "pane", tabindex: 0, role: "region", "aria-label": "rank agreement of the methods" }, table), make("p", { class: "caption", text: "Each layer's rank agreement (Spearman's correlation of the rows' magnitudes, −1 to 1, as in lm.compare). Leaderboard: the score of the "
     + `method's best input map (${DATA.scored}). A rollout or flow on this page may be worse, and has no score.` }));
   const best = strongestOf(await comparedRows()), layer = state.layer ?? (best && base.names.includes(best.m.names[best.place]) ? best.m.names[best.place] : base.names[placeOf(base)]);
@@ -280,8 +280,8 @@ async function methodsView(view) {
     const there = sameLayer(m, layer);
     const theirs = there < 0 ? null : await rowOf(m, there, -1, state.query);
     if (!mine || !theirs) continue;
-    const [a, b] = [sharesOf(mine), sharesOf(theirs)], difference = a.map((x, i) => x - b[i]), pale = new Set(state.first ? [] : sinkKeys(base, state.query));
-    const { line, boxes, find } = tokenLine(keysOf(base), { role: "group", "aria-label": `difference of ${base.title} and ${m.title}` }), most = largestOf(difference, pale);
+    const [a, b] = [sharesOf(mine), sharesOf(theirs)], difference = a.map((x, i) => x - b[i]), pale = asNumbers(base, state.query);
+    const { line, boxes, find } = tokenLine(keysOf(base), base.key_words || base.words, { role: "group", "aria-label": `difference of ${base.title} and ${m.title}` }), most = largestOf(difference, pale);
     colourBoxes(boxes, difference, pale, most);
     boxes.forEach((box, i) => box.classList.toggle("chosen", !base.keys && i === state.query));
     line.addEventListener("mousemove", event => { const i = find(event); tip(event, i === null ? "" : `${named(keysOf(base), i)}\n${shown(difference[i])} difference of shares`); });

@@ -191,8 +191,11 @@ const shown = x => Number.isNaN(x) ? "hidden" : x === 0 ? "0"
   : Math.abs(x) >= 0.001 && Math.abs(x) < 10000 ? x.toPrecision(4) : x.toExponential(2);
 function percent(x) {
   const whole = 100 * x, size = Math.abs(whole);
-  return Number.isNaN(x) ? "hidden" : size === 0 ? "0 %" : size < 0.1 ? "< 0.1 %" : `${size >= 9.95 ? whole.toFixed(0) : whole.toFixed(1)} %`;
+  return Number.isNaN(x) ? "hidden" : size === 0 ? "0 %" : size < 0.0001 ? "< 0.0001 %"
+    : `${minus(size >= 9.95 ? whole.toFixed(0) : size >= 0.1 ? whole.toFixed(1) : whole.toPrecision(1))} %`;
 }
+// Return a number with a minus sign that is as wide as a digit.
+const minus = text => String(text).replace(/^-/, "−");
 const shownUnit = x => state.unit === "share" ? percent(x) : shown(x);
 const unit = () => state.unit === "share" ? "share of the row" : "raw score";
 const headShown = m => m.heads && state.head < m.heads ? state.head : -1;
@@ -265,6 +268,10 @@ function shortened(token, count = 14) {
 }
 // Special tokens, as in lens_mix/maps/words.py.
 const SPECIAL = /^\s*(<(?!0x)[^<>\s]+>|\[[A-Z]+\d*\]|\[unused\d+\])\s*$/;
+const SPACED = /^[\sĠ▁]/;
+// Return a text as one line of words.
+const asLine = m => { const tokens = m.tokens.filter(token => !SPECIAL.test(token));
+  return visible(joined(tokens.some(token => SPACED.test(token)) ? tokens : tokens.flatMap((token, i) => i ? [" ", token] : [token])).replace(/[Ġ▁]/g, " ")).trim(); };
 const plain = text => visible(text).trim() || visible(text);
 const named = (tokens, place) => `${place} “${shortened(plain(tokens[place]), 24)}”`;
 const quotedToken = token => `“${shortened(visible(token), 24)}”`;

@@ -29,9 +29,10 @@ function numberChoices() {
     button.sync = () => { button.setAttribute("aria-pressed", String(!state[key])); button.textContent = text; };
     return button;
   };
-  const buttons = [flag("first", sinkName(map())), ...(map().keys ? [] : [flag("diagonal", "own position")])];
+  const sinks = [...new Set(shownMaps().filter(m => m.sinks.length).map(sinkName))], isOwn = shownMaps().some(m => !m.keys);
+  const buttons = [...(sinks.length ? [flag("first", sinks.join(", "))] : []), ...(isOwn ? [flag("diagonal", "own position")] : [])];
   const node = make("div", { class: "choice", role: "group", "aria-label": "shown as numbers" }, make("span", { text: "as numbers" }), ...buttons);
-  if (!map().sinks.length) buttons[0].hidden = true;
+  node.hidden = !buttons.length;
   node.sync = () => buttons.forEach(button => button.sync());
   return node;
 }
@@ -162,8 +163,8 @@ function writeHeader() {
   if (!listed) {
     listed = texts;
     prompt.hidden = texts.length < 2;
-    prompt.replaceChildren(...texts.map(({ prompt, one }, i) => make("option", { value: i, text: `${texts.length > DATA.prompts.length && one.provenance.part ? `${one.provenance.part}, ` : ""}prompt ${prompt + 1} of ${DATA.prompts.length}: `
-      + shortened(visible(joined(one.tokens.filter(token => !SPECIAL.test(token)))), 40) })));
+    prompt.replaceChildren(...texts.map(({ prompt, one }, i) => make("option", { value: i, text: `prompt ${prompt + 1} of ${DATA.prompts.length}${
+      texts.filter(text => text.prompt === prompt).length > 1 && one.provenance.part ? `, ${one.provenance.part}` : ""}: ${shortened(asLine(one), 40)}` })));
     $("views").replaceChildren(...Object.keys(VIEWS).map(name => make("button", { type: "button", role: "tab", "data-view": name, id: `tab-${name}`, text: TITLES[name], "aria-controls": "panel" })));
   }
   prompt.value = String(current);

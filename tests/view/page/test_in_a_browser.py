@@ -133,7 +133,7 @@ def percent(share):
     whole = 100 * float(share)
     if whole == 0:
         return "0 %"
-    return "< 0.1 %" if whole < 0.1 else f"{whole:.0f} %" if whole >= 9.95 else f"{whole:.1f} %"
+    return f"{whole:.1g} %" if whole < 0.1 else f"{whole:.0f} %" if whole >= 9.95 else f"{whole:.1f} %"
 
 
 def number_in(text, unit):
@@ -306,7 +306,9 @@ def colour_at(browser, canvas, x, y):
     """Return the colour of a canvas at a place in pixels of the page."""
     return browser.execute_script(
         "const [canvas, x, y] = arguments, sharp = canvas.width / canvas.getBoundingClientRect().width;"
-        "return [...canvas.getContext('2d').getImageData(x * sharp, y * sharp, 1, 1).data].slice(0, 3)",
+        "const copy = document.createElement('canvas').getContext('2d', { willReadFrequently: true });"
+        "copy.drawImage(canvas, x * sharp, y * sharp, 1, 1, 0, 0, 1, 1);"
+        "return [...copy.getImageData(0, 0, 1, 1).data].slice(0, 3)",
         canvas,
         x,
         y,
