@@ -39,14 +39,14 @@ function drawGraph(view, graph) {
       ...edge.attributes });
   };
   // The strongest edges are drawn last, on top.
-  const lines = strongest.reverse().map(edge => Object.assign(lineOf(edge), { say: edge.say, pick: () => tell(edge.detail || edge.say) }));
+  const lines = strongest.reverse().map(edge => Object.assign(lineOf(edge), { edge, say: edge.say, pick: () => tell(edge.detail || edge.say) }));
   picture.append(...lines);
   const marks = nodes.map((node, index) => {
     const side = node.side ?? 6, isRoot = graph.roots.includes(index), common = { role: "button", tabindex: -1, "aria-label": node.say().replaceAll("\n", ", "),
       "data-node": `${node.level},${node.position}`, class: isRoot ? "root" : node.mark === "square" ? "feed-forward" : "", ...node.attributes };
     const mark = node.mark === "square" ? draw("rect", { ...common, x: x(node) - side / 2, y: y(node.level) - side / 2, width: side, height: side })
       : draw("circle", { ...common, cx: x(node), cy: y(node.level), r: radius(node, isRoot) });
-    return Object.assign(mark, { say: node.say, pick: () => graph.choose(node.position, index) });
+    return Object.assign(mark, { index, say: node.say, pick: () => graph.choose(node.position, index) });
   });
   columns.forEach((position, i) => {
     if (gaps[i]) svg.append(draw("text", { x: place.get(position) - across / 2 - GAP / 2, y: bottom + 16, class: "faint", "text-anchor": "middle" }, "⋯"));
@@ -59,8 +59,16 @@ function drawGraph(view, graph) {
   svg.append(buttons);
   const detail = make("p", { class: "caption", "data-detail": "", text: "Click an edge for its numbers. Click a node or a token to explain it." });
   const tell = async say => { detail.textContent = (await say()).replaceAll("\n", "; "); };
-  followPointer(svg, lines);
-  followKeys(buttons, marks, graph, tell);
+  // The edges of the node below the pointer, or of the one with the focus, are drawn strongly and the others weakly.
+  let lit = -1;
+  const light = index => {
+    if (index === lit) return;
+    lit = index;
+    picture.classList.toggle("lit", index >= 0);
+    for (const line of lines) line.classList.toggle("on", line.edge.start === index || line.edge.end === index);
+  };
+  followPointer(svg, lines, light);
+  followKeys(buttons, marks, graph, tell, light);
   const pane = make("div", { class: "pane", "data-middle": graph.roots.length ? x(nodes[graph.roots[0]]) : 0 }, svg);
   view.append(makeLegend(graph, most), make("div", { class: "graph" }, nameLevels(graph, levels, y, margin, svg.getAttribute("height")), pane), detail);
   if (asText.length) view.append(make("details", { class: "caption" }, make("summary", { text: "The strongest edges in words" }),
@@ -99,7 +107,7 @@ function tokenLabel(token, left, top, kind, choose) {
   return label;
 }
 // Show the text of the mark below the pointer, or of the nearest edge, and let a click choose it.
-function followPointer(svg, lines) {
+function followPointer(svg, lines, light) {
   const ends = lines.map(line => ["x1", "y1", "x2", "y2"].map(name => +line.getAttribute(name)));
   const found = event => {
     if (event.target.say) return event.target;
@@ -112,12 +120,16 @@ function followPointer(svg, lines) {
     });
     return nearest;
   };
-  svg.addEventListener("mousemove", event => tip(event, found(event)?.say()));
-  svg.addEventListener("mouseleave", () => tip());
+  svg.addEventListener("mousemove", event => {
+    const mark = found(event);
+    light(mark?.index ?? -1);
+    tip(event, mark?.say());
+  });
+  svg.addEventListener("mouseleave", () => { light(-1); tip(); });
   svg.addEventListener("click", event => { if (!event.target.classList.contains("label")) found(event)?.pick(); });
 }
 // Move between nodes with the arrow keys: down and up along the strongest edge, left and right within a level.
-function followKeys(group, marks, graph, tell) {
+function followKeys(group, marks, graph, tell, light) {
   const { nodes, edges, roots } = graph;
   let current = roots[0] ?? 0;
   if (!marks.length) return;
@@ -130,7 +142,8 @@ function followKeys(group, marks, graph, tell) {
   const best = (mine, other) => edges.reduce((most, edge) => edge[mine] === current && (!most || Math.abs(edge.weight) > Math.abs(most.weight)) ? edge : most, null)?.[other];
   const inLevel = step => nodes.map((node, index) => [node, index]).filter(([node]) => node.level === nodes[current].level
     && Math.sign(node.position - nodes[current].position) === step).sort(([a], [b]) => step * (a.position - b.position))[0]?.[1];
-  group.addEventListener("focusin", event => { current = Math.max(0, marks.indexOf(event.target)); tell(marks[current].say); });
+  group.addEventListener("focusin", event => { current = Math.max(0, marks.indexOf(event.target)); light(current); tell(marks[current].say); });
+  group.addEventListener("focusout", () => light(-1));
   group.addEventListener("keydown", event => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const next = { ArrowDown: () => best("end", "start"), ArrowUp: () => best("start", "end"), ArrowLeft: () => inLevel(-1), ArrowRight: () => inLevel(1),
@@ -296,7 +309,8 @@ const stageOf = node => node.level ? `${node.kind ? `${KINDS.get(node.kind) || n
 // that leads to the chosen node.
 async function rooted(packed) {
   const m = maps().find(candidate => candidate.label === packed.of);
-  if (m) return state.query === packed.nodes[packed.roots[0]].position ? packed : packed.shares ? growRoutes(m, packed, state.query) : growTree(m, packed, state.query);
+  if (m && state.query === packed.nodes[packed.roots[0]].position && state.cut === null) return packed;
+  if (m) return (packed.shares ? growRoutes : growTree)(m, packed, state.query, state.cut ?? packed.options.threshold);
   return packed.nodes[state.node] && !packed.roots.includes(state.node) ? { ...partOf(packed, [state.node]), isPart: true } : packed;
 }
 // Return the part of a graph that leads to some nodes, without the nodes at some positions. `source` has the index that each
@@ -325,14 +339,14 @@ const sumsOf = m => once(m, "sums", () => Promise.all(m.names.map(async (_, plac
   return { sum, largest: sum.reduce((most, x) => Math.max(most, x), -Infinity) };
 })));
 // Return the attribution tree of a position (Hao et al., 2021, algorithm 1), as lm.attribution_tree with cost=0 does.
-async function growTree(m, packed, root) {
+async function growTree(m, packed, root, threshold) {
   const layers = await sumsOf(m), count = m.tokens.length, levels = new Map([[root, layers.length]]), edges = [];
   for (let place = layers.length - 1; place >= 0; place--) {
     const { sum, largest } = layers[place], candidates = [];
     // A token that was added through this layer adds no others through it.
     if (largest > 0) for (const query of [...levels.keys()].sort((a, b) => a - b)) for (let key = 0; key < count; key++) {
       const weight = sum[query * count + key];
-      if (weight / largest > packed.options.threshold) candidates.push({ query, key, weight, share: weight / largest });
+      if (weight / largest > threshold) candidates.push({ query, key, weight, share: weight / largest });
     }
     for (const { query, key, weight, share } of candidates.sort((a, b) => b.share - a.share)) {
       if (levels.has(key)) continue;
@@ -341,15 +355,15 @@ async function growTree(m, packed, root) {
     }
   }
   const positions = [...levels.keys()], index = new Map(positions.map((position, i) => [position, i]));
-  return { ...packed, computed: m, roots: [0], whole: [positions.length, edges.length],
+  return { ...packed, options: { ...packed.options, threshold }, computed: m, roots: [0], whole: [positions.length, edges.length],
     edges: edges.map(([key, query, values]) => [index.get(key), index.get(query), values]),
     nodes: positions.map(position => ({ level: levels.get(position), position, token: m.tokens[position], layer: levels.get(position) ? m.names[levels.get(position) - 1] : m.names[0] - 1 })) };
 }
 const ROUTE_KINDS = ["resid_mid", "mlp_out", "resid_post"];
 // Return the routes to a position, as lens_mix.graphs.information_flow_routes does.
-async function growRoutes(m, packed, root) {
+async function growRoutes(m, packed, root, threshold) {
   const layers = await Promise.all(m.names.map((_, place) => packedLayer(m, place))), count = m.tokens.length, { resid_pre, resid_mid, parallel } = packed.shares;
-  const { threshold } = packed.options, index = new Map(), nodes = [], edges = [];
+  const index = new Map(), nodes = [], edges = [];
   const nodeAt = (level, position) => {
     const key = level * count + position, place = Math.floor((level - 1) / 3);
     if (!index.has(key)) index.set(key, nodes.push({ level, position, token: m.tokens[position], layer: level ? m.names[place] : m.names[0] - 1,
@@ -381,15 +395,19 @@ async function growRoutes(m, packed, root) {
     }
   }
   const strongest = [...edges].sort((a, b) => b[2].weight - a[2].weight).slice(0, packed.most_edges);
-  return { ...packed, computed: m, nodes, roots: [0], whole: [nodes.length, edges.length], edges: strongest };
+  return { ...packed, options: { ...packed.options, threshold }, computed: m, nodes, roots: [0], whole: [nodes.length, edges.length], edges: strongest };
 }
-state.node = null;
-let treeOfNode = null;
-async function treeView(view) {
-  // A node is chosen in one graph, so another graph is shown whole.
+// The node that a given graph is reduced to, and the threshold of a computed graph; null: as it was made.
+Object.assign(state, { node: null, cut: null });
+let settledTree = null;
+// Node and threshold are those of one graph, so another graph is shown as it was made.
+function settleTree() {
   const here = `${state.prompt}/${state.tree}`;
-  if (treeOfNode !== null && treeOfNode !== here) state.node = null;
-  treeOfNode = here;
+  if (settledTree !== null && settledTree !== here) Object.assign(state, { node: null, cut: null });
+  settledTree = here;
+}
+async function treeView(view) {
+  settleTree();
   const packed = trees()[state.tree], whole = await rooted(packed), { options } = whole, m = map();
   const isText = same(whole.tokens, m.tokens), roots = new Set(whole.roots.map(node => whole.nodes[node].position));
   const left = new Set(state.first || !isText ? [] : m.sinks.filter(key => !roots.has(key))), tree = left.size ? partOf(whole, whole.roots, left) : whole;
@@ -411,7 +429,8 @@ async function treeView(view) {
     return { start, end, weight: values.weight, say: () => [`layer ${values.layer ?? to.layer}: ${name(to)} from ${name(from)}`, `weight ${shown(values.weight)}`,
       ...others.map(key => `${key.replace("_", " ")} ${shown(values[key])}`), ...heads].join("\n") };
   });
-  const first = packed.nodes[packed.roots[0]], back = packed.of ? tree.computed && make("button", { "data-whole": "", text: `back to ${name(first)}`, onclick: () => set({ query: first.position }) })
+  const first = packed.nodes[packed.roots[0]], back = packed.of ? tree.computed && make("button", { "data-whole": "", text: state.cut === null ? `back to ${name(first)}` : `back to ${name(first)} and the threshold ${packed.options.threshold}`,
+    onclick: () => set({ query: first.position, cut: null }) })
     : tree.isPart && make("button", { "data-whole": "", text: "back to the whole graph", onclick: () => set({ node: null }) });
   const moved = tree.edges.filter(([start, end]) => tree.nodes[start].position !== tree.nodes[end].position), strong = moved.sort((a, b) => Math.abs(b[2].weight) - Math.abs(a[2].weight))[0];
   const bold = text => make("b", { text }), kept = x => String(+x.toPrecision(2));
@@ -453,5 +472,13 @@ function rule({ options, nodes, whole }) {
   return "All edges of the given graph.";
 }
 treeView.takes = () => trees().length > 0;
-treeView.options = () => [treeChoice(), sinkChoice()];
+function cutChoice() {
+  settleTree();
+  const packed = trees()[state.tree], isRoutes = Boolean(packed.shares), node = slide("cut", "threshold", isRoutes ? { min: .005, max: .3, step: .005 } : { min: .02, max: .98, step: .02 });
+  const [input, output] = [node.querySelector("input"), node.querySelector("output")];
+  node.hidden = !packed.of;
+  node.sync = () => { input.value = state.cut ?? packed.options.threshold; output.textContent = input.value; };
+  return node;
+}
+treeView.options = () => [treeChoice(), cutChoice(), sinkChoice()];
 treeView.isUpward = true;

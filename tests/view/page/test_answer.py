@@ -79,7 +79,9 @@ def test_it_opens_on_the_prediction_and_the_target(opened, maps):
     browser = opened(maps, "")
     assert text(browser, "#asked") == "The model continues with"
     assert text(browser, "#prediction") == "“ next5” 60 %"
-    assert text(browser, "#others").startswith(f"then “ a” 5.0 % · “ b” 4.0 % · “ c” 0.3 % — explained: {TARGET} = −0.51")
+    assert text(browser, "#others").startswith(
+        f"then “ a” 5.0 % · “ b” 4.0 % · “ c” 0.3 % — explained: {TARGET} = −0.51"
+    )
     assert text(browser, "#model") == "tiny · 4 layers · 6 tokens"
     # The predicted token has its box after the last token of the text.
     assert text(browser, "#tokens .next") == "next5"
@@ -159,7 +161,9 @@ def test_panels_have_the_values_of_the_maps(opened, maps):
     lines = [line.text for line in all_of(browser, ".panel .line")]
     assert lines[0] == "how much a position attends to each token"
     for panel, name in zip(panels, ("attention", "value_zeroing"), strict=True):
-        raw, share = (m.merge_heads().scores[:, 5] for m in (maps[name], maps[name].merge_heads().normalized()))
+        raw, share = (
+            m.merge_heads().scores[:, 5] for m in (maps[name], maps[name].merge_heads().normalized())
+        )
         left, top, across, down = geometry(panel)
         keys = json.loads(panel.get_attribute("data-geometry"))["keys"]
         # The first token and the position itself are numbers beside the map, and not drawn.
@@ -211,8 +215,12 @@ def test_a_click_reads_a_cell_by_every_method(opened, maps):
         "canvas.dispatchEvent(new MouseEvent('click', {clientX: box.left + x, clientY: box.top + y}))"
     )
     doing(browser, lambda: browser.execute_script(click, panel, left + 1.5 * across, top + 2.5 * down))
-    shares = [maps[name].merge_heads().normalized().scores[2, 5, 2] for name in ("attention", "value_zeroing")]
-    reading = f"Layer 2, “ t2” (token 2): Attention {percent(shares[0])} · Value Zeroing {percent(shares[1])}."
+    shares = [
+        maps[name].merge_heads().normalized().scores[2, 5, 2] for name in ("attention", "value_zeroing")
+    ]
+    reading = (
+        f"Layer 2, “ t2” (token 2): Attention {percent(shares[0])} · Value Zeroing {percent(shares[1])}."
+    )
     assert text(browser, "#reading") == reading
     assert text(browser, "#layer-name") == "2"
     assert "layer=2" in browser.current_url
@@ -300,7 +308,9 @@ def test_an_encoder_is_explained_at_a_position(opened):
 
 def test_cross_attention_colours_the_other_text(opened):
     scores = torch.rand(3, 2, 4, generator=torch.Generator().manual_seed(1))
-    cross = lm.MixingMap(scores, ["<s>", " le"], key_tokens=[" the", " cat", " sat", "</s>"], method="attention")
+    cross = lm.MixingMap(
+        scores, ["<s>", " le"], key_tokens=[" the", " cat", " sat", "</s>"], method="attention"
+    )
     browser = opened({"cross": cross.replace(provenance={"part": "cross"})}, "")
     share = cross.normalized().scores[:, 1]
     boxes = all_of(browser, "#sources .token")
@@ -317,14 +327,18 @@ def test_cross_attention_colours_the_other_text(opened):
 
 def test_several_texts_of_one_prompt_are_listed(opened):
     m = map_of()
-    encoder = lm.MixingMap(random_attention(size=3, causal=False), ["x", "y", "z"], provenance={"part": "encoder"})
+    encoder = lm.MixingMap(
+        random_attention(size=3, causal=False), ["x", "y", "z"], provenance={"part": "encoder"}
+    )
     browser = opened({"decoder": m.replace(provenance={"part": "decoder"}), "encoder": encoder}, "")
     options = [option.text for option in all_of(browser, "#prompt option")]
     assert options == ["prompt 1 of 1, decoder: t0 t1 t2 t3 t4 t5", "prompt 1 of 1, encoder: x y z"]
     choose = "const box = arguments[0]; box.value = 1; box.dispatchEvent(new Event('change'))"
     doing(browser, lambda: browser.execute_script(choose, browser.find_element("id", "prompt")))
     assert [box.text for box in all_of(browser, "#tokens .token")] == ["x", "y", "z"]
-    assert [panel.get_attribute("data-panel") for panel in all_of(browser, "canvas[data-panel]")] == ["encoder"]
+    assert [panel.get_attribute("data-panel") for panel in all_of(browser, "canvas[data-panel]")] == [
+        "encoder"
+    ]
 
 
 def test_signed_maps_have_two_colours_and_a_negative_sign(opened):
@@ -341,7 +355,9 @@ def test_signed_maps_have_two_colours_and_a_negative_sign(opened):
     left, top, across, down = geometry(panel)
     for place in range(4):
         for column in range(4):
-            red, _, blue = colour_at(browser, panel, left + (column + 0.25) * across, top + (place + 0.5) * down)
+            red, _, blue = colour_at(
+                browser, panel, left + (column + 0.25) * across, top + (place + 0.5) * down
+            )
             assert (blue > red) == (cells[place, column] > 0)
 
 
@@ -366,7 +382,13 @@ def test_words_that_are_merged(opened):
     tokens = ["The", " Ei", "ffel", " Tower", " is", " in"]
     m = map_of(random_attention(), tokens=tokens, explained=explained()).merge_words()
     browser = opened(m, "")
-    assert [box.text.strip() for box in all_of(browser, "#tokens .token")] == ["The", "Eiffel", "Tower", "is", "in"]
+    assert [box.text.strip() for box in all_of(browser, "#tokens .token")] == [
+        "The",
+        "Eiffel",
+        "Tower",
+        "is",
+        "in",
+    ]
     share, layer, key = strongest_cell(m, 4)
     assert f"In layer {layer} the last position takes {percent(share)}" in text(browser, "#finding")
     assert f"(token {key})" in text(browser, "#finding")
@@ -432,7 +454,9 @@ def test_every_shown_control_changes_something(opened, maps):
         doing(browser, lambda slider=sliders[0]: browser.execute_script(change, slider))
         assert picture(browser) != before
         place = -1
-        while controls := [one for one in all_of(browser, CONTROLS) if one.is_displayed()][(place := place + 1) :]:
+        while controls := [one for one in all_of(browser, CONTROLS) if one.is_displayed()][
+            (place := place + 1) :
+        ]:
             control = controls[0]
             before = picture(browser)
             if control.tag_name == "select":
