@@ -9,7 +9,7 @@ const NARROWEST = 13, WIDEST = 64, GAP = 10, THICK = 9, STAY = 1.4, TOP = 34;
 //   choose(position, index): what a click on a token (index -1) or on a node does; legend: more entries for the legend
 function drawGraph(view, graph) {
   const { nodes, edges, tokens } = graph, levels = [...new Set([...graph.levels, ...nodes.map(node => node.level)])].sort((a, b) => a - b);
-  const margin = graph.beside ? 82 : 38, room = Math.max(280, $("panel").clientWidth) - margin - 12;
+  const margin = graph.beside ? 82 : 38, room = Math.max(280, $("panel").clientWidth) - margin - 28;
   const used = [...new Set(nodes.map(node => node.position))].sort((a, b) => a - b);
   // All tokens have a column if their labels fit; otherwise only tokens with a node have one.
   const columns = tokens.length * 22 <= room ? tokens.map((_, position) => position) : used;
@@ -185,8 +185,14 @@ function flowMap(m) {
   return chains.find(other => other.method === m.method) || chains[0];
 }
 const flowIsOffered = m => Boolean(flowMap(m));
-// Return the mean over heads of every layer. A map is read once.
-const chainOf = m => once(m, "chain", () => Promise.all(m.names.map((_, place) => scoresOf(m, place, -1))));
+// Return the mean over heads of every layer, with 0 for hidden keys. A map is read once.
+const chainOf = m => once(m, "chain", () => Promise.all(m.names.map(async (_, place) => (await scoresOf(m, place, -1)).map(x => x || 0))));
+// Return the sum of each row of every layer, without the keys that are left out.
+const totalsOf = (m, layers, left) => once(m, `totals ${layers.length} ${[...left]}`, () => layers.map(scores => {
+  const count = m.tokens.length, totals = new Float64Array(count);
+  for (let row = 0, i = 0; row < count; row++) for (let key = 0; key < count; key++, i++) if (!left.has(key)) totals[row] += scores[i];
+  return totals;
+}));
 // Return the residual's share of a row. It is larger if the row gave weight to an attention sink that is not a token, and
 // whole if the row is zero, which then reads only its position.
 function residualShare(m, total, isWhole) {
@@ -197,21 +203,19 @@ function residualShare(m, total, isWhole) {
 // Distribute a weight of 1 at a position over the layers below, as `lm.rollout` does after `m.drop(left)`, and return the
 // weights at each level. `visit` is called for each edge.
 function distribute(m, layers, query, left, visit) {
-  const count = m.tokens.length, keys = m.tokens.map((_, key) => key).filter(key => !left.has(key));
+  const count = m.tokens.length, keys = m.tokens.map((_, key) => key).filter(key => !left.has(key)), totals = totalsOf(m, layers, left);
   const reached = Array.from({ length: layers.length + 1 }, () => new Float64Array(count));
   reached[layers.length][query] = 1;
   for (let place = layers.length - 1; place >= 0; place--) {
     const scores = layers[place], above = reached[place + 1], below = reached[place];
     for (const row of keys) {
       if (!above[row]) continue;
-      let total = 0;
-      for (const key of keys) total += scores[row * count + key] || 0;
-      const stay = residualShare(m, total, !left.size), scale = total ? (1 - stay) / total : 0;
-      for (const key of keys) {
-        const score = scores[row * count + key] || 0, share = above[row] * (scale * score + (key === row ? stay : 0));
-        if (!share) continue;
+      const total = totals[place][row], stay = residualShare(m, total, !left.size), scale = total ? above[row] * (1 - stay) / total : 0;
+      for (let key = 0, i = row * count; key < count; key++, i++) {
+        const share = scale * scores[i] + (key === row ? above[row] * stay : 0);
+        if (!share || left.has(key)) continue;
         below[key] += share;
-        if (visit) visit(place, row, key, share, score);
+        if (visit) visit(place, row, key, share, scores[i]);
       }
     }
   }
@@ -219,11 +223,10 @@ function distribute(m, layers, query, left, visit) {
 }
 // Return what the rows of each layer give to the positions that are left out: a share of what reached the explained one.
 function sharesLeftOut(m, layers, reached, left) {
-  const count = m.tokens.length;
-  return layers.map((scores, place) => reached[place + 1].reduce((sum, weight, row) => {
-    if (!weight) return sum;
-    const total = scores.subarray(row * count, (row + 1) * count).reduce((all, x) => all + (x || 0), 0);
-    return sum + (total ? weight * (1 - residualShare(m, total, true)) / total : 0) * totalOf(scores.subarray(row * count, (row + 1) * count), left);
+  const all = totalsOf(m, layers, new Set()), kept = totalsOf(m, layers, left);
+  return layers.map((_, place) => reached[place + 1].reduce((sum, weight, row) => {
+    const total = all[place][row];
+    return weight && total ? sum + weight * (1 - residualShare(m, total, true)) * (total - kept[place][row]) / total : sum;
   }, 0));
 }
 async function flowView(view) {
@@ -277,7 +280,7 @@ async function flowView(view) {
   const sink = sharesLeftOut(m, layers, reached, left);
   drawGraph(view, { title: `The flow of ${m.title} to ${me}`, tokens: m.tokens, chosen: query, nodes, edges, roots: [0],
     levels: Array.from({ length: top + 2 }, (_, level) => level), levelNames: new Map([[0, "input"], ...m.names.slice(0, top + 1).map((name, place) => [place + 1, String(name)])]),
-    beside: left.size ? new Map(sink.map((share, place) => [place + 1, percent(share)])) : null, besideTitle: sinkIs,
+    beside: left.size ? new Map(sink.map((share, place) => [place + 1, share && share < 0.0005 ? "< 0.1 %" : percent(share)])) : null, besideTitle: sinkIs,
     unitName: "share", format: percent,
     shareName: `share of what reached ${me}`, legend: "feed-forward; area: its share of the layer's output, times the node's share",
     choose: position => set({ query: position }) });
@@ -432,10 +435,12 @@ async function treeView(view) {
   const first = packed.nodes[packed.roots[0]], back = packed.of ? tree.computed && make("button", { "data-whole": "", text: state.cut === null ? `back to ${name(first)}` : `back to ${name(first)} and the threshold ${packed.options.threshold}`,
     onclick: () => set({ query: first.position, cut: null }) })
     : tree.isPart && make("button", { "data-whole": "", text: "back to the whole graph", onclick: () => set({ node: null }) });
-  const moved = tree.edges.filter(([start, end]) => tree.nodes[start].position !== tree.nodes[end].position), strong = moved.sort((a, b) => Math.abs(b[2].weight) - Math.abs(a[2].weight))[0];
+  // A weight is a share of its end alone, so the strongest step is one that ends at the root's position if there is one.
+  const moved = tree.edges.filter(([start, end]) => tree.nodes[start].position !== tree.nodes[end].position).sort((a, b) => Math.abs(b[2].weight) - Math.abs(a[2].weight));
+  const strong = moved.find(([, end]) => root && tree.nodes[end].position === root.position) || moved[0];
   const bold = text => make("b", { text }), kept = x => String(+x.toPrecision(2));
   const finding = !root ? [] : strong ? ["The strongest step to it: through ", bold(`layer ${strong[2].layer ?? tree.nodes[strong[1]].layer}`), ", from ", bold(quotedToken(tree.nodes[strong[0]].token)),
-    ` (token ${tree.nodes[strong[0]].position})${strong[1] === tree.roots[0] ? "" : ` to ${quotedToken(tree.nodes[strong[1]].token)} (token ${tree.nodes[strong[1]].position})`}, `, bold(kept(strong[2].weight)), "."]
+    ` (token ${tree.nodes[strong[0]].position})${tree.nodes[strong[1]].position === root.position ? "" : ` to ${quotedToken(tree.nodes[strong[1]].token)} (token ${tree.nodes[strong[1]].position})`}, `, bold(kept(strong[2].weight)), "."]
     : ["Nothing from another position is above the threshold."];
   view.append(make("div", { class: "headline" }, make("h2", { text: `${tree.name}${root ? `: what leads to ${isText && root.position === state.query ? positionName(state.query) : name(root)}` : ""}` }),
     make("p", { class: "finding", "aria-live": "polite" }, ...finding)));
@@ -448,7 +453,7 @@ async function treeView(view) {
   for (const node of [...tree.nodes].sort((a, b) => a.level - b.level)) labelled.set(`${node.layer}`, node.level);
   const levelNames = new Map([...labelled].map(([layer, level]) => [level, level || layer === "undefined" ? layer.replace("undefined", String(level)) : "input"]));
   drawGraph(view, { title: `${tree.name}${root ? ` to ${name(root)}` : ""}`, tokens, chosen: isText ? state.query : -1, nodes, edges, roots: tree.roots, levels: [], levelNames, beside: null,
-    unitName: tree.shares ? "importance, 0 to 1" : options.order ? "score" : "weight", format: x => String(+x.toPrecision(2)), legend: "feed-forward",
+    unitName: tree.shares ? "importance, 0 to 1" : options.order ? m.method === "attention_attribution" ? "attribution score" : "score" : "weight", format: x => String(+x.toPrecision(2)), legend: "feed-forward",
     shareName: tree.nodes.some(node => typeof node.share === "number") && "share",
     choose: (position, index) => packed.of ? set({ query: position }) : set({ ...(index >= 0 && { node: tree.source ? tree.source[index] : index }), ...(isText && { query: position }) }) });
   exported = () => ({ options, rows: tree.edges.map(([start, end, values]) => ({ tree: tree.name, layer: values.layer ?? tree.nodes[end].layer,
