@@ -41,7 +41,7 @@ class Numbers:
 
     def add(self, data: bytes) -> list[int]:
         """Append compressed bytes (deflate) as base 64, and return the start and the end in the text."""
-        piece = base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+        piece = base64.b64encode(zlib.compress(data, 6)).decode("ascii")
         start = self._length
         self._pieces.append(piece)
         self._length += len(piece)

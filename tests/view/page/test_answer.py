@@ -19,7 +19,7 @@ from tests.view.page.test_in_a_browser import (
     exported,
     geometry,
     number_in,
-    opened,  # noqa: F401
+    open_pages,  # noqa: F401
     percent,
     ramp,
     rows_of,
