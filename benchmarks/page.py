@@ -84,7 +84,7 @@ def measure(browser: Any, path: Path, repeats: int = 5) -> dict[str, float]:
         time.sleep(1)
         for view in VIEWS:
             times.setdefault(f"view {view}", []).append(browser.execute_async_script(CHANGE, "view", view))
-            for key in KEYS if view != "flow" else ():
+            for key in KEYS:
                 name = f"key {key} in {view}"
                 times.setdefault(name, []).append(browser.execute_async_script(CHANGE, "key", key))
     return {name: statistics.median(found) / 1000 for name, found in times.items()}

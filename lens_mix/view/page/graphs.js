@@ -188,11 +188,22 @@ const flowIsOffered = m => Boolean(flowMap(m));
 // Return the mean over heads of every layer, with 0 for hidden keys. A map is read once.
 const chainOf = m => once(m, "chain", () => Promise.all(m.names.map(async (_, place) => (await scoresOf(m, place, -1)).map(x => x || 0))));
 // Return the sum of each row of every layer, without the keys that are left out.
-const totalsOf = (m, layers, left) => once(m, `totals ${layers.length} ${[...left]}`, () => layers.map(scores => {
+const totalsOf = (m, layers, left) => once(m, `totals without ${[...left]}`, () => layers.map(scores => {
   const count = m.tokens.length, totals = new Float64Array(count);
   for (let row = 0, i = 0; row < count; row++) for (let key = 0; key < count; key++, i++) if (!left.has(key)) totals[row] += scores[i];
   return totals;
 }));
+// Return the share of the rollout of each position, at each level, that comes from some keys.
+const sharesOfKeys = (m, layers, keys) => once(m, `shares of ${[...keys]}`, () => {
+  const count = m.tokens.length, totals = totalsOf(m, layers, new Set()), levels = [Float64Array.from({ length: count }, (_, key) => +keys.has(key))];
+  layers.forEach((scores, place) => levels.push(levels[place].map((own, row) => {
+    const total = totals[place][row], stay = residualShare(m, total, true);
+    let read = 0;
+    for (let key = 0, i = row * count; key < count; key++, i++) read += scores[i] * levels[place][key];
+    return stay * own + (total ? (1 - stay) * read / total : 0);
+  })));
+  return levels;
+});
 // Return the residual's share of a row. It is larger if the row gave weight to an attention sink that is not a token, and
 // whole if the row is zero, which then reads only its position.
 function residualShare(m, total, isWhole) {
@@ -201,17 +212,17 @@ function residualShare(m, total, isWhole) {
   return m.provenance.sink && isWhole && residual ? residual / ((1 - residual) * Math.min(1, total) + residual) : residual;
 }
 // Distribute a weight of 1 at a position over the layers below, as `lm.rollout` does after `m.drop(left)`, and return the
-// weights at each level. `visit` is called for each edge.
-function distribute(m, layers, query, left, visit) {
+// weights at each level. The layers above `top` are left out, and `visit` is called for each edge.
+function distribute(m, layers, top, query, left, visit) {
   const count = m.tokens.length, keys = m.tokens.map((_, key) => key).filter(key => !left.has(key)), totals = totalsOf(m, layers, left);
-  const reached = Array.from({ length: layers.length + 1 }, () => new Float64Array(count));
-  reached[layers.length][query] = 1;
-  for (let place = layers.length - 1; place >= 0; place--) {
+  const reached = Array.from({ length: top + 2 }, () => new Float64Array(count));
+  reached[top + 1][query] = 1;
+  for (let place = top; place >= 0; place--) {
     const scores = layers[place], above = reached[place + 1], below = reached[place];
     for (const row of keys) {
       if (!above[row]) continue;
       const total = totals[place][row], stay = residualShare(m, total, !left.size), scale = total ? above[row] * (1 - stay) / total : 0;
-      for (let key = 0, i = row * count; key < count; key++, i++) {
+      for (let key = 0, i = row * count, last = m.causal ? row + 1 : count; key < last; key++, i++) {
         const share = scale * scores[i] + (key === row ? above[row] * stay : 0);
         if (!share || left.has(key)) continue;
         below[key] += share;
@@ -224,14 +235,14 @@ function distribute(m, layers, query, left, visit) {
 // Return what the rows of each layer give to the positions that are left out: a share of what reached the explained one.
 function sharesLeftOut(m, layers, reached, left) {
   const all = totalsOf(m, layers, new Set()), kept = totalsOf(m, layers, left);
-  return layers.map((_, place) => reached[place + 1].reduce((sum, weight, row) => {
+  return reached.slice(1).map((weights, place) => weights.reduce((sum, weight, row) => {
     const total = all[place][row];
     return weight && total ? sum + weight * (1 - residualShare(m, total, true)) * (total - kept[place][row]) / total : sum;
   }, 0));
 }
 async function flowView(view) {
   const chosen = map(), m = flowMap(chosen), query = state.query, at = m.names.indexOf(state.layer), top = at < 0 ? m.names.length - 1 : at;
-  const layers = (await chainOf(m)).slice(0, top + 1), left = new Set(state.first ? [] : sinkKeys(m, query)), sinkIs = sinkName(m);
+  const layers = await chainOf(m), left = new Set(state.first ? [] : sinkKeys(m, query)), sinkIs = sinkName(m);
   const edges = [], nodes = [], places = new Map(), me = named(m.tokens, query);
   const levelName = level => level ? `after layer ${m.names[level - 1]}` : "input of the first layer";
   const nodeAt = (level, position) => {
@@ -240,10 +251,10 @@ async function flowView(view) {
     return places.get(key);
   };
   nodeAt(top + 1, query);
-  const reached = distribute(m, layers, query, left, (place, row, key, weight, score) => {
+  const reached = distribute(m, layers, top, query, left, (place, row, key, weight, score) => {
     if (weight >= state.threshold) edges.push({ place, row, key, weight, score, start: nodeAt(place, key), end: nodeAt(place + 1, row) });
   });
-  const whole = left.size ? totalOf(distribute(m, layers, query, new Set())[0], left) : 0;
+  const whole = left.size ? sharesOfKeys(m, layers, left)[top + 1][query] : 0;
   for (const edge of edges) {
     const text = `layer ${m.names[edge.place]}: ${named(m.tokens, edge.row)} from ${named(m.tokens, edge.key)}`;
     edge.say = () => `${text}\n${percent(edge.weight)} of what reached ${me}\n${shown(edge.score)} raw score`;
