@@ -57,8 +57,8 @@ function drawGraph(view, graph) {
   const buttons = draw("g", { role: "group", "aria-label": "Nodes. The arrow keys follow the edges; Enter chooses a node." });
   buttons.append(...marks);
   svg.append(buttons);
-  const detail = make("p", { class: "caption", "data-detail": "", text: "Click an edge for its numbers. Click a node or a token to explain it." });
-  const tell = async say => { detail.textContent = (await say()).replaceAll("\n", "; "); };
+  const detail = make("p", { class: "caption", "data-detail": "hint", text: "Click an edge for its numbers. Click a node or a token to explain it." });
+  const tell = async say => { detail.dataset.detail = ""; detail.textContent = (await say()).replaceAll("\n", "; "); };
   // The edges of the node below the pointer, or of the one with the focus, are drawn strongly and the others weakly.
   let lit = -1;
   const light = index => {
@@ -453,7 +453,7 @@ async function treeView(view) {
   const finding = !root ? [] : strong ? ["The strongest step to it: through ", bold(`layer ${strong[2].layer ?? tree.nodes[strong[1]].layer}`), ", from ", bold(quotedToken(tree.nodes[strong[0]].token)),
     ` (token ${tree.nodes[strong[0]].position})${tree.nodes[strong[1]].position === root.position ? "" : ` to ${quotedToken(tree.nodes[strong[1]].token)} (token ${tree.nodes[strong[1]].position})`}, `, bold(kept(strong[2].weight)), "."]
     : ["Nothing from another position is above the threshold."];
-  view.append(make("div", { class: "headline" }, make("h2", { text: `${tree.name}${root ? `: what leads to ${isText && root.position === state.query ? positionName(state.query) : name(root)}` : ""}` }),
+  view.append(make("div", { class: "headline" }, make("h2", { text: `${packed.of ? m.title : tree.name}${root ? `: what leads to ${isText && root.position === state.query ? positionName(state.query) : name(root)}` : ""}` }),
     make("p", { class: "finding", "aria-live": "polite" }, ...finding)));
   view.append(make("p", { class: "caption", "data-pruned": tree.edges.length, text: `${tree.isPart
     ? `This is a part of the given graph of ${packed.nodes.length} nodes. ` : `${rule(tree)} `}${nodes.length} nodes and ${edges.length} edges are drawn. `

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ElementTree
 
 import networkx as nx
 import pytest
@@ -15,7 +16,7 @@ from tests.browser import NEEDS_CHROMIUM, chromium  # noqa: F401
 from tests.random_maps import map_of, random_attention
 from tests.tiny_models import llama_like, tokens
 from tests.view.page.routes import routes_map
-from tests.view.page.test_in_a_browser import all_of, doing, open_pages, place, tip_of  # noqa: F401
+from tests.view.page.test_in_a_browser import all_of, doing, exported, open_pages, place, tip_of  # noqa: F401
 
 pytestmark = NEEDS_CHROMIUM
 
@@ -426,3 +427,17 @@ def test_the_strongest_edges_are_in_words(opened, view):
     text = f"{end[1]} “t{end[1]}” from {start[1]} “t{start[1]}”"
     assert text in browser.find_element("css selector", "#view g[role=img]").get_attribute("aria-label")
     assert text in all_of(browser, "#view details li")[0].get_property("textContent")
+
+
+@pytest.mark.parametrize("view", ["flow", "tree"])
+def test_a_picture_has_the_drawing_and_no_hints(opened, view):
+    browser = opened(routes(), f"view={view}&query=5&first=1&threshold=0.01")
+    count = len(drawn_edges(browser))
+    drawn = ElementTree.fromstring(exported(browser, "svg"))
+    texts = ["".join(node.itertext()) for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    headline = "The flow to the last position" if view == "flow" else "what leads to the last position"
+    assert any(headline in text for text in texts)
+    assert not any("Click an edge" in text or "The strongest edges" in text for text in texts)
+    lines = [node for node in drawn.iter("{http://www.w3.org/2000/svg}line") if node.get("data-from")]
+    assert len(lines) == count
+    assert all(line.get("stroke") and not line.get("class") for line in lines)
