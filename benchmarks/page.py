@@ -3,8 +3,8 @@
     python -m benchmarks.page                 the three figures, each the median of five
     python -m benchmarks.page --tokens 500    a longer prompt
 
-It needs Chromium with its driver (Debian: chromium, chromium-driver) and selenium. A figure ends when the browser
-has drawn the frame after the change.
+It needs Chromium with its driver (Debian: chromium, chromium-driver) and selenium. A figure ends when the
+browser has drawn the frame after the change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import lens_mix as lm
 
 VIEWS = ("text", "grid", "flow", "methods", "layers")
 KEYS = ("ArrowLeft", "ArrowUp", "ArrowRight", "ArrowDown", "h")
-# The times at which the page was drawn: it counts its drawings in `data-ready`, and the frame comes after that.
+# This script records when the page was drawn: the page counts its drawings in `data-ready`, and the browser
+# draws its next frame after that.
 RECORD = """
 window.drawings = [];
 new MutationObserver(() => {
@@ -34,11 +35,15 @@ new MutationObserver(() => {
     channel.port1.onmessage = () => window.drawings.push(performance.now()); channel.port2.postMessage(0); });
 }).observe(document, { subtree: true, childList: true, attributes: true, attributeFilter: ["data-ready"] });
 """
+FIRST = """
+const done = arguments[0], wait = () => drawings.length ? done(drawings[0]) : setTimeout(wait, 1);
+wait();
+"""
 CHANGE = """
 const [key, value, done] = arguments, count = window.drawings.length, start = performance.now();
 if (key === "key") document.body.dispatchEvent(new KeyboardEvent("keydown", { key: value, bubbles: true }));
 else document.querySelector(`[data-view=${value}]`).click();
-const wait = () => window.drawings.length > count ? done(window.drawings[count] - start) : setTimeout(wait, 1);
+const wait = () => drawings.length > count ? done(drawings[count] - start) : setTimeout(wait, 1);
 wait();
 """
 
@@ -78,8 +83,7 @@ def measure(browser: Any, path: Path, repeats: int = 5) -> dict[str, float]:
     for _ in range(repeats):
         browser.get("about:blank")
         browser.get(f"file://{path}")
-        first = "const done = arguments[0], wait = () => drawings.length ? done(drawings[0]) : setTimeout(wait, 1); wait();"
-        times.setdefault("first paint", []).append(browser.execute_async_script(first))
+        times.setdefault("first paint", []).append(browser.execute_async_script(FIRST))
         # The page reads the numbers of all heads after it was drawn, and a reader looks before the first key.
         time.sleep(1)
         for view in VIEWS:
@@ -103,7 +107,8 @@ def main() -> None:
             found = measure(browser, path)
         finally:
             browser.quit()
-        print(f"{given.tokens} tokens, 30 layers of 9 heads and a map without heads: {path.stat().st_size / 1e6:.1f} MB")
+        size = path.stat().st_size / 1e6
+    print(f"{given.tokens} tokens, 30 layers of 9 heads and a map without heads: {size:.1f} MB")
     for name, seconds in found.items():
         print(f"  {name:<28} {seconds:.3f} s")
     for kind in ("first paint", "view", "key"):

@@ -28,7 +28,16 @@ from lens_mix.view.page.trees import Graphs, pack_trees
 Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap | Mapping[str, MixingMap]]
 
 # These files are joined to one script in this order. The last one starts it, so it must come last.
-_SCRIPTS = ("numbers.js", "drawing.js", "answer.js", "layers.js", "maps.js", "graphs.js", "export.js", "page.js")
+_SCRIPTS = (
+    "numbers.js",
+    "drawing.js",
+    "answer.js",
+    "layers.js",
+    "maps.js",
+    "graphs.js",
+    "export.js",
+    "page.js",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +162,13 @@ def _make_document(data: Mapping[str, Any], numbers: str) -> str:
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    contents = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": _encode_json(data), "NUMBERS": numbers}
+    contents = {
+        "POLICY": policy,
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": _encode_json(data),
+        "NUMBERS": numbers,
+    }
     # The template is split before anything is inserted, so that a token such as "%%DATA%%" is not replaced.
     return "".join(contents.get(piece, piece) for piece in template.split("%%"))
 

@@ -62,9 +62,8 @@ def pack(mixing_map: MixingMap, label: str, numbers: Numbers) -> dict[str, Any]:
     scores, visible = mixing_map.scores.detach().cpu(), mixing_map.visible().cpu()
     heads = scores.shape[1] if mixing_map.has_heads else 0
     # The details of a method, which has some for each block, can be larger than the map.
-    provenance = {name: value for name, value in mixing_map.provenance.items() if name != "details"}
-    # A local folder is nobody else's business, so the page has the model's own name only.
-    provenance |= {"model": name_model(provenance)} if "model" in provenance else {}
+    kept = {name: value for name, value in mixing_map.provenance.items() if name != "details"}
+    provenance = _name_models(kept)
     return {
         "label": label,
         "title": _make_title(label),
@@ -141,6 +140,17 @@ def _find_sinks(mixing_map: MixingMap) -> list[int]:
         return [0]
     special = [key for key, token in enumerate(mixing_map.key_labels) if is_special(token)]
     return special if 2 * len(special) <= len(mixing_map.key_labels) else []
+
+
+def _name_models(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with each model's own name, because a page is shown to others and a folder is private.
+
+    The record of a difference contains those of its two maps.
+    """
+    named = {
+        key: _name_models(value) if isinstance(value, Mapping) else value for key, value in record.items()
+    }
+    return named | {"model": name_model(record)} if isinstance(record.get("model"), str) else named
 
 
 def make_plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ const totalOf = (row, keys) => [...keys].reduce((sum, key) => sum + (key >= 0 ? 
 // Return one sentence about the strongest cell of all, and one about the same cell in another map.
 function findingOf(found) {
   const best = strongestOf(found), strong = text => make("b", { text });
+  if (!found.length) return [`No map that is compared here has the row of ${positionName(state.query)}.`];
   if (!best) return ["No row here has weight outside the first token and the position itself."];
   const { m, place, key, share } = best, position = positionName(state.query), head = headName(m);
   const [, before, number] = /^(.*?)(layer \d+)?$/.exec(m.kind === "layer" ? `In ${m.layer_names[place]}` : capital(m.layer_names[place]));
@@ -65,11 +66,11 @@ async function layersView(view) {
     const scale = make("div"), text = make("p", { class: "visually-hidden" });
     text.id = `strongest-${panels.length}`;
     canvas.setAttribute("aria-describedby", text.id);
-    const note = make("p", { class: "caption", hidden: true }), guide = make("div", { class: "guide", hidden: true });
+    const guide = make("div", { class: "guide", hidden: true });
     const box = make("section", { class: "panel", "aria-label": m.title }, make("h3", { text: m.title }),
-      make("p", { class: "line", text: m.line || "\u00a0" }), make("div", { class: "drawing" }, canvas, guide, text, note), scale);
+      make("p", { class: "line", text: m.line || "\u00a0" }), make("div", { class: "drawing" }, canvas, guide, text), scale);
     grid.append(box);
-    const panel = { m, canvas, guide, scale, text, note, box, cell: null };
+    const panel = { m, canvas, guide, scale, text, box, cell: null };
     follow(canvas, (x, y) => panel.find && panel.find(x, y), cell => panel.tell(cell),
       cell => set({ layer: m.names[cell.place], key: cell.key, map: maps().indexOf(m) }), cell => linkToken(m, cell && cell.key));
     canvas.addEventListener("keydown", event => moveCell(event, panel));
@@ -118,11 +119,10 @@ function moveCell(event, panel) {
 
 // Draw one map: the cells, the numbers of the left-out keys at the right, and labels of the strongest keys below.
 function drawPanel(panel, one, best, layer, key) {
-  const { m, canvas, scale, text, note } = panel, keys = keysOf(m), layers = m.names.length;
-  note.hidden = Boolean(one);
-  canvas.hidden = !one;
-  scale.replaceChildren();
-  if (!one) { note.textContent = `This map has no row of ${positionName(state.query)}.`; panel.find = null; return; }
+  const { m, canvas, scale, text } = panel, keys = keysOf(m), layers = m.names.length;
+  // A map without the row of this position is not shown.
+  panel.box.hidden = !one;
+  if (!one) return;
   const left = asNumbers(m, state.query), sinks = sinkKeys(m, state.query), own = ownKey(m, state.query);
   const columns = [...(sinks.length && !state.first ? [[sinkName(m) === "first token" ? "first" : "special", sinks]] : []), ...(own >= 0 && !state.diagonal ? [["own", [own]]] : [])];
   const values = state.unit === "share" ? one.shares : one.rows;
@@ -176,8 +176,9 @@ function drawPanel(panel, one, best, layer, key) {
     const w = Math.max(cell, 3);
     context.strokeRect(edge + i * cell + (cell - w) / 2 - width / 2, head + place * rowHeight - width / 2, w + width, rowHeight + width);
   };
-  if (one.best && best && one.m === best.m) frame(best.place, drawn.indexOf(best.key), mark, 2);
-  if (!one.best || one.m !== best.m || chosenRow !== best.place || key !== best.key) frame(chosenRow, chosenColumn, ink, 1.5);
+  // The strongest cell of each map has an orange frame, and the chosen one a dark frame; a cell that is both is orange.
+  frame(chosenRow, chosenColumn, ink, 1.5);
+  if (one.best) frame(one.best.place, drawn.indexOf(one.best.key), mark, one.best === best ? 2.5 : 1.5);
   context.lineWidth = 1;
   panel.cell = { place: Math.max(0, chosenRow), key: key ?? drawn[0] ?? 0 };
   canvas.dataset.geometry = JSON.stringify({ left: edge, top: head, across: cell, down: rowHeight, bottom, keys: drawn });
@@ -187,7 +188,7 @@ function drawPanel(panel, one, best, layer, key) {
   };
   panel.tell = cell => `${m.layer_names[cell.place]}${m.heads ? `, ${headName(m)}` : ""}\n${named(keys, cell.key)}\n`
     + `${shown(one.rows[cell.place][cell.key])} raw score\n${percent(one.shares[cell.place][cell.key])} share of the row`;
-  scale.append(legend(most, m.signed, state.unit === "share" ? "of the row" : "raw score"));
+  scale.replaceChildren(legend(most, m.signed, state.unit === "share" ? "of the row" : "raw score"));
   const list = one.shares.flatMap((row, place) => [...row].map((x, i) => [place, i, x])).filter(([, i, x]) => x && !left.has(i))
     .sort((a, b) => Math.abs(b[2]) - Math.abs(a[2])).slice(0, 5);
   canvas.setAttribute("aria-label", `${m.title}: ${layers === 1 ? "one layer" : `${layers} layers`} by ${drawn.length} tokens. Chosen: ${chosenRow < 0 || chosenColumn < 0 ? "none"

@@ -124,7 +124,7 @@ function drawLarge(one, { canvas, caption, below, words }) {
   const fit = room(columns.length * 40 + 10), zoom = Math.min(26, fit >= 10 ? Math.floor(fit) : Math.max(.5, room(10) >= 3 ? Math.floor(room(10)) : room(10))), tall = rows * zoom;
 
   const hasNumbers = zoom >= 10 && columns.length > 0;
-  const context = sizeCanvas(canvas, labels + keys * zoom + 8 + (hasNumbers ? columns.length * 40 : 0), top + tall + 8);
+  const context = sizeCanvas(canvas, labels + keys * zoom + 12 + (hasNumbers ? columns.length * 40 : 0), top + tall + 8);
   const most = mostOf(m, scores, keys, state.range === "all" && state.unit === "raw" ? Math.max(...m.layers.map(layer => layer.largest)) : 0);
   const [ink, soft, line, accent] = ["--ink", "--soft", "--line", "--accent"].map(css);
   context.save();
@@ -133,7 +133,8 @@ function drawLarge(one, { canvas, caption, below, words }) {
   context.strokeStyle = line;
   context.strokeRect(-.5, -.5, keys * zoom + 1, tall + 1);
   const chosen = m.queries.indexOf(state.query);
-  if (chosen >= 0) { context.strokeStyle = accent; context.lineWidth = 1.5; context.strokeRect(-1, chosen * zoom - .5, keys * zoom + 2, zoom + 1); context.lineWidth = 1; }
+  // A frame would cover rows that are only a few pixels high; the row then has its label alone.
+  if (chosen >= 0 && zoom >= 4) { context.strokeStyle = accent; context.lineWidth = 1.5; context.strokeRect(-1, chosen * zoom - .5, keys * zoom + 2, zoom + 1); context.lineWidth = 1; }
   const column = new Float32Array(keys), inRow = new Float32Array(rows);
   for (let row = 0; row < rows; row++) for (let key = 0; key < keys; key++) column[key] += Math.abs(at(row, key)) || 0;
   for (const key of spaced(column, zoom, keys)) {

@@ -1,4 +1,4 @@
-"""Test that the page can be used without seeing it and without a mouse: axe-core, the order of the focus, labels."""
+"""Test that the page can be used without seeing it, and without a mouse: axe-core, focus, labels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ def prompts():
     explained = [Explained(" next", 0.5, ((" a", 0.1),))] * 6
     attention = map_of(random_attention(heads=2), explained=explained, notes=("a note",))
     signed = map_of(random_attention() - 0.1 * torch.ones(6, 6).tril(), method="attention_attribution")
-    decoder = {"attention": attention, "signed": signed, "rollout": lm.rollout(attention), "routes": routes_map()}
+    decoder = {
+        "attention": attention,
+        "signed": signed,
+        "rollout": lm.rollout(attention),
+        "routes": routes_map(),
+    }
     tokens = ["[CLS]", "a", "[MASK]", "film", "##s", "[SEP]"]
     encoder = lm.MixingMap(random_attention(causal=False), tokens, method="alti", default_query=2)
     cross = lm.MixingMap(torch.rand(2, 3, 5), ["a", "b", "c"], key_tokens=list("vwxyz"), method="attention")
@@ -47,7 +52,11 @@ def test_axe_finds_nothing(opened, browser, prompts, scheme, width):
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        places = [f"prompt=0&view={view}" for view in VIEWS] + ["prompt=1", "prompt=2", "prompt=0&query=2&head=1"]
+        places = [f"prompt=0&view={view}" for view in VIEWS] + [
+            "prompt=1",
+            "prompt=2",
+            "prompt=0&query=2&head=1",
+        ]
         for place in places:
             opened(prompts, place)
             browser.execute_script(source)
@@ -59,8 +68,9 @@ def test_axe_finds_nothing(opened, browser, prompts, scheme, width):
 
 FOCUSED = """
 const one = document.activeElement, style = getComputedStyle(one);
-return [one.id || one.dataset.panel || one.dataset.option || one.dataset.compare || one.dataset.export || one.className,
-  one.matches(":focus-visible") && style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2];
+const { panel, option, compare, export: kind } = one.dataset, isOutlined = style.outlineStyle !== "none";
+return [one.id || panel || option || compare || kind || one.className,
+  one.matches(":focus-visible") && isOutlined && parseFloat(style.outlineWidth) >= 2];
 """
 
 

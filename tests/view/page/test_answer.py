@@ -1,7 +1,8 @@
-"""Test the first view of the page in a real browser: the prediction, the coloured text, and layers by tokens."""
+"""Test the first view of the page in a browser: the prediction, the coloured text, and layers by tokens."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 
@@ -147,7 +148,8 @@ def test_one_sentence_says_the_strongest_thing(opened, maps, query):
     row = both[1 - best].merge_heads().normalized().scores[layer, query]
     rest = max((row[0], "the first token"), (row[query], "the position itself"))
     assert text(browser, "#finding") == (
-        f"In layer {layer} {position} takes {percent(share)} of its {title} row{head} from “ t{key}” (token {key}). "
+        f"In layer {layer} {position} takes {percent(share)} of its {title} row{head} "
+        f"from “ t{key}” (token {key}). "
         f"{other} gives it {percent(row[key])} there and {percent(rest[0])} to {rest[1]}."
     )
     # The layer of the sentence is the one that the control shows.
@@ -440,38 +442,32 @@ def test_the_explanation_stays_closed(opened, maps):
     browser.execute_script("localStorage.clear()")
 
 
-CONTROLS = "#options button, #options select"
+CONTROLS = "#options button, #options select, #options input"
+CHANGE = """
+const box = arguments[0];
+if (box.matches("select")) box.selectedIndex = (box.selectedIndex + 1) % box.options.length;
+else if (box.matches("input")) box.value = +box.value === +box.min ? box.max : box.min;
+else return box.click();
+box.dispatchEvent(new Event(box.matches("select") ? "change" : "input"));
+"""
 
 
-def test_every_shown_control_changes_something(opened, maps):
+@pytest.mark.parametrize("view", ["layers", "text", "grid", "methods"])
+def test_every_shown_control_changes_something(opened, maps, view):
     """A control is shown only if the view takes account of it."""
-    for view in ("layers", "text", "grid", "methods"):
-        browser = opened(maps, f"view={view}&query=5&map=1&layer=1")
-        sliders = [one for one in all_of(browser, "#options input[type=range]") if one.is_displayed()]
-        assert len(sliders) == 1
-        before = picture(browser)
-        change = "arguments[0].value = 0; arguments[0].dispatchEvent(new Event('input'))"
-        doing(browser, lambda slider=sliders[0]: browser.execute_script(change, slider))
-        assert picture(browser) != before
-        place = -1
-        while controls := [one for one in all_of(browser, CONTROLS) if one.is_displayed()][
-            (place := place + 1) :
-        ]:
-            control = controls[0]
-            before = picture(browser)
-            if control.tag_name == "select":
-                if len(control.find_elements("css selector", "option")) == 1:
-                    continue
-                step = (
-                    "const box = arguments[0]; box.selectedIndex = (box.selectedIndex + 1) % box.options.length;"
-                    "box.dispatchEvent(new Event('change'))"
-                )
-                doing(browser, lambda one=control: browser.execute_script(step, one))
-            elif control.get_attribute("data-value") and control.get_attribute("aria-pressed") == "true":
-                continue
-            else:
-                doing(browser, control.click)
-            assert picture(browser) != before, (view, control.get_attribute("outerHTML"))
+    browser = opened(maps, f"view={view}&query=5&map=1&layer=1")
+    place, names = 0, set()
+    while place < len(controls := [one for one in all_of(browser, CONTROLS) if one.is_displayed()]):
+        control = controls[place]
+        place += 1
+        names.add(control.get_attribute("data-option") or control.get_attribute("id"))
+        # A pressed button of several is the choice already.
+        if control.get_attribute("data-value") and control.get_attribute("aria-pressed") == "true":
+            continue
+        before, described = picture(browser), control.get_attribute("outerHTML")
+        doing(browser, functools.partial(browser.execute_script, CHANGE, control))
+        assert picture(browser) != before, described
+    assert {"first", "diagonal", "layer"} <= names
 
 
 def picture(browser):

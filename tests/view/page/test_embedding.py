@@ -29,11 +29,13 @@ def m():
 
 def show(browser, tmp_path, policy, output):
     """Show an output in a sandboxed frame with this policy, and switch to the page in it."""
-    inner = f"<!DOCTYPE html><meta charset=utf-8><meta http-equiv=Content-Security-Policy content=\"{policy}\"><body>{output}"
+    start = f'<!DOCTYPE html><meta charset=utf-8><meta http-equiv=Content-Security-Policy content="{policy}">'
+    (tmp_path / "webview.html").write_text(f"{start}<body>{output}", encoding="utf-8")
+    frame = (
+        '<iframe src="webview.html" sandbox="allow-scripts allow-downloads" width=1200 height=900></iframe>'
+    )
     outer = tmp_path / "outer.html"
-    webview = tmp_path / "webview.html"
-    webview.write_text(inner, encoding="utf-8")
-    outer.write_text('<!DOCTYPE html><iframe src="webview.html" sandbox="allow-scripts allow-downloads" width=1200 height=900></iframe>')
+    outer.write_text(f"<!DOCTYPE html>{frame}")
     browser.get("about:blank")
     browser.get(f"file://{outer}")
     browser.switch_to.frame(browser.find_element("tag name", "iframe"))

@@ -302,6 +302,24 @@ def test_the_grid_names_every_cell_and_enlarges_what_is_clicked(opened, maps):
     )
 
 
+@pytest.mark.parametrize("width", [1300, 800])
+def test_the_enlarged_map_stays_in_sight(opened, browser, width):
+    size = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        opened(map_of(random_attention(layers=30, heads=4)), "view=grid&layer=0&head=0")
+        places = browser.execute_script(
+            "const bottom = document.querySelector('canvas[data-grid=all]').getBoundingClientRect().bottom;"
+            "scrollTo(0, bottom + scrollY - innerHeight);"
+            "const box = document.querySelector('canvas[data-grid=one]').getBoundingClientRect();"
+            "return [scrollY, box.top, box.bottom, innerHeight]"
+        )
+        assert places[0] > 500
+        assert 0 <= places[1] < places[2] <= places[3]
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def colour_at(browser, canvas, x, y):
     """Return the colour of a canvas at a place in pixels of the page."""
     return browser.execute_script(

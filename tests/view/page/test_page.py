@@ -207,6 +207,25 @@ def test_several_maps_and_several_prompts(tmp_path):
     assert "<script type" not in shown.split("<script>")[0].split("srcdoc=")[0]
 
 
+def test_it_opens_in_the_browser(monkeypatch, tmp_path):
+    opened = []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    page = lm.page(map_of())
+    path = page.open()
+    assert opened == [path.as_uri()]
+    assert path.is_relative_to(tmp_path)
+    assert path.read_text(encoding="utf-8") == page.html
+
+
+def test_it_contains_no_path_of_this_computer():
+    m = map_of(provenance={"model": "/home/somebody/tiny"})
+    page = lm.page({"one": m, "rolled": lm.rollout(m), "difference": m - map_of(provenance=m.provenance)})
+    assert "somebody" not in page.html
+    packed = data_of(page)["prompts"][0]
+    assert [one["provenance"].get("model") for one in packed[:2]] == ["tiny", "tiny"]
+
+
 def test_what_is_no_map():
     with pytest.raises(TypeError, match="maps: expected a MixingMap"):
         lm.page("text")
