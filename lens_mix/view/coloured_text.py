@@ -45,7 +45,9 @@ class TextBlock:
         for index, text in enumerate(texts):
             left += 0.06 if index == self.prediction else 0.0
             space = 0.03 if text.startswith(" ") else 0.0
-            size = measure([text.strip()], _TEXT_FONT) + 2 * _SPACE + space
+            # The prediction is bold.
+            letters = measure([text.strip()], _TEXT_FONT) * (1.13 if index == self.prediction else 1)
+            size = letters + 2 * _SPACE + space
             if left + size > width and left > 0:
                 left, line = 0.0, line + 1
             self.boxes.append((left, line, size, text.strip()))
@@ -62,7 +64,7 @@ class TextBlock:
         axes = picture.add_axes((0, 0, 1, 1), zorder=-1)
         axes.set(xlim=(0, whole_width), ylim=(0, whole_height))
         axes.set_axis_off()
-        colours = canvas.choose_colour_map(norm, cmap)
+        colours = canvas.choose_colour_map(norm.vmin < 0, cmap)
         for index, (place, line, width, text) in enumerate(self.boxes):
             bottom = top - _HEADING - line * _LINE - _BOX
             look: dict[str, Any] = {"lw": 0, "fc": "white", "ec": QUIET}

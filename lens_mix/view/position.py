@@ -109,7 +109,7 @@ class PositionView:
         rows = {name: m.select_queries([position]).merge_heads() for name, m in named.items()}
         groups, names = _group_keys(chosen, words)
         panels = [_read_panel(name, row, normalize, groups) for name, row in rows.items()]
-        own = None if chosen.key_tokens is not None else _find_group(groups, position)
+        own = _find_group(groups, position) if chosen.keys_are_tokens else None
         columns, numbers = _choose_columns(panels, own, keys, as_numbers)
         left_out = set() if own is None else {0, own}
         part = "key" if own is None else "word" if words else "token"
@@ -142,7 +142,7 @@ class PositionView:
         Args:
             panels: The maps that count; None: all. Their scores are compared as shares of the largest one.
         """
-        largest = torch.zeros(len(self.columns), dtype=torch.float64)
+        largest = torch.zeros(len(self.columns), dtype=torch.float64, device="cpu")
         for panel in self.panels if panels is None else panels:
             sizes = self.read_columns(panel)[0].abs().amax(0)
             largest = torch.maximum(largest, sizes / (sizes.max() or 1))

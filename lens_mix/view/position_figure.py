@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 _CELL = 0.15  # the largest width in inches of a column, so that each has a label
 _ROW = 0.13  # the height of a layer
-_WIDEST = 7.6  # the width of all heat maps side by side
+# The width of all heat maps side by side; of two, each has space for all labels of 36 tokens.
+_WIDEST, _WIDEST_OF_TWO = 7.6, 8.7
 _NUMBER = 0.29  # the smallest width of a column of numbers
 _NUMBER_FONT = 5.5
 _MARK = "#d1662c"
@@ -185,7 +186,8 @@ class _Frame:
             self.above = 0.24 if not view.numbers else 0.32
             names = measure([view.panels[index].name for index in self.grid], NAME_FONT) * 1.15 + 0.1
             names += 0 if common_scale else _BAR + 0.5
-            width = min(_CELL * len(view.columns), _WIDEST / self.columns)
+            widest = _WIDEST_OF_TWO if self.columns == 2 else _WIDEST
+            width = min(_CELL * len(view.columns), widest / self.columns)
             width = max(width, names - self.numbers, 1.5)
             height = min(max(_ROW * len(first.layers), 1.3), 6.5)
         fixed = self.left + self.columns * self.beside + (0.72 if common_scale else 0)
