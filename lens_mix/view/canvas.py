@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps, font_manager
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -217,7 +218,8 @@ def measure_longest(labels: Iterable[str], points: float) -> float:
     readable = [make_readable(label.replace("$", "S")) for label in labels if label.strip()]
     font = font_manager.FontProperties(family=list_families(readable))
     paths = (TextPath((0, 0), label, size=points, prop=font) for label in readable)
-    return max((path.get_extents().width for path in paths), default=0.0) / 72
+    # The control points of the letters' curves are enough; their exact extent takes ten times as long.
+    return max((float(np.ptp(path.vertices[:, 0])) for path in paths), default=0.0) / 72
 
 
 def wrap(text: str, points: float, inches: float) -> str:
@@ -225,14 +227,17 @@ def wrap(text: str, points: float, inches: float) -> str:
 
     A single longer word has a line of its own.
     """
-    lines: list[str] = []
+    lines: list[list[str]] = [[]]
+    space, used = measure_longest(["n"], points) / 2, 0.0
     for word in text.split(" "):
-        longer = f"{lines[-1]} {word}" if lines else word
-        if lines and measure_longest(longer.split("\n"), points) > inches:
-            lines.append(word)
-        else:
-            lines[-1:] = [longer]
-    return "\n".join(lines)
+        # A word may contain line breaks; what follows is then beside its last line.
+        pieces = word.split("\n")
+        if lines[-1] and used + space + measure_longest(pieces[:1], points) > inches:
+            lines.append([])
+            used = 0.0
+        used = (used + space if len(pieces) == 1 else 0.0) + measure_longest(pieces[-1:], points)
+        lines[-1].append(word)
+    return "\n".join(" ".join(line) for line in lines)
 
 
 def check_axes(ax: Any, figsize: Any, count: int, argument: str) -> None:

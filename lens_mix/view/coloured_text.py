@@ -35,7 +35,9 @@ class TextBlock:
         width: float,
         prediction: str | None,
     ) -> None:
-        self.heading, self.scores, self.outlined, self.width = heading, scores, outlined, width
+        self.scores, self.outlined = scores, outlined
+        self.heading = load_canvas().wrap(heading, NAME_FONT, width / 1.15)
+        self.top = _HEADING + 0.15 * self.heading.count("\n")  # the height of the heading
         texts = [_make_plain(token) for token in tokens]
         self.prediction = len(texts) if prediction is not None else None
         texts += [] if prediction is None else [_make_plain(prediction)]
@@ -52,7 +54,7 @@ class TextBlock:
                 left, line = 0.0, line + 1
             self.boxes.append((left, line, size, text.strip()))
             left += size
-        self.height = _HEADING + (line + 1) * _LINE
+        self.height = self.top + (line + 1) * _LINE
 
     def draw(self, picture: Any, left: float, top: float, norm: Any, cmap: Any) -> None:
         """Draw the block with its upper left corner at a place in inches."""
@@ -66,7 +68,7 @@ class TextBlock:
         axes.set_axis_off()
         colours = canvas.choose_colour_map(norm.vmin < 0, cmap)
         for index, (place, line, width, text) in enumerate(self.boxes):
-            bottom = top - _HEADING - line * _LINE - _BOX
+            bottom = top - self.top - line * _LINE - _BOX
             look: dict[str, Any] = {"lw": 0, "fc": "white", "ec": QUIET}
             ink, weight = INK, "normal"
             if index == self.prediction:

@@ -25,14 +25,15 @@ from tests.view.test_norm_figures import ratios
 def _tables() -> dict[str, Any]:
     dots = pd.DataFrame({"layer": [0, 1], "token": ["a", "b"], "weight": [0.1, 0.2], "norm": [1.0, 2.0]})
     rates = pd.DataFrame({"layer": [0, 0, 1, 1], "head": [0, 1, 0, 1], "rate": [0.1, 0.2, 0.3, 0.4]})
-    changes = pd.DataFrame(dict.fromkeys(("feed_forward", "residual", "norm", "whole"), [0.1, 0.2]))
+    changes = pd.DataFrame({key: [0.1, 0.2] for key in ("feed_forward", "residual", "norm", "whole")})
     board = {"method": ["alti"], "aggregation": ["rollout"], "x": [0.5], "x_low": [0.4], "x_high": [0.6]}
     return {"dots": dots, "rates": rates, "changes": changes, "board": pd.DataFrame(board)}
 
 
 def _figures() -> dict[str, Callable[..., Any]]:
     tables = _tables()
-    curves = PruningCurves((0.0, 1.0), *({"a": values, "random": values} for values in ((1.0, 0.0),) * 3), 8)
+    values = {"a": (1.0, 0.0), "random": (1.0, 0.5)}
+    curves = PruningCurves((0.0, 1.0), (0, 8), values, values, values, 8)
     tree = lm.attribution_tree(map_of(random_tree()))
     part = functools.partial
     return {
@@ -77,7 +78,7 @@ def test_a_figure_is_drawn_in_the_axes_of_a_user(name: str) -> None:
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_has_the_size_that_was_asked_for(name: str) -> None:
     figure = FIGURES[name](figsize=(6.5, 4.5))
-    assert figure.get_size_inches().tolist() == [6.5, 4.5]
+    assert figure.get_size_inches().tolist() == pytest.approx([6.5, 4.5])
     figure.canvas.draw()
     wrong: tuple[tuple[Any, type[Exception]], ...] = (
         ((0, 3), ValueError),
