@@ -114,6 +114,12 @@ def find_label(model: PreTrainedModel, label: Any, name: str) -> int | None:
     return names[label] if isinstance(label, str) else check_whole_number(name, label, 0, count - 1)
 
 
+def name_label(model: PreTrainedModel, number: int) -> str:
+    """Return the name of a label by its number, or the number as text if the label has no name."""
+    names, _ = _list_labels(model)
+    return next((label for label, own in names.items() if own == number), str(number))
+
+
 def _list_labels(model: PreTrainedModel) -> tuple[dict[str, int], int]:
     """Return the numbers of the labels by their names, and the number of labels."""
     kind, config = find_kind(model), model.config

@@ -18,8 +18,10 @@ from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.block import Block
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.masks import AllowedKeys, PromptMask
+from lens_mix.lens.predictions import join_explained
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.maps import MixingMap
+from lens_mix.maps.explained import Explained
 from lens_mix.method import RESIDUAL_KEY, Method
 from lens_mix.residual_shares import ResidualShares
 from lens_mix.session import CheckedPass, Session
@@ -209,8 +211,9 @@ class _Record:
             kind="layer" if method.scope == "layer" else "input",
             provenance={**self._provenance, **prompt_record, **provenance.details(blocks, index)},
             default_query=self._find_default_query(label, index, len(tokens)),
+            explained=self._explain(label, index),
             notes=(
-                *filter(None, (stack.gaps, self._dropped_classifier)),
+                *filter(None, (stack.gaps, self._dropped_classifier, clean.no_predictions)),
                 *prompt.notes,
                 *provenance.notes(scores, layers, queries),
                 *((provenance.SINK,) if has_sink else ()),
@@ -227,6 +230,19 @@ class _Record:
         explained = (block.record.default_rows[index] for block in self._blocks[label].values())
         positions = (position for position in explained if position is not None and position < count)
         return next(positions, 0 if is_encoder else None)
+
+    def _explain(self, label: str, index: int) -> tuple[Explained, ...]:
+        """Return what each row of one prompt's map explains: the prediction and the method's target."""
+        blocks, clean = self._blocks[label], self._checked_pass.clean
+        known = {
+            key: entry for block in blocks.values() for key, entry in block.record.explained[index].items()
+        }
+        indices = self._find_rows(index, has_some_rows=not blocks[max(blocks)].every_query).tolist()
+        targets = [known.get(row, known.get(None, Explained())) for row in indices]
+        if clean.predictions is None:
+            return tuple(targets)
+        rows = self._find_rows(index, has_some_rows=self._checked_pass.rows is not None).tolist()
+        return join_explained([clean.predictions[index][row] for row in rows], targets)
 
     def _select_scores(
         self,

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lens_mix.algebra.large_product import by_onednn
@@ -27,10 +27,16 @@ from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.components import UNEMBEDDING
 from lens_mix.lens.cross import names_before_cross, streams_before_cross
 from lens_mix.lens.effort import Effort
+from lens_mix.lens.known_faults import wrong_logits
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.model_classes import (
+    TransformerLensModel,
+    UnsupportedModelError,
+    transformer_lens_version,
+)
 from lens_mix.lens.prompts import pad_token, read_prompt
+from lens_mix.lens.provenance import dropped_classifier
 from lens_mix.lens.raw_errors import LibraryErrors
 from lens_mix.lens.rows import Rows, Selection, read_selection
 from lens_mix.lens.state import reading
@@ -178,7 +184,9 @@ class Session:
             real = batch.real_positions(lens.stack.name)
             rows = None if self.queries is None else Rows.of(self.queries, real)
             watched = self.recorded_layers if has_user_hooks(lens.modules) else []
-            clean = self._clean_pass(batch, rows, engines, watched, self._make_graph(batch, verification))
+            predict_at = self._positions_to_predict(real, rows, verification)
+            graph = self._make_graph(batch, verification)
+            clean = self._clean_pass(batch, rows, engines, watched, graph, predict_at)
             entering = streams_before_cross(clean, verification.anatomy)
             clean = dataclasses.replace(clean, z_factors=verification.z_factors, entering=entering)
             different = find_input_mismatch(clean)
@@ -261,6 +269,7 @@ class Session:
         engines: Mapping[str, str],
         hooked: Sequence[int],
         graph: AutogradGraph | None,
+        predict_at: Int[Tensor, "batch query"] | None,
     ) -> CleanPass:
         """Return the clean pass, which records only the rows that the methods and checks need.
 
@@ -270,6 +279,7 @@ class Session:
             engines: The engine of each method.
             hooked: The layers where z is compared, because user hooks may change it.
             graph: The autograd graph that the pass is to record, or None.
+            predict_at: The positions of the predictions to read, or None.
         """
         lens, layers = self.lens, self.recorded_layers
         for label, method in self.methods.items():
@@ -310,7 +320,23 @@ class Session:
             stop_after=last,
             rows=rows,
             graph=graph,
+            predict_at=predict_at,
         )
+
+    def _positions_to_predict(
+        self, real: Bool[Tensor, "batch pos"], rows: Rows | None, verification: Verification
+    ) -> Int[Tensor, "batch query"] | None:
+        """Return the positions of the rows, at which the clean pass reads the predictions, or None.
+
+        A bidirectional model predicts the tokens that it reads, so only its target has a prediction.
+        """
+        lens = self.lens
+        is_causal = verification.causal or lens.stack.reads_target
+        is_wrong = wrong_logits(lens.model_class, transformer_lens_version()) or dropped_classifier(lens)
+        if not is_causal or is_wrong:
+            return None
+        every = torch.arange(real.shape[1], device=real.device).expand(real.shape)
+        return every if rows is None else rows.positions
 
     def _make_graph(self, batch: Batch, verification: Verification) -> AutogradGraph | None:
         """Return the autograd graph that the clean pass is to record, or None if it is not needed.

@@ -28,6 +28,7 @@ the mapped part.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -38,6 +39,8 @@ from torch import Tensor
 from lens_mix import classifiers
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_whole_number, describe_value
 from lens_mix.lens import texts
+from lens_mix.lens.predictions import name_token, read_predictions
+from lens_mix.maps.explained import Explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -123,6 +126,11 @@ class Context:
             return f"; write {spaced!r}"
         return f"; lm.targets.token({ids[0]}) is the first of them alone" if ids else ""
 
+    def token_text(self, token: str | int) -> str:
+        """Return the text of a token in quotation marks, or its number if the model has no tokenizer."""
+        number = self.token_id(token)
+        return str(number) if self.tokenizer is None else repr(name_token(self.tokenizer, number))
+
     def position(self, position: int) -> int:
         """Return a position of the output as a number from 0; a negative one counts from the end.
 
@@ -167,6 +175,22 @@ class Target:
         """Return the default position of the map's row, or None for the default of the model."""
         return self.reads_position(context)
 
+    def in_words(self, context: Context) -> str:
+        """Return the target in words: "log probability of ' Italian'"."""
+        return type(self).__name__.lstrip("_")
+
+    def explain(self, context: Context, value: float) -> Explained:
+        """Return the target in words with its value, and the model's prediction where the target reads it."""
+        return self.predict(context)._replace(target=self.in_words(context), value=value)
+
+    def predict(self, context: Context) -> Explained:
+        """Return the prediction at the position that the target reads; an empty entry if it is unknown."""
+        position = self.reads_position(context)
+        if self.reads != "logits" or context.output.ndim != 3 or position is None:
+            return Explained()
+        logits = context.output[:1, position]
+        return read_predictions(logits, lambda token: name_token(context.tokenizer, token))[0]
+
     def at_row(self, position: int, context: Context) -> Target | None:
         """Return the target read at another position, or None if it is one number of the whole prompt."""
         reads_one = self.reads_position(context) is not None
@@ -194,15 +218,23 @@ class _Token(Target):
     of: Measure
 
     def of_prompt(self, context: Context) -> TargetFunction:
-        position = _find_position(context, self.position)
-        if self.token is None:
-            token = int(_select_position(context.output, position)[0].argmax())
-        else:
-            token = _find_token(context, self.token)
+        position, token = _find_position(context, self.position), self._resolve_token(context)
         return lambda logits: _measure(_select_position(logits, position), self.of)[:, token]
+
+    def _resolve_token(self, context: Context) -> int:
+        if self.token is not None:
+            return _find_token(context, self.token)
+        return int(_select_position(context.output, _find_position(context, self.position))[0].argmax())
 
     def reads_position(self, context: Context) -> int | None:
         return _find_position(context, self.position)
+
+    def in_words(self, context: Context) -> str:
+        token, measure = self._resolve_token(context), self.of.replace("_", " ")
+        return f"{measure} of {context.token_text(token) if context.output.ndim == 3 else f'class {token}'}"
+
+    def predict(self, context: Context) -> Explained:
+        return _predict_class(context) if context.output.ndim == 2 else super().predict(context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +255,9 @@ class _LogitDifference(Target):
     def reads_position(self, context: Context) -> int | None:
         return _find_position(context, self.position)
 
+    def in_words(self, context: Context) -> str:
+        return f"logit of {context.token_text(self.good)} minus that of {context.token_text(self.bad)}"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Class(Target):
@@ -231,8 +266,17 @@ class _Class(Target):
 
     def of_prompt(self, context: Context) -> TargetFunction:
         _require_classes(context, "class_")
-        index = int(context.output[0].argmax()) if self.index is None else context.token_id(self.index, "k")
+        index = self._find_index(context)
         return lambda logits: _measure(logits, self.of)[:, index]
+
+    def _find_index(self, context: Context) -> int:
+        return int(context.output[0].argmax()) if self.index is None else context.token_id(self.index, "k")
+
+    def in_words(self, context: Context) -> str:
+        return f"{self.of.replace('_', ' ')} of class {self._find_index(context)}"
+
+    def predict(self, context: Context) -> Explained:
+        return _predict_class(context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +293,12 @@ class _ClassDifference(Target):
             return float_logits[:, good] - float_logits[:, bad]
 
         return compute_difference
+
+    def in_words(self, context: Context) -> str:
+        return f"logit of class {self.good} minus that of class {self.bad}"
+
+    def predict(self, context: Context) -> Explained:
+        return _predict_class(context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +334,12 @@ class _Loss(Target):
     def reads_position(self, context: Context) -> int | None:
         return None if self.label is None else _find_position(context, self.position)
 
+    def in_words(self, context: Context) -> str:
+        if self.label is None:
+            return "loss of the next tokens"
+        label = context.token_text(self.label) if context.output.ndim == 3 else f"class {self.label}"
+        return f"loss of {label}"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Custom(Target):
@@ -293,6 +349,9 @@ class _Custom(Target):
 
     def of_prompt(self, context: Context) -> TargetFunction:
         return self.function
+
+    def in_words(self, context: Context) -> str:
+        return f"{getattr(self.function, '__name__', type(self.function).__name__)}({self.reads})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,9 +389,7 @@ class _HfClassifier(Target):
 
     def of_prompt(self, context: Context) -> Callable[..., Tensor]:
         own = self._find_own_pass(context)
-        position, index = self._find_position(own, context), self.index
-        if index is None:
-            index = int(_select_position(own.own, position)[0].argmax())
+        position, index = self._find_position(own, context), self._find_index(context)
 
         def compute_value(resid: Tensor, tokens: Tensor | None = None) -> Tensor:
             logits = own.logits(resid, tokens)
@@ -354,6 +411,26 @@ class _HfClassifier(Target):
         is_predicted = self.position is None and self._answers_questions
         is_one_number = self._find_own_pass(context).own.ndim == 2 or is_predicted
         return None if is_one_number else dataclasses.replace(self, position=position)
+
+    def in_words(self, context: Context) -> str:
+        name = functools.partial(classifiers.name_label, self.hf_model)
+        index = self._find_index(context)
+        if self.minus is not None:
+            return f"logit of {name(index)!r} minus that of {name(self.minus)!r}"
+        return f"{self.of.replace('_', ' ')} of {name(index)!r}"
+
+    def predict(self, context: Context) -> Explained:
+        if self._answers_questions or classifiers.gives_values(self.hf_model):
+            return Explained()
+        own = self._find_own_pass(context)
+        logits = _select_position(own.own, self._find_position(own, context))[:1]
+        return read_predictions(logits, functools.partial(classifiers.name_label, self.hf_model))[0]
+
+    def _find_index(self, context: Context) -> int:
+        own = self._find_own_pass(context)
+        if self.index is not None:
+            return self.index
+        return int(_select_position(own.own, self._find_position(own, context))[0].argmax())
 
     @property
     def _answers_questions(self) -> bool:
@@ -647,6 +724,10 @@ def _require_classes(context: Context, name: str) -> None:
             f"{tuple(context.output.shape)}; use targets.token for a token, targets.hf_classifier for a "
             "classifier of transformers, or targets.head for any other classifier"
         )
+
+
+def _predict_class(context: Context) -> Explained:
+    return read_predictions(context.output[:1], lambda index: f"class {index}")[0]
 
 
 def _find_token(context: Context, token: str | int, name: str = "token") -> int:

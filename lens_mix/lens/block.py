@@ -25,6 +25,7 @@ from lens_mix.lens.rows import rows_at
 from lens_mix.lens.stacks import Stack
 from lens_mix.lens.unembedding import Unembedding
 from lens_mix.lens.verification_record import Verification
+from lens_mix.maps.explained import Explained
 
 T = TypeVar("T")
 
@@ -38,16 +39,24 @@ class LayerRecord:
         warnings: The sentences for the map's notes.
         default_rows: The position, counted without padding, that the method's target reads. None: it reads
             no single position, or the logits are of other tokens than the rows.
+        explained: What the target explains in each row, by the row's index on the query axis. The key None
+            is for a target that is one number for all rows.
     """
 
     details: list[dict[str, Any]]
     warnings: list[list[str]]
     default_rows: list[int | None]
+    explained: list[dict[int | None, Explained]]
 
     @classmethod
     def of(cls, prompts: int) -> LayerRecord:
         """Return an empty record for a number of prompts."""
-        return cls([{} for _ in range(prompts)], [[] for _ in range(prompts)], [None] * prompts)
+        return cls(
+            [{} for _ in range(prompts)],
+            [[] for _ in range(prompts)],
+            [None] * prompts,
+            [{} for _ in range(prompts)],
+        )
 
 
 class Block:

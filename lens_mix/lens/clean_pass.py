@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair, record_attention, watch_pattern
@@ -17,9 +18,12 @@ from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Changes, forward_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.predictions import name_token, read_predictions
 from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, is_out_of_memory
 from lens_mix.lens.rows import Rows, rows_at
 from lens_mix.lens.tracebacks import find_user_code
+from lens_mix.lens.unembedding import row_at, unembedding_at
+from lens_mix.maps.explained import Explained
 
 # Pieces of torch's errors about different dtypes, or about a number that a dtype can't represent.
 _DTYPE_TEXTS = ("scalar type", "dtype", "without overflow")
@@ -54,6 +58,9 @@ class CleanPass:
         entering: Layer -> the residual stream before a mapped cross-attention.
         source_calls: For the joint part, the arguments and output of the encoder's first block.
         graph: The autograd graph of the pass; None if it was not requested.
+        predictions: For each prompt, the model's predictions at the requested positions; None if they were
+            not requested, or if the model has none.
+        no_predictions: Why requested predictions are missing, as a note.
     """
 
     lens: Lens
@@ -68,6 +75,8 @@ class CleanPass:
     entering: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
     source_calls: dict[int, BlockCall] = dataclasses.field(default_factory=dict)
     graph: AutogradGraph | None = None
+    predictions: list[list[Explained]] | None = None
+    no_predictions: str | None = None
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """Return the residual stream that the mapped attention's branch is added to."""
@@ -136,6 +145,7 @@ def clean_pass(
     rows: Rows | None = None,
     as_given: bool = False,
     graph: AutogradGraph | None = None,
+    predict_at: Int[Tensor, "batch query"] | None = None,
 ) -> CleanPass:
     """Make one forward pass, and record the blocks' calls and the tensors of the hooks.
 
@@ -146,10 +156,11 @@ def clean_pass(
         recorded: The dictionary that the hooks fill.
         required: Hook names that have to be in `recorded` afterwards.
         watched: The layers to fill `CleanPass.attended` for; None for all that run and have attention.
-        stop_after: The last block to run; the pass ends there.
+        stop_after: The last block to record. The pass ends there, unless it makes predictions.
         rows: The rows that the hooks record; None for all positions.
         as_given: As in `Lens.forward`.
         graph: The autograd graph that the pass builds; the pass has to reach the last block.
+        predict_at: The positions of the logits at which to read the model's predictions; None for none.
 
     Raises:
         ValueError: a hook point is missing, an input is out of range, or a block's output is not finite.
@@ -165,23 +176,51 @@ def clean_pass(
     capturing = captured_calls(dict(enumerate(lens.stack.blocks[: last + 1])), clean.calls)
     if lens.stack.source is not None:
         capturing += captured_calls({0: lens.stack.source.blocks[0]}, clean.source_calls)
-    # It is registered last, because it raises: torch would not call any hook after it.
-    capturing.append(forward_hook(lens.stack.blocks[last], stop_forward))
+    if predict_at is None:
+        # It is registered last, because it raises: torch would not call any hook after it.
+        capturing.append(forward_hook(lens.stack.blocks[last], stop_forward))
     hooks = lens.hooked([*fwd_hooks, *watching])
     mode, stopping = lens.evaluation_mode(gradients=graph is not None), contextlib.suppress(StopForward)
+    narrowing = unembedding_at(lens.model, predict_at)
     with mode, graph.built() if graph else contextlib.nullcontext(), hooks, Changes(capturing), stopping:
         try:
-            lens.forward(batch, as_given=as_given)
+            with narrowing as narrowed:
+                output = lens.forward(batch, as_given=as_given)
+            clean = _with_predictions(clean, output, predict_at, is_narrow=bool(narrowed))
         except StopForward:
             raise
         except Exception as problem:
-            if not is_out_of_memory(problem) and find_user_code(problem) is None:
-                _explain(lens, batch, problem)
-            raise
+            if predict_at is not None and last in clean.calls:
+                # All records are complete, so an error of the model's last modules must not prevent a map.
+                reason = f"the predictions are unknown: {type(problem).__name__}: {problem}"
+                clean = dataclasses.replace(clean, no_predictions=reason)
+            else:
+                if not is_out_of_memory(problem) and find_user_code(problem) is None:
+                    _explain(lens, batch, problem)
+                raise
     # Recorded tensors are detached even if the pass builds an autograd graph.
     recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
     _require_complete(clean, required, layers, last)
     return clean
+
+
+def _with_predictions(
+    clean: CleanPass, output: Any, positions: Int[Tensor, "batch query"] | None, *, is_narrow: bool
+) -> CleanPass:
+    """Return the pass with the predictions that its output contains.
+
+    Args:
+        clean: The pass.
+        output: What the model returned.
+        positions: The positions of the predictions.
+        is_narrow: Whether the output has these positions only.
+    """
+    logits = output if torch.is_tensor(output) else getattr(output, "logits", None)
+    if positions is None or logits is None or logits.ndim != 3:
+        return clean
+    rows = logits.detach() if is_narrow else row_at(logits.detach(), positions)
+    name = functools.partial(name_token, clean.lens.tokenizer)
+    return dataclasses.replace(clean, predictions=[read_predictions(each, name) for each in rows])
 
 
 def _explain(lens: Lens, batch: Batch, problem: Exception) -> None:

@@ -157,7 +157,8 @@ def to_dataframe(mixing_map: MixingMap) -> Table:
     """Return the map as a table in long form, with one row per entry.
 
     The columns are layer, (head,) query, key, query_token, key_token and score. Scores are raw, and NaN if
-    the query could not see the key. `attrs` contains the other fields as JSON. The table's `to_csv` and
+    the query could not see the key. If the map has predictions, the columns prediction and probability
+    repeat those of the row. `attrs` contains the other fields as JSON. The table's `to_csv` and
     `to_excel` write a token that may be misread (`NA`, `01`, `=1+1`) as a JSON string.
     `MixingMap.from_dataframe` decodes it.
     """
@@ -173,6 +174,12 @@ def to_dataframe(mixing_map: MixingMap) -> Table:
         repeated = np.asarray(tokens, dtype=object)[table[axis]]
         table[f"{axis}_token"] = pd.Series(repeated, dtype=object)
     table["score"] = _mask_scores(mixing_map).ravel()
+    if mixing_map.explained is not None:
+        row_of = {position: row for row, position in enumerate(mixing_map.query_positions)}
+        rows = table["query"].map(row_of)
+        for name in ("prediction", "probability"):
+            values = np.asarray([getattr(entry, name) for entry in mixing_map.explained], dtype=object)
+            table[name] = pd.Series(values[rows], dtype=object if name == "prediction" else float)
     table = Table(table)
     table.attrs = _make_attributes(mixing_map)
     return table
@@ -190,7 +197,10 @@ def _make_attributes(mixing_map: MixingMap) -> dict[str, Any]:
     attributes = {"method": mixing_map.method, "kind": mixing_map.kind, "causal": int(mixing_map.causal)}
     for name in ("parameters", "provenance", "notes", "residual", "tokens", "default_query"):
         attributes[name] = as_json(getattr(mixing_map, name))
-    attributes["explained"] = as_json(as_records(mixing_map.explained))
+    # The rows of a table may be in another order, so each entry is stored under the position of its row.
+    records = as_records(mixing_map.explained)
+    by_position = None if records is None else dict(zip(mixing_map.query_positions, records, strict=True))
+    attributes["explained"] = as_json(by_position)
     return {**attributes, "keys_are_tokens": int(mixing_map.keys_are_tokens), "unit": "raw"}
 
 

@@ -10,6 +10,10 @@ from lens_mix.arguments import check_items, check_number, describe_value
 _EXPECTED = "one lens_mix.maps.explained.Explained (or a dict of its fields) per row"
 
 
+# A target that is one of these measures of the prediction is not named beside it.
+_MEASURES = ("probability", "log probability", "logit")
+
+
 class Explained(NamedTuple):
     """What the model predicts at the position of a row, and the target that the row explains.
 
@@ -31,7 +35,8 @@ class Explained(NamedTuple):
     def __str__(self) -> str:
         """Return the prediction, and the target if it is about another token: `' Italian' 0.66`."""
         prediction = "" if self.prediction is None else f"{self.prediction!r} {self.probability:.2f}"
-        is_same = self.prediction is not None and (self.target or "").endswith(f" of {self.prediction!r}")
+        names = (repr(self.prediction), self.prediction)
+        is_same = self.target in {f"{measure} of {name}" for measure in _MEASURES for name in names}
         if self.target is None or is_same:
             return prediction
         target = f"{self.target} = {self.value:.3g}"
@@ -66,7 +71,7 @@ def _as_entry(entry: Any) -> Explained:
     if not isinstance(entry, Explained):
         raise TypeError(f"explained: expected {_EXPECTED}, got {describe_value(entry)}")
     if (entry.prediction is None) != (entry.probability is None):
-        raise ValueError(f"explained: expected a prediction with its probability, got {entry}")
+        raise ValueError(f"explained: expected a prediction with its probability, got {tuple(entry)}")
     if entry.probability is not None:
         check_number("explained", entry.probability, 0, 1)
     return entry

@@ -65,7 +65,24 @@ def from_dataframe(cls: type[MixingMap], /, table: pandas.DataFrame, **fields: A
     if labels["key"] != list(range(len(keys))):
         raise ValueError(f"table: expected keys 0 to {len(keys) - 1}, got {describe_value(labels['key'])}")
     scores = by_entry.to_numpy().reshape(shape)
-    return cls(**{**_make_fields(scores, labels, queries, keys, table.attrs), **fields})
+    made = _make_fields(scores, labels, queries, keys, table.attrs)
+    if "explained" not in made and {"prediction", "probability"} <= set(table.columns):
+        made["explained"] = _read_predictions(table, labels["query"])
+    return cls(**{**made, **fields})
+
+
+def _read_predictions(table: pandas.DataFrame, positions: list[int]) -> list[dict[str, Any]]:
+    """Return the prediction of each row, which a CSV file has in columns."""
+    from lens_mix.tables import read_cell
+
+    first = table.drop_duplicates("query").set_index("query")
+    found = first.loc[positions, ["prediction", "probability"]].to_dict("records")
+    return [
+        {"prediction": read_cell(entry["prediction"]), "probability": float(entry["probability"])}
+        if isinstance(entry["prediction"], str)
+        else {}
+        for entry in found
+    ]
 
 
 def _to_numbers(column: pandas.Series, name: str) -> pandas.Series:
@@ -138,6 +155,8 @@ def _make_fields(
     fields: dict[str, Any] = {name: attrs[name] for name in ("method", "kind") if name in attrs}
     fields |= {name: json.loads(attrs[name]) for name in _JSON_FIELDS if name in attrs}
     fields = {name: value for name, value in fields.items() if value is not None}
+    if "explained" in fields:
+        fields["explained"] = [fields["explained"].get(str(position)) for position in labels["query"]]
     names = list(keys.values())
     have_same_tokens = all(keys.get(position) == token for position, token in queries.items())
     keys_are_tokens = bool(attrs.get("keys_are_tokens", have_same_tokens))

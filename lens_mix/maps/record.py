@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -61,6 +61,23 @@ class Source(NamedTuple):
     token: str
     position: int
     score: float
+
+
+class Sources(list[Source]):
+    """A list of sources that also says what they explain: it prints one line for each of them.
+
+    Attributes:
+        explanation: What the row explains, as `MixingMap.explanation` returns it.
+    """
+
+    def __init__(self, sources: Iterable[Source], explanation: str = "") -> None:
+        super().__init__(sources)
+        self.explanation = explanation
+
+    def __repr__(self) -> str:
+        """Return the explanation and one line per source: its score, its token and its position."""
+        lines = [f"{source.score:>9.4g}  {source.token!r} ({source.position})" for source in self]
+        return "\n".join([self.explanation, *lines] if self.explanation else lines)
 
 
 class HeadScore(NamedTuple):
@@ -605,10 +622,11 @@ class MixingMap:
         layer: int = -1,
         head: int | None = None,
         unit: Literal["raw", "share"] = "raw",
-    ) -> list[Source]:
+    ) -> Sources:
         """Return the `k` keys with the largest scores among those that the query could see, largest first.
 
-        Scores are compared by magnitude, and keep their signs.
+        Scores are compared by magnitude, and keep their signs. The list prints what the row explains, and a
+        line per key.
 
         Args:
             k: The number of keys, 1 or more.
@@ -630,7 +648,8 @@ class MixingMap:
         visible = self.visible()[index, row].nonzero().flatten()
         # A stable sort puts the first of equal keys first.
         best = visible[torch.sort(scores[visible].abs(), descending=True, stable=True).indices[:k]].tolist()
-        return [Source(self.key_labels[key], key, scores[key].item()) for key in best]
+        found = (Source(self.key_labels[key], key, scores[key].item()) for key in best)
+        return Sources(found, self.explanation(query))
 
     def top_heads(
         self,

@@ -233,6 +233,9 @@ def bind(blocks: Sequence[Block], target: TargetLike) -> BoundTarget:
         RuntimeError: torch's inference mode is on.
     """
     bound, _ = _bound(blocks, target, lambda read, context, prompt, start: {0: read})
+    for by_row in blocks[-1].record.explained:
+        # The target is one number for all rows, so it is not that of the first row alone.
+        by_row[None] = by_row.pop(0)
     return bound
 
 
@@ -282,6 +285,7 @@ def _bound(
         for within, placed in targets_of(read, context, prompt, span.start).items():
             functions.append(placed.of_prompt(context))
             clean.append(evaluate(functions[-1], context.output))
+            blocks[-1].record.explained[prompt][within] = placed.explain(context, float(clean[-1]))
             position = placed.reads_position(context)
             positions += [] if position is None else [position + span.start]
             index.append((prompt, within))
