@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps, font_manager
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -22,7 +23,7 @@ from lens_mix.arguments import check_instance, check_items, check_number
 from lens_mix.files import replacing
 from lens_mix.view.colours import BLUES, HIDDEN, SIGNED
 from lens_mix.view.fonts import list_families, make_readable
-from lens_mix.view.labels import FONT, INK, QUIET, TITLE_FONT, place_labels
+from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, place_labels
 
 _LINE = "#cccccc"
 DARK = BLUES[10]
@@ -88,6 +89,76 @@ class Picture(Figure):
         return image.getvalue()
 
 
+class Panel:
+    """A figure of one panel: axes with a title, in a new figure or in axes that a user gave.
+
+    Attributes:
+        axes: The axes.
+    """
+
+    def __init__(self, axes: Any, picture: Picture | None) -> None:
+        self.axes, self._picture = axes, picture
+
+    def add_colour_bar(self, image: Any, extend: str = "neither") -> Any:
+        """Return a new colour bar at the right of the panel."""
+        if self._picture is None:
+            bar = self.axes.figure.colorbar(image, ax=self.axes, extend=extend, pad=0.02, aspect=30)
+            style_bar(bar)
+            return bar
+        box = self.axes.get_position()
+        width, height = self._picture.get_size_inches()
+        left, bottom = box.x1 * width + 0.1, box.y0 * height
+        return self._picture.add_colour_bar(image, left, bottom, box.height * height, extend)
+
+    def finish(self) -> Figure:
+        """Return the figure, after its texts have a font for every character."""
+        return finish_axes(self.axes) if self._picture is None else self._picture
+
+
+def open_panel(
+    left: float,
+    bottom: float,
+    inner: tuple[float, float],
+    beside: tuple[float, float],
+    title: str | None,
+    ax: Any,
+    figsize: Any,
+) -> Panel:
+    """Return a panel with its title, in a new figure or in axes that a user gave.
+
+    Args:
+        left: The space at the left of the panel, in inches.
+        bottom: The space below it.
+        inner: Its width and height.
+        beside: The space at its right and above it.
+        title: The title; None or "": no title.
+        ax: The axes of a user, or None.
+        figsize: The size that a user asked for, or None.
+
+    Raises:
+        TypeError: If `ax` is not matplotlib axes, or `figsize` not a pair of numbers.
+        ValueError: If both are given, or `figsize` is too small.
+    """
+    if ax is not None:
+        check_axes(ax, figsize, 1, "")
+        if title:
+            ax.set_title(title, size=NAME_FONT, color=INK, loc="left", parse_math=False)
+        return Panel(ax, None)
+    size = (left + inner[0] + beside[0], bottom + inner[1] + beside[1])
+    if figsize is not None:
+        size = check_size(figsize)
+        inner = (size[0] - left - beside[0], size[1] - bottom - beside[1])
+        if min(inner) < 0.5:
+            needed = (left + 0.5 + beside[0], bottom + 0.5 + beside[1])
+            raise ValueError(
+                f"figsize: expected at least {needed[0]:.1f} x {needed[1]:.1f} inches for these labels, got "
+                f"{size[0]} x {size[1]}"
+            )
+    picture = Picture(*size)
+    picture.write_title(wrap(title or "", 10, (size[0] - 0.24) / 1.15), size=10)
+    return Panel(picture.add_box(left, bottom, *inner), picture)
+
+
 def draw_thin_frame(axes: Any, ticks: float) -> None:
     """Draw thin grey spines, and ticks of this length in points."""
     axes.spines[:].set(color=_LINE, linewidth=0.6)
@@ -106,15 +177,15 @@ def make_colour_map(signed: bool) -> Colormap:
     return LinearSegmentedColormap.from_list("lens_mix", steps).with_extremes(bad=HIDDEN)
 
 
-def choose_colour_map(norm: Any, cmap: str | Colormap | None) -> Colormap:
-    """Return the colour map that a user chose, or the one that fits the scale; masked entries are grey.
+def choose_colour_map(signed: bool, cmap: str | Colormap | None) -> Colormap:
+    """Return the colour map that a user chose, or the one that fits the scores; masked entries are grey.
 
     Raises:
         TypeError: If `cmap` is neither a name nor a colour map.
         ValueError: If there is no colour map of this name.
     """
     if cmap is None:
-        return make_colour_map(signed=norm.vmin < 0)
+        return make_colour_map(signed)
     check_instance("cmap", cmap, (str, Colormap), "a colour map of matplotlib or its name")
     if isinstance(cmap, str) and cmap not in colormaps:
         raise ValueError(f"cmap: expected a name in matplotlib.colormaps, such as 'viridis', got {cmap!r}")
@@ -147,7 +218,8 @@ def measure_longest(labels: Iterable[str], points: float) -> float:
     readable = [make_readable(label.replace("$", "S")) for label in labels if label.strip()]
     font = font_manager.FontProperties(family=list_families(readable))
     paths = (TextPath((0, 0), label, size=points, prop=font) for label in readable)
-    return max((path.get_extents().width for path in paths), default=0.0) / 72
+    # The control points of the letters' curves are enough; their exact extent takes ten times as long.
+    return max((float(np.ptp(path.vertices[:, 0])) for path in paths), default=0.0) / 72
 
 
 def wrap(text: str, points: float, inches: float) -> str:
@@ -155,14 +227,17 @@ def wrap(text: str, points: float, inches: float) -> str:
 
     A single longer word has a line of its own.
     """
-    lines: list[str] = []
+    lines: list[list[str]] = [[]]
+    space, used = measure_longest(["n"], points) / 2, 0.0
     for word in text.split(" "):
-        longer = f"{lines[-1]} {word}" if lines else word
-        if lines and measure_longest([longer], points) > inches:
-            lines.append(word)
-        else:
-            lines[-1:] = [longer]
-    return "\n".join(lines)
+        # A word may contain line breaks; what follows is then beside its last line.
+        pieces = word.split("\n")
+        if lines[-1] and used + space + measure_longest(pieces[:1], points) > inches:
+            lines.append([])
+            used = 0.0
+        used = (used + space if len(pieces) == 1 else 0.0) + measure_longest(pieces[-1:], points)
+        lines[-1].append(word)
+    return "\n".join(" ".join(line) for line in lines)
 
 
 def check_axes(ax: Any, figsize: Any, count: int, argument: str) -> None:

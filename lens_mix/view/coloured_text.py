@@ -35,7 +35,9 @@ class TextBlock:
         width: float,
         prediction: str | None,
     ) -> None:
-        self.heading, self.scores, self.outlined, self.width = heading, scores, outlined, width
+        self.scores, self.outlined = scores, outlined
+        self.heading = load_canvas().wrap(heading, NAME_FONT, width / 1.15)
+        self.top = _HEADING + 0.15 * self.heading.count("\n")  # the height of the heading
         texts = [_make_plain(token) for token in tokens]
         self.prediction = len(texts) if prediction is not None else None
         texts += [] if prediction is None else [_make_plain(prediction)]
@@ -45,12 +47,14 @@ class TextBlock:
         for index, text in enumerate(texts):
             left += 0.06 if index == self.prediction else 0.0
             space = 0.03 if text.startswith(" ") else 0.0
-            size = measure([text.strip()], _TEXT_FONT) + 2 * _SPACE + space
+            # The prediction is bold.
+            letters = measure([text.strip()], _TEXT_FONT) * (1.13 if index == self.prediction else 1)
+            size = letters + 2 * _SPACE + space
             if left + size > width and left > 0:
                 left, line = 0.0, line + 1
             self.boxes.append((left, line, size, text.strip()))
             left += size
-        self.height = _HEADING + (line + 1) * _LINE
+        self.height = self.top + (line + 1) * _LINE
 
     def draw(self, picture: Any, left: float, top: float, norm: Any, cmap: Any) -> None:
         """Draw the block with its upper left corner at a place in inches."""
@@ -62,9 +66,9 @@ class TextBlock:
         axes = picture.add_axes((0, 0, 1, 1), zorder=-1)
         axes.set(xlim=(0, whole_width), ylim=(0, whole_height))
         axes.set_axis_off()
-        colours = canvas.choose_colour_map(norm, cmap)
+        colours = canvas.choose_colour_map(norm.vmin < 0, cmap)
         for index, (place, line, width, text) in enumerate(self.boxes):
-            bottom = top - _HEADING - line * _LINE - _BOX
+            bottom = top - self.top - line * _LINE - _BOX
             look: dict[str, Any] = {"lw": 0, "fc": "white", "ec": QUIET}
             ink, weight = INK, "normal"
             if index == self.prediction:

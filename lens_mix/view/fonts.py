@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,10 @@ _UNUSABLE = regex.compile(r"Color ?Emoji|Apple Emoji|Last ?Resort|Adobe Blank|\.
 _IS_JAPANESE = regex.compile(r"[\p{Hiragana}\p{Katakana}]")
 _IS_KOREAN = regex.compile(r"\p{Hangul}")
 
+# Joiners, marks of direction and selectors of a variant change other characters, and are not drawn.
+_IS_INVISIBLE = regex.compile(r"\p{Cf}|[\uFE00-\uFE0F]")
+_MOST_NUMBERS = 2  # how many numbers are written for neighbouring characters without a font
+
 _warned: set[str] = set()
 
 
@@ -49,6 +54,7 @@ def list_families(texts: Iterable[str]) -> list[str]:
 def make_readable(text: str) -> str:
     """Return the text with a number, such as U+4E2D, for each character that no installed font has.
 
+    Of more than two such characters in a row, two have their numbers, and … is for the others.
     The first time that a script has no font, a warning says what to install.
     """
     if text.isascii():
@@ -57,7 +63,15 @@ def make_readable(text: str) -> str:
     missing = [character for character in dict.fromkeys(text) if _find_family(character, order) is None]
     for character in missing:
         _warn_once(character)
-    return "".join(f"U+{ord(character):04X}" if character in missing else character for character in text)
+    shown = []
+    for is_missing, run in itertools.groupby(text, missing.__contains__):
+        characters = list(run)
+        if is_missing:
+            shown += [f"U+{ord(character):04X}" for character in characters[:_MOST_NUMBERS]]
+            shown += ["…"] if len(characters) > _MOST_NUMBERS else []
+        else:
+            shown += characters
+    return "".join(shown)
 
 
 def _base_families() -> list[str]:
@@ -75,8 +89,8 @@ def _order_scripts(text: str) -> tuple[str, ...]:
 
 def _find_family(character: str, preferred: tuple[str, ...]) -> str | None:
     """Return a family that has the character; None if no installed font has it."""
-    if character.isascii() or unicodedata.category(character) in ("Cf", "Mn"):
-        return _base_families()[0]  # a mark or a joiner is drawn by the font of the character before it
+    if character.isascii() or _IS_INVISIBLE.match(character):
+        return _base_families()[0]
     base = tuple(_base_families())
     if (family := _search(character, base, preferred)) is None and _add_new_fonts():
         _search.cache_clear()

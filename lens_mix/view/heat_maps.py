@@ -133,7 +133,7 @@ def draw_cells(
     drawn = scores.detach().to("cpu", torch.float64).clamp_min(norm.vmin)
     image = axes.imshow(
         np.ma.masked_array(drawn.numpy(), ~visible.cpu().numpy()),
-        cmap=canvas.choose_colour_map(norm, cmap),
+        cmap=canvas.choose_colour_map(norm.vmin < 0, cmap),
         norm=norm,
         aspect="auto",
         interpolation="nearest",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,15 @@ def name_model(provenance: Mapping[str, Any]) -> str:
         return name
     meaningful = [folder for folder in folders if not _MEANS_NOTHING.fullmatch(folder)]
     return (meaningful or folders or [""])[-1]
+
+
+def quote(token: str) -> str:
+    """Return a token in quotation marks, for a sentence.
+
+    A token of a script that is written from right to left does not change the order of the words around it.
+    """
+    isolated = any(unicodedata.bidirectional(character) in ("R", "AL") for character in token)
+    return f"\u2068{token!r}\u2069" if isolated else repr(token)
 
 
 def make_row_visible(label: str) -> str:

@@ -14,7 +14,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.exchange import full_name
 from lens_mix.maps.positions import Queries, as_position, as_positions
 from lens_mix.maps.words import merge_axis, resolve_groups
-from lens_mix.view.labels import make_subtitle
+from lens_mix.view.labels import make_subtitle, quote
 from lens_mix.view.layers import name_layers
 from lens_mix.view.strongest import Strongest, find_strongest
 
@@ -109,12 +109,12 @@ class PositionView:
         rows = {name: m.select_queries([position]).merge_heads() for name, m in named.items()}
         groups, names = _group_keys(chosen, words)
         panels = [_read_panel(name, row, normalize, groups) for name, row in rows.items()]
-        own = None if chosen.key_tokens is not None else _find_group(groups, position)
+        own = _find_group(groups, position) if chosen.keys_are_tokens else None
         columns, numbers = _choose_columns(panels, own, keys, as_numbers)
         left_out = set() if own is None else {0, own}
         part = "key" if own is None else "word" if words else "token"
         best = find_best(panels, left_out)
-        found = "" if best is None else f"{names[best[1].key]!r} ({part} {best[1].key})"
+        found = "" if best is None else f"{quote(names[best[1].key])} ({part} {best[1].key})"
         explanation = next(filter(None, (row.explanation(position) for row in rows.values())), "")
         unit = ", ".join(dict.fromkeys(panel.unit for panel in panels))
         return PositionView(
@@ -123,7 +123,7 @@ class PositionView:
             columns,
             numbers,
             explanation[:1].upper() + explanation[1:]
-            or f"What position {position}, {tokens[position]!r}, used",
+            or f"What position {position}, {quote(tokens[position])}, used",
             "" if best is None else describe_best(panels, best, found),
             best,
             make_subtitle(chosen, unit),
@@ -142,7 +142,7 @@ class PositionView:
         Args:
             panels: The maps that count; None: all. Their scores are compared as shares of the largest one.
         """
-        largest = torch.zeros(len(self.columns), dtype=torch.float64)
+        largest = torch.zeros(len(self.columns), dtype=torch.float64, device="cpu")
         for panel in self.panels if panels is None else panels:
             sizes = self.read_columns(panel)[0].abs().amax(0)
             largest = torch.maximum(largest, sizes / (sizes.max() or 1))

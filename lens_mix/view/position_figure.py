@@ -18,6 +18,8 @@ from lens_mix.view.labels import (
     TITLE_FONT,
     count_labels,
     make_visible,
+    place_labels,
+    quote,
     space_evenly,
 )
 from lens_mix.view.lazy import load_canvas
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 
 _CELL = 0.15  # the largest width in inches of a column, so that each has a label
 _ROW = 0.13  # the height of a layer
-_WIDEST = 7.6  # the width of all heat maps side by side
+# The width of all heat maps side by side; of two, each has space for all labels of 36 tokens.
+_WIDEST, _WIDEST_OF_TWO = 7.6, 8.7
 _NUMBER = 0.29  # the smallest width of a column of numbers
 _NUMBER_FONT = 5.5
 _MARK = "#d1662c"
@@ -164,67 +167,83 @@ class _Frame:
         common_scale: bool,
         figsize: tuple[float, float] | None,
     ) -> None:
-        canvas = load_canvas()
-        measure = canvas.measure_longest
         self.view, self.common = view, common_scale
         self.texts = [index for index, panel in enumerate(view.panels) if panel.has_one_layer]
         self.grid = [index for index, panel in enumerate(view.panels) if not panel.has_one_layer]
-        self.count = len(self.grid)
-        self.rows = math.ceil(self.count / columns)
-        self.columns = math.ceil(self.count / self.rows) if self.count else 0
+        self.rows = math.ceil(len(self.grid) / columns)
+        self.columns = math.ceil(len(self.grid) / self.rows) if self.grid else 0
         self.key_labels = [make_visible(view.keys[key]) for key in view.columns]
         self.numbers = _measure_numbers(view) * len(view.numbers) + (0.06 if view.numbers else 0)
-        self.left = 0.12
         self.beside = self.numbers + 0.18
-        self.below, self.above = 0.1, 0.0
-        width, height = 6.2, 0.0
-        if self.grid:
-            first = view.panels[self.grid[0]]
-            self.left = 0.4 + measure(first.row_labels, FONT)
-            self.below = 0.16 + measure(self.key_labels, FONT)
-            self.above = 0.24 if not view.numbers else 0.32
-            names = measure([view.panels[index].name for index in self.grid], NAME_FONT) * 1.15 + 0.1
-            names += 0 if common_scale else _BAR + 0.5
-            width = min(_CELL * len(view.columns), _WIDEST / self.columns)
-            width = max(width, names - self.numbers, 1.5)
-            height = min(max(_ROW * len(first.layers), 1.3), 6.5)
+        row_labels = view.panels[self.grid[0]].row_labels if self.grid else []
+        self.left = 0.4 + load_canvas().measure_longest(row_labels, FONT) if self.grid else 0.12
         fixed = self.left + self.columns * self.beside + (0.72 if common_scale else 0)
-        whole = max(fixed + self.columns * width, 4.6) if self.grid else 6.6
+        whole, width = self._choose_width(fixed) if figsize is None else (figsize[0], figsize[0] - fixed)
+        width = width if figsize is None else width / max(self.columns, 1)
+        around = self._place_head(title, max(whole, 1.0)) + self.rows * self._measure_labels(width) + 0.06
+        height = min(max(_ROW * len(row_labels), 1.3), 6.5)
         if figsize is not None:
-            whole = figsize[0]
-            width = (whole - fixed) / max(self.columns, 1)
-        elif self.grid and whole > fixed + self.columns * width:
-            # A figure of few tokens is as wide as its title, so its heat maps are wider.
-            width = min((whole - fixed) / self.columns, 2 * width)
-            whole = max(fixed + self.columns * width, 4.2)
-        inner = whole - 0.24
+            needed = (max(fixed + self.columns * 0.8, 2.0), around + self.rows * 0.6)
+            if figsize[0] < needed[0] or figsize[1] < needed[1]:
+                raise ValueError(
+                    f"figsize: expected at least {needed[0]:.1f} x {needed[1]:.1f} inches for these labels, "
+                    f"got {figsize[0]} x {figsize[1]}"
+                )
+            height = (figsize[1] - around) / max(self.rows, 1)
+        self.panel = (width, height)
+        self.size = (whole, around + self.rows * height if figsize is None else figsize[1])
+
+    def _choose_width(self, fixed: float) -> tuple[float, float]:
+        """Return the width of the figure and that of each heat map, as the labels need.
+
+        Args:
+            fixed: The width of what is beside the heat maps.
+        """
+        if not self.grid:
+            return 6.6, 0.0
+        names = [self.view.panels[index].name for index in self.grid]
+        # A small colour bar is beside the name of each heat map that has its own scale.
+        longest = load_canvas().measure_longest(names, NAME_FONT) * 1.15 + 0.1
+        longest += 0 if self.common else _BAR + 0.5
+        widest = _WIDEST_OF_TWO if self.columns == 2 else _WIDEST
+        width = min(_CELL * len(self.view.columns), widest / self.columns)
+        width = max(width, longest - self.numbers, 1.5)
+        # The heat maps of a few tokens are wider, so that the title has space.
+        width = max(width, min((4.6 - fixed) / self.columns, 2 * width))
+        return fixed + self.columns * width, width
+
+    def _place_head(self, title: str, whole: float) -> float:
+        """Break the texts into lines, and return the height of all that is above the heat maps."""
+        canvas, inner = load_canvas(), whole - 0.24
         self.title = canvas.wrap(title, TITLE_FONT, inner / 1.15)
-        self.sentence = canvas.wrap(view.sentence, _SENTENCE_FONT, inner / 1.1)
-        subtitle = " · ".join(filter(None, (view.subtitle, _explain_numbers(view))))
+        self.sentence = canvas.wrap(self.view.sentence, _SENTENCE_FONT, inner / 1.1)
+        subtitle = " · ".join(filter(None, (self.view.subtitle, _explain_numbers(self.view))))
         self.subtitle = canvas.wrap(subtitle, FONT, inner / 1.1)
         self.title_height = 0.17 + (self.measure_height(self.title, TITLE_FONT) if title else 0)
         head = self.title_height + self.measure_height(self.sentence, _SENTENCE_FONT)
         self.head = head + self.measure_height(self.subtitle, FONT) + 0.06
         self.blocks = [self._make_block(index, inner) for index in self.texts]
         self.block_height = sum(block.height + 0.16 for block in self.blocks)
-        around = self.head + self.block_height + self.rows * (self.above + self.below) + 0.06
-        if figsize is not None and self.rows:
-            height = (figsize[1] - around) / self.rows
-        needed = (fixed + self.columns * 0.8, around + self.rows * 0.6)
-        if figsize is not None and (figsize[0] < needed[0] or figsize[1] < needed[1]):
-            raise ValueError(
-                f"figsize: expected at least {needed[0]:.1f} x {needed[1]:.1f} inches for these labels, got "
-                f"{figsize[0]} x {figsize[1]}"
-            )
-        self.panel = (width, height)
-        self.size = (whole, around + self.rows * height if figsize is None else figsize[1])
+        return self.head + self.block_height
+
+    def _measure_labels(self, width: float) -> float:
+        """Return the height of the name above a heat map, and of the tokens below it."""
+        self.above = 0.32 if self.view.numbers else 0.24
+        limit, count = count_labels(width, FONT), len(self.key_labels)
+        panels = [self.view.panels[index] for index in self.grid]
+        chosen = {
+            key for panel in panels for key in place_labels(count, limit, self.view.rank_columns([panel]))
+        }
+        labels = [self.key_labels[key] for key in chosen]
+        self.below = 0.16 + float(load_canvas().measure_longest(labels, FONT))
+        return float(self.above + self.below)
 
     def _make_block(self, index: int, width: float) -> TextBlock:
         view, panel = self.view, self.view.panels[index]
         scores = panel.scores[0].tolist()
         numbers = [f"{name} {panel.write_score(scores[key])}" for name, key in view.numbers.items()]
         largest = view.columns[view.rank_columns([panel])[0]]
-        numbers.append(f"{view.keys[largest]!r} {panel.write_score(scores[largest])}")
+        numbers.append(f"{quote(view.keys[largest])} {panel.write_score(scores[largest])}")
         heading = f"{panel.name}, {panel.unit}: {', '.join(numbers)}"
         shown = sorted([*view.columns, *view.numbers.values()])
         tokens = [view.keys[key] for key in shown]
@@ -245,7 +264,7 @@ class _Frame:
 
 def _explain_numbers(view: PositionView) -> str:
     """Return what the numbers beside the layers are."""
-    meanings = {"first": f"the first token {view.keys[0]!r}", "own": "the position itself"}
+    meanings = {"first": f"the first token {quote(view.keys[0])}", "own": "the position itself"}
     named = [f"{name}: {meanings[name]}" for name in view.numbers]
     return ", ".join(named)
 

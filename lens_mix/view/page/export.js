@@ -63,7 +63,7 @@ function pictured() {
   const sides = box => ({ width: box.width.toFixed(2), height: box.height.toFixed(2) });
   const walk = element => {
     const style = getComputedStyle(element), box = element.getBoundingClientRect();
-    if (style.display === "none" || element.classList.contains("visually-hidden")) return;
+    if (style.display === "none" || element.matches(".visually-hidden, details, [data-detail=hint]")) return;
     if (element.localName === "canvas") return void put("image", box, { ...sides(box), href: element.toDataURL() });
     if (element.localName === "svg") return void put("svg", box, sides(box)).append(...[...element.children].map(plainSvg));
     const filled = style.backgroundColor !== "rgba(0, 0, 0, 0)", framed = style.outlineStyle === "solid";

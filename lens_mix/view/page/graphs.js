@@ -9,7 +9,7 @@ const NARROWEST = 13, WIDEST = 64, GAP = 10, THICK = 9, STAY = 1.4, TOP = 34;
 //   choose(position, index): what a click on a token (index -1) or on a node does; legend: more entries for the legend
 function drawGraph(view, graph) {
   const { nodes, edges, tokens } = graph, levels = [...new Set([...graph.levels, ...nodes.map(node => node.level)])].sort((a, b) => a - b);
-  const margin = graph.beside ? 82 : 38, room = Math.max(280, $("panel").clientWidth) - margin - 12;
+  const margin = graph.beside ? 82 : 38, room = Math.max(280, $("panel").clientWidth) - margin - 28;
   const used = [...new Set(nodes.map(node => node.position))].sort((a, b) => a - b);
   // All tokens have a column if their labels fit; otherwise only tokens with a node have one.
   const columns = tokens.length * 22 <= room ? tokens.map((_, position) => position) : used;
@@ -39,14 +39,14 @@ function drawGraph(view, graph) {
       ...edge.attributes });
   };
   // The strongest edges are drawn last, on top.
-  const lines = strongest.reverse().map(edge => Object.assign(lineOf(edge), { say: edge.say, pick: () => tell(edge.detail || edge.say) }));
+  const lines = strongest.reverse().map(edge => Object.assign(lineOf(edge), { edge, say: edge.say, pick: () => tell(edge.detail || edge.say) }));
   picture.append(...lines);
   const marks = nodes.map((node, index) => {
     const side = node.side ?? 6, isRoot = graph.roots.includes(index), common = { role: "button", tabindex: -1, "aria-label": node.say().replaceAll("\n", ", "),
       "data-node": `${node.level},${node.position}`, class: isRoot ? "root" : node.mark === "square" ? "feed-forward" : "", ...node.attributes };
     const mark = node.mark === "square" ? draw("rect", { ...common, x: x(node) - side / 2, y: y(node.level) - side / 2, width: side, height: side })
       : draw("circle", { ...common, cx: x(node), cy: y(node.level), r: radius(node, isRoot) });
-    return Object.assign(mark, { say: node.say, pick: () => graph.choose(node.position, index) });
+    return Object.assign(mark, { index, say: node.say, pick: () => graph.choose(node.position, index) });
   });
   columns.forEach((position, i) => {
     if (gaps[i]) svg.append(draw("text", { x: place.get(position) - across / 2 - GAP / 2, y: bottom + 16, class: "faint", "text-anchor": "middle" }, "⋯"));
@@ -57,10 +57,18 @@ function drawGraph(view, graph) {
   const buttons = draw("g", { role: "group", "aria-label": "Nodes. The arrow keys follow the edges; Enter chooses a node." });
   buttons.append(...marks);
   svg.append(buttons);
-  const detail = make("p", { class: "caption", "data-detail": "", text: "Click an edge for its numbers. Click a node or a token to explain it." });
-  const tell = async say => { detail.textContent = (await say()).replaceAll("\n", "; "); };
-  followPointer(svg, lines);
-  followKeys(buttons, marks, graph, tell);
+  const detail = make("p", { class: "caption", "data-detail": "hint", text: "Click an edge for its numbers. Click a node or a token to explain it." });
+  const tell = async say => { detail.dataset.detail = ""; detail.textContent = (await say()).replaceAll("\n", "; "); };
+  // The edges of the node below the pointer, or of the one with the focus, are drawn strongly and the others weakly.
+  let lit = -1;
+  const light = index => {
+    if (index === lit) return;
+    lit = index;
+    picture.classList.toggle("lit", index >= 0);
+    for (const line of lines) line.classList.toggle("on", line.edge.start === index || line.edge.end === index);
+  };
+  followPointer(svg, lines, light);
+  followKeys(buttons, marks, graph, tell, light);
   const pane = make("div", { class: "pane", "data-middle": graph.roots.length ? x(nodes[graph.roots[0]]) : 0 }, svg);
   view.append(makeLegend(graph, most), make("div", { class: "graph" }, nameLevels(graph, levels, y, margin, svg.getAttribute("height")), pane), detail);
   if (asText.length) view.append(make("details", { class: "caption" }, make("summary", { text: "The strongest edges in words" }),
@@ -99,7 +107,7 @@ function tokenLabel(token, left, top, kind, choose) {
   return label;
 }
 // Show the text of the mark below the pointer, or of the nearest edge, and let a click choose it.
-function followPointer(svg, lines) {
+function followPointer(svg, lines, light) {
   const ends = lines.map(line => ["x1", "y1", "x2", "y2"].map(name => +line.getAttribute(name)));
   const found = event => {
     if (event.target.say) return event.target;
@@ -112,12 +120,16 @@ function followPointer(svg, lines) {
     });
     return nearest;
   };
-  svg.addEventListener("mousemove", event => tip(event, found(event)?.say()));
-  svg.addEventListener("mouseleave", () => tip());
+  svg.addEventListener("mousemove", event => {
+    const mark = found(event);
+    light(mark?.index ?? -1);
+    tip(event, mark?.say());
+  });
+  svg.addEventListener("mouseleave", () => { light(-1); tip(); });
   svg.addEventListener("click", event => { if (!event.target.classList.contains("label")) found(event)?.pick(); });
 }
 // Move between nodes with the arrow keys: down and up along the strongest edge, left and right within a level.
-function followKeys(group, marks, graph, tell) {
+function followKeys(group, marks, graph, tell, light) {
   const { nodes, edges, roots } = graph;
   let current = roots[0] ?? 0;
   if (!marks.length) return;
@@ -130,7 +142,8 @@ function followKeys(group, marks, graph, tell) {
   const best = (mine, other) => edges.reduce((most, edge) => edge[mine] === current && (!most || Math.abs(edge.weight) > Math.abs(most.weight)) ? edge : most, null)?.[other];
   const inLevel = step => nodes.map((node, index) => [node, index]).filter(([node]) => node.level === nodes[current].level
     && Math.sign(node.position - nodes[current].position) === step).sort(([a], [b]) => step * (a.position - b.position))[0]?.[1];
-  group.addEventListener("focusin", event => { current = Math.max(0, marks.indexOf(event.target)); tell(marks[current].say); });
+  group.addEventListener("focusin", event => { current = Math.max(0, marks.indexOf(event.target)); light(current); tell(marks[current].say); });
+  group.addEventListener("focusout", () => light(-1));
   group.addEventListener("keydown", event => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const next = { ArrowDown: () => best("end", "start"), ArrowUp: () => best("start", "end"), ArrowLeft: () => inLevel(-1), ArrowRight: () => inLevel(1),
@@ -172,8 +185,25 @@ function flowMap(m) {
   return chains.find(other => other.method === m.method) || chains[0];
 }
 const flowIsOffered = m => Boolean(flowMap(m));
-// Return the mean over heads of every layer. A map is read once.
-const chainOf = m => once(m, "chain", () => Promise.all(m.names.map((_, place) => scoresOf(m, place, -1))));
+// Return the mean over heads of every layer, with 0 for hidden keys. A map is read once.
+const chainOf = m => once(m, "chain", () => Promise.all(m.names.map(async (_, place) => (await scoresOf(m, place, -1)).map(x => x || 0))));
+// Return the sum of each row of every layer, without the keys that are left out.
+const totalsOf = (m, layers, left) => once(m, `totals without ${[...left]}`, () => layers.map(scores => {
+  const count = m.tokens.length, totals = new Float64Array(count);
+  for (let row = 0, i = 0; row < count; row++) for (let key = 0; key < count; key++, i++) if (!left.has(key)) totals[row] += scores[i];
+  return totals;
+}));
+// Return the share of the rollout of each position, at each level, that comes from some keys.
+const sharesOfKeys = (m, layers, keys) => once(m, `shares of ${[...keys]}`, () => {
+  const count = m.tokens.length, totals = totalsOf(m, layers, new Set()), levels = [Float64Array.from({ length: count }, (_, key) => +keys.has(key))];
+  layers.forEach((scores, place) => levels.push(levels[place].map((own, row) => {
+    const total = totals[place][row], stay = residualShare(m, total, true);
+    let read = 0;
+    for (let key = 0, i = row * count; key < count; key++, i++) read += scores[i] * levels[place][key];
+    return stay * own + (total ? (1 - stay) * read / total : 0);
+  })));
+  return levels;
+});
 // Return the residual's share of a row. It is larger if the row gave weight to an attention sink that is not a token, and
 // whole if the row is zero, which then reads only its position.
 function residualShare(m, total, isWhole) {
@@ -182,23 +212,21 @@ function residualShare(m, total, isWhole) {
   return m.provenance.sink && isWhole && residual ? residual / ((1 - residual) * Math.min(1, total) + residual) : residual;
 }
 // Distribute a weight of 1 at a position over the layers below, as `lm.rollout` does after `m.drop(left)`, and return the
-// weights at each level. `visit` is called for each edge.
-function distribute(m, layers, query, left, visit) {
-  const count = m.tokens.length, keys = m.tokens.map((_, key) => key).filter(key => !left.has(key));
-  const reached = Array.from({ length: layers.length + 1 }, () => new Float64Array(count));
-  reached[layers.length][query] = 1;
-  for (let place = layers.length - 1; place >= 0; place--) {
+// weights at each level. The layers above `top` are left out, and `visit` is called for each edge.
+function distribute(m, layers, top, query, left, visit) {
+  const count = m.tokens.length, keys = m.tokens.map((_, key) => key).filter(key => !left.has(key)), totals = totalsOf(m, layers, left);
+  const reached = Array.from({ length: top + 2 }, () => new Float64Array(count));
+  reached[top + 1][query] = 1;
+  for (let place = top; place >= 0; place--) {
     const scores = layers[place], above = reached[place + 1], below = reached[place];
     for (const row of keys) {
       if (!above[row]) continue;
-      let total = 0;
-      for (const key of keys) total += scores[row * count + key] || 0;
-      const stay = residualShare(m, total, !left.size), scale = total ? (1 - stay) / total : 0;
-      for (const key of keys) {
-        const score = scores[row * count + key] || 0, share = above[row] * (scale * score + (key === row ? stay : 0));
-        if (!share) continue;
+      const total = totals[place][row], stay = residualShare(m, total, !left.size), scale = total ? above[row] * (1 - stay) / total : 0;
+      for (let key = 0, i = row * count, last = m.causal ? row + 1 : count; key < last; key++, i++) {
+        const share = scale * scores[i] + (key === row ? above[row] * stay : 0);
+        if (!share || left.has(key)) continue;
         below[key] += share;
-        if (visit) visit(place, row, key, share, score);
+        if (visit) visit(place, row, key, share, scores[i]);
       }
     }
   }
@@ -206,16 +234,15 @@ function distribute(m, layers, query, left, visit) {
 }
 // Return what the rows of each layer give to the positions that are left out: a share of what reached the explained one.
 function sharesLeftOut(m, layers, reached, left) {
-  const count = m.tokens.length;
-  return layers.map((scores, place) => reached[place + 1].reduce((sum, weight, row) => {
-    if (!weight) return sum;
-    const total = scores.subarray(row * count, (row + 1) * count).reduce((all, x) => all + (x || 0), 0);
-    return sum + (total ? weight * (1 - residualShare(m, total, true)) / total : 0) * totalOf(scores.subarray(row * count, (row + 1) * count), left);
+  const all = totalsOf(m, layers, new Set()), kept = totalsOf(m, layers, left);
+  return reached.slice(1).map((weights, place) => weights.reduce((sum, weight, row) => {
+    const total = all[place][row];
+    return weight && total ? sum + weight * (1 - residualShare(m, total, true)) * (total - kept[place][row]) / total : sum;
   }, 0));
 }
 async function flowView(view) {
   const chosen = map(), m = flowMap(chosen), query = state.query, at = m.names.indexOf(state.layer), top = at < 0 ? m.names.length - 1 : at;
-  const layers = (await chainOf(m)).slice(0, top + 1), left = new Set(state.first ? [] : sinkKeys(m, query)), sinkIs = sinkName(m);
+  const layers = await chainOf(m), left = new Set(state.first ? [] : sinkKeys(m, query)), sinkIs = sinkName(m);
   const edges = [], nodes = [], places = new Map(), me = named(m.tokens, query);
   const levelName = level => level ? `after layer ${m.names[level - 1]}` : "input of the first layer";
   const nodeAt = (level, position) => {
@@ -224,10 +251,10 @@ async function flowView(view) {
     return places.get(key);
   };
   nodeAt(top + 1, query);
-  const reached = distribute(m, layers, query, left, (place, row, key, weight, score) => {
+  const reached = distribute(m, layers, top, query, left, (place, row, key, weight, score) => {
     if (weight >= state.threshold) edges.push({ place, row, key, weight, score, start: nodeAt(place, key), end: nodeAt(place + 1, row) });
   });
-  const whole = left.size ? totalOf(distribute(m, layers, query, new Set())[0], left) : 0;
+  const whole = left.size ? sharesOfKeys(m, layers, left)[top + 1][query] : 0;
   for (const edge of edges) {
     const text = `layer ${m.names[edge.place]}: ${named(m.tokens, edge.row)} from ${named(m.tokens, edge.key)}`;
     edge.say = () => `${text}\n${percent(edge.weight)} of what reached ${me}\n${shown(edge.score)} raw score`;
@@ -264,7 +291,7 @@ async function flowView(view) {
   const sink = sharesLeftOut(m, layers, reached, left);
   drawGraph(view, { title: `The flow of ${m.title} to ${me}`, tokens: m.tokens, chosen: query, nodes, edges, roots: [0],
     levels: Array.from({ length: top + 2 }, (_, level) => level), levelNames: new Map([[0, "input"], ...m.names.slice(0, top + 1).map((name, place) => [place + 1, String(name)])]),
-    beside: left.size ? new Map(sink.map((share, place) => [place + 1, percent(share)])) : null, besideTitle: sinkIs,
+    beside: left.size ? new Map(sink.map((share, place) => [place + 1, share && share < 0.0005 ? "< 0.1 %" : percent(share)])) : null, besideTitle: sinkIs,
     unitName: "share", format: percent,
     shareName: `share of what reached ${me}`, legend: "feed-forward; area: its share of the layer's output, times the node's share",
     choose: position => set({ query: position }) });
@@ -296,7 +323,8 @@ const stageOf = node => node.level ? `${node.kind ? `${KINDS.get(node.kind) || n
 // that leads to the chosen node.
 async function rooted(packed) {
   const m = maps().find(candidate => candidate.label === packed.of);
-  if (m) return state.query === packed.nodes[packed.roots[0]].position ? packed : packed.shares ? growRoutes(m, packed, state.query) : growTree(m, packed, state.query);
+  if (m && state.query === packed.nodes[packed.roots[0]].position && state.cut === null) return packed;
+  if (m) return (packed.shares ? growRoutes : growTree)(m, packed, state.query, state.cut ?? packed.options.threshold);
   return packed.nodes[state.node] && !packed.roots.includes(state.node) ? { ...partOf(packed, [state.node]), isPart: true } : packed;
 }
 // Return the part of a graph that leads to some nodes, without the nodes at some positions. `source` has the index that each
@@ -325,14 +353,14 @@ const sumsOf = m => once(m, "sums", () => Promise.all(m.names.map(async (_, plac
   return { sum, largest: sum.reduce((most, x) => Math.max(most, x), -Infinity) };
 })));
 // Return the attribution tree of a position (Hao et al., 2021, algorithm 1), as lm.attribution_tree with cost=0 does.
-async function growTree(m, packed, root) {
+async function growTree(m, packed, root, threshold) {
   const layers = await sumsOf(m), count = m.tokens.length, levels = new Map([[root, layers.length]]), edges = [];
   for (let place = layers.length - 1; place >= 0; place--) {
     const { sum, largest } = layers[place], candidates = [];
     // A token that was added through this layer adds no others through it.
     if (largest > 0) for (const query of [...levels.keys()].sort((a, b) => a - b)) for (let key = 0; key < count; key++) {
       const weight = sum[query * count + key];
-      if (weight / largest > packed.options.threshold) candidates.push({ query, key, weight, share: weight / largest });
+      if (weight / largest > threshold) candidates.push({ query, key, weight, share: weight / largest });
     }
     for (const { query, key, weight, share } of candidates.sort((a, b) => b.share - a.share)) {
       if (levels.has(key)) continue;
@@ -341,15 +369,15 @@ async function growTree(m, packed, root) {
     }
   }
   const positions = [...levels.keys()], index = new Map(positions.map((position, i) => [position, i]));
-  return { ...packed, computed: m, roots: [0], whole: [positions.length, edges.length],
+  return { ...packed, options: { ...packed.options, threshold }, computed: m, roots: [0], whole: [positions.length, edges.length],
     edges: edges.map(([key, query, values]) => [index.get(key), index.get(query), values]),
     nodes: positions.map(position => ({ level: levels.get(position), position, token: m.tokens[position], layer: levels.get(position) ? m.names[levels.get(position) - 1] : m.names[0] - 1 })) };
 }
 const ROUTE_KINDS = ["resid_mid", "mlp_out", "resid_post"];
 // Return the routes to a position, as lens_mix.graphs.information_flow_routes does.
-async function growRoutes(m, packed, root) {
+async function growRoutes(m, packed, root, threshold) {
   const layers = await Promise.all(m.names.map((_, place) => packedLayer(m, place))), count = m.tokens.length, { resid_pre, resid_mid, parallel } = packed.shares;
-  const { threshold } = packed.options, index = new Map(), nodes = [], edges = [];
+  const index = new Map(), nodes = [], edges = [];
   const nodeAt = (level, position) => {
     const key = level * count + position, place = Math.floor((level - 1) / 3);
     if (!index.has(key)) index.set(key, nodes.push({ level, position, token: m.tokens[position], layer: level ? m.names[place] : m.names[0] - 1,
@@ -381,15 +409,19 @@ async function growRoutes(m, packed, root) {
     }
   }
   const strongest = [...edges].sort((a, b) => b[2].weight - a[2].weight).slice(0, packed.most_edges);
-  return { ...packed, computed: m, nodes, roots: [0], whole: [nodes.length, edges.length], edges: strongest };
+  return { ...packed, options: { ...packed.options, threshold }, computed: m, nodes, roots: [0], whole: [nodes.length, edges.length], edges: strongest };
 }
-state.node = null;
-let treeOfNode = null;
-async function treeView(view) {
-  // A node is chosen in one graph, so another graph is shown whole.
+// The node that a given graph is reduced to, and the threshold of a computed graph; null: as it was made.
+Object.assign(state, { node: null, cut: null });
+let settledTree = null;
+// Node and threshold are those of one graph, so another graph is shown as it was made.
+function settleTree() {
   const here = `${state.prompt}/${state.tree}`;
-  if (treeOfNode !== null && treeOfNode !== here) state.node = null;
-  treeOfNode = here;
+  if (settledTree !== null && settledTree !== here) Object.assign(state, { node: null, cut: null });
+  settledTree = here;
+}
+async function treeView(view) {
+  settleTree();
   const packed = trees()[state.tree], whole = await rooted(packed), { options } = whole, m = map();
   const isText = same(whole.tokens, m.tokens), roots = new Set(whole.roots.map(node => whole.nodes[node].position));
   const left = new Set(state.first || !isText ? [] : m.sinks.filter(key => !roots.has(key))), tree = left.size ? partOf(whole, whole.roots, left) : whole;
@@ -411,14 +443,17 @@ async function treeView(view) {
     return { start, end, weight: values.weight, say: () => [`layer ${values.layer ?? to.layer}: ${name(to)} from ${name(from)}`, `weight ${shown(values.weight)}`,
       ...others.map(key => `${key.replace("_", " ")} ${shown(values[key])}`), ...heads].join("\n") };
   });
-  const first = packed.nodes[packed.roots[0]], back = packed.of ? tree.computed && make("button", { "data-whole": "", text: `back to ${name(first)}`, onclick: () => set({ query: first.position }) })
+  const first = packed.nodes[packed.roots[0]], back = packed.of ? tree.computed && make("button", { "data-whole": "", text: state.cut === null ? `back to ${name(first)}` : `back to ${name(first)} and the threshold ${packed.options.threshold}`,
+    onclick: () => set({ query: first.position, cut: null }) })
     : tree.isPart && make("button", { "data-whole": "", text: "back to the whole graph", onclick: () => set({ node: null }) });
-  const moved = tree.edges.filter(([start, end]) => tree.nodes[start].position !== tree.nodes[end].position), strong = moved.sort((a, b) => Math.abs(b[2].weight) - Math.abs(a[2].weight))[0];
+  // A weight is a share of its end alone, so the strongest step is one that ends at the root's position if there is one.
+  const moved = tree.edges.filter(([start, end]) => tree.nodes[start].position !== tree.nodes[end].position).sort((a, b) => Math.abs(b[2].weight) - Math.abs(a[2].weight));
+  const strong = moved.find(([, end]) => root && tree.nodes[end].position === root.position) || moved[0];
   const bold = text => make("b", { text }), kept = x => String(+x.toPrecision(2));
   const finding = !root ? [] : strong ? ["The strongest step to it: through ", bold(`layer ${strong[2].layer ?? tree.nodes[strong[1]].layer}`), ", from ", bold(quotedToken(tree.nodes[strong[0]].token)),
-    ` (token ${tree.nodes[strong[0]].position})${strong[1] === tree.roots[0] ? "" : ` to ${quotedToken(tree.nodes[strong[1]].token)} (token ${tree.nodes[strong[1]].position})`}, `, bold(kept(strong[2].weight)), "."]
+    ` (token ${tree.nodes[strong[0]].position})${tree.nodes[strong[1]].position === root.position ? "" : ` to ${quotedToken(tree.nodes[strong[1]].token)} (token ${tree.nodes[strong[1]].position})`}, `, bold(kept(strong[2].weight)), "."]
     : ["Nothing from another position is above the threshold."];
-  view.append(make("div", { class: "headline" }, make("h2", { text: `${tree.name}${root ? `: what leads to ${isText && root.position === state.query ? positionName(state.query) : name(root)}` : ""}` }),
+  view.append(make("div", { class: "headline" }, make("h2", { text: `${packed.of ? m.title : tree.name}${root ? `: what leads to ${isText && root.position === state.query ? positionName(state.query) : name(root)}` : ""}` }),
     make("p", { class: "finding", "aria-live": "polite" }, ...finding)));
   view.append(make("p", { class: "caption", "data-pruned": tree.edges.length, text: `${tree.isPart
     ? `This is a part of the given graph of ${packed.nodes.length} nodes. ` : `${rule(tree)} `}${nodes.length} nodes and ${edges.length} edges are drawn. `
@@ -429,7 +464,7 @@ async function treeView(view) {
   for (const node of [...tree.nodes].sort((a, b) => a.level - b.level)) labelled.set(`${node.layer}`, node.level);
   const levelNames = new Map([...labelled].map(([layer, level]) => [level, level || layer === "undefined" ? layer.replace("undefined", String(level)) : "input"]));
   drawGraph(view, { title: `${tree.name}${root ? ` to ${name(root)}` : ""}`, tokens, chosen: isText ? state.query : -1, nodes, edges, roots: tree.roots, levels: [], levelNames, beside: null,
-    unitName: tree.shares ? "importance, 0 to 1" : options.order ? "score" : "weight", format: x => String(+x.toPrecision(2)), legend: "feed-forward",
+    unitName: tree.shares ? "importance, 0 to 1" : options.order ? m.method === "attention_attribution" ? "attribution score" : "score" : "weight", format: x => String(+x.toPrecision(2)), legend: "feed-forward",
     shareName: tree.nodes.some(node => typeof node.share === "number") && "share",
     choose: (position, index) => packed.of ? set({ query: position }) : set({ ...(index >= 0 && { node: tree.source ? tree.source[index] : index }), ...(isText && { query: position }) }) });
   exported = () => ({ options, rows: tree.edges.map(([start, end, values]) => ({ tree: tree.name, layer: values.layer ?? tree.nodes[end].layer,
@@ -453,5 +488,13 @@ function rule({ options, nodes, whole }) {
   return "All edges of the given graph.";
 }
 treeView.takes = () => trees().length > 0;
-treeView.options = () => [treeChoice(), sinkChoice()];
+function cutChoice() {
+  settleTree();
+  const packed = trees()[state.tree], isRoutes = Boolean(packed.shares), node = slide("cut", "threshold", isRoutes ? { min: .005, max: .3, step: .005 } : { min: .02, max: .98, step: .02 });
+  const [input, output] = [node.querySelector("input"), node.querySelector("output")];
+  node.hidden = !packed.of;
+  node.sync = () => { input.value = state.cut ?? packed.options.threshold; output.textContent = input.value; };
+  return node;
+}
+treeView.options = () => [treeChoice(), cutChoice(), sinkChoice()];
 treeView.isUpward = true;

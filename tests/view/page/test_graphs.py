@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ElementTree
 
 import networkx as nx
 import pytest
@@ -13,8 +14,9 @@ from lens_mix.graphs import information_flow_graph, information_flow_routes, lay
 from lens_mix.methods.component_shares import part_shares
 from tests.browser import NEEDS_CHROMIUM, chromium  # noqa: F401
 from tests.random_maps import map_of, random_attention
+from tests.tiny_models import llama_like, tokens
 from tests.view.page.routes import routes_map
-from tests.view.page.test_in_a_browser import all_of, doing, open_pages, place, tip_of  # noqa: F401
+from tests.view.page.test_in_a_browser import all_of, doing, exported, open_pages, place, tip_of  # noqa: F401
 
 pytestmark = NEEDS_CHROMIUM
 
@@ -52,6 +54,10 @@ def assert_drawn(browser, graph, tolerance):
         assert weight == pytest.approx(graph.edges[edge]["weight"], **tolerance)
     ((root,),) = [{place(mark.get_attribute("data-node")) for mark in all_of(browser, ".root[data-node]")}]
     assert root == graph.graph.get("root", graph.graph.get("target"))
+
+
+def explain(browser, position):
+    doing(browser, lambda: browser.execute_script("set({ query: arguments[0] })", position))
 
 
 def click(browser, selector):
@@ -211,7 +217,7 @@ def test_a_tree_is_computed_again_for_each_position(opened, heads):
     browser = opened({"plain": map_of(), "tree": m}, "view=tree&map=1&query=5&first=1")
     assert_drawn(browser, lm.attribution_tree(m, root=5), {"rel": 1e-12})
     for root in (4, 3, 2, 1, 0):
-        doing(browser, lambda root=root: browser.execute_script(f"set({{ query: {root} }})"))
+        explain(browser, root)
         assert_drawn(browser, lm.attribution_tree(m, root=root), {"abs": 1e-3})
         assert "Computed in the page" in browser.find_element("css selector", "[data-pruned]").text
     doing(browser, browser.find_element("css selector", "[data-whole]").click)
@@ -225,7 +231,7 @@ def test_routes_are_computed_again_for_each_position(opened, heads):
     browser = opened({"plain": map_of(), "routes": m}, "view=tree&map=1&query=5&first=1")
     assert_drawn(browser, information_flow_routes(m, 5), {"rel": 1e-12})
     for root in (4, 3, 2, 1, 0):
-        doing(browser, lambda root=root: browser.execute_script(f"set({{ query: {root} }})"))
+        explain(browser, root)
         graph = information_flow_routes(m, root)
         assert_drawn(browser, graph, {"abs": 1e-3})
         for line in all_of(browser, "line[data-from]")[:3]:
@@ -239,6 +245,67 @@ def test_routes_are_computed_again_for_each_position(opened, heads):
 
 def number_after(text, word):
     return float(re.search(rf"{word} (-?[\d.e+-]+)", text).group(1))
+
+
+def test_trees_of_a_model_are_computed_again(opened):
+    """The page's numbers are rounded, so this also shows that no edge here is that close to a threshold."""
+    model = llama_like()
+    target = lm.targets.predicted(position=5)
+    methods = {
+        "tree": lm.AttentionAttribution(target, n_steps=3),
+        "routes": lm.InformationFlowRoutes(per_head=True),
+    }
+    prompt = tokens(model, 1, 7, 1)[0]
+    maps = {name: lm.run(model, prompt, method) for name, method in methods.items()}
+    for number, (name, grow) in enumerate((("tree", grow_tree), ("routes", information_flow_routes))):
+        browser = opened(maps, f"view=tree&tree={number}&map={number}&first=1")
+        for root in (6, 5, 3, 1):
+            explain(browser, root)
+            assert_drawn(browser, grow(maps[name], root), {"rel": 1e-2, "abs": 1e-3})
+
+
+def grow_tree(m, root):
+    return lm.attribution_tree(m, root=root)
+
+
+@pytest.mark.parametrize("name", ["tree", "routes"])
+def test_the_threshold_of_a_tree_can_be_changed(opened, name):
+    maps = {"tree": attribution(), "routes": routes(2)}
+    browser = opened(maps, f"view=tree&tree={list(maps).index(name)}&query=5&first=1")
+    (slider,) = all_of(browser, "#options input[data-option=cut]")
+    assert float(slider.get_property("value")) == (0.4 if name == "tree" else 0.04)
+    move = "arguments[0].value = 0.16; arguments[0].dispatchEvent(new Event('input'))"
+    doing(browser, lambda: browser.execute_script(move, slider))
+    if name == "tree":
+        graph = lm.attribution_tree(maps["tree"], root=5, threshold=0.16)
+    else:
+        graph = information_flow_routes(maps["routes"], 5, threshold=0.16)
+    assert_drawn(browser, graph, {"abs": 1e-3})
+    assert "0.16" in browser.find_element("css selector", "[data-pruned]").text
+    # Another tree has its own threshold.
+    other = 1 - list(maps).index(name)
+    doing(browser, lambda: browser.execute_script(f"set({{ tree: {other} }})"))
+    assert browser.execute_script("return state.cut") is None
+    doing(browser, lambda: browser.execute_script("set({ tree: arguments[0] })", 1 - other))
+    doing(browser, lambda: browser.execute_script("set({ cut: 0.16 })"))
+    doing(browser, browser.find_element("css selector", "[data-whole]").click)
+    first = grow_tree(maps["tree"], 5) if name == "tree" else information_flow_routes(maps["routes"], 5)
+    assert_drawn(browser, first, {"rel": 1e-12})
+
+
+@pytest.mark.parametrize("view", ["flow", "tree"])
+def test_the_edges_of_a_node_below_the_pointer_are_drawn_strongly(opened, view):
+    browser = opened(routes(), f"view={view}&query=5&first=1&threshold=0.01")
+    (root,) = all_of(browser, ".root[data-node]")
+    tip_of(browser, root)
+    node = root.get_attribute("data-node")
+    expected = [edge for edge in drawn_edges(browser) if place(node) in edge]
+    lit = browser.execute_script(
+        "return [...document.querySelectorAll('#view .lit line.on')]"
+        ".map(line => [line.dataset.from, line.dataset.to])"
+    )
+    assert expected
+    assert {(place(start), place(end)) for start, end in lit} == set(expected)
 
 
 def test_a_clicked_node_becomes_the_root(opened):
@@ -360,3 +427,17 @@ def test_the_strongest_edges_are_in_words(opened, view):
     text = f"{end[1]} “t{end[1]}” from {start[1]} “t{start[1]}”"
     assert text in browser.find_element("css selector", "#view g[role=img]").get_attribute("aria-label")
     assert text in all_of(browser, "#view details li")[0].get_property("textContent")
+
+
+@pytest.mark.parametrize("view", ["flow", "tree"])
+def test_a_picture_has_the_drawing_and_no_hints(opened, view):
+    browser = opened(routes(), f"view={view}&query=5&first=1&threshold=0.01")
+    count = len(drawn_edges(browser))
+    drawn = ElementTree.fromstring(exported(browser, "svg"))
+    texts = ["".join(node.itertext()) for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    headline = "The flow to the last position" if view == "flow" else "what leads to the last position"
+    assert any(headline in text for text in texts)
+    assert not any("Click an edge" in text or "The strongest edges" in text for text in texts)
+    lines = [node for node in drawn.iter("{http://www.w3.org/2000/svg}line") if node.get("data-from")]
+    assert len(lines) == count
+    assert all(line.get("stroke") and not line.get("class") for line in lines)
