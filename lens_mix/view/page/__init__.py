@@ -83,7 +83,7 @@ class Page:
         # A notebook may show a page twice, so each frame has its own name.
         name = f"lens-mix-{uuid.uuid4().hex[:12]}"
         return (
-            f'<iframe id="{name}" srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
+            f'<iframe id="{name}" title="maps of a prompt" srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
             'allow="fullscreen" style="width:100%;height:640px;border:0"></iframe>'
             '<script>addEventListener("message",e=>{'
             f'const f=document.getElementById("{name}");if(f&&e.source===f.contentWindow&&e.data&&'
@@ -94,9 +94,11 @@ class Page:
 def page(
     maps: Maps, path: str | os.PathLike[str] | None = None, *, trees: Graphs | Sequence[Graphs] | None = None
 ) -> Page:
-    """Make one HTML file that shows maps in several views: text, grid, flow, methods side by side, and trees.
+    """Make one HTML file that shows what the model predicts, and which tokens that came from by each map.
 
-    It needs no server, no network and no library. It contains the numbers of the maps as float16. A map with
+    It opens on the prediction, the text coloured by the recommended input map, and the layer maps of one position
+    side by side. Other views show all positions, the flow through the layers, the agreement of the maps, and
+    trees. It needs no server, no network and no library. It contains the numbers of the maps as float16. A map with
     more than 400,000 numbers has one byte for each, and the page shows the largest error.
 
     Args:

@@ -18,8 +18,8 @@ function writeAnswer() {
   $("prediction").replaceChildren(make("b", { text: quotedToken(prediction ?? token) }),
     prediction === undefined ? ` token ${state.query}` : probability === undefined ? "" : ` ${percent(probability)}`);
   const alternatives = others.map(([text, p]) => `${quotedToken(text)} ${percent(p)}`).join(" · ");
-  $("others").textContent = [alternatives && `then ${alternatives}`, target && `explained: ${target}${value === undefined ? "" : ` = ${minus(shown(value))}`}`,
-    rowsThere().size > 1 && "click a token to explain another position"].filter(Boolean).join(" — ");
+  const known = [alternatives && `then ${alternatives}`, target && `explained: ${target}${value === undefined ? "" : ` = ${minus(shown(value))}`}`].filter(Boolean).join(" — ");
+  $("others").replaceChildren(known, make("span", { class: "on-screen", text: rowsThere().size > 1 ? `${known && " — "}click a token to explain another position` : "" }));
 }
 // Return the positions that some map of this text has a row of.
 const rowsThere = () => new Set(ofText().flatMap(m => m.queries));

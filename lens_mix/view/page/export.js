@@ -51,8 +51,8 @@ function pictured() {
   const panes = [$("view"), ...$("view").querySelectorAll(".pane")].map(pane => [pane, pane.scrollLeft]);
   for (const [pane] of panes) pane.scrollLeft = 0;
   document.body.classList.add("pictured");
-  const sections = [$("model"), $("answer"), $("headline"), $("view"), $("about"), $("notes")], svg = draw("svg", {});
-  const base = { left: $("answer").getBoundingClientRect().left, top: document.querySelector("header").getBoundingClientRect().top };
+  const sections = [$("question"), $("model"), $("answer"), $("headline"), $("view"), $("about"), $("notes")], svg = draw("svg", {});
+  const [corner, header] = [$("answer"), document.querySelector("header")].map(one => one.getBoundingClientRect()), base = { left: corner.left - 14, top: header.top };
   const measure = make("canvas").getContext("2d"), far = { x: 0, y: 0 };
   const put = (name, box, attributes, text) => {
     far.x = Math.max(far.x, box.right - base.left); far.y = Math.max(far.y, box.bottom - base.top);
@@ -66,6 +66,7 @@ function pictured() {
     if (style.display === "none" || element.matches(".visually-hidden, details, [data-detail=hint]")) return;
     if (element.localName === "canvas") return void put("image", box, { ...sides(box), href: element.toDataURL() });
     if (element.localName === "svg") return void put("svg", box, sides(box)).append(...[...element.children].map(plainSvg));
+    if (element.classList.contains("next")) put("rect", box, { ...sides(box), rx: 6, fill: "none", stroke: style.borderTopColor, "stroke-width": 2, "stroke-dasharray": "5 3" });
     const filled = style.backgroundColor !== "rgba(0, 0, 0, 0)", framed = style.outlineStyle === "solid";
     if (filled || framed) for (const rect of element.getClientRects()) put("rect", rect, { ...sides(rect), rx: 3, "fill-opacity": style.opacity,
       fill: filled ? style.backgroundColor : "none", ...(framed && { stroke: style.outlineColor, "stroke-width": style.outlineWidth }) });

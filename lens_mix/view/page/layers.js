@@ -89,8 +89,10 @@ async function layersView(view) {
     const keys = keysOf(state.key === null && best ? best.m : map()), key = inside(state.key ?? -1, keys.length) ? state.key : best ? best.key : null;
     title.textContent = `Layer by layer, for ${positionName(state.query)}`;
     finding.replaceChildren(...findingOf(found));
-    reading.textContent = layer === null || key === null ? "" : state.layer === null && state.key === null
-      ? "Click a cell to read it by every method, or move to it with the arrow keys." : readingOf(found, layer, key, keys);
+    const isChosen = state.layer !== null || state.key !== null;
+    reading.classList.toggle("on-screen", !isChosen);
+    reading.textContent = layer === null || key === null ? "" : isChosen ? readingOf(found, layer, key, keys)
+      : "Click a cell to read it by every method, or move to it with the arrow keys.";
     for (const panel of panels) drawPanel(panel, found.find(one => one.m === panel.m), best, layer, same(keysOf(panel.m), keys) ? key : null);
     exported = () => ({ rows: found.flatMap(({ m, rows, shares }) => rows.flatMap((row, place) => [...row].map((x, key) => ({
       map: m.label, layer: m.names[place], head: headShown(m), query: state.query, query_token: m.tokens[state.query], key, token: keysOf(m)[key],
@@ -117,83 +119,113 @@ function moveCell(event, panel) {
   set({ layer: m.names[clamp(cell.place + steps[0], m.names.length)], key: clamp(cell.key + steps[1], keysOf(m).length), map: maps().indexOf(m) });
 }
 
+// The sizes of a panel in pixels: the labels of the layers at the left, one column of numbers at the right, and the widest cell.
+const EDGE = 26, NUMBER = 40, WIDEST_CELL = 64;
 // Draw one map: the cells, the numbers of the left-out keys at the right, and labels of the strongest keys below.
 function drawPanel(panel, one, best, layer, key) {
-  const { m, canvas, scale, text } = panel, keys = keysOf(m), layers = m.names.length;
+  const { m, canvas } = panel;
   // A map without the row of this position is not shown.
   panel.box.hidden = !one;
   if (!one) return;
-  const left = asNumbers(m, state.query), sinks = sinkKeys(m, state.query), own = ownKey(m, state.query);
-  const columns = [...(sinks.length && !state.first ? [[sinkName(m) === "first token" ? "first" : "special", sinks]] : []), ...(own >= 0 && !state.diagonal ? [["own", [own]]] : [])];
-  const values = state.unit === "share" ? one.shares : one.rows;
+  const values = state.unit === "share" ? one.shares : one.rows, left = asNumbers(m, state.query);
   const most = values.reduce((most, row) => Math.max(most, largestOf(row, left)), 0);
-  // A column that is only a number is not drawn; in a causal map the keys after the position are not drawn either.
-  const end = m.causal && !m.keys ? Math.min(keys.length, state.query + 1) : keys.length;
-  const drawn = Array.from({ length: end }, (_, i) => i).filter(i => !left.has(i));
-  const width = Math.max(220, Math.floor(canvas.parentElement.clientWidth || 360)), edge = 26, side = columns.length * 40 + 2;
-  const rowHeight = layers > 60 ? 8 : layers > 36 ? 11 : layers > 8 ? 13 : 18, head = columns.length ? 15 : 3, inner = width - edge - side;
-  const cell = drawn.length ? Math.min(inner / drawn.length, 64) : inner, across = cell * drawn.length;
-  const column = drawn.map(i => values.reduce((most, row) => Math.max(most, Math.abs(row[i]) || 0), 0));
-  const isWide = cell >= 46, bottom = head + layers * rowHeight;
-  const chosenColumn = drawn.indexOf(key), chosenRow = m.names.indexOf(layer);
-  const sizes = Float32Array.from(column, (x, i) => i === chosenColumn ? Infinity : x);
-  const labels = isWide ? drawn.map((_, i) => i) : spaced(sizes, cell, drawn.length, Math.max(6, Math.min(24, Math.floor(across / 22))));
-  const labelled = labels.map(i => shortened(plain(keys[drawn[i]]), isWide ? Math.max(5, Math.floor(cell / 7)) : 12));
-  const longest = measureLabels(labelled), context = sizeCanvas(canvas, width, bottom + (isWide ? 22 : longest + 10));
-  const [ink, soft, line, accent, mark] = ["--ink", "--soft", "--line", "--accent", "--mark"].map(css);
-  heat(context, [edge, head, across, layers * rowHeight], layers, drawn.length, (place, i) => values[place][drawn[i]], most);
-  context.strokeStyle = line;
-  context.strokeRect(edge - .5, head - .5, across + 1, layers * rowHeight + 1);
-  // Every layer has its numbers; only some have their label if rows are low.
-  const every = rowHeight >= 13 ? layers > 12 ? 5 : 1 : 10;
-  for (let place = 0; place < layers; place++) {
-    const middle = head + place * rowHeight + rowHeight / 2 + .5, isChosen = place === chosenRow, number = layerNumber(m, place);
-    context.textAlign = "right";
-    context.font = `${isChosen ? "700 " : ""}10px ${FONT}`;
-    if (isChosen || (place % every === 0 && Math.abs(place - chosenRow) * rowHeight >= 11)) {
-      context.fillStyle = isChosen ? accent : soft;
-      context.fillText(number, edge - 5, middle);
-    }
-    if (rowHeight >= 11 || isChosen || place % 2 === 0 && Math.abs(place - chosenRow) > 1) columns.forEach(([, some], i) => {
-      context.fillStyle = isChosen ? ink : soft;
-      const x = totalOf(values[place], some);
-      context.fillText(state.unit === "share" ? wholePercent(x) : compact(x), edge + across + 38 + i * 40, middle);
-    });
-  }
-  context.font = `10px ${FONT}`;
-  context.fillStyle = soft;
-  columns.forEach(([name], i) => context.fillText(name, edge + across + 38 + i * 40, 6));
-  context.textAlign = "left";
-  for (const [n, i] of labels.entries()) {
-    const x = edge + i * cell + cell / 2, isChosen = i === chosenColumn, label = labelled[n];
-    context.font = `${isChosen ? "700 " : ""}11px ${FONT}`;
-    context.fillStyle = isChosen ? accent : ink;
-    if (isWide) { context.textAlign = "center"; context.fillText(label, x, bottom + 12, cell - 2); } else upright(context, label, x, bottom + 6, "right");
-  }
-  const frame = (place, i, style, width) => {
-    if (place < 0 || i < 0) return;
-    context.strokeStyle = style; context.lineWidth = width;
-    const w = Math.max(cell, 3);
-    context.strokeRect(edge + i * cell + (cell - w) / 2 - width / 2, head + place * rowHeight - width / 2, w + width, rowHeight + width);
-  };
+  const place = placePanel(m, values, left, m.names.indexOf(layer), key, Math.max(220, Math.floor(canvas.parentElement.clientWidth || 360)));
+  const { keys, top, across, down, bottom } = place, wide = across * keys.length;
+  const context = sizeCanvas(canvas, place.width, place.height);
+  heat(context, [EDGE, top, wide, bottom - top], m.names.length, keys.length, (row, i) => values[row][keys[i]], most);
+  context.strokeStyle = css("--line");
+  context.strokeRect(EDGE - .5, top - .5, wide + 1, bottom - top + 1);
+  canvas.dataset.numbers = JSON.stringify(writeNumbers(context, m, place, values));
+  writeLabels(context, place);
   // The strongest cell of each map has an orange frame, and the chosen one a dark frame; a cell that is both is orange.
-  frame(chosenRow, chosenColumn, ink, 1.5);
-  if (one.best) frame(one.best.place, drawn.indexOf(one.best.key), mark, one.best === best ? 2.5 : 1.5);
-  context.lineWidth = 1;
-  panel.cell = { place: Math.max(0, chosenRow), key: key ?? drawn[0] ?? 0 };
-  canvas.dataset.geometry = JSON.stringify({ left: edge, top: head, across: cell, down: rowHeight, bottom, keys: drawn });
+  frameCell(context, place, place.chosenRow, place.chosenColumn, css("--ink"), 1.5);
+  if (one.best) frameCell(context, place, one.best.place, keys.indexOf(one.best.key), css("--mark"), one.best === best ? 2.5 : 1.5);
+  canvas.dataset.geometry = JSON.stringify({ left: EDGE, top, across, down, bottom, keys });
+  panel.cell = { place: Math.max(0, place.chosenRow), key: key ?? keys[0] ?? 0 };
   panel.find = (x, y) => {
-    const i = Math.floor((x - edge) / cell), place = Math.floor((y - head) / rowHeight);
-    return i >= 0 && i < drawn.length && place >= 0 && place < layers ? { place, key: drawn[i] } : null;
+    const i = Math.floor((x - EDGE) / across), row = Math.floor((y - top) / down);
+    return i >= 0 && i < keys.length && row >= 0 && row < m.names.length ? { place: row, key: keys[i] } : null;
   };
-  panel.tell = cell => `${m.layer_names[cell.place]}${m.heads ? `, ${headName(m)}` : ""}\n${named(keys, cell.key)}\n`
+  panel.tell = cell => `${m.layer_names[cell.place]}${m.heads ? `, ${headName(m)}` : ""}\n${named(keysOf(m), cell.key)}\n`
     + `${shown(one.rows[cell.place][cell.key])} raw score\n${percent(one.shares[cell.place][cell.key])} share of the row`;
-  scale.replaceChildren(legend(most, m.signed, state.unit === "share" ? "of the row" : "raw score"));
-  const list = one.shares.flatMap((row, place) => [...row].map((x, i) => [place, i, x])).filter(([, i, x]) => x && !left.has(i))
-    .sort((a, b) => Math.abs(b[2]) - Math.abs(a[2])).slice(0, 5);
-  canvas.setAttribute("aria-label", `${m.title}: ${layers === 1 ? "one layer" : `${layers} layers`} by ${drawn.length} tokens. Chosen: ${chosenRow < 0 || chosenColumn < 0 ? "none"
-    : `layer ${layer}, ${plain(keys[key])}, ${percent(one.shares[chosenRow][key])} of the row`}.`);
-  text.textContent = `Strongest: ${list.map(([place, i, x]) => `${m.layer_names[place]}, ${plain(keys[i])}, token ${i}, ${percent(x)}`).join("; ")}. Arrow keys move the chosen cell.`;
+  panel.scale.replaceChildren(legend(most, m.signed, state.unit === "share" ? "of the row" : "raw score"));
+  describePanel(panel, one, place, key, left);
+}
+// Return where the parts of a panel are. A key that is shown as a number has no column; in a causal map the keys after the
+// position have none either.
+function placePanel(m, values, left, chosenRow, key, width) {
+  const tokens = keysOf(m), layers = m.names.length, sinks = sinkKeys(m, state.query), own = ownKey(m, state.query);
+  const numbers = [...(sinks.length && !state.first ? [{ name: sinkName(m) === "first token" ? "first" : "special", keys: sinks }] : []),
+    ...(own >= 0 && !state.diagonal ? [{ name: "own", keys: [own] }] : [])];
+  const end = m.causal && !m.keys ? Math.min(tokens.length, state.query + 1) : tokens.length;
+  const keys = Array.from({ length: end }, (_, i) => i).filter(i => !left.has(i)), chosenColumn = keys.indexOf(key);
+  const down = layers > 60 ? 8 : layers > 36 ? 11 : layers > 8 ? 13 : 18, top = numbers.length ? 15 : 3, bottom = top + layers * down;
+  const across = Math.min((width - EDGE - numbers.length * NUMBER - 2) / Math.max(1, keys.length), WIDEST_CELL), isWide = across >= 46;
+  const sizes = Float32Array.from(keys, (key, i) => i === chosenColumn ? Infinity : values.reduce((most, row) => Math.max(most, Math.abs(row[key]) || 0), 0));
+  const labelled = isWide ? keys.map((_, i) => i) : spaced(sizes, across, keys.length, Math.max(6, Math.min(24, Math.floor(across * keys.length / 22))));
+  const labels = labelled.map(i => ({ i, text: shortened(plain(tokens[keys[i]]), isWide ? Math.max(5, Math.floor(across / 7)) : 12) }));
+  return { width, keys, numbers, top, bottom, across, down, isWide, labels, chosenRow, chosenColumn,
+    height: bottom + (isWide ? 22 : measureLabels(labels.map(label => label.text)) + 10) };
+}
+// Write the number of each layer at the left, and those of the left-out keys at the right; return the latter.
+function writeNumbers(context, m, { keys, numbers, top, across, down, chosenRow }, values) {
+  const [ink, soft, accent] = ["--ink", "--soft", "--accent"].map(css), right = i => EDGE + across * keys.length + NUMBER - 2 + i * NUMBER;
+  // Where rows are low, only some layers have their label and their numbers.
+  const every = down >= 13 ? m.names.length > 12 ? 5 : 1 : 10, isFree = place => Math.abs(place - chosenRow) * down >= 11;
+  const write = (text, x, y, colour, isBold) => {
+    context.font = `${isBold ? "700 " : ""}10px ${FONT}`;
+    context.fillStyle = colour;
+    context.fillText(text, x, y);
+  };
+  context.textAlign = "right";
+  numbers.forEach(({ name }, i) => write(name, right(i), 6, soft, false));
+  return values.map((row, place) => {
+    const isChosen = place === chosenRow, middle = top + (place + .5) * down + .5;
+    if (isChosen || (place % every === 0 && isFree(place))) write(layerNumber(m, place), EDGE - 5, middle, isChosen ? accent : soft, isChosen);
+    return numbers.map((column, i) => {
+      const x = totalOf(row, column.keys), text = state.unit === "share" ? wholePercent(x) : compact(x);
+      if (down >= 11 || isChosen || (place % 2 === 0 && isFree(place))) write(text, right(i), middle, isChosen ? ink : soft, isChosen);
+      return text;
+    });
+  });
+}
+function writeLabels(context, { labels, across, bottom, isWide, chosenColumn }) {
+  for (const { i, text } of labels) {
+    const x = EDGE + (i + .5) * across, isChosen = i === chosenColumn;
+    context.font = `${isChosen ? "700 " : ""}11px ${FONT}`;
+    context.fillStyle = css(isChosen ? "--accent" : "--ink");
+    context.textAlign = "center";
+    if (isWide) context.fillText(text, x, bottom + 12, across - 2);
+    else upright(context, text, x, bottom + 6, "right");
+  }
+}
+// A cell of less than three pixels has a frame around the three pixels at its middle.
+function frameCell(context, { top, across, down }, row, column, colour, width) {
+  if (row < 0 || column < 0) return;
+  const wide = Math.max(across, 3);
+  context.strokeStyle = colour;
+  context.lineWidth = width;
+  context.strokeRect(EDGE + (column + .5) * across - wide / 2 - width / 2, top + row * down - width / 2, wide + width, down + width);
+  context.lineWidth = 1;
+}
+// Write what a panel shows as text: its size, the chosen cell, and the strongest cells.
+function describePanel({ m, canvas, text }, { shares }, { keys, chosenRow, chosenColumn }, key, left) {
+  const tokens = keysOf(m), layers = m.names.length, isChosen = chosenRow >= 0 && chosenColumn >= 0, sinks = sinkKeys(m, state.query), own = ownKey(m, state.query);
+  const besides = place => [...(sinks.length ? [`${sinkName(m)} ${percent(totalOf(shares[place], sinks))}`] : []),
+    ...(own >= 0 ? [`position itself ${percent(shares[place][own] || 0)}`] : [])].join(", ");
+  canvas.setAttribute("aria-label", `${m.title}: ${layers === 1 ? "one layer" : `${layers} layers`} by ${keys.length} tokens. Chosen: ${isChosen
+    ? `layer ${m.names[chosenRow]}, ${plain(tokens[key])}, ${percent(shares[chosenRow][key])} of the row; ${besides(chosenRow)}` : "none"}.`);
+  const list = strongestCells(shares, left, 5);
+  text.textContent = `Strongest: ${list.map(([place, i, x]) => `${m.layer_names[place]}, ${plain(tokens[i])}, token ${i}, ${percent(x)}`).join("; ")}. Arrow keys move the chosen cell.`;
+}
+// Return the strongest cells, [layer, key, value], without those of some keys.
+function strongestCells(rows, left, count) {
+  let best = [];
+  rows.forEach((row, place) => row.forEach((x, key) => {
+    if (!x || left.has(key) || (best.length === count && Math.abs(x) <= Math.abs(best[count - 1][2]))) return;
+    best = [...best, [place, key, x]].sort((a, b) => Math.abs(b[2]) - Math.abs(a[2])).slice(0, count);
+  }));
+  return best;
 }
 // Return the width of the longest label, with a little more for a bold one.
 function measureLabels(labels) {

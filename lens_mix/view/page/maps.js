@@ -115,73 +115,84 @@ function tellCell(m, place, head, scores, keys, { row, key }) {
 
 // Draw the chosen layer and head in full.
 function drawLarge(one, { canvas, caption, below, words }) {
-  const { m, raw, keys, rows, place } = one, scores = inUnits(raw, keys), at = cellOf(m, scores, keys), isNarrow = innerWidth < 1000;
-  const numbers = !state.first && m.sinks.length ? m.sinks : [], own = !state.diagonal && !m.keys;
-  const columns = [...(numbers.length ? [sinkName(m) === "first token" ? "first" : "special"] : []), ...(own ? ["own"] : [])];
-  const labels = Math.min(100, 18 + 7 * Math.max(...m.tokens.slice(0, 400).map(token => Math.min(12, visible(token).length)))), top = labels;
-  // The cells are as large as fits beside the small pictures, or above them on a narrow screen.
-  const room = wide => Math.min($("panel").clientWidth * (isNarrow ? 1 : .54) - labels - wide, isNarrow ? innerHeight * .36 : 640) / Math.max(keys, rows);
-  const fit = room(columns.length * 40 + 10), zoom = Math.min(26, fit >= 10 ? Math.floor(fit) : Math.max(.5, room(10) >= 3 ? Math.floor(room(10)) : room(10))), tall = rows * zoom;
-
-  const hasNumbers = zoom >= 10 && columns.length > 0;
-  const context = sizeCanvas(canvas, labels + keys * zoom + 12 + (hasNumbers ? columns.length * 40 : 0), top + tall + 8);
+  const { m, raw, keys, rows, place } = one, scores = inUnits(raw, keys), at = cellOf(m, scores, keys);
   const most = mostOf(m, scores, keys, state.range === "all" && state.unit === "raw" ? Math.max(...m.layers.map(layer => layer.largest)) : 0);
-  const [ink, soft, line, accent] = ["--ink", "--soft", "--line", "--accent"].map(css);
-  context.save();
-  context.translate(labels, top);
-  heat(context, [0, 0, keys * zoom, tall], rows, keys, at, most);
-  context.strokeStyle = line;
-  context.strokeRect(-.5, -.5, keys * zoom + 1, tall + 1);
-  const chosen = m.queries.indexOf(state.query);
+  const layout = placeLarge(m, keys, rows), { edge, zoom } = layout, row = m.queries.indexOf(state.query);
+  const context = sizeCanvas(canvas, layout.width, layout.height);
+  context.translate(edge, edge);
+  heat(context, [0, 0, keys * zoom, rows * zoom], rows, keys, at, most);
+  context.strokeStyle = css("--line");
+  context.strokeRect(-.5, -.5, keys * zoom + 1, rows * zoom + 1);
   // A frame would cover rows that are only a few pixels high; the row then has its label alone.
-  if (chosen >= 0 && zoom >= 4) { context.strokeStyle = accent; context.lineWidth = 1.5; context.strokeRect(-1, chosen * zoom - .5, keys * zoom + 2, zoom + 1); context.lineWidth = 1; }
-  const column = new Float32Array(keys), inRow = new Float32Array(rows);
-  for (let row = 0; row < rows; row++) for (let key = 0; key < keys; key++) column[key] += Math.abs(at(row, key)) || 0;
-  for (const key of spaced(column, zoom, keys)) {
-    context.fillStyle = key === state.key ? accent : ink;
-    upright(context, shortened(plain(keysOf(m)[key]), 12), key * zoom + zoom / 2, -6);
+  if (row >= 0 && zoom >= 4) {
+    context.strokeStyle = css("--accent");
+    context.strokeRect(-1, row * zoom - .5, keys * zoom + 2, zoom + 1);
   }
-  context.textAlign = "right";
-  inRow.forEach((_, row) => { inRow[row] = row === chosen ? 9 : 1; });
-  for (const row of spaced(inRow, zoom, rows)) {
-    context.fillStyle = row === chosen ? accent : ink;
-    context.fillText(shortened(plain(m.tokens[m.queries[row]]), 12), -6, row * zoom + zoom / 2);
-  }
-  if (hasNumbers) {
-    context.font = `10px ${FONT}`;
-    context.fillStyle = soft;
-    columns.forEach((name, i) => context.fillText(name, keys * zoom + 38 + i * 40, -8));
-    const write = x => state.unit === "share" ? wholePercent(x) : compact(x);
-    for (let row = 0; row < rows; row++) {
-      const values = [...(numbers.length ? [totalOf(scores.subarray(row * keys, (row + 1) * keys), numbers)] : []), ...(own ? [scores[row * keys + m.queries[row]] || 0] : [])];
-      values.forEach((x, i) => context.fillText(write(x), keys * zoom + 38 + i * 40, row * zoom + zoom / 2 + .5));
-    }
-  }
-  context.restore();
-  canvas.dataset.geometry = JSON.stringify({ left: labels, top, across: zoom, down: zoom });
+  labelAxes(context, m, at, layout, row);
+  canvas.dataset.numbers = JSON.stringify(layout.numbers.length ? writeRowNumbers(context, m, scores, keys, layout) : []);
+  canvas.dataset.geometry = JSON.stringify({ left: edge, top: edge, across: zoom, down: zoom });
   one.find = (x, y) => {
-    const key = Math.floor((x - labels) / zoom), row = Math.floor((y - top) / zoom);
+    const key = Math.floor((x - edge) / zoom), row = Math.floor((y - edge) / zoom);
     return key >= 0 && key < keys && row >= 0 && row < rows ? { key, row } : null;
   };
-  let sink = 0, diagonal = 0;
-  const shares = state.unit === "share" ? scores : null;
-  for (let row = 0; row < rows; row++) {
-    const line = shares ? shares.subarray(row * keys, (row + 1) * keys) : sharesOf(raw.subarray(row * keys, (row + 1) * keys));
-    sink += totalOf(line, m.sinks) / rows; diagonal += m.keys ? 0 : (line[m.queries[row]] || 0) / rows;
-  }
-  caption.textContent = `${m.title} · ${m.layer_names[place]}${m.heads ? `, ${headName(m)}` : ""}. Rows are positions, columns the tokens that they read.`
-    + ` Stored with an error of at most ${shown((m.mean && headShown(m) < 0 ? m.mean : m).layers[place].error)}.`;
+  const layer = `${m.layer_names[place]}${m.heads ? `, ${headName(m)}` : ""}`, stored = m.mean && headShown(m) < 0 ? m.mean : m;
+  caption.textContent = `${m.title} · ${layer}. Rows are positions, columns the tokens that they read.`
+    + ` Stored with an error of at most ${shown(stored.layers[place].error)}.`;
   below.replaceChildren(legend(typeof most === "function" ? Math.max(...m.queries.map((_, row) => most(row))) : most, m.signed,
-    state.range === "row" ? `${state.unit === "share" ? "of the row" : "raw score"} (each row has its own largest)` : state.unit === "share" ? "of the row" : "raw score"),
-  make("p", { class: "caption", text: [m.sinks.length && `${sinkName(m)}: ${percent(sink)} of a row on average${state.first ? "" : ", not drawn"}`,
-    !m.keys && `position itself: ${percent(diagonal)}${state.diagonal ? "" : ", not drawn"}`, m.causal && "Grey: keys that the position cannot see"].filter(Boolean).join(" · ") }));
-  let best = [];
-  for (let row = 0; row < rows; row++) for (let key = 0; key < keys; key++) {
-    const x = Math.abs(at(row, key)) || 0;
-    if (x && (best.length < 5 || x > best[best.length - 1][2])) best = [...best, [row, key, x]].sort((a, b) => b[2] - a[2]).slice(0, 5);
+    `${state.unit === "share" ? "of the row" : "raw score"}${state.range === "row" ? " (each row has its own largest)" : ""}`),
+  make("p", { class: "caption", text: describeLeftOut(m, raw, keys) }));
+  canvas.setAttribute("aria-label", `${m.title}, ${layer}: ${rows} positions by ${keys} tokens. Chosen: position ${state.query}.`);
+  const lines = m.queries.map((_, row) => Float32Array.from({ length: keys }, (_, key) => at(row, key) ?? 0));
+  words.textContent = `Strongest: ${strongestCells(lines, new Set(), 5).map(([row, key, x]) => `${named(m.tokens, m.queries[row])} from ${named(keysOf(m), key)}, ${shownUnit(x)}`).join("; ")}.`;
+}
+// Return the sizes of the large map: its cells are as large as fits beside the small pictures, or above them on a narrow
+// screen. Numbers are beside the rows if these are high enough.
+function placeLarge(m, keys, rows) {
+  const isNarrow = innerWidth < 1000, longest = Math.max(...m.tokens.slice(0, 400).map(token => Math.min(12, visible(token).length)));
+  const edge = Math.min(100, 18 + 7 * longest), width = $("panel").clientWidth * (isNarrow ? 1 : .54) - edge, height = isNarrow ? innerHeight * .36 : 640;
+  const columns = [...(m.sinks.length && !state.first ? [{ name: sinkName(m) === "first token" ? "first" : "special", of: (row, line) => totalOf(line, m.sinks) }] : []),
+    ...(state.diagonal || m.keys ? [] : [{ name: "own", of: (row, line) => line[m.queries[row]] || 0 }])];
+  const fit = beside => Math.min(width - beside, height) / Math.max(keys, rows), withNumbers = fit(columns.length * NUMBER + 10), without = fit(10);
+  const hasNumbers = withNumbers >= 10, exact = hasNumbers ? withNumbers : without, zoom = Math.min(26, exact >= 3 ? Math.floor(exact) : Math.max(.5, exact));
+  const numbers = hasNumbers ? columns : [];
+  return { edge, zoom, numbers, width: edge + keys * zoom + 12 + numbers.length * NUMBER, height: edge + rows * zoom + 8 };
+}
+// Write the tokens: the chosen ones and then those with the largest columns, if there is no room for all.
+function labelAxes(context, m, at, { zoom }, chosen) {
+  const [ink, accent] = ["--ink", "--accent"].map(css), tokens = keysOf(m), column = new Float32Array(tokens.length);
+  m.queries.forEach((_, row) => column.forEach((_, key) => { column[key] += Math.abs(at(row, key)) || 0; }));
+  for (const key of spaced(column, zoom, tokens.length)) {
+    context.fillStyle = key === state.key ? accent : ink;
+    upright(context, shortened(plain(tokens[key]), 12), (key + .5) * zoom, -6);
   }
-  canvas.setAttribute("aria-label", `${m.title}, ${m.layer_names[place]}${m.heads ? `, ${headName(m)}` : ""}: ${rows} positions by ${keys} tokens. Chosen: position ${state.query}.`);
-  words.textContent = `Strongest: ${best.map(([row, key, x]) => `${named(m.tokens, m.queries[row])} from ${named(keysOf(m), key)}, ${shownUnit(x)}`).join("; ")}.`;
+  context.textAlign = "right";
+  for (const row of spaced(Float32Array.from(m.queries, (_, row) => row === chosen ? 9 : 1), zoom, m.queries.length)) {
+    context.fillStyle = row === chosen ? accent : ink;
+    context.fillText(shortened(plain(m.tokens[m.queries[row]]), 12), -6, (row + .5) * zoom);
+  }
+}
+// Write the numbers of the keys that are not drawn beside each row, and return them.
+function writeRowNumbers(context, m, scores, keys, { zoom, numbers }) {
+  const right = i => keys * zoom + NUMBER - 2 + i * NUMBER;
+  context.font = `10px ${FONT}`;
+  context.fillStyle = css("--soft");
+  numbers.forEach(({ name }, i) => context.fillText(name, right(i), -8));
+  return m.queries.map((_, row) => numbers.map(({ of }, i) => {
+    const x = of(row, scores.subarray(row * keys, (row + 1) * keys)), text = state.unit === "share" ? wholePercent(x) : compact(x);
+    context.fillText(text, right(i), (row + .5) * zoom + .5);
+    return text;
+  }));
+}
+// Return how much the rows give on average to the first token and to their own position.
+function describeLeftOut(m, raw, keys) {
+  let sink = 0, own = 0;
+  m.queries.forEach((query, row) => {
+    const line = sharesOf(raw.subarray(row * keys, (row + 1) * keys));
+    sink += totalOf(line, m.sinks) / m.queries.length;
+    own += m.keys ? 0 : (line[query] || 0) / m.queries.length;
+  });
+  return [m.sinks.length && `${sinkName(m)}: ${percent(sink)} of a row on average${state.first ? "" : ", not drawn"}`,
+    !m.keys && `position itself: ${percent(own)}${state.diagonal ? "" : ", not drawn"}`, m.causal && "Grey: keys that the position cannot see"].filter(Boolean).join(" · ");
 }
 
 // Make small pictures of every layer and head. They are drawn after the large one, a layer at a time, so that the page answers meanwhile.

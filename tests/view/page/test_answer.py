@@ -182,6 +182,8 @@ def test_panels_have_the_values_of_the_maps(opened, maps):
                 assert number_in(said, "% share") == pytest.approx(whole, abs=0.06 if whole < 9.9 else 0.51)
                 inside = left + (column + 0.25) * across
                 assert colour_at(browser, panel, inside, y) == ramp(browser, share[layer, key] / largest)
+        written = json.loads(panel.get_attribute("data-numbers"))
+        assert written == [[whole_percent(row[0]), whole_percent(row[5])] for row in share]
     table = rows_of(browser)
     assert len(table) == 2 * 4 * 6
     for row in table:
@@ -189,6 +191,12 @@ def test_panels_have_the_values_of_the_maps(opened, maps):
         layer, key = int(row["layer"]), int(row["key"])
         assert float(row["value"]) == pytest.approx(m.scores[layer, 5, key].item(), abs=2e-3)
         assert float(row["share"]) == pytest.approx(m.normalized().scores[layer, 5, key].item(), abs=2e-3)
+
+
+def whole_percent(share):
+    """Return a share as it is written beside a map."""
+    whole = round(100 * float(share))
+    return f"{whole}%" if whole or not share else "<1%"
 
 
 def test_switches_draw_the_first_token_and_the_position_itself(opened, maps):

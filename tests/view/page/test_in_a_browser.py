@@ -291,6 +291,12 @@ def test_the_grid_names_every_cell_and_enlarges_what_is_clicked(opened, maps):
         assert percent(scores[query, key]) in said
     hidden = tip_of(browser, large, left + 5.5 * side, top + 0.5 * side)
     assert hidden.endswith("hidden raw score")
+    share = scores / scores.sum(-1, keepdim=True)
+    beside = json.loads(large.get_attribute("data-numbers"))
+    assert beside == [
+        [f"{round(100 * float(x))}%" if x >= 0.005 else "<1%" for x in (row[0], row[query])]
+        for query, row in enumerate(share)
+    ]
     # Everything is drawn, so that the largest number of the map ends the scale of the colours.
     for option in ("first", "diagonal"):
         doing(browser, browser.find_element("css selector", f"button[data-option={option}]").click)
