@@ -25,19 +25,19 @@ function writeAnswer() {
 const rowsThere = () => new Set(ofText().flatMap(m => m.queries));
 
 // ------------------------------------------------------------------ the text, coloured by one map
-// Return the row that colours the text: the recommended input map, another input map, or the mean of a layer map.
+// Return the row that colours the text: that of the recommended input map, of the method's map with the best score, or the
+// mean of a layer map. A rollout has no score, because one through many layers may be all on the first token: it comes last.
 async function textRow() {
-  const has = m => m.queries.includes(state.query), all = ofText().filter(has);
-  const input = all.filter(m => m.kind === "input"), score = m => m.provenance.aggregation ? -1 : SCORES.get(m.method) ?? 0;
-  const recommended = input.find(m => m.provenance.input_map);
-  const m = recommended || input.sort((a, b) => score(b) - score(a))[0];
-  if (m) return { m, row: sharesOf(await rowOf(m, m.names.length - 1, -1, state.query)),
-    name: recommended ? `recommended map: ${m.method.replaceAll("_", " ")}` : `${m.title}, ${m.layer_names[m.names.length - 1]}` };
-  const layered = compared().find(has) || all[0];
-  if (!layered) return null;
-  const rows = (await rowsOf(layered, headShown(layered), state.query)).map(sharesOf);
-  return { m: layered, row: rows[0].map((_, key) => rows.reduce((sum, row) => sum + row[key] / rows.length, 0)),
-    name: `${layered.title}, ${rows.length > 1 ? "mean of the layers" : layered.layer_names[0]}` };
+  const all = ofText().filter(m => m.queries.includes(state.query)), input = all.filter(m => m.kind === "input");
+  const score = m => m.provenance.aggregation ? -1 : SCORES.get(m.method) ?? 0, recommended = input.find(m => m.provenance.input_map);
+  const [best] = input.filter(m => score(m) >= 0).sort((a, b) => score(b) - score(a)), layered = compared().find(m => all.includes(m));
+  const m = recommended || best || layered || all[0];
+  if (!m) return null;
+  if (m.kind === "input") return { m, row: sharesOf(await rowOf(m, m.names.length - 1, -1, state.query)),
+    name: m === recommended ? `recommended map: ${m.method.replaceAll("_", " ")}` : `${m.title}, ${m.layer_names[m.names.length - 1]}` };
+  const rows = (await rowsOf(m, headShown(m), state.query)).map(sharesOf);
+  return { m, row: rows[0].map((_, key) => rows.reduce((sum, row) => sum + row[key] / rows.length, 0)),
+    name: `${m.title}, ${rows.length > 1 ? "mean of the layers" : m.layer_names[0]}` };
 }
 
 // Return groups of neighbouring tokens between which a line may break: a token that starts with a space, or that

@@ -118,21 +118,29 @@ def test_another_position_is_explained_by_a_click(opened, maps):
     assert text(browser, "#asked") == "After “ t3” (token 3) the model continues with"
     assert text(browser, "#prediction") == "“ next3” 40 %"
     assert "explained:" not in text(browser, "#others")
-    # The recommended map has no such row, so that the other input map colours the text.
-    share = maps["rollout"].normalized().scores[-1, 3]
-    assert "rollout, up to layer 3" in text(browser, "#text-legend")
-    boxes = all_of(browser, "#tokens .token")
-    for key, box in enumerate(boxes):
-        said = tip_of(browser, box)
-        assert (percent(share[key]) if key < 4 else "cannot see") in said
-    chosen = [box.get_attribute("aria-selected") for box in boxes]
-    assert chosen == ["true" if key == 3 else "false" for key in range(6)]
-    only = {name: maps[name] for name in ("attention", "value_zeroing")}
-    browser = opened(only, "query=3")
+    # The recommended map has no such row, and a rollout has no score, so that the layer map colours the text.
     mean = maps["attention"].merge_heads().normalized().scores[:, 3].mean(0)
     assert "Attention, mean of the layers" in text(browser, "#text-legend")
-    for key, box in enumerate(all_of(browser, "#tokens .token")[:4]):
-        assert percent(mean[key]) in tip_of(browser, box)
+    boxes = all_of(browser, "#tokens .token")
+    assert_shares(browser, mean, 3)
+    chosen = [box.get_attribute("aria-selected") for box in boxes]
+    assert chosen == ["true" if key == 3 else "false" for key in range(6)]
+    only = {"rollout": maps["rollout"]}
+    browser = opened(only, "query=3")
+    assert "rollout, up to layer 3" in text(browser, "#text-legend")
+    assert_shares(browser, maps["rollout"].normalized().scores[-1, 3], 3)
+    # An input map of a method with a score is preferred to a layer map.
+    gim = maps["rollout"].replace(method="gim", provenance={}).select_layers([3])
+    browser = opened({"attention": maps["attention"], "gim": gim}, "query=3")
+    assert "GIM, whole model" in text(browser, "#text-legend")
+    assert_shares(browser, gim.normalized().scores[0, 3], 3)
+
+
+def assert_shares(browser, share, query):
+    """Assert that the text has these shares, and no number for the keys after the query."""
+    for key, box in enumerate(all_of(browser, "#tokens .token")):
+        said = tip_of(browser, box)
+        assert (percent(share[key]) if key <= query else "cannot see") in said
 
 
 @pytest.mark.parametrize("query", [5, 3])
