@@ -291,7 +291,7 @@ async function flowView(view) {
   const sink = sharesLeftOut(m, layers, reached, left);
   drawGraph(view, { title: `The flow of ${m.title} to ${me}`, tokens: m.tokens, chosen: query, nodes, edges, roots: [0],
     levels: Array.from({ length: top + 2 }, (_, level) => level), levelNames: new Map([[0, "input"], ...m.names.slice(0, top + 1).map((name, place) => [place + 1, String(name)])]),
-    beside: left.size ? new Map(sink.map((share, place) => [place + 1, share && share < 0.0005 ? "< 0.1 %" : percent(share)])) : null, besideTitle: sinkIs,
+    beside: left.size ? new Map(sink.map((share, place) => [place + 1, share && share < 0.00095 ? "< 0.1 %" : percent(share)])) : null, besideTitle: sinkIs,
     unitName: "share", format: percent,
     shareName: `share of what reached ${me}`, legend: "feed-forward; area: its share of the layer's output, times the node's share",
     choose: position => set({ query: position }) });
