@@ -84,7 +84,8 @@ class Page:
         name = f"lens-mix-{uuid.uuid4().hex[:12]}"
         return (
             f'<iframe id="{name}" title="maps of a prompt" srcdoc="{html.escape(self.html)}" '
-            'sandbox="allow-scripts allow-downloads" allow="fullscreen" style="width:100%;height:640px;border:0"></iframe>'
+            'sandbox="allow-scripts allow-downloads" allow="fullscreen" '
+            'style="width:100%;height:640px;border:0"></iframe>'
             '<script>addEventListener("message",e=>{'
             f'const f=document.getElementById("{name}");if(f&&e.source===f.contentWindow&&e.data&&'
             "e.data.lensMixHeight)f.style.height=Math.min(e.data.lensMixHeight,2000)+'px'})</script>"
@@ -97,11 +98,11 @@ def page(
     """Make one HTML file that shows what the model predicts, and which tokens that came from by each map.
 
     It opens on the prediction, the text coloured by the recommended input map, and the layer maps of one
-    position side by side. Other views show all positions, the flow through the layers, the agreement of the maps,
-    and trees. The file needs no server, no network and no library.
+    position side by side. Other views show all positions, the flow through the layers, the agreement of the
+    maps, and trees. The file needs no server, no network and no library.
 
-    It contains the numbers of the maps as float16. A map with more than 400,000 numbers has one byte for each,
-    and the page shows the largest error.
+    It contains the numbers of the maps as float16. A map with more than 400,000 numbers has one byte for
+    each, and the page shows the largest error.
 
     Args:
         maps: a map; several of one prompt, as `lm.run` returns them; or a list with one of these per prompt.
