@@ -18,9 +18,11 @@ function writeAnswer() {
   $("prediction").replaceChildren(make("b", { text: quotedToken(prediction ?? token) }),
     prediction === undefined ? ` token ${state.query}` : probability === undefined ? "" : ` ${percent(probability)}`);
   const alternatives = others.map(([text, p]) => `${quotedToken(text)} ${percent(p)}`).join(" · ");
-  const known = [alternatives && `then ${alternatives}`, target && `explained: ${target}${value === undefined ? "" : ` = ${minus(shown(value))}`}`].filter(Boolean).join(" — ");
+  const aim = target && `explained: ${target}${value === undefined ? "" : ` = ${minus(shown(value))}`}`;
+  const known = [alternatives && `then ${alternatives}`, aim].filter(Boolean).join(" — ");
+  const hint = rowsThere().size > 1 ? `${known && " — "}click a token to explain another position` : "";
   document.title = [prediction === undefined ? plain(token) : plain(prediction), m.provenance.model, "lens_mix"].filter(Boolean).join(" · ");
-  $("others").replaceChildren(known, make("span", { class: "on-screen", text: rowsThere().size > 1 ? `${known && " — "}click a token to explain another position` : "" }));
+  $("others").replaceChildren(known, make("span", { class: "on-screen", text: hint }));
 }
 // Return the positions that some map of this text has a row of.
 const rowsThere = () => new Set(ofText().flatMap(m => m.queries));
@@ -49,17 +51,20 @@ function wordsOf(tokens, starts) {
   let length = 0;
   tokens.forEach((token, i) => {
     const before = i ? tokens[i - 1] : "";
-    if (!i || starts.has(i) || SPACED.test(token) || /[\s>\]]$/.test(before) || UNSPACED.test(token) || length + token.length > 24) { groups.push([]); length = 0; }
+    const isStart = !i || starts.has(i) || SPACED.test(token) || UNSPACED.test(token) || /[\s>\]]$/.test(before);
+    if (isStart || length + token.length > 24) { groups.push([]); length = 0; }
     groups[groups.length - 1].push(i);
     length += token.length;
   });
   return groups;
 }
-// Return the tokens as boxes; `.token` elements in the order of the tokens are in `boxes`.
+// Return the tokens as boxes: the line, and `boxes` in the order of the tokens. `tell(i)` returns the text of a tooltip,
+// `choose(i)` reacts to a click, and `pass(i)` to the pointer; `i` is null beside the tokens.
 // The words of a text without spaces (WordPiece) are set apart.
-function tokenLine(tokens, starts, attributes) {
+function tokenLine(tokens, starts, attributes, { tell, choose, pass = () => {} }) {
   const isApart = Boolean(starts.word) && !tokens.some(token => SPACED.test(token)), first = new Set(isApart ? starts.word : []);
-  const line = make("div", { class: `tokens ${tokens.length > 120 ? "long" : tokens.length > 60 ? "medium" : ""}`, dir: "auto", ...attributes }), boxes = [];
+  const length = tokens.length > 120 ? "long" : tokens.length > 60 ? "medium" : "";
+  const line = make("div", { class: `tokens ${length}`, dir: "auto", ...attributes }), boxes = [];
   for (const group of wordsOf(tokens, first)) {
     const word = make("span", { class: first.has(group[0]) && group[0] ? "word apart" : "word" });
     for (const i of group) {
@@ -70,8 +75,11 @@ function tokenLine(tokens, starts, attributes) {
     line.append(word);
     if (/[\nĊ]$/.test(tokens[group[group.length - 1]])) line.append(make("br"));
   }
-  const find = event => { const box = event.target.closest(".token"); return box && box.dataset.key ? +box.dataset.key : null; };
-  return { line, boxes, find };
+  const find = event => { const box = event.target.closest(".token"); return box ? +box.dataset.key : null; };
+  line.addEventListener("mousemove", event => { const i = find(event); tip(event, i === null ? "" : tell(i)); pass(i); });
+  line.addEventListener("mouseleave", () => { tip(); pass(null); });
+  line.addEventListener("click", event => { const i = find(event); if (i !== null && choose) choose(i); });
+  return { line, boxes };
 }
 // Colour boxes by a row; `pale` has the keys that are left out of the scale. The largest other number ends the scale.
 function colourBoxes(boxes, row, pale, most) {
@@ -91,8 +99,9 @@ function buildText() {
   const { tokens } = map(), all = ofText().filter(m => m.keys), keys = all.length ? all.map(m => m.keys) : [];
   const signature = JSON.stringify([state.prompt, ofText().map(m => maps().indexOf(m))]);
   if (textParts && textParts.signature === signature) return textParts;
-  const main = tokenLine(tokens, map().words, { id: "tokens", role: "listbox", tabindex: 0, "aria-label": "the text: choose a token to explain its position" });
-  const there = rowsThere(), next = make("span", { class: "next" });
+  const there = rowsThere(), next = make("span", { class: "next" }), label = "the text: choose a token to explain its position";
+  const main = tokenLine(tokens, map().words, { id: "tokens", role: "listbox", tabindex: 0, "aria-label": label },
+    { tell: i => tellToken(tokens, i, textParts.values), choose: choosePosition, pass: linkPanels });
   main.boxes.forEach((box, i) => {
     box.classList.toggle("special", SPECIAL.test(tokens[i]));
     box.id = `token-${i}`;
@@ -101,9 +110,6 @@ function buildText() {
   });
   textParts = { signature, main, next, there, sources: null, source: null, values: null };
   const parts = textParts;
-  main.line.addEventListener("click", event => { const i = main.find(event); if (i !== null && there.has(i)) set({ query: i }); });
-  main.line.addEventListener("mousemove", event => { const i = main.find(event); tip(event, i === null ? "" : tellToken(tokens, i, parts.values)); linkPanels(i); });
-  main.line.addEventListener("mouseleave", () => { tip(); linkPanels(null); });
   $("text").replaceChildren(main.line);
   if (keys.length) {
     parts.source = make("div", { id: "sources" });
@@ -122,7 +128,11 @@ function linkToken(m, key) {
   for (const box of document.querySelectorAll("#text .linked")) box.classList.remove("linked");
   if (key !== null) (m.keys ? $("sources") : $("tokens"))?.querySelector(`[data-key="${key}"]`)?.classList.add("linked");
 }
-const tellToken = (tokens, i, values) => named(tokens, i) + (values ? `\n${Number.isNaN(values[i]) ? "the position cannot see it" : `${percent(values[i])} of the row`}` : "");
+const choosePosition = query => { if (rowsThere().has(query)) set({ query }); };
+function tellToken(tokens, i, values) {
+  const value = !values ? "" : Number.isNaN(values[i]) ? "the position cannot see it" : `${percent(values[i])} of the row`;
+  return [named(tokens, i), value].filter(Boolean).join("\n");
+}
 
 async function drawText() {
   const parts = buildText(), m = map(), found = await textRow(), pale = found ? asNumbers(found.m, state.query) : new Set();
@@ -136,7 +146,8 @@ async function drawText() {
     const isChosen = i === state.query;
     if (box.classList.contains("chosen") !== isChosen) box.classList.toggle("chosen", isChosen);
     box.setAttribute("aria-selected", String(isChosen));
-    box.setAttribute("aria-label", `${plain(m.tokens[i])}, token ${i}${parts.values && !Number.isNaN(parts.values[i]) ? `, ${percent(parts.values[i])}` : ""}`);
+    const isKnown = parts.values && !Number.isNaN(parts.values[i]);
+    box.setAttribute("aria-label", `${plain(m.tokens[i])}, token ${i}${isKnown ? `, ${percent(parts.values[i])}` : ""}`);
   });
   parts.main.line.setAttribute("aria-activedescendant", `token-${state.query}`);
   const chosen = parts.main.boxes[state.query];
@@ -151,11 +162,10 @@ async function drawText() {
   if (parts.source) {
     parts.source.hidden = !(found && found.m.keys);
     if (found && found.m.keys) {
-      const line = tokenLine(keys, found.m.key_words, { role: "group", "aria-label": "the tokens that the rows read" });
-      colourBoxes(line.boxes, found.row, pale, most);
-      line.line.addEventListener("mousemove", event => { const i = line.find(event); tip(event, i === null ? "" : tellToken(keys, i, found.row)); });
-      line.line.addEventListener("mouseleave", () => tip());
-      parts.source.replaceChildren(make("p", { class: "caption", text: "What it reads:" }), line.line);
+      const { line, boxes } = tokenLine(keys, found.m.key_words, { role: "group", "aria-label": "the tokens that the rows read" },
+        { tell: i => tellToken(keys, i, found.row) });
+      colourBoxes(boxes, found.row, pale, most);
+      parts.source.replaceChildren(make("p", { class: "caption", text: "What it reads:" }), line);
     }
   }
   // Only the box of a long text scrolls, and never the page.
@@ -168,9 +178,10 @@ function writeTextLegend(found, keys, most, pale) {
   if (!found) return box.replaceChildren("No map has the row of this position.");
   const order = [...found.row.keys()].filter(key => !Number.isNaN(found.row[key]) && !pale.has(key))
     .sort((a, b) => Math.abs(found.row[b]) - Math.abs(found.row[a])).slice(0, 3);
-  const format = x => percent(x), evidence = found.m.provenance.input_map?.figures;
-  const named = make("span", { text: found.name, title: evidence || found.m.line });
-  const left = [...pale].filter(key => found.row[key]);
-  box.replaceChildren(legend(most, found.m.signed, `of the row${largestOf(found.row, pale) > most ? "; the position itself has more" : ""}`, format), " · ", named, ` · most: ${order.map(key => `${quotedToken(keys[key])} ${percent(found.row[key])}`).join(", ")}`,
-    left.length ? ` · ${sinkName(found.m)} ${percent(left.reduce((sum, key) => sum + found.row[key], 0))}, not coloured` : "");
+  const strongest = order.map(key => `${quotedToken(keys[key])} ${percent(found.row[key])}`).join(", ");
+  const left = [...pale].filter(key => found.row[key]), sink = percent(totalOf(found.row, left));
+  const unitName = `of the row${largestOf(found.row, pale) > most ? "; the position itself has more" : ""}`;
+  box.replaceChildren(legend(most, found.m.signed, unitName, percent), " · ",
+    make("span", { text: found.name, title: found.m.provenance.input_map?.figures || found.m.line }),
+    ` · most: ${strongest}`, left.length ? ` · ${sinkName(found.m)} ${sink}, not coloured` : "");
 }

@@ -15,7 +15,8 @@ function findRamps() {
   return ramps;
 }
 // Return how strong the colour of a number is, 0 to 1, if 1 is the largest. The logarithm covers four orders.
-const strength = x => x <= 0 ? 0 : x >= 1 ? 1 : state.scale === "log" ? Math.max(0, 1 + Math.log10(x) / 4) : state.scale === "root" ? Math.sqrt(x) : x;
+const SCALES = { root: Math.sqrt, linear: x => x, log: x => Math.max(0, 1 + Math.log10(x) / 4) };
+const strength = x => x <= 0 ? 0 : x >= 1 ? 1 : SCALES[state.scale](x);
 // Return the number that has a strength.
 const ofStrength = s => state.scale === "log" ? 10 ** (4 * (s - 1)) : state.scale === "root" ? s * s : s;
 function rgb(x, most) {
@@ -73,6 +74,7 @@ function heat(context, box, rows, columns, at, most) {
   context.imageSmoothingEnabled = false;
   context.drawImage(sheet, 0, 0, across, down, left, top, width, height);
 }
+const placeBox = (box, ...sides) => ["left", "top", "width", "height"].forEach((side, i) => { box.style[side] = `${sides[i]}px`; });
 function upright(context, text, x, y, align = "left") {
   context.save();
   context.translate(x, y);
@@ -113,5 +115,6 @@ function legend(most, isSigned, name, format = shownUnit) {
   }
   const middle = format(most * ofStrength(.5));
   const ticks = [...(isSigned ? [format(-most), format(-most * ofStrength(.5))] : []), "0", middle, format(most)];
-  return make("span", { class: "scale" }, make("span", { class: "strip" }, canvas, make("span", { class: "ticks" }, ...ticks.map(text => make("span", { text })))), ` ${name}`);
+  const below = make("span", { class: "ticks" }, ...ticks.map(text => make("span", { text })));
+  return make("span", { class: "scale" }, make("span", { class: "strip" }, canvas, below), ` ${name}`);
 }

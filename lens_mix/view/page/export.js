@@ -30,8 +30,9 @@ async function save(kind) {
     return offer(`${name}.csv`, new Blob([[columns, ...rows.map(row => columns.map(column => row[column]))]
       .map(line => line.map(value => quoted(written(value))).join(",")).join("\n")], { type: "text/csv" }));
   }
-  if (kind === "json") return offer(`${name}.json`, new Blob([JSON.stringify({ state, explained: { query: state.query,
-    token: map().tokens[state.query], ...explainedAt(state.query) }, provenance: map().provenance, notes: map().notes, options, rows }, null, 1)], { type: "application/json" }));
+  if (kind === "json") return offer(`${name}.json`, new Blob([JSON.stringify({ state,
+    explained: { query: state.query, token: map().tokens[state.query], ...explainedAt(state.query) },
+    provenance: map().provenance, notes: map().notes, options, rows }, null, 1)], { type: "application/json" }));
   const svg = pictured(), text = forXml(new XMLSerializer().serializeToString(svg));
   if (kind === "svg") return offer(`${name}.svg`, new Blob([text], { type: "image/svg+xml" }));
   const image = new Image(), [width, height] = ["width", "height"].map(side => +svg.getAttribute(side));
@@ -52,7 +53,7 @@ function pictured() {
   for (const [pane] of panes) pane.scrollLeft = 0;
   document.body.classList.add("pictured");
   const sections = [$("question"), $("model"), $("answer"), $("headline"), $("view"), $("about"), $("notes")], svg = draw("svg", {});
-  const [corner, header] = [$("answer"), document.querySelector("header")].map(one => one.getBoundingClientRect()), base = { left: corner.left - 14, top: header.top };
+  const base = { left: $("answer").getBoundingClientRect().left - 14, top: document.querySelector("header").getBoundingClientRect().top };
   const measure = make("canvas").getContext("2d"), far = { x: 0, y: 0 };
   const put = (name, box, attributes, text) => {
     far.x = Math.max(far.x, box.right - base.left); far.y = Math.max(far.y, box.bottom - base.top);
@@ -66,7 +67,8 @@ function pictured() {
     if (style.display === "none" || element.matches(".visually-hidden, details, [data-detail=hint]")) return;
     if (element.localName === "canvas") return void put("image", box, { ...sides(box), href: element.toDataURL() });
     if (element.localName === "svg") return void put("svg", box, sides(box)).append(...[...element.children].map(plainSvg));
-    if (element.classList.contains("next")) put("rect", box, { ...sides(box), rx: 6, fill: "none", stroke: style.borderTopColor, "stroke-width": 2, "stroke-dasharray": "5 3" });
+    if (style.borderTopStyle === "dashed") put("rect", box, { ...sides(box), rx: 6, fill: "none", stroke: style.borderTopColor,
+      "stroke-width": style.borderTopWidth, "stroke-dasharray": "5 3" });
     const filled = style.backgroundColor !== "rgba(0, 0, 0, 0)", framed = style.outlineStyle === "solid";
     if (filled || framed) for (const rect of element.getClientRects()) put("rect", rect, { ...sides(rect), rx: 3, "fill-opacity": style.opacity,
       fill: filled ? style.backgroundColor : "none", ...(framed && { stroke: style.outlineColor, "stroke-width": style.outlineWidth }) });

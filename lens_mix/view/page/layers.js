@@ -1,7 +1,7 @@
 // ------------------------------------------------------------------ views: layer by layer
 // One position in every layer: layers down, tokens across, methods side by side.
 const layered = m => m.names.length > 1 || m.kind === "layer";
-const candidates = () => { const all = ofText().filter(layered); return [...all.filter(m => m.kind === "layer"), ...all.filter(m => m.kind === "input")]; };
+const candidates = () => ["layer", "input"].flatMap(kind => ofText().filter(m => layered(m) && m.kind === kind));
 // Return the maps that are compared: the chosen ones, or the first three of the layer maps (of the input maps if there are none).
 function compared() {
   const all = candidates(), chosen = state.compare.split(",").filter(Boolean).map(Number).map(i => maps()[i]).filter(m => all.includes(m));
@@ -27,7 +27,7 @@ async function comparedRows() {
   }));
   return found;
 }
-const strongestOf = found => found.map(one => one.best).filter(Boolean).reduce((best, one) => !best || Math.abs(one.share) > Math.abs(best.share) ? one : best, null);
+const strongestOf = found => found.reduce((best, { best: one }) => one && (!best || Math.abs(one.share) > Math.abs(best.share)) ? one : best, null);
 const totalOf = (row, keys) => [...keys].reduce((sum, key) => sum + (key >= 0 ? row[key] || 0 : 0), 0);
 
 // Return one sentence about the strongest cell of all, and one about the same cell in another map.
@@ -38,10 +38,12 @@ function findingOf(found) {
   const { m, place, key, share } = best, position = positionName(state.query), head = headName(m);
   const [, before, number] = /^(.*?)(layer \d+)?$/.exec(m.kind === "layer" ? `In ${m.layer_names[place]}` : capital(m.layer_names[place]));
   const first = [before, strong(number || ""), `${m.kind === "layer" ? "" : ","} ${position} takes `,
-    strong(percent(Math.abs(share))), ` of its ${m.title} row${head ? ` (${head})` : ""} from `, strong(quotedToken(keysOf(m)[key])), ` (token ${key})${share < 0 ? ", with a negative sign" : ""}.`];
+    strong(percent(Math.abs(share))), ` of its ${m.title} row${head ? ` (${head})` : ""} from `, strong(quotedToken(keysOf(m)[key])),
+    ` (token ${key})${share < 0 ? ", with a negative sign" : ""}.`];
   const other = found.find(one => one.m !== m && same(keysOf(one.m), keysOf(m)) && one.m.names.includes(m.names[place]) && one.m.kind === m.kind);
   if (!other) return first;
-  const row = other.shares[other.m.names.indexOf(m.names[place])], sink = totalOf(row, sinkKeys(other.m, state.query)), own = row[ownKey(other.m, state.query)] || 0;
+  const row = other.shares[other.m.names.indexOf(m.names[place])], own = row[ownKey(other.m, state.query)] || 0;
+  const sink = totalOf(row, sinkKeys(other.m, state.query));
   const rest = sink >= own ? [sink, `the ${sinkName(other.m)}`] : [own, "the position itself"];
   return [...first, ` ${other.m.title} gives it ${percent(row[key])} there`, rest[0] >= .05 ? ` and ${percent(rest[0])} to ${rest[1]}.` : "."];
 }
@@ -110,13 +112,13 @@ async function layersView(view) {
   return update;
 }
 layersView.takes = layered;
-layersView.options = () => [press("unit", [["share", "rows sum to 1"], ["raw", "raw scores"]], "unit"), scaleChoice(), numberChoices(), headChoice(), layerSlider(), compareChoice()];
+layersView.options = () => [unitChoice(), scaleChoice(), numberChoices(), headChoice(), layerSlider(), compareChoice()];
 const layersSignature = () => JSON.stringify([state.prompt, compared().map(m => maps().indexOf(m))]);
 
 function guideTo({ m, guide, canvas }, key) {
   const { left, top, across, keys, bottom } = JSON.parse(canvas.dataset.geometry || "{}"), i = keys && !m.keys ? keys.indexOf(key) : -1;
   guide.hidden = i < 0;
-  if (i >= 0) Object.assign(guide.style, { left: `${left + i * across}px`, width: `${Math.max(2, across)}px`, top: `${top}px`, height: `${bottom - top}px` });
+  if (i >= 0) placeBox(guide, left + i * across, top, Math.max(2, across), bottom - top);
 }
 function moveCell(event, panel) {
   const { m, cell } = panel, steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
@@ -169,8 +171,9 @@ function placePanel(m, values, left, chosenRow, key, width) {
   const keys = Array.from({ length: end }, (_, i) => i).filter(i => !left.has(i)), chosenColumn = keys.indexOf(key);
   const down = layers > 60 ? 8 : layers > 36 ? 11 : layers > 8 ? 13 : 18, top = numbers.length ? 15 : 3, bottom = top + layers * down;
   const across = Math.min((width - EDGE - numbers.length * NUMBER - 2) / Math.max(1, keys.length), WIDEST_CELL), isWide = across >= 46;
-  const sizes = Float32Array.from(keys, (key, i) => i === chosenColumn ? Infinity : values.reduce((most, row) => Math.max(most, Math.abs(row[key]) || 0), 0));
-  const labelled = isWide ? keys.map((_, i) => i) : spaced(sizes, across, keys.length, Math.max(6, Math.min(24, Math.floor(across * keys.length / 22))));
+  const largest = key => values.reduce((most, row) => Math.max(most, Math.abs(row[key]) || 0), 0), count = Math.floor(across * keys.length / 22);
+  const sizes = Float32Array.from(keys, (key, i) => i === chosenColumn ? Infinity : largest(key));
+  const labelled = isWide ? keys.map((_, i) => i) : spaced(sizes, across, keys.length, Math.max(6, Math.min(24, count)));
   const labels = labelled.map(i => ({ i, text: shortened(plain(tokens[keys[i]]), isWide ? Math.max(5, Math.floor(across / 7)) : 12) }));
   return { width, keys, numbers, top, bottom, across, down, isWide, labels, chosenRow, chosenColumn,
     height: bottom + (isWide ? 22 : measureLabels(labels.map(label => label.text)) + 10) };
@@ -218,13 +221,14 @@ function frameCell(context, { top, across, down }, row, column, colour, width) {
 }
 // Write what a panel shows as text: its size, the chosen cell, and the strongest cells.
 function describePanel({ m, canvas, text }, { shares }, { keys, chosenRow, chosenColumn }, key, left) {
-  const tokens = keysOf(m), layers = m.names.length, isChosen = chosenRow >= 0 && chosenColumn >= 0, sinks = sinkKeys(m, state.query), own = ownKey(m, state.query);
+  const tokens = keysOf(m), layers = m.names.length, isChosen = chosenRow >= 0 && chosenColumn >= 0;
+  const sinks = sinkKeys(m, state.query), own = ownKey(m, state.query);
   const besides = place => [...(sinks.length ? [`${sinkName(m)} ${percent(totalOf(shares[place], sinks))}`] : []),
     ...(own >= 0 ? [`position itself ${percent(shares[place][own] || 0)}`] : [])].join(", ");
   canvas.setAttribute("aria-label", `${m.title}: ${layers === 1 ? "one layer" : `${layers} layers`} by ${keys.length} tokens. Chosen: ${isChosen
     ? `layer ${m.names[chosenRow]}, ${plain(tokens[key])}, ${percent(shares[chosenRow][key])} of the row; ${besides(chosenRow)}` : "none"}.`);
-  const list = strongestCells(shares, left, 5);
-  text.textContent = `Strongest: ${list.map(([place, i, x]) => `${m.layer_names[place]}, ${plain(tokens[i])}, token ${i}, ${percent(x)}`).join("; ")}. Arrow keys move the chosen cell.`;
+  const list = strongestCells(shares, left, 5).map(([place, i, x]) => `${m.layer_names[place]}, ${plain(tokens[i])}, token ${i}, ${percent(x)}`);
+  text.textContent = `Strongest: ${list.join("; ")}. Arrow keys move the chosen cell.`;
 }
 // Return the strongest cells, [layer, key, value], without those of some keys.
 function strongestCells(rows, left, count) {

@@ -25,21 +25,23 @@ async function textView(view) {
     if (values) units.forEach((positions, i) => positions.forEach(key => { each[key] = values[i]; }));
     const title = make("h3", {}, make("b", { text: m.title }),
       ` · ${m.layer_names[place]}${m.kind === "input" ? ", input map" : ""}${m.heads ? ` · ${headName(m)}` : ""}`);
-    const note = !row ? "this map does not have this row" : of.length < whole.length ? `only the row of ${named(m.tokens, state.query)}: the map `
-      + `does not have the other rows of its ${state.by}` : (m.key_words || m.words)[state.by] || state.by === "token" ? "" : "its tokens do not show where words begin";
+    const isCut = of.length < whole.length, hasUnits = state.by === "token" || (m.key_words || m.words)[state.by];
+    const note = !row ? "this map does not have this row"
+      : isCut ? `only the row of ${named(m.tokens, state.query)}: the map does not have the other rows of its ${state.by}`
+        : hasUnits ? "" : "its tokens do not show where words begin";
     if (note) title.append(make("span", { class: "note", text: ` · ${note}` }));
-    const { line, boxes, find } = tokenLine(keys, m.key_words || m.words, { role: "group", "aria-label": `${m.title}: the tokens` });
+    const placed = [], score = i => values ? `\n${shown(each[i])} ${unit()}` : "";
+    units.forEach(positions => positions.forEach(key => { placed[key] = positions; }));
+    const { line, boxes } = tokenLine(keys, m.key_words || m.words, { role: "group", "aria-label": `${m.title}: the tokens` },
+      { tell: i => spelled(keys, placed[i]) + score(i), choose: m.keys ? null : choosePosition });
     const pale = new Set([...left].filter(key => key >= 0)), most = row ? largestOf(each, pale) : 0;
     colourBoxes(boxes, row && each, pale, most);
     if (!row) boxes.forEach(box => box.classList.remove("hidden"));
     boxes.forEach((box, i) => box.classList.toggle("chosen", !m.keys && of.includes(i)));
-    const placed = []; units.forEach(positions => positions.forEach(key => { placed[key] = positions; }));
-    line.addEventListener("mousemove", event => { const i = find(event); tip(event, i === null ? "" : spelled(keys, placed[i]) + (values ? `\n${shown(each[i])} ${unit()}` : "")); });
-    line.addEventListener("mouseleave", () => tip());
-    if (!m.keys) line.addEventListener("click", event => { const i = find(event); if (i !== null && rowsThere().has(i)) set({ query: i }); });
     const below = make("p", { class: "below" });
     if (row) below.append(legend(most, m.signed, unit()));
-    for (const key of pale) if (row && each[key]) below.append(` · ${key === ownKey(m, state.query) ? "the position itself" : quotedToken(keys[key])} ${shownUnit(each[key])}, not coloured`);
+    const pointed = key => key === ownKey(m, state.query) ? "the position itself" : quotedToken(keys[key]);
+    for (const key of pale) if (row && each[key]) below.append(` · ${pointed(key)} ${shownUnit(each[key])}, not coloured`);
     view.append(make("div", { class: "row", "data-map": m.label }, title, line, below));
     if (row) units.forEach((positions, i) => table.push({ map: m.label, layer: m.names[place], head,
       query: of[0], last_query: of[of.length - 1], key: positions[0], last_key: positions[positions.length - 1],
@@ -48,7 +50,7 @@ async function textView(view) {
   exported = () => ({ rows: table });
 }
 textView.takes = () => true;
-textView.options = () => [press("unit", [["share", "rows sum to 1"], ["raw", "raw scores"]], "unit"), choose("by", "by",
+textView.options = () => [unitChoice(), choose("by", "by",
   ["token", ...(map().words.word ? ["word"] : []), "sentence"]), scaleChoice(), numberChoices(), headChoice(), layerSlider()];
 
 // ------------------------------------------------------------------ views: all positions
@@ -86,12 +88,14 @@ async function gridView(view) {
   big.setAttribute("aria-describedby", words.id);
   large.append(caption, big, words, below);
   const one = { scores: null, find: null, m, keys, rows };
-  follow(big, (x, y) => one.find && one.find(x, y), cell => tellCell(m, one.place, headShown(m), one.raw, keys, cell), cell => set({ query: m.queries[cell.row], key: cell.key }));
+  follow(big, (x, y) => one.find && one.find(x, y), cell => tellCell(m, one.place, headShown(m), one.raw, keys, cell),
+    cell => set({ query: m.queries[cell.row], key: cell.key }));
   const thumbs = isPlural ? makeThumbnails(m, small, keys, rows, heads) : null;
   const best = strongestOf(await comparedRows());
   return async () => {
     if (gridSignature() !== signature) return false;
-    const place = state.layer !== null ? placeOf(m) : best && m.names.includes(best.m.names[best.place]) ? m.names.indexOf(best.m.names[best.place]) : placeOf(m);
+    // Without a choice, it is the layer of the strongest cell of all.
+    const wanted = best && state.layer === null ? m.names.indexOf(best.m.names[best.place]) : -1, place = wanted >= 0 ? wanted : placeOf(m);
     one.raw = await scoresOf(m, place, headShown(m));
     one.place = place;
     drawLarge(one, { canvas: big, caption, below, words });
@@ -104,7 +108,7 @@ async function gridView(view) {
   };
 }
 gridView.takes = m => m.queries.length > 1;
-gridView.options = () => [mapChoice(), headChoice(), layerSlider(), press("unit", [["share", "rows sum to 1"], ["raw", "raw scores"]], "unit"), scaleChoice(),
+gridView.options = () => [mapChoice(), headChoice(), layerSlider(), unitChoice(), scaleChoice(),
   choose("range", "largest of", [["map", "each map"], ["row", "each row"], ["all", "all maps"]]), numberChoices()];
 const gridSignature = () => JSON.stringify([state.prompt, state.map, state.scale, state.range, state.unit, state.first, state.diagonal, innerWidth]);
 function tellCell(m, place, head, scores, keys, { row, key }) {
@@ -143,15 +147,17 @@ function drawLarge(one, { canvas, caption, below, words }) {
   make("p", { class: "caption", text: describeLeftOut(m, raw, keys) }));
   canvas.setAttribute("aria-label", `${m.title}, ${layer}: ${rows} positions by ${keys} tokens. Chosen: position ${state.query}.`);
   const lines = m.queries.map((_, row) => Float32Array.from({ length: keys }, (_, key) => at(row, key) ?? 0));
-  words.textContent = `Strongest: ${strongestCells(lines, new Set(), 5).map(([row, key, x]) => `${named(m.tokens, m.queries[row])} from ${named(keysOf(m), key)}, ${shownUnit(x)}`).join("; ")}.`;
+  const strongest = strongestCells(lines, new Set(), 5).map(([row, key, x]) => `${named(m.tokens, m.queries[row])} from ${named(keysOf(m), key)}, ${shownUnit(x)}`);
+  words.textContent = `Strongest: ${strongest.join("; ")}.`;
 }
 // Return the sizes of the large map: its cells are as large as fits beside the small pictures, or above them on a narrow
 // screen. Numbers are beside the rows if these are high enough.
 function placeLarge(m, keys, rows) {
   const isNarrow = innerWidth < 1000, longest = Math.max(...m.tokens.slice(0, 400).map(token => Math.min(12, visible(token).length)));
   const edge = Math.min(100, 18 + 7 * longest), width = $("panel").clientWidth * (isNarrow ? 1 : .54) - edge, height = isNarrow ? innerHeight * .36 : 640;
-  const columns = [...(m.sinks.length && !state.first ? [{ name: sinkName(m) === "first token" ? "first" : "special", of: (row, line) => totalOf(line, m.sinks) }] : []),
-    ...(state.diagonal || m.keys ? [] : [{ name: "own", of: (row, line) => line[m.queries[row]] || 0 }])];
+  const columns = [];
+  if (m.sinks.length && !state.first) columns.push({ name: sinkName(m) === "first token" ? "first" : "special", of: (row, line) => totalOf(line, m.sinks) });
+  if (!state.diagonal && !m.keys) columns.push({ name: "own", of: (row, line) => line[m.queries[row]] || 0 });
   const fit = beside => Math.min(width - beside, height) / Math.max(keys, rows), withNumbers = fit(columns.length * NUMBER + 10), without = fit(10);
   const hasNumbers = withNumbers >= 10, exact = hasNumbers ? withNumbers : without, zoom = Math.min(26, exact >= 3 ? Math.floor(exact) : Math.max(.5, exact));
   const numbers = hasNumbers ? columns : [];
@@ -192,13 +198,14 @@ function describeLeftOut(m, raw, keys) {
     own += m.keys ? 0 : (line[query] || 0) / m.queries.length;
   });
   return [m.sinks.length && `${sinkName(m)}: ${percent(sink)} of a row on average${state.first ? "" : ", not drawn"}`,
-    !m.keys && `position itself: ${percent(own)}${state.diagonal ? "" : ", not drawn"}`, m.causal && "Grey: keys that the position cannot see"].filter(Boolean).join(" · ");
+    !m.keys && `position itself: ${percent(own)}${state.diagonal ? "" : ", not drawn"}`,
+    m.causal && "Grey: keys that the position cannot see"].filter(Boolean).join(" · ");
 }
 
 // Make small pictures of every layer and head. They are drawn after the large one, a layer at a time, so that the page answers meanwhile.
 function makeThumbnails(m, pane, keys, rows, heads) {
-  const layers = m.names.length, isNarrow = innerWidth < 1000, width = isNarrow ? $("panel").clientWidth - 8 : Math.min(640, $("panel").clientWidth * .44);
-  const thumb = Math.max(22, Math.min(heads > 1 ? 60 : 84, Math.floor((width - 40) / Math.min(heads, 16)) - 5)), gap = 5, edge = 30, head = 16, step = thumb + gap;
+  const layers = m.names.length, width = innerWidth < 1000 ? $("panel").clientWidth - 8 : Math.min(640, $("panel").clientWidth * .44);
+  const gap = 5, edge = 30, head = 16, thumb = Math.max(22, Math.min(heads > 1 ? 60 : 84, Math.floor((width - 40) / Math.min(heads, 16)) - gap)), step = thumb + gap;
   const columns = heads > 1 ? heads : Math.max(1, Math.min(layers, Math.floor(width / step))), name = heads > 1 ? 0 : 14;
   const lines = heads > 1 ? layers : Math.ceil(layers / columns);
   const { canvas, context } = canvasOf(edge + columns * step, head + lines * (step + name), { "data-grid": "all", role: "img",
@@ -214,7 +221,8 @@ function makeThumbnails(m, pane, keys, rows, heads) {
     }
     return null;
   };
-  follow(canvas, find, async cell => tellCell(m, cell.place, m.heads ? cell.one : -1, await scoresOf(m, cell.place, m.heads > 1 ? cell.one : -1), keys, cell),
+  const scoresIn = (place, one) => scoresOf(m, place, m.heads > 1 ? one : -1);
+  follow(canvas, find, async cell => tellCell(m, cell.place, m.heads ? cell.one : -1, await scoresIn(cell.place, cell.one), keys, cell),
     cell => set({ layer: m.names[cell.place], head: m.heads > 1 ? cell.one : -1 }));
   pane.append(make("p", { class: "caption", text: `${m.heads > 1 ? "Layers down, heads across" : "One picture per layer"}. Click one to enlarge it.` }),
     make("div", { class: "thumbs" }, canvas, frame));
@@ -231,7 +239,7 @@ function makeThumbnails(m, pane, keys, rows, heads) {
   return {
     mark(place, one) {
       const isWhole = heads > 1 && one < 0, [left, top] = corner(place, Math.max(0, one));
-      Object.assign(frame.style, { left: `${left - 3}px`, top: `${top - 3}px`, width: `${isWhole ? heads * step - gap + 6 : thumb + 6}px`, height: `${thumb + 6}px` });
+      placeBox(frame, left - 3, top - 3, isWhole ? heads * step - gap + 6 : thumb + 6, thumb + 6);
     },
     async start() {
       if (isStarted) return;
@@ -241,8 +249,8 @@ function makeThumbnails(m, pane, keys, rows, heads) {
         for (let one = 0; one < heads; one++) {
           await idle();
           if (!canvas.isConnected) return;
-          const scores = inUnits(await scoresOf(m, place, m.heads > 1 ? one : -1), keys), most = mostOf(m, scores, keys, whole), [left, top] = corner(place, one);
-          heat(context, [left, top, thumb, thumb], rows, keys, cellOf(m, scores, keys), most);
+          const scores = inUnits(await scoresIn(place, one), keys);
+          heat(context, [...corner(place, one), thumb, thumb], rows, keys, cellOf(m, scores, keys), mostOf(m, scores, keys, whole));
         }
       }
       document.body.dataset.thumbnails = String(+(document.body.dataset.thumbnails || 0) + 1);
@@ -263,8 +271,8 @@ async function methodsView(view) {
   const base = map(), others = ofText().filter(m => m !== base), table = make("table"), rows = [];
   // The score is that of the method's best input map, so a rollout or flow on the page does not get it.
   const score = m => m.provenance.aggregation ? undefined : SCORES.get(m.method);
-  table.append(make("tr", {}, make("th", { scope: "col", text: `rank agreement with ${base.title}, this row` }),
-    ...base.names.map((_, place) => make("th", { scope: "col", text: layerNumber(base, place) || base.layer_names[place] })), make("th", { scope: "col", text: "leaderboard" })));
+  const columns = [`agreement with ${base.title}`, ...base.names.map((_, place) => layerNumber(base, place) || base.layer_names[place]), "leaderboard"];
+  table.append(make("tr", {}, ...columns.map(text => make("th", { scope: "col", text }))));
   for (const m of [base, ...others]) {
     const cells = [];
     for (const [place, name] of base.names.entries()) {
@@ -284,21 +292,21 @@ async function methodsView(view) {
       make("td", { text: score(m) === undefined ? "–" : score(m).toFixed(2) })));
   }
   view.append(make("div", { class: "headline" }, make("h2", { text: `Do the methods agree about ${positionName(state.query)}?` })),
-    make("div", { class: "pane", tabindex: 0, role: "region", "aria-label": "rank agreement of the methods" }, table), make("p", { class: "caption", text: "Each layer's rank agreement (Spearman's correlation of the rows' magnitudes, −1 to 1, as in lm.compare). Leaderboard: the score of the "
-    + `method's best input map (${DATA.scored}). A rollout or flow on this page may be worse, and has no score.` }));
-  const best = strongestOf(await comparedRows()), layer = state.layer ?? (best && base.names.includes(best.m.names[best.place]) ? best.m.names[best.place] : base.names[placeOf(base)]);
-  const place = Math.max(0, base.names.indexOf(layer)), mine = await rowOf(base, place, -1, state.query);
+    make("div", { class: "pane", tabindex: 0, role: "region", "aria-label": "rank agreement of the methods" }, table),
+    make("p", { class: "caption", text: "Each layer's rank agreement (Spearman's correlation of the rows' magnitudes, −1 to 1, as in lm.compare). "
+      + `Leaderboard: the score of the method's best input map (${DATA.scored}). A rollout or flow on this page may be worse, and has no score.` }));
+  const best = strongestOf(await comparedRows()), found = state.layer ?? (best ? best.m.names[best.place] : null);
+  const place = base.names.includes(found) ? base.names.indexOf(found) : placeOf(base), layer = base.names[place], mine = await rowOf(base, place, -1, state.query);
   for (const m of others.filter(m => isComparable(m, base))) {
     const there = sameLayer(m, layer);
     const theirs = there < 0 ? null : await rowOf(m, there, -1, state.query);
     if (!mine || !theirs) continue;
     const [a, b] = [sharesOf(mine), sharesOf(theirs)], difference = a.map((x, i) => x - b[i]), pale = asNumbers(base, state.query);
-    const { line, boxes, find } = tokenLine(keysOf(base), base.key_words || base.words, { role: "group", "aria-label": `difference of ${base.title} and ${m.title}` }), most = largestOf(difference, pale);
+    const most = largestOf(difference, pale), label = `difference of ${base.title} and ${m.title}`;
+    const { line, boxes } = tokenLine(keysOf(base), base.key_words || base.words, { role: "group", "aria-label": label },
+      { tell: i => `${named(keysOf(base), i)}\n${shown(difference[i])} difference of shares`, choose: base.keys ? null : choosePosition });
     colourBoxes(boxes, difference, pale, most);
     boxes.forEach((box, i) => box.classList.toggle("chosen", !base.keys && i === state.query));
-    line.addEventListener("mousemove", event => { const i = find(event); tip(event, i === null ? "" : `${named(keysOf(base), i)}\n${shown(difference[i])} difference of shares`); });
-    line.addEventListener("mouseleave", () => tip());
-    if (!base.keys) line.addEventListener("click", event => { const i = find(event); if (i !== null && rowsThere().has(i)) set({ query: i }); });
     view.append(make("div", { class: "row" }, make("h3", {}, make("b", { text: `${base.title} − ${m.title}` }),
       ` · difference of shares · ${base.layer_names[place]}`), line, make("p", { class: "below" }, legend(most, true, "difference of shares", percent))));
   }

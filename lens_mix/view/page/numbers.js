@@ -79,6 +79,8 @@ function firstQuery() {
 }
 
 function set(changes) {
+  // The chosen key belongs to the row of one position.
+  if ("query" in changes && !("key" in changes)) state.key = null;
   Object.assign(state, changes);
   // If the map has a tree of its own, it is the one to show.
   const own = "map" in changes || "view" in changes ? trees().findIndex(tree => tree.name === map().label) : -1;
@@ -270,8 +272,10 @@ function shortened(token, count = 14) {
 const SPECIAL = /^\s*(<(?!0x)[^<>\s]+>|\[[A-Z]+\d*\]|\[unused\d+\])\s*$/;
 const SPACED = /^[\sĠ▁]/;
 // Return a text as one line of words.
-const asLine = m => { const tokens = m.tokens.filter(token => !SPECIAL.test(token));
-  return visible(joined(tokens.some(token => SPACED.test(token)) ? tokens : tokens.flatMap((token, i) => i ? [" ", token] : [token])).replace(/[Ġ▁]/g, " ")).trim(); };
+function asLine(m) {
+  const tokens = m.tokens.filter(token => !SPECIAL.test(token)), hasSpaces = tokens.some(token => SPACED.test(token));
+  return visible((hasSpaces ? joined(tokens) : tokens.join(" ")).replace(/[Ġ▁]/g, " ")).trim();
+}
 const plain = text => visible(text).trim() || visible(text);
 const named = (tokens, place) => `${place} “${shortened(plain(tokens[place]), 24)}”`;
 const quotedToken = token => `“${shortened(visible(token), 24)}”`;

@@ -3,7 +3,10 @@
 // it keeps the focus while it is used.
 function choose(key, text, names, isNumber = false) {
   const select = make("select", { "data-option": key, onchange: event => set({ [key]: isNumber ? +event.target.value : event.target.value }) });
-  for (const name of names) { const [value, label] = Array.isArray(name) ? name : [name, name]; select.append(make("option", { value, text: label })); }
+  for (const name of names) {
+    const [value, label] = Array.isArray(name) ? name : [name, name];
+    select.append(make("option", { value, text: label }));
+  }
   const node = make("label", {}, `${text} `, select);
   node.sync = () => { select.value = String(state[key]); };
   return node;
@@ -16,17 +19,19 @@ function press(key, names, label) {
   return node;
 }
 function slide(key, text, attributes, read = x => x) {
-  const input = make("input", { type: "range", "data-option": key, ...attributes, oninput: event => set({ [key]: read(+event.target.value) }) }), output = make("output");
-  const node = make("label", {}, `${text} `, input, " ", output);
+  const input = make("input", { type: "range", "data-option": key, ...attributes, oninput: event => set({ [key]: read(+event.target.value) }) });
+  const output = make("output"), node = make("label", {}, `${text} `, input, " ", output);
   node.sync = () => { input.value = state[key]; output.textContent = String(state[key]); };
   return node;
 }
+const unitChoice = () => press("unit", [["share", "rows sum to 1"], ["raw", "raw scores"]], "unit");
 const scaleChoice = () => choose("scale", "colours", [["root", "square root"], ["linear", "linear"], ["log", "logarithm"]]);
 // Two switches: is the first token drawn, and is the position itself?
 function numberChoices() {
   const flag = (key, text) => {
-    const button = make("button", { type: "button", class: "switch", "data-option": key, onclick: () => set({ [key]: state[key] ? 0 : 1 }), title: "as a number beside the map, or drawn like any other token" });
-    button.sync = () => { button.setAttribute("aria-pressed", String(!state[key])); button.textContent = text; };
+    const button = make("button", { type: "button", "data-option": key, text, title: "as a number beside the map, or drawn like any other token",
+      onclick: () => set({ [key]: state[key] ? 0 : 1 }) });
+    button.sync = () => button.setAttribute("aria-pressed", String(!state[key]));
     return button;
   };
   const sinks = [...new Set(shownMaps().filter(m => m.sinks.length).map(sinkName))], isOwn = shownMaps().some(m => !m.keys);
@@ -58,7 +63,8 @@ function treeChoice() {
 const shownMaps = () => state.view === "layers" ? compared() : state.view === "text" ? ofText() : [map()];
 const layerNames = () => [...new Set(shownMaps().filter(m => m.names.length > 1 || m.kind === "layer").flatMap(m => m.names))].sort((a, b) => a - b);
 function layerSlider() {
-  const names = layerNames(), input = make("input", { type: "range", id: "layer", min: 0, max: Math.max(0, names.length - 1), step: 1, oninput: event => set({ layer: names[+event.target.value] }) });
+  const names = layerNames(), input = make("input", { type: "range", id: "layer", min: 0, max: Math.max(0, names.length - 1), step: 1,
+    oninput: event => set({ layer: names[+event.target.value] }) });
   const output = make("output", { id: "layer-name" }), node = make("label", {}, "layer ", input, " ", output);
   node.hidden = names.length < 2;
   node.sync = async () => {
@@ -76,13 +82,13 @@ async function strongestLayer() {
 }
 // Buttons that choose the maps to compare.
 function compareChoice() {
-  const all = candidates(), node = make("div", { class: "choice compare", role: "group", "aria-label": "methods to compare" }, make("span", { text: "compare" }));
+  const all = candidates(), node = make("div", { class: "choice", role: "group", "aria-label": "methods to compare" }, make("span", { text: "compare" }));
   node.hidden = all.length < 2;
   for (const m of all) node.append(make("button", { type: "button", "data-compare": m.label, text: m.title, onclick: () => {
     const chosen = compared(), next = chosen.includes(m) ? chosen.filter(other => other !== m) : [...chosen, m];
     if (next.length) set({ compare: next.map(one => maps().indexOf(one)).join(",") });
   } }));
-  node.sync = () => { [...node.querySelectorAll("button")].forEach((button, i) => button.setAttribute("aria-pressed", String(compared().includes(all[i])))); };
+  node.sync = () => node.querySelectorAll("button").forEach((button, i) => button.setAttribute("aria-pressed", String(compared().includes(all[i]))));
   return node;
 }
 
@@ -94,7 +100,9 @@ const takes = (name, m) => VIEWS[name].takes(m);
 const views = () => Object.keys(VIEWS).filter(name => ofText().some(m => takes(name, m)));
 
 let renders = 0, drawn = { signature: null, update: null };
-const viewSignature = () => JSON.stringify([state.prompt, maps().indexOf(ofText()[0]), state.view, ["grid", "flow", "methods"].includes(state.view) ? state.map : state.view === "tree" ? state.tree : 0]);
+// Return what a view is built for; another change only draws it again.
+const viewSignature = () => JSON.stringify([state.prompt, maps().indexOf(ofText()[0]), state.view,
+  ["grid", "flow", "methods"].includes(state.view) ? state.map : state.view === "tree" ? state.tree : 0]);
 async function render() {
   const version = ++renders;
   tip();
@@ -108,7 +116,12 @@ async function render() {
   if (!isDone) {
     const fresh = make("div", { id: "view" });
     let update = null;
-    try { update = await VIEWS[state.view](fresh); } catch (error) { fresh.append(make("p", { class: "caption", text: String(error) })); console.error(error); }
+    try {
+      update = await VIEWS[state.view](fresh);
+    } catch (error) {
+      fresh.append(make("p", { class: "caption", text: String(error) }));
+      console.error(error);
+    }
     // If the user has made another choice in the meantime, this rendering is out of date.
     if (version !== renders) return;
     $("headline").replaceChildren(...fresh.querySelectorAll(":scope > .headline"));
@@ -148,8 +161,8 @@ function syncOptions() {
     box.replaceChildren(...VIEWS[state.view].options());
     optionsShown = signature;
     // The control that was used keeps the focus.
-    if (focused) [...box.querySelectorAll("button, select, input")].find(one => one.dataset.option === focused.option && one.dataset.value === focused.value
-      && one.dataset.compare === focused.compare)?.focus();
+    if (focused) [...box.querySelectorAll("button, select, input")]
+      .find(one => ["option", "value", "compare"].every(name => one.dataset[name] === focused[name]))?.focus();
   }
   for (const control of box.children) control.sync?.();
   box.hidden = [...box.children].every(control => control.hidden);
@@ -165,7 +178,8 @@ function writeHeader() {
     prompt.hidden = texts.length < 2;
     prompt.replaceChildren(...texts.map(({ prompt, one }, i) => make("option", { value: i, text: `prompt ${prompt + 1} of ${DATA.prompts.length}${
       texts.filter(text => text.prompt === prompt).length > 1 && one.provenance.part ? `, ${one.provenance.part}` : ""}: ${shortened(asLine(one), 40)}` })));
-    $("views").replaceChildren(...Object.keys(VIEWS).map(name => make("button", { type: "button", role: "tab", "data-view": name, id: `tab-${name}`, text: TITLES[name], "aria-controls": "panel" })));
+    $("views").replaceChildren(...Object.keys(VIEWS).map(name => make("button", { type: "button", role: "tab", "data-view": name,
+      id: `tab-${name}`, text: TITLES[name], "aria-controls": "panel" })));
   }
   prompt.value = String(current);
   const layers = Math.max(0, ...ofText().map(one => Math.max(...one.names) + 1)), isKnown = ofText().some(layered);
@@ -182,13 +196,14 @@ function writeHeader() {
   $("views").hidden = offered.length < 2;
   // The tabs of a narrow screen scroll to the chosen one.
   const tabs = $("views"), tab = $(`tab-${state.view}`);
-  if (tab.offsetLeft + tab.offsetWidth > tabs.scrollLeft + tabs.clientWidth || tab.offsetLeft < tabs.scrollLeft) tabs.scrollLeft = tab.offsetLeft - 20;
+  const isInSight = tab.offsetLeft >= tabs.scrollLeft && tab.offsetLeft + tab.offsetWidth <= tabs.scrollLeft + tabs.clientWidth;
+  if (!isInSight) tabs.scrollLeft = tab.offsetLeft - 20;
   $("panel").setAttribute("aria-labelledby", `tab-${state.view}`);
   $("last-view").textContent = offered.length;
-  const isOne = shownMaps().length === 1;
-  $("about").textContent = [...(isOne ? [m.label, m.kind === "input" ? "input map" : "layer map", `method ${m.method}`] : [shownMaps().map(one => one.label).join(", ")]),
-    record.model && `model ${record.model}`, record.dtype && `dtype ${record.dtype}`, record.engine && `engine ${record.engine}`, record.date,
-    `stored with an error of at most ${shown(Math.max(...shownMaps().flatMap(one => one.layers.map(layer => layer.error))))}`, `lens_mix ${DATA.version}`].filter(Boolean).join(" · ");
+  const some = shownMaps(), error = Math.max(...some.flatMap(one => one.layers.map(layer => layer.error)));
+  const which = some.length > 1 ? [some.map(one => one.label).join(", ")] : [m.label, m.kind === "input" ? "input map" : "layer map", `method ${m.method}`];
+  $("about").textContent = [...which, record.model && `model ${record.model}`, record.dtype && `dtype ${record.dtype}`,
+    record.engine && `engine ${record.engine}`, record.date, `stored with an error of at most ${shown(error)}`, `lens_mix ${DATA.version}`].filter(Boolean).join(" · ");
   $("notes").textContent = m.notes.length ? `Notes: ${m.notes.join("; ")}` : "";
   $("maximise").hidden = !document.fullscreenEnabled;
 }
@@ -226,8 +241,8 @@ addEventListener("keydown", event => {
   const step = (list, i) => list[Math.max(0, Math.min(list.length - 1, i))], shownLayer = state.layer ?? +($("layer-name")?.textContent || names[names.length - 1]);
   const down = VIEWS[state.view].isUpward ? -1 : 1, place = names.indexOf(shownLayer);
   const heads = Math.max(0, ...shownMaps().map(m => m.heads));
-  if (event.key === "ArrowRight") set({ query: step(all, at + 1), key: null });
-  else if (event.key === "ArrowLeft") set({ query: step(all, at - 1), key: null });
+  if (event.key === "ArrowRight") set({ query: step(all, at + 1) });
+  else if (event.key === "ArrowLeft") set({ query: step(all, at - 1) });
   else if (event.key === "ArrowDown" && names.length) set({ layer: step(names, place + down) });
   else if (event.key === "ArrowUp" && names.length) set({ layer: step(names, place - down) });
   else if (event.key === "h" && heads) set({ head: state.head + 1 < heads ? state.head + 1 : -1 });
