@@ -113,8 +113,9 @@ function legend(most, isSigned, name, format = shownUnit) {
     context.fillStyle = `rgb(${(s < 0 ? down : up)[Math.round(255 * Math.abs(s))]})`;
     context.fillRect(x, 0, 1, 8);
   }
-  const middle = format(most * ofStrength(.5));
-  const ticks = [...(isSigned ? [format(-most), format(-most * ofStrength(.5))] : []), "0", middle, format(most)];
+  // The logarithm has no zero: its first colour is that of all smaller numbers.
+  const middle = format(most * ofStrength(.5)), lowest = state.scale === "log" ? `≤ ${format(most * ofStrength(0))}` : "0";
+  const ticks = [...(isSigned ? [format(-most), format(-most * ofStrength(.5))] : []), lowest, middle, format(most)];
   const below = make("span", { class: "ticks" }, ...ticks.map(text => make("span", { text })));
   return make("span", { class: "scale" }, make("span", { class: "strip" }, canvas, below), ` ${name}`);
 }

@@ -277,6 +277,19 @@ def test_the_pointer_links_the_text_and_the_panels(opened, maps):
     assert [box.get_attribute("data-key") for box in all_of(browser, "#tokens .linked")] == ["2"]
 
 
+@pytest.mark.parametrize(
+    ("scale", "parts"), [("root", (0, 0.25)), ("linear", (0, 0.5)), ("log", (1e-4, 0.01))]
+)
+def test_the_legend_has_the_numbers_of_its_colours(opened, maps, scale, parts):
+    only = {"value_zeroing": maps["value_zeroing"]}
+    browser = opened(only, f"query=5&scale={scale}")
+    largest = maps["value_zeroing"].normalized().scores[:, 5, 1:5].max()
+    low, middle = (percent(part * largest) for part in parts)
+    expected = ["0" if scale != "log" else f"≤ {low}", middle, percent(largest)]
+    assert [tick.text for tick in all_of(browser, ".panel .ticks span")] == expected
+    assert browser.find_element("css selector", ".panel .scale").text.endswith("of the row")
+
+
 def test_heads_and_compared_methods_are_chosen(opened, maps):
     browser = opened(maps, "query=5&head=1")
     share = maps["attention"].head(1).normalized().scores[:, 5]
