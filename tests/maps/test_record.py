@@ -535,6 +535,14 @@ def test_top():
             mixing_map.top(**wrong)
 
 
+def test_a_query_by_its_token():
+    mixing_map = MixingMap(scores=torch.ones(1, 5, 5), tokens=["of", " a", " of", " b", " b"])
+    assert [mixing_map.row_index(token) for token in ("of", " of", "a", " a ")] == [0, 2, 1, 1]
+    for token in ("b", "c", ""):
+        with pytest.raises(ValueError, match="query: expected a token that occurs once"):
+            mixing_map.row_index(token)
+
+
 def test_top_of_heads():
     mixing_map = make(scores=attention(heads=2))
     expected = mixing_map.scores[0, :, 3].mean(0)
