@@ -557,8 +557,7 @@ class MixingMap:
         Args:
             groups: The words as text, or as lists of positions that contain each position once; or a dict of
                 named groups, such as {"the subject": "Eiffel Tower"}, beside which tokens stay as they are.
-                None: the words are found from the tokens (`lens_mix.maps.words.find_words` explains the
-                    rule).
+                None: the words are found from the tokens, by the rule of `lens_mix.maps.words.find_words`.
             keys: How to merge columns: "sum", "mean", "max", "min", "first" or "last".
             queries: How to merge rows: one of the same names.
             key_groups: The words of the keys, for a map with other keys. None: its keys are not merged.
