@@ -80,7 +80,7 @@ class Sources(list[Source]):
 
 
 class HeadScore(NamedTuple):
-    """What one head of a query takes from a key.
+    """One head and its score of a key.
 
     Attributes:
         layer: The label of the head's layer.
