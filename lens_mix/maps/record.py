@@ -132,7 +132,8 @@ class MixingMap:
         layers: The labels of the layers. Default: 0, 1, 2, ….
         provenance: The origin of the map, as values that JSON can represent (model name, dtype, engine, …).
             `sink` is True if rows of weights sum to less than 1 because an attention sink that is not a token
-            received the rest.
+            received the rest. `predicts_next` is True if the model predicts the token after each row's
+            position, and not the one at it. Without it, that is so if the map is causal.
         notes: Sentences about this map that a reader should know, such as warnings.
         queries: The position among `tokens` of each row of `scores` and `mask`. Each position occurs once, in
             any order. None: all positions in order; a list of all positions in order becomes None.
@@ -272,7 +273,7 @@ class MixingMap:
     @property
     def _predicts_next(self) -> bool:
         """Whether the prediction of a row is the token after it, and not the token at its own position."""
-        return self.causal or self.provenance.get("part") in ("decoder", "cross", "joint")
+        return bool(self.provenance.get("predicts_next", self.causal))
 
     def explanation(self, query: int | str | None = None) -> str:
         """Return what a row explains as a line of text: `after ' in': ' Italian' 0.66`; "" if it is unknown.
