@@ -143,7 +143,7 @@ class MixingMap:
         residual_shares: The measured share of each row's representation that is its own residual stream,
             `[layer, query]`, 0 to 1, for `rollout(residual="measured")`. None: not measured, or an input map.
         default_query: The position of the row that is used if no row is named (in `top`, in figures,
-            in a notebook's picture). A run sets it to the position that the target reads. Without a target it is 0
+            in a notebook). A run sets it to the position that the target reads. Without a target it is 0
             in a bidirectional model, the position of [CLS]. None, or a position without a row: the map's last
             row.
         explained: What the model predicts at the position of each row, and the target that the row explains,
