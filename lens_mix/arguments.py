@@ -12,7 +12,7 @@ import numbers
 import operator
 import os
 import reprlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -185,31 +185,6 @@ def check_heads(heads: Any) -> Any:
     if len(set(listed)) != len(listed):
         raise ValueError(f"heads: expected each head once, got {listed}")
     return listed
-
-
-def check_groups(name: str, groups: Any) -> list[list[int]]:
-    """Return groups of positions as lists.
-
-    Raises:
-        TypeError: If a position is not a whole number.
-        ValueError: If a position is below 0 or in two groups, a group is empty, or there are none.
-    """
-    listed = [
-        _list_whole_numbers(name, group)
-        for group in check_items(name, groups, "groups of positions", least=1)
-    ]
-    positions = [position for group in listed for position in group]
-    if len(set(positions)) != len(positions):
-        raise ValueError(f"{name}: expected each position in one group at most, got {listed}")
-    return listed
-
-
-def groups_within(name: str, groups: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Return groups of positions, all of them below `count`."""
-    outside = [position for group in groups for position in group if position >= count]
-    if outside:
-        raise ValueError(f"{name}: expected positions 0..{count - 1}, got {outside}")
-    return [list(group) for group in groups]
 
 
 def _list_whole_numbers(name: str, values: Any) -> list[int]:

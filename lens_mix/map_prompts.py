@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -20,8 +19,8 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.lens.predictions import join_explained
+from lens_mix.lens.token_strings import token_strings
 from lens_mix.maps import MixingMap
-from lens_mix.maps.characters import join_tokens
 from lens_mix.maps.explained import Explained
 from lens_mix.method import RESIDUAL_KEY, Method
 from lens_mix.residual_shares import ResidualShares
@@ -63,8 +62,11 @@ def map_prompts(
         UnsupportedModelError: If the model or a method on it failed verification; the message has the reason.
     """
     # Key groups are shaped before the clean pass, so that a wrong span raises its error without that cost.
-    for prompt, method in itertools.product(prompts, session.methods.values()):
-        method.key_groups(len(session.key_tokens(prompt)))
+    grouping = [m for m in session.methods.values() if type(m).key_groups is not Method.key_groups]
+    for prompt in prompts if grouping else ():
+        tokens = token_strings(session.lens.model, session.key_tokens(prompt))
+        for method in grouping:
+            method.key_groups(tokens)
     with session.checked_pass(prompts, side) as checked:
         blocks = {label: {block.layer: block for block in checked.blocks(label)} for label in session.methods}
         record = _Record(checked, blocks, _map_blocks(checked, blocks, progress), prepend_bos)
@@ -172,7 +174,11 @@ class _Record:
         """Return the map of one prompt and one method."""
         session, clean, rows = self._checked_pass.session, self._checked_pass.clean, self._checked_pass.rows
         method, stack, prompt = session.methods[label], clean.lens.stack, clean.batch.prompts[index]
-        layers, groups = session.mapped_layers(method), method.key_groups(len(session.key_tokens(prompt)))
+        layers, tokens = session.mapped_layers(method), self._checked_pass.tokens(index)
+        key_tokens: Any = self._checked_pass.key_tokens(index)
+        named = method.key_groups(tokens if key_tokens is None else key_tokens)
+        groups = None if named is None else [group.positions for group in named]
+        key_tokens = key_tokens if named is None else [group.name for group in named]
         joint, real_keys = stack.source is not None, clean.real_keys[index]
         keys = (clean.real_inputs[index] if joint else real_keys).nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
@@ -184,12 +190,7 @@ class _Record:
         causal, mask = prompt_mask.causal_and_mask()
         accepted = pass_tolerance(clean.lens.dtype) if method.scope == "model" else 0.0
         scores = prompt_mask.without_rounding(scores, groups, accepted)
-        tokens = self._checked_pass.tokens(index)
         blocks = [self._blocks[label][layer] for layer in layers]
-        key_tokens: Any = self._checked_pass.key_tokens(index)
-        if groups is not None:
-            all_tokens = tokens if key_tokens is None else key_tokens
-            key_tokens = [join_tokens([all_tokens[position] for position in group]) for group in groups]
         has_sink = method.has_unit_rows and provenance.has_sink(scores, clean.lens.dtype)
         prompt_record = provenance.of_prompt(prompt) | {"engine": self._checked_pass.engines[label]}
         if has_sink:

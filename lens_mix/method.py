@@ -14,7 +14,9 @@ from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, record_attention
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import Rules
 from lens_mix.lens.effort import Passes
+from lens_mix.lens.token_strings import token_strings
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
+from lens_mix.maps.spans import Group
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -136,8 +138,12 @@ class Method:
         """
         return None
 
-    def key_groups(self, positions: int) -> list[list[int]] | None:
-        """Return the group of positions of each key; None if each key is one position."""
+    def key_groups(self, tokens: Sequence[str]) -> list[Group] | None:
+        """Return the name and the positions of each key; None if each key is one position.
+
+        Args:
+            tokens: The tokens that are keys without groups, as strings.
+        """
         return None
 
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
@@ -164,3 +170,17 @@ class Method:
         Raises:
             ValueError: If a parameter does not fit.
         """
+
+
+def find_key_positions(method: Method, block: Block) -> list[list[list[int]]] | None:
+    """Return the positions of each key, for every prompt of a block; None if each key is one position.
+
+    Positions are counted without padding.
+    """
+    model, by_prompt = block.clean.lens.model, []
+    for prompt in block.batch.prompts:
+        groups = method.key_groups(token_strings(model, block.stack.key_tokens(prompt)))
+        if groups is None:
+            return None
+        by_prompt.append([group.positions for group in groups])
+    return by_prompt

@@ -379,20 +379,21 @@ def as_removal(removal: Any) -> Removal:
 
 
 def each_group(
-    real: Bool[Tensor, "batch input"], spans: Sequence[Sequence[int]] | None
+    real: Bool[Tensor, "batch input"], spans: Sequence[Sequence[Sequence[int]]] | None
 ) -> tuple[Int[Tensor, " group"], Bool[Tensor, "group input"], Int[Tensor, " group"]]:
     """Return the groups of every prompt: the prompt's index, the group's positions, and its key on the map.
 
     Args:
         real: The mask of the padded batch's positions that are the prompts' own.
-        spans: Groups of positions, counted without padding; None for each position as a group and key.
+        spans: For each prompt, groups of positions, counted without padding; None for each position as a
+            group and key.
     """
     groups = torch.diag_embed(real)
     if spans is not None:
-        groups = torch.zeros(len(real), len(spans), real.shape[1], dtype=torch.bool, device=real.device)
+        groups = torch.zeros(len(real), len(spans[0]), real.shape[1], dtype=torch.bool, device=real.device)
         for prompt, is_real in enumerate(real):
             places = is_real.nonzero()[:, 0]
-            for key, span in enumerate(spans):
+            for key, span in enumerate(spans[prompt]):
                 groups[prompt, key, places[list(span)]] = True
     # Without spans, the positions of padding have no group.
     prompt_index, keys = groups.any(-1).nonzero().unbind(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lens_mix.lens.states import states_of
+from lens_mix.maps.spans import Group
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
@@ -34,8 +36,8 @@ class ResidualShares(VectorMethod):
     citation: ClassVar[str] = "ferrando-etal-2022-measuring"
 
     @override
-    def key_groups(self, positions: int) -> list[list[int]]:
-        return [list(range(positions))]
+    def key_groups(self, tokens: Sequence[str]) -> list[Group]:
+        return [Group("residual", list(range(len(tokens))))]
 
     @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query 1"]:

@@ -144,15 +144,11 @@ class Session:
 
     def mapped_tokens(self, prompt: Prompt) -> Int[Tensor, " pos"]:
         """Return the tokens that the mapped part reads."""
-        target = prompt.target
-        return target if self.lens.stack.reads_target and target is not None else prompt.tokens
+        return self.lens.stack.mapped_tokens(prompt)
 
     def key_tokens(self, prompt: Prompt) -> Int[Tensor, " key"]:
         """Return the tokens of the keys."""
-        mapped_tokens = self.mapped_tokens(prompt)
-        if self.lens.stack.source is not None:
-            return torch.cat([prompt.tokens, mapped_tokens])
-        return prompt.tokens if self.lens.stack.is_cross else mapped_tokens
+        return self.lens.stack.key_tokens(prompt)
 
     def mapped_layers(self, method: Method) -> list[int]:
         """Return the layers of a method's map."""

@@ -114,7 +114,7 @@ def test_samples_of_a_batch_are_those_of_each_prompt_alone(model, prompt):
         session = Session(model, {"occlusion": lm.Occlusion()})
         with session.checked_pass([session.read(prompt), session.read(prompt[:4])]) as checked:
             block = checked.blocks("occlusion")[0]
-            prompt_index, removed, keys = each_group(block.real_inputs, [(0, 1), (3,)])
+            prompt_index, removed, keys = each_group(block.real_inputs, [[(0, 1), (3,)]] * 2)
             assert prompt_index.tolist() == [0, 0, 1, 1]
             assert keys.tolist() == [0, 1, 0, 1]
             copies = removal.make_copies(block, prompt_index, removed)
@@ -131,7 +131,7 @@ def test_groups_without_spans_are_the_prompts_own_positions():
     assert prompt_index.tolist() == [0, 0, 1, 1]
     assert keys.tolist() == [0, 1, 1, 2]
     assert removed.nonzero()[:, 1].tolist() == [0, 1, 1, 2]
-    _, removed, keys = each_group(real, [(1,), (0, 1)])
+    _, removed, keys = each_group(real, [[(1,), (0, 1)]] * 2)
     assert removed.tolist() == [
         [False, True, False],
         [True, True, False],

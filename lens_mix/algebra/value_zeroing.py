@@ -52,16 +52,17 @@ def value_zeroing_maps(
     Args:
         block: The block.
         groups: The groups of heads; a head is in one group at most.
-        spans: Groups of positions that are zeroed together; None to zero each position alone.
+        spans: For each prompt, groups of positions that are zeroed together; None to zero each alone.
         metric: "cosine" or "euclidean".
         final: The final norm, if its output is compared; None to compare the block's.
 
     Raises:
         ValueError: `max_memory` is too small for the smallest chunk.
     """
-    sizes = fitting(block, 1 if spans is None else max(map(len, spans)), _dtypes(block))
+    longest = 1 if spans is None else max(len(span) for of_prompt in spans for span in of_prompt)
+    sizes = fitting(block, longest, _dtypes(block))
     batch, queries, keys = block.attended.shape
-    scores = block.zeros(batch, len(groups), queries, keys if spans is None else len(spans))
+    scores = block.zeros(batch, len(groups), queries, keys if spans is None else len(spans[0]))
     step = max(1, sizes.positions // keys)
     # There are about a hundred thousand small views and products, and inference mode halves their overhead.
     with torch.inference_mode():
@@ -94,7 +95,7 @@ class _Maps:
         value, real = block.recorded("value")[prompts].to(wide), block.real_keys[prompts]
         self._value = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
         attended = block.attended[prompts] & block.real_queries[prompts, :, None] & real[:, None]
-        self._zeroed = find_zeroed_groups(attended, real, spans)
+        self._zeroed = find_zeroed_groups(attended, real, None if spans is None else spans[prompts])
         # A norm on the branch comes before the multiplier (`CleanBlock.to_pre_activations`).
         self._place_zeroed(1.0 if anatomy.attention_branch else anatomy.residual_multiplier)
         states = states_of(block, prompts=prompts, dtype=narrow, attention_dtype=wide)

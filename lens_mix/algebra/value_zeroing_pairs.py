@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Groups = Sequence[Sequence[int]]  # Heads or positions that are zeroed together.
-Spans = Groups | None
+Spans = Sequence[Groups] | None  # Groups of positions, for each prompt.
 
 
 class Sizes(NamedTuple):
@@ -98,7 +98,7 @@ def find_zeroed_groups(
     zeroed = []
     for prompt, is_real in enumerate(real.tolist()):
         positions = [position for position, inside in enumerate(is_real) if inside]
-        groups = enumerate([positions[place] for place in span] for span in spans or ())
+        groups = enumerate([positions[place] for place in span] for span in (spans[prompt] if spans else ()))
         for index, keys in groups if spans else ((position, [position]) for position in positions):
             begin, end = min(first[prompt][key] for key in keys), max(last[prompt][key] for key in keys)
             if begin < end:

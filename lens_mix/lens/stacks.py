@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch import nn
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
 
 from lens_mix.hooks.record import ATTENTION_ROLES
+from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError, model_class_of
 
 
@@ -50,6 +53,16 @@ class Stack:
     def attention_template(self) -> str:
         """Return the name of block `layer`'s attention, for the argument `attention` of `lens_mix.hooks`."""
         return f"{self.template}.{self.attention}"
+
+    def mapped_tokens(self, prompt: Prompt) -> Int[Tensor, " pos"]:
+        """Return the tokens of a prompt that this part reads."""
+        return prompt.target if self.reads_target and prompt.target is not None else prompt.tokens
+
+    def key_tokens(self, prompt: Prompt) -> Int[Tensor, " key"]:
+        """Return the tokens of the keys of a prompt."""
+        if self.is_joint:
+            return torch.cat([prompt.tokens, self.mapped_tokens(prompt)])
+        return prompt.tokens if self.is_cross else self.mapped_tokens(prompt)
 
     def hook_name(self, role: str, layer: int) -> str:
         """Return the name of an attention's hook point by its role: "query", "value", "pattern" or "z"."""

@@ -30,7 +30,7 @@ from lens_mix.maps.positions import (
     kept_positions,
     shorten,
 )
-from lens_mix.maps.spans import Span, find_positions
+from lens_mix.maps.spans import Span, Words, find_positions, resolve_words
 
 if TYPE_CHECKING:
     import networkx
@@ -48,8 +48,6 @@ _METHODS_WITH_HEADS = (
 )
 # The options of `lens_mix.view.layer_maps` that `show_position` does not have.
 _ONLY_LAYER_MAPS = {"layers", "head", "layer", "diagonal", "queries"}
-
-Groups = Sequence[str] | Sequence[Sequence[int]] | None
 
 
 class Source(NamedTuple):
@@ -84,7 +82,7 @@ class Sources(list[Source]):
 
 
 class HeadScore(NamedTuple):
-    """What one head of a query takes from a key.
+    """One head and its score of a key.
 
     Attributes:
         layer: The label of the head's layer.
@@ -546,7 +544,7 @@ class MixingMap:
         return self.drop(0)
 
     def merge_words(
-        self, groups: Groups = None, keys: str = "sum", queries: str = "mean", key_groups: Groups = None
+        self, groups: Words = None, keys: str = "sum", queries: str = "mean", key_groups: Words = None
     ) -> MixingMap:
         """Return the map with subword tokens merged into words on both axes, in float32 or float64.
 
@@ -559,8 +557,9 @@ class MixingMap:
         words that are left out although one of their rows is present.
 
         Args:
-            groups: The words as text, or as lists of positions that contain each position once. None: the
-                words are found from the tokens (`lens_mix.maps.words.find_words` explains the rule).
+            groups: The words as text, or as lists of positions that contain each position once; or a dict of
+                named groups, such as {"the subject": "Eiffel Tower"}, beside which tokens stay as they are.
+                None: the words are found from the tokens, by the rule of `lens_mix.maps.words.find_words`.
             keys: How to merge columns: "sum", "mean", "max", "min", "first" or "last".
             queries: How to merge rows: one of the same names.
             key_groups: The words of the keys, for a map with other keys. None: its keys are not merged.
@@ -572,12 +571,12 @@ class MixingMap:
         """
         reduce_keys = words.find_reduction(keys, "keys")
         reduce_queries = words.find_reduction(queries, "queries")
-        query_words, names = words.resolve_groups(self.tokens, groups, "groups")
+        query_words, names = resolve_words(self.tokens, groups, "groups")
         key_words = query_words
         key_names: list[str] | None = None
         if not self.keys_are_tokens:
             given = [[key] for key in range(len(self.key_tokens))] if key_groups is None else key_groups
-            key_words, key_names = words.resolve_groups(self.key_tokens, given, "key_groups")
+            key_words, key_names = resolve_words(self.key_tokens, given, "key_groups")
         elif key_groups is not None:
             raise ValueError("key_groups: expected None on a map whose keys are its tokens, got groups")
         explained = self.default_query_position if self.kind == "input" else self.default_query

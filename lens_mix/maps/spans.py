@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from lens_mix.arguments import check_items
+from lens_mix.arguments import check_items, check_whole_number
+from lens_mix.maps.characters import join_tokens
 from lens_mix.maps.positions import as_positions, shorten
-from lens_mix.maps.words import simplify, spell
+from lens_mix.maps.words import resolve_groups, simplify, spell
 
 # One position (negative: from the end), a text of neighbouring tokens, a slice, or several of these.
 Span = int | str | slice | Iterable[int | str | slice]
+
+# Groups of positions, with names or without; each is a text, a slice, or a list of positions and texts.
+Groups = Sequence[Span] | Mapping[str, Span]
+# All positions, as words or as lists of positions; or some of them, as named groups. None: words are found.
+Words = Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Span] | None
 
 _EXPECTED = "a position, a text of the prompt, a slice, or several of these"
 # A text is compared as it is; if it is not found, without white space; and then also without case.
@@ -39,6 +46,107 @@ def find_positions(tokens: Sequence[str], span: Span, argument: str = "spans") -
             found += as_positions(item, len(tokens), argument)
     # A position that two items name would count twice.
     return sorted(as_positions(found, len(tokens), argument))
+
+
+class Group(NamedTuple):
+    """Positions that are one key.
+
+    Attributes:
+        name: The name of the key.
+        positions: The positions, in ascending order.
+    """
+
+    name: str
+    positions: list[int]
+
+
+def check_groups(argument: str, groups: Any) -> list[Any] | dict[str, Any]:
+    """Return groups as a list, or as a dict if they have names, whose items are texts or lists.
+
+    A list contains positions (0 or more) and texts. The texts are found in a prompt by `read_groups`.
+
+    Args:
+        argument: The name of the argument, for errors.
+        groups: The groups, each a text, a slice, or a list of positions and texts.
+
+    Raises:
+        TypeError: If a group or an item is none of these.
+        ValueError: If a position is below 0 or in two groups, a slice has no start and stop, a group is
+            empty, or there are none.
+    """
+    if isinstance(groups, Mapping):
+        names = check_items(argument, list(groups), "names as text", least=1, kind=str)
+        listed = list(groups.values())
+    else:
+        names, listed = None, check_items(argument, groups, "groups of positions", least=1)
+    plain = [_check_group(argument, group) for group in listed]
+    _require_disjoint(argument, [[each for each in group if isinstance(each, int)] for group in plain])
+    return plain if names is None else dict(zip(names, plain, strict=True))
+
+
+def _check_group(argument: str, group: Any) -> str | list[int | str]:
+    expected = "a text, a slice, or a list of positions and texts"
+    if isinstance(group, str):
+        return group
+    if isinstance(group, slice):
+        # The length of the prompt is not known here, so both ends must be given.
+        start, stop = (check_whole_number(argument, end, 0) for end in (group.start, group.stop))
+        group = range(start, stop, 1 if group.step is None else check_whole_number(argument, group.step, 1))
+    items = check_items(argument, group, expected, least=1)
+    return [each if isinstance(each, str) else check_whole_number(argument, each, 0) for each in items]
+
+
+def _require_disjoint(argument: str, groups: Sequence[Sequence[int]]) -> None:
+    positions = [position for group in groups for position in group]
+    if len(set(positions)) != len(positions):
+        raise ValueError(f"{argument}: expected each position in one group at most, got {list(groups)}")
+
+
+def read_groups(
+    tokens: Sequence[str], groups: Sequence[Any] | Mapping[str, Any], argument: str
+) -> list[Group]:
+    """Return the groups of one prompt. A group without a name has the text of its tokens.
+
+    Args:
+        tokens: The tokens of all positions.
+        groups: The groups, as `check_groups` returns them.
+        argument: The name of the argument, for errors.
+
+    Raises:
+        ValueError: If the prompt does not have a position, a text does not occur exactly once, or a position
+            is in two groups.
+    """
+    has_names = isinstance(groups, Mapping)
+    listed = list(groups.values()) if isinstance(groups, Mapping) else list(groups)
+    outside = [each for group in listed for each in group if isinstance(each, int) and each >= len(tokens)]
+    if outside:
+        raise ValueError(f"{argument}: expected positions 0..{len(tokens) - 1}, got {outside}")
+    found = [find_positions(tokens, group, argument) for group in listed]
+    _require_disjoint(argument, found)
+    names = groups if has_names else [join_tokens([tokens[each] for each in group]) for group in found]
+    return [Group(name, positions) for name, positions in zip(names, found, strict=True)]
+
+
+def resolve_words(tokens: Sequence[str], groups: Words, argument: str) -> tuple[list[list[int]], list[str]]:
+    """Return the positions and the names of words or named groups, for all positions.
+
+    Args:
+        tokens: The tokens of all positions.
+        groups: The words as in `resolve_groups`, or a dict of named groups as in `check_groups`. A position
+            in no named group is a word of its own.
+        argument: The name of the argument, for errors.
+
+    Raises:
+        TypeError: As in these functions.
+        ValueError: As in these functions.
+    """
+    if not isinstance(groups, Mapping):
+        return resolve_groups(tokens, groups, argument)
+    named = read_groups(tokens, check_groups(argument, groups), argument)
+    covered = {position for group in named for position in group.positions}
+    rest = [Group(token, [place]) for place, token in enumerate(tokens) if place not in covered]
+    ordered = sorted([*named, *rest], key=lambda group: group.positions)
+    return [group.positions for group in ordered], [group.name for group in ordered]
 
 
 def _find_text(tokens: Sequence[str], text: str, argument: str = "spans") -> list[int]:

@@ -12,11 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.arguments import check_choice, check_groups, check_items, groups_within
+from lens_mix.arguments import check_choice, check_items
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.effort import Passes
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.method import Method
+from lens_mix.maps.spans import Group, Groups, check_groups, read_groups
+from lens_mix.method import Method, find_key_positions
 from lens_mix.methods.bound_target import RowTargetMethod, bind_rows
 from lens_mix.removal import MaskKeys, Removal, ZeroValues, each_group, replacement
 from lens_mix.targets import as_target
@@ -53,9 +54,10 @@ class Occlusion(RowTargetMethod):
             number.
         n_samples: The number of tokens to draw.
         seed: The seed of the draws.
-        spans: Groups of positions that are removed together, such as phrases or sentences, e.g.
-            [(0, 1), (2,), (3, 4, 5)]. The key axis then has the groups. Positions in no group are never
-            removed.
+        spans: Groups of positions that are removed together, such as phrases or sentences. The key axis then
+            has the groups. Each is a text of the prompt (" Eiffel Tower"), a slice, or a list of positions:
+            [" Eiffel Tower", (6, 7)]. A dict names them: {"the subject": " Eiffel Tower"}. Positions in no
+            group are never removed.
         measure: "difference", with its sign; "absolute", the mean of its absolute value over the
             replacements; or "kl", the divergence KL(p(x) ‖ p(x without key)) of the prediction at the row, in
             nats, which does not use the target.
@@ -76,7 +78,7 @@ class Occlusion(RowTargetMethod):
     n_samples: int = 4
     seed: int = 0
     measure: Measure = "difference"
-    spans: Sequence[Sequence[int]] | None = None
+    spans: Groups | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,8 +98,8 @@ class Occlusion(RowTargetMethod):
             raise ValueError(f"replacements: for by='replace' only, got by={self.by!r}")
 
     @override
-    def key_groups(self, positions: int) -> list[list[int]] | None:
-        return None if self.spans is None else groups_within("spans", self.spans, positions)
+    def key_groups(self, tokens: Sequence[str]) -> list[Group] | None:
+        return None if self.spans is None else read_groups(tokens, self.spans, "spans")
 
     @override
     def passes(self, blocks: Sequence[Block]) -> Passes:
@@ -119,7 +121,7 @@ class Occlusion(RowTargetMethod):
         bound = bind_rows(blocks, self.target)
         by_kl = self.measure == "kl"
         clean = bound.distributions() if by_kl else bound.clean
-        prompt_index, removed, keys = each_group(first.real_inputs, self.spans)
+        prompt_index, removed, keys = each_group(first.real_inputs, find_key_positions(self, first))
         copies = self._removal.make_copies(first, prompt_index, removed)
         keys = keys.repeat_interleave(copies.samples)
         scores = first.zeros(len(clean), removed.shape[1] if self.spans is None else len(self.spans))

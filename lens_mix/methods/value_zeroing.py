@@ -15,11 +15,12 @@ from typing_extensions import override
 from lens_mix.algebra.distances import distance
 from lens_mix.algebra.value_zeroing import value_zeroing_maps
 from lens_mix.algebra.value_zeroing_pairs import find_zeroed_groups
-from lens_mix.arguments import check_choice, check_groups, check_heads, check_number, groups_within
+from lens_mix.arguments import check_choice, check_heads, check_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.effort import Passes, pair_passes
-from lens_mix.method import Method
+from lens_mix.maps.spans import Group, Groups, check_groups, read_groups
+from lens_mix.method import Method, find_key_positions
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -49,8 +50,10 @@ class ValueZeroing(Method):
         per_head: Whether one query head is zeroed at a time, so that each has a map of its own.
         heads: The query heads that are zeroed together, in every layer, or {layer: heads}. Layers that are
             not named zero all heads. With `per_head`, only these heads get a map.
-        spans: Groups of positions that are zeroed as one, for example [(0, 1), (2,), (3, 4, 5)]. The key axis
-            then has one entry for each group. Positions in no group are never zeroed.
+        spans: Groups of positions that are zeroed as one. The key axis then has one entry for each group.
+            Each is a text of the prompt (" Eiffel Tower"), a slice, or a list of positions:
+            [" Eiffel Tower", (6, 7)]. A dict names them: {"the subject": " Eiffel Tower"}. Positions in no
+            group are never zeroed.
         last_layer: What is compared in the last block: its output ("before_final_norm", as in the official
             code and the paper) or the output after the final norm ("after_final_norm", as in inseq and
             others).
@@ -71,7 +74,7 @@ class ValueZeroing(Method):
     metric: Metric = "cosine"
     per_head: bool = False
     heads: Sequence[int] | Mapping[int, Sequence[int]] | None = None
-    spans: Sequence[Sequence[int]] | None = None
+    spans: Groups | None = None
     last_layer: LastLayer = "before_final_norm"
     threshold: float | None = None
 
@@ -102,8 +105,8 @@ class ValueZeroing(Method):
                 raise ValueError(f"heads: expected query heads 0..{n_heads - 1}, got {outside}")
 
     @override
-    def key_groups(self, positions: int) -> list[list[int]] | None:
-        return None if self.spans is None else groups_within("spans", self.spans, positions)
+    def key_groups(self, tokens: Sequence[str]) -> list[Group] | None:
+        return None if self.spans is None else read_groups(tokens, self.spans, "spans")
 
     @override
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
@@ -133,7 +136,7 @@ class ValueZeroing(Method):
         groups = [[head] for head in chosen] if self.per_head else [chosen]
         if block.engine == "algebra":
             norm = block.next_norm() if self._reads_final_norm(block) else None
-            scores = value_zeroing_maps(block, groups, self.spans, self.metric, norm)
+            scores = value_zeroing_maps(block, groups, find_key_positions(self, block), self.metric, norm)
             scores = scores if self.per_head else scores[:, 0]
         elif self.per_head:
             scores = torch.stack([self._compute_map(block, group) for group in groups], dim=1)
@@ -174,7 +177,7 @@ class ValueZeroing(Method):
     def _compute_map(self, block: Block, heads: Sequence[int] | None) -> Float[Tensor, "batch query key"]:
         real = block.real_keys
         # Every key or span gets a copy of the prompt, because which queries read it is not known beforehand.
-        copies = find_zeroed_groups(real[:, None], real, self.spans)
+        copies = find_zeroed_groups(real[:, None], real, find_key_positions(self, block))
         zeroed = torch.zeros((len(copies), real.shape[1]), dtype=torch.bool, device=real.device)
         for is_zeroed, copy in zip(zeroed, copies, strict=True):
             is_zeroed[copy.positions] = True

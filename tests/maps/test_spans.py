@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lens_mix.maps.spans import _find_text, find_positions
+from lens_mix.maps.spans import Group, _find_text, check_groups, find_positions, read_groups
 
 TOKENS = ["The", " E", "iff", "el", " Tower", " is", " in", " the", " city", ",", " is", "n't", "\n", " it"]
 
@@ -74,3 +74,44 @@ def test_texts_of_other_tokenizers(tokens, text, expected):
 def test_spans_that_are_not_there(span, error, message):
     with pytest.raises(error, match=message):
         find_positions(TOKENS, span, "keys")
+
+
+@pytest.mark.parametrize(
+    ("groups", "plain", "read"),
+    [
+        ([(0, 1), [4]], [[0, 1], [4]], [("The E", [0, 1]), (" Tower", [4])]),
+        ([slice(1, 4)], [[1, 2, 3]], [(" Eiffel", [1, 2, 3])]),
+        (["Eiffel Tower"], ["Eiffel Tower"], [(" Eiffel Tower", [1, 2, 3, 4])]),
+        ({"place": "Tower", "rest": (5, " city")}, {"place": "Tower", "rest": [5, " city"]}, None),
+        ([range(0, 4, 2)], [[0, 2]], [("Theiff", [0, 2])]),
+    ],
+)
+def test_groups(groups, plain, read):
+    assert check_groups("spans", groups) == plain
+    assert check_groups("spans", plain) == plain
+    read = [("place", [4]), ("rest", [5, 8])] if read is None else read
+    assert read_groups(TOKENS, plain, "spans") == [Group(*group) for group in read]
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "message"),
+    [
+        ([], ValueError, "spans: expected at least one"),
+        ({}, ValueError, "spans: expected at least one"),
+        ("The", TypeError, "spans: expected groups of positions, got 'The'"),
+        ([3], TypeError, "spans: expected a text, a slice, or a list of positions and texts, got 3"),
+        ([[]], ValueError, "at least one"),
+        ([[0], [0]], ValueError, "each position in one group at most"),
+        ([[-1]], ValueError, "0 or more"),
+        ([slice(None, 3)], TypeError, "spans: expected a whole number, 0 or more, got None"),
+        ({0: [1]}, TypeError, "names as text"),
+    ],
+)
+def test_groups_that_can_not_be(groups, error, message):
+    with pytest.raises(error, match=message):
+        check_groups("spans", groups)
+
+
+def test_a_text_and_a_position_may_not_meet():
+    with pytest.raises(ValueError, match="each position in one group at most"):
+        read_groups(TOKENS, ["Eiffel Tower", [4]], "spans")

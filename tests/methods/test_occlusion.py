@@ -9,7 +9,14 @@ import lens_mix as lm
 from lens_mix.hooks import mask_keys, zero_values
 from lens_mix.methods.occlusion import lost_without_key
 from tests.matrix import build_or_skip, prompt_of
-from tests.tiny_models import available, bridge, hooked_encoder, hooked_transformer
+from tests.tiny_models import (
+    available,
+    bridge,
+    gpt2_like,
+    hooked_encoder,
+    hooked_transformer,
+    toy_tokenizer,
+)
 
 NAMES = ("gpt2", "llama", "gemma2", "opt", "bert", "bloom", "gpt_neox")
 
@@ -184,6 +191,36 @@ def test_groups_that_a_row_can_not_see_have_no_score():
         assert abs(float(found[3, 1])) > 1e-6
 
 
+@pytest.mark.parametrize("by", ["replace", "mask", "values"])
+@pytest.mark.parametrize("kind", [lm.Occlusion, lm.ValueZeroing])
+def test_texts_are_found_in_each_prompt_of_a_batch(kind, by):
+    model = gpt2_like(torch.float64, tokenizer=toy_tokenizer())
+    prompts = [torch.tensor([5, 9, 12, 7, 30]), torch.tensor([8, 12, 7, 6, 21, 9])]
+    where = [{"pair": (2, 3), "nine": (1,)}, {"pair": (1, 2), "nine": (5,)}]
+    options = {"by": by} if kind is lm.Occlusion else {"engine": "hooks" if by == "replace" else "algebra"}
+    engine = {"engine": options.pop("engine")} if "engine" in options else {}
+    by_text = kind(spans={"pair": "w12 w7", "nine": ["w9"]}, **options)
+    maps = list(lm.run_many(model, prompts, by_text, **engine))
+    for prompt, positions, found in zip(prompts, where, maps, strict=True):
+        assert found.key_tokens == ["pair", "nine"]
+        assert not found.keys_are_tokens
+        alone = lm.run(model, prompt, kind(spans=list(positions.values()), **options), **engine)
+        torch.testing.assert_close(found.scores, alone.scores, atol=1e-10, rtol=0)
+        assert alone.key_tokens == ["w12w7", "w9"]
+
+
+def test_spans_with_names_are_recorded(tmp_path):
+    model = gpt2_like(torch.float64, tokenizer=toy_tokenizer())
+    spans = {"start": slice(0, 2), "pair": "w12 w7"}
+    m = lm.run(model, torch.tensor([5, 9, 12, 7, 30]), lm.Occlusion(by="mask", spans=spans))
+    assert m.parameters["spans"] == {"start": [0, 1], "pair": "w12 w7"}
+    assert m.top(2, query=-1)[0].token in spans
+    m.save(tmp_path / "map")
+    again = lm.run_again(model, lm.MixingMap.load(tmp_path / "map"))
+    assert again.key_tokens == ["start", "pair"]
+    assert torch.equal(again.scores, m.scores)
+
+
 def test_nothing_is_edited_where_tokens_are_replaced():
     assert lm.Occlusion().interventions(0, 2) == []
 
@@ -254,6 +291,8 @@ def test_positions_that_the_prompt_does_not_have(by):
     model = build_or_skip(bridge, "gpt2", torch.float64)
     with pytest.raises(ValueError, match=r"spans: expected positions 0\.\.6, got \[9\]"):
         lm.run(model, prompt_of(model), lm.Occlusion(by=by, spans=[(0, 9)]))
+    with pytest.raises(ValueError, match="spans: expected a text that the prompt contains, got 'Paris'"):
+        lm.run(model, prompt_of(model), lm.Occlusion(by=by, spans=["Paris"]))
 
 
 def test_one_token():
