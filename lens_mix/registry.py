@@ -22,7 +22,7 @@ from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.components import UNEMBEDDING, VALUE
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.method import Method, Scope
-from lens_mix.methods import METHODS
+from lens_mix.methods import METHODS, descriptions
 
 _GROUP = "lens_mix.methods"
 # The values that a class attribute of a method may have; all of them except `scope` may have several.
@@ -134,6 +134,15 @@ def _suggest(name: str, known: Mapping[str, type[Method]]) -> str:
 
 def _simplify(name: str) -> str:
     return re.sub(r"[\s_-]", "", name).casefold()
+
+
+def describe(name: str) -> descriptions.Description:
+    """Return the group, the plain line and the cost of a method.
+
+    For a method of another package, the line is the first line of its docstring. For an unknown name, as in
+    a map made by hand, it is empty.
+    """
+    return descriptions.describe(name, all_methods().get(name))
 
 
 @functools.cache
