@@ -11,7 +11,7 @@ from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
-from lens_mix.recommended import input_map
+from lens_mix.recommended import input_map, recommended_method
 from lens_mix.runner import read_methods, run
 
 INPUT_MAP = "input_map"  # the name of `lens_mix.input_map`, beside the names of the methods
@@ -37,8 +37,9 @@ def read_names(names: Sequence[str], *, per_head: bool = False) -> dict[str, Met
     others = [name for name in names if name != INPUT_MAP]
     if len(names) - len(others) > 1:
         raise ValueError(f"methods: expected different methods, got {INPUT_MAP} twice")
-    known = read_methods(others)[0] if others or not names else {}
-    methods = {name: known.get(name) for name in names}
+    known = iter(read_methods(others)[0].items()) if others or not names else iter(())
+    # A method may have several names, so the given name is not always the one that it is known by.
+    methods = dict((INPUT_MAP, None) if name == INPUT_MAP else next(known) for name in names)
     if not per_head:
         return methods
     headless = [name for name, method in methods.items() if not hasattr(method, "per_head")]
@@ -104,3 +105,8 @@ def compute_maps(
         selection = {"queries": -1 if is_last_row else queries, "layers": None if is_of_model else layers}
         maps |= run(model, prompt, group, **{**options, **selection})
     return {name: maps[name] for name in methods}
+
+
+def find_methods(model: TransformerLensModel, names: Sequence[str]) -> dict[str, Method]:
+    """Return the methods by their names; for `input_map` the method that it runs on this model."""
+    return {name: one or recommended_method(model) for name, one in read_names(names).items()}

@@ -136,6 +136,12 @@ def _simplify(name: str) -> str:
     return re.sub(r"[\s_-]", "", name).casefold()
 
 
+def list_names() -> list[str]:
+    """Return the names of all methods and `input_map`, in the order of their groups."""
+    others = [name for name in all_methods() if name not in descriptions.DESCRIPTIONS]
+    return [*descriptions.DESCRIPTIONS, *others]
+
+
 def describe(name: str) -> descriptions.Description:
     """Return the group, the plain line and the cost of a method.
 

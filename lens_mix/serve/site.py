@@ -19,9 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from lens_mix import runner
+from lens_mix import registry, runner
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.methods.descriptions import DESCRIPTIONS
 from lens_mix.named_maps import DEFAULT_METHODS, INPUT_MAP
 from lens_mix.serve import forms
 from lens_mix.serve.answers import (
@@ -113,7 +112,7 @@ class Site(ThreadingHTTPServer):
         table = runner.support(model)
         name = name_model({"model": table.model})
         reasons = {INPUT_MAP: ""} | {method: reason for method, _, reason in table}
-        ordered = {method: reasons[method] for method in (*DESCRIPTIONS, *reasons) if method in reasons}
+        ordered = {method: reasons[method] for method in registry.list_names() if method in reasons}
         self._form = forms.make_form(name, ordered, DEFAULT_METHODS, str(self.limits))
         self.workshop = Workshop(model, self.limits, measure_pace(model))
         # Requests are read in another thread, because maps can only be interrupted in the main thread.
