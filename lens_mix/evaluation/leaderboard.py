@@ -135,9 +135,7 @@ class Leaderboard:
         if candidates.empty:
             return f"No method was scored against {control!r}."
         best = candidates.iloc[0]
-        name = (
-            best["method"] if best["aggregation"] == AS_IT_IS else f"{best['method']}, {best['aggregation']}"
-        )
+        aggregation = "" if best["aggregation"] == AS_IT_IS else f", {best['aggregation']}"
         described = f"the best, {best['method']}{aggregation}, is {_format_interval(best, gain)} above it"
         count = int((candidates[f"{gain}_low"] > 0).sum())
         beaten = "Nothing beats" if count == 0 else f"{count} of {len(candidates)} beat"
