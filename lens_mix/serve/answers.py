@@ -15,7 +15,7 @@ from lens_mix.serve.forms import Request
 from lens_mix.session import Session
 from lens_mix.view.page import page
 
-_ADVICE = "Pick fewer methods, without those that cost many forward passes, or shorten the prompt."
+_ADVICE = "For a faster answer, pick fewer methods, those with a lower cost, or shorten the prompt."
 _ASK_SECONDS = 10.0  # the user confirms a computation that is expected to take longer
 
 
@@ -148,7 +148,7 @@ class Workshop(NamedTuple):
 
     def _ask(self, request: Request, expected: Estimate) -> Answer:
         """Return a page that asks whether to start a long computation."""
-        text = f"The prompt has {expected}. The estimate can be wrong by a factor of two."
+        text = f"Expected: {expected}. This is an estimate, and can be wrong by a factor of two."
         if expected.total > self.limits.seconds:
             text += f" This server stops a computation after {self.limits.seconds:g} seconds."
         title = f"This takes {in_words(expected.total)}"
@@ -161,5 +161,5 @@ def make_stopped_answer(limits: Limits) -> Answer:
         504,
         f"Stopped after {limits.seconds:g} seconds",
         "That is the limit of this server for one prompt.",
-        f"{_ADVICE} Or start the server with a larger --seconds.",
+        f"{_ADVICE} Or start the server with more --seconds.",
     )

@@ -60,14 +60,16 @@ class Estimate(NamedTuple):
 def measure_pace(model: TransformerLensModel) -> Pace | None:
     """Return the time of a forward pass of a model; None if no pass can be timed."""
     tokens = any_tokens(model).flatten()[-1]
+    long = min(_LONG, int(getattr(model.cfg, "n_ctx", _LONG)))
+    short = min(_SHORT, long - 1)
     try:
-        short, long = (
-            min(_time_run(model, tokens.expand(1, length)) for _ in range(2)) for length in (_SHORT, _LONG)
+        at_short, at_long = (
+            min(_time_run(model, tokens.expand(1, length)) for _ in range(2)) for length in (short, long)
         )
     except (ValueError, UnsupportedModelError):
         return None
-    per_token = max(0.0, long - short) / (_LONG - _SHORT)
-    return Pace(max(0.0, short - per_token * _SHORT), per_token, int(model.cfg.n_layers))
+    per_token = max(0.0, at_long - at_short) / (long - short)
+    return Pace(max(0.0, at_short - per_token * short), per_token, int(model.cfg.n_layers))
 
 
 def _time_run(model: TransformerLensModel, tokens: object) -> float:

@@ -10,12 +10,14 @@ async function estimate() {
     : "";
   if (own === asked) shown.textContent = text;
 }
-form.addEventListener("input", () => {
+function update() {
   const picked = [...form.querySelectorAll("[name=method]:checked")].map(box => box.value);
-  document.getElementById("picked").textContent = picked.join(", ") || "none";
+  document.getElementById("picked").textContent = `: ${picked.join(", ") || "none"}`;
   clearTimeout(timer);
   timer = setTimeout(estimate, 500);
-});
+}
+form.addEventListener("input", update);
+addEventListener("pageshow", update);
 form.addEventListener("submit", () => {
   document.querySelector("details").open = false;
   document.querySelector("iframe").scrollIntoView({block: "nearest"});

@@ -90,7 +90,6 @@ def make_form(model: str, reasons: Mapping[str, str], picked: Collection[str], l
         for group, names in groups.items()
         if names
     ]
-    chosen = ", ".join(name for name in reasons if name in picked and not reasons[name])
     return _make_document(
         f"{model} · lens_mix",
         f"<header><h1>{escape(model)}</h1><span>lens_mix</span></header>"
@@ -101,7 +100,7 @@ def make_form(model: str, reasons: Mapping[str, str], picked: Collection[str], l
         'placeholder="The Eiffel Tower is in the city of"></textarea>'
         '<div class="actions"><button>Map it</button>'
         f'<span id="estimate" role="status"></span><small id="limits">{escape(limits)}</small></div>'
-        f'<details open><summary>Methods: <span id="picked">{escape(chosen)}</span></summary>'
+        '<details open><summary>Methods<span id="picked"></span></summary>'
         '<label class="rows"><input type="checkbox" name="all_rows" value="1"> <span>Every position with '
         "every method <small>Otherwise a method that costs forward passes for each position explains the "
         "last one only.</small></span></label>"

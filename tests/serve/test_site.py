@@ -361,7 +361,7 @@ def test_a_long_computation_is_asked_about_first(visited, monkeypatch):
     assert status == 200
     assert "This takes about 15 seconds" in text
     assert "7 tokens, about 15 seconds; the slowest method is alti, about 10 seconds" in text
-    assert "Pick fewer methods" in text
+    assert "pick fewer methods" in text
     fields = re.findall(r'type="hidden" name="(\w+)" value="(.*?)"', text)
     assert ("all_rows", "1") in fields
     sent = {name: [html.unescape(value) for other, value in fields if other == name] for name, _ in fields}

@@ -31,7 +31,7 @@ def visit(browser, url, place):
     """Request two maps and click through them, then request none and read the message."""
     wait = open_form(browser, url)
     pick(browser, "alti", "attention")
-    assert browser.find_element("id", "picked").text == "attention, alti"
+    assert browser.find_element("id", "picked").text == ": attention, alti"
     wait.until(lambda _: " tokens, less than a second" in browser.find_element("id", "estimate").text)
     browser.find_element("css selector", "button").click()
     assert browser.find_element("css selector", "details").get_attribute("open") is None
