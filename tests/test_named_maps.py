@@ -6,7 +6,7 @@ import lens_mix as lm
 from lens_mix import named_maps
 from lens_mix.named_maps import compute_maps, find_methods, has_all_rows, read_names
 
-TEXT = "b c d e"
+TEXT = "w3 w14 w5 w9"
 
 
 def test_maps_are_those_of_run_and_input_map_in_the_order_of_the_names(model):
