@@ -15,7 +15,7 @@ _ATTENTION = "Attention weights"
 _LAYER = "What each layer takes from each token"
 _INPUT = "What reaches a position from the input tokens"
 _ANSWER_BY_LAYER = "What the answer depends on, layer by layer"
-_ANSWER_BY_TOKEN = "What the answer depends on, input token by input token"
+_ANSWER_BY_TOKEN = "Which input tokens the answer depends on"
 _OTHERS = "Other methods"
 
 # The groups, in the order in which they are listed.

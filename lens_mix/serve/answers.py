@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +18,8 @@ from lens_mix.session import Session
 from lens_mix.view.page import page
 
 _ADVICE = "For a faster answer, pick fewer methods, those with a lower cost, or shorten the prompt."
-_ASK_SECONDS = 10.0  # the user confirms a computation that is expected to take longer
+_LEARN_SECONDS = 2.0  # shorter pages say little about the time of long ones
+_ASK_SECONDS = 20.0  # the user confirms a computation that is expected to take longer
 
 
 class Limits(NamedTuple):
@@ -77,25 +80,31 @@ def _make_refusal(problem: Exception) -> Answer:
     return make_message_answer(400, "This can't be computed", str(problem), advice)
 
 
-class Workshop(NamedTuple):
+@dataclasses.dataclass
+class Workshop:
     """Make answers with one model.
 
     Attributes:
         model: Any TransformerLens model.
         limits: The limits of one request.
         pace: The time of a forward pass; None: it is unknown, so nothing is estimated.
+        correction: The factor of estimates. It follows the times that pages took, because the costs of
+            methods differ between models, and other programs may slow down this one.
     """
 
     model: TransformerLensModel
     limits: Limits
     pace: Pace | None
+    correction: float = 1.0
 
     def estimate(self, request: Request) -> Estimate:
         """Return the number of tokens of a request, and its expected time."""
         tokens = len(Session(self.model, {}).read(request.text).tokens)
         if self.pace is None:
             return Estimate(tokens, {})
-        return estimate(self.pace, tokens, request.methods, request.all_rows)
+        expected = estimate(self.pace, tokens, request.methods, request.all_rows)
+        seconds = {name: self.correction * number for name, number in expected.seconds.items()}
+        return Estimate(tokens, seconds)
 
     def describe(self, request: Request) -> str:
         """Return the estimate of a request in words, and whether it is beyond the limits."""
@@ -104,9 +113,7 @@ class Workshop(NamedTuple):
         expected = self.estimate(request)
         if expected.tokens > self.limits.tokens:
             return f"{expected.tokens} tokens, more than the limit of {self.limits.tokens}"
-        if expected.total > self.limits.seconds:
-            return f"{expected}, more than the limit of {self.limits.seconds:g} seconds"
-        return str(expected)
+        return expected.describe(self.limits.seconds)
 
     def make_page(self, request: Request, announce: Callable[[Estimate], object]) -> Answer:
         """Return the page of a prompt with the named methods, or a page about what is wrong.
@@ -131,6 +138,7 @@ class Workshop(NamedTuple):
             if expected.total > min(_ASK_SECONDS, self.limits.seconds) and not request.is_confirmed:
                 return self._ask(request, expected)
             announce(expected)
+            started = time.monotonic()
             maps = compute_maps(
                 self.model, request.text, request.methods, all_rows=request.all_rows, progress=None
             )
@@ -144,11 +152,16 @@ class Workshop(NamedTuple):
                 f"{type(problem).__name__}: {problem}",
                 "The server's terminal shows the traceback.",
             )
-        return Answer(200, page(maps).html, forms.PAGE_POLICY)
+        answer = Answer(200, page(maps).html, forms.PAGE_POLICY)
+        seconds = time.monotonic() - started
+        if expected.total and max(seconds, expected.total) > _LEARN_SECONDS:
+            # A single page may be an exception, so an estimate follows it only half of the way.
+            self.correction *= (seconds / expected.total) ** 0.5
+        return answer
 
     def _ask(self, request: Request, expected: Estimate) -> Answer:
         """Return a page that asks whether to start a long computation."""
-        text = f"Expected: {expected}. This is an estimate, and can be wrong by a factor of two."
+        text = f"Expected: {expected.describe()}. This is an estimate, and can be wrong by a factor of two."
         if expected.total > self.limits.seconds:
             text += f" This server stops a computation after {self.limits.seconds:g} seconds."
         title = f"This takes {in_words(expected.total)}"

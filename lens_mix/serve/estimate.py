@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -46,15 +47,21 @@ class Estimate(NamedTuple):
         """Return the seconds of all methods together."""
         return sum(self.seconds.values())
 
-    def __str__(self) -> str:
-        """Return the tokens, the time, and the slowest of several methods."""
-        tokens = f"{self.tokens} token{'s' * (self.tokens != 1)}"
-        if not self.seconds:
-            return tokens
-        slowest = max(self.seconds, key=self.seconds.__getitem__)
-        is_worth_naming = len(self.seconds) > 1 and self.total >= 2
-        of_slowest = f"; the slowest method is {slowest}, {in_words(self.seconds[slowest])}"
-        return f"{tokens}, {in_words(self.total)}{of_slowest * is_worth_naming}"
+    def describe(self, limit: float = math.inf) -> str:
+        """Return the tokens, the time, whether it is beyond a limit, and the slowest of several methods.
+
+        Args:
+            limit: The largest number of seconds.
+        """
+        text = f"{self.tokens} token{'s' * (self.tokens != 1)}"
+        if self.seconds:
+            text += f", {in_words(self.total)}"
+        if self.total > limit:
+            text += f", more than the limit of {limit:g} seconds"
+        if len(self.seconds) > 1 and self.total >= 2:
+            slowest = max(self.seconds, key=self.seconds.__getitem__)
+            text += f"; the slowest method is {slowest}, {in_words(self.seconds[slowest])}"
+        return text
 
 
 def measure_pace(model: TransformerLensModel) -> Pace | None:
@@ -64,7 +71,7 @@ def measure_pace(model: TransformerLensModel) -> Pace | None:
     short = min(_SHORT, long - 1)
     try:
         at_short, at_long = (
-            min(_time_run(model, tokens.expand(1, length)) for _ in range(2)) for length in (short, long)
+            min(_time_run(model, tokens.expand(1, length)) for _ in range(3)) for length in (short, long)
         )
     except (ValueError, UnsupportedModelError):
         return None

@@ -22,11 +22,14 @@ def test_the_time_is_the_cost_times_a_forward_pass():
 
 
 def test_an_estimate_in_words():
-    assert str(Estimate(1, {})) == "1 token"
-    assert str(Estimate(7, {"alti": 0.2, "gim": 0.3})) == "7 tokens, less than a second"
-    assert str(Estimate(7, {"alti": 12.0})) == "7 tokens, about 12 seconds"
-    both = str(Estimate(7, {"alti": 2.0, "gim": 30.0}))
-    assert both == "7 tokens, about 32 seconds; the slowest method is gim, about 30 seconds"
+    assert Estimate(1, {}).describe() == "1 token"
+    assert Estimate(7, {"alti": 0.2, "gim": 0.3}).describe() == "7 tokens, less than a second"
+    assert Estimate(7, {"alti": 12.0}).describe(12.0) == "7 tokens, about 12 seconds"
+    both = Estimate(7, {"alti": 2.0, "gim": 30.0})
+    slowest = "; the slowest method is gim, about 30 seconds"
+    assert both.describe() == f"7 tokens, about 32 seconds{slowest}"
+    limited = f"7 tokens, about 32 seconds, more than the limit of 20 seconds{slowest}"
+    assert both.describe(20.0) == limited
     assert [in_words(seconds) for seconds in (0.9, 1.2, 99.4, 150, 600)] == [
         "less than a second",
         "about 1 second",

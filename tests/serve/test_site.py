@@ -356,11 +356,11 @@ def slow_pace(monkeypatch, forward):
 
 
 def test_a_long_computation_is_asked_about_first(visited, monkeypatch):
-    slow_pace(monkeypatch, 5.0)
+    slow_pace(monkeypatch, 10.0)
     ((status, _, text),) = visited.answers(visited.request(TEXT, "alti", "attention", all_rows="1"))
     assert status == 200
-    assert "This takes about 15 seconds" in text
-    assert "7 tokens, about 15 seconds; the slowest method is alti, about 10 seconds" in text
+    assert "This takes about 30 seconds" in text
+    assert "7 tokens, about 30 seconds; the slowest method is alti, about 20 seconds" in text
     assert "pick fewer methods" in text
     fields = re.findall(r'type="hidden" name="(\w+)" value="(.*?)"', text)
     assert ("all_rows", "1") in fields
@@ -395,6 +395,14 @@ def test_the_estimate_while_typing(visited, monkeypatch):
     assert [text for _, _, text in answered] == list(requests)
     for status, headers, _ in answered:
         assert (status, headers["Content-Type"]) == (200, "text/plain; charset=utf-8")
+
+
+def test_an_estimate_follows_the_time_that_pages_took(visited, monkeypatch):
+    slow_pace(monkeypatch, 5.0)
+    requests = [visited.request(TEXT, "alti", to="estimate"), visited.request(TEXT, "alti")]
+    found = [visited.answers(request) for request in requests * 2]
+    assert found[0][0][2] == "7 tokens, about 10 seconds"
+    assert visited.site.workshop.correction < 0.5
 
 
 def test_no_estimate_while_a_page_is_computed(visited):

@@ -133,7 +133,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("visitor", [visit, cancel, without_javascript, ask])
 def test_the_form(browser, model, tmp_path, monkeypatch, visitor):
     if visitor is ask:
-        monkeypatch.setattr(site, "measure_pace", lambda model: Pace(6.0, 0.0, 3))
+        monkeypatch.setattr(site, "measure_pace", lambda model: Pace(12.0, 0.0, 3))
     monkeypatch.setattr(registry, "_registered", {"endless": Endless})
     problems: list[BaseException] = []
 
