@@ -7,6 +7,7 @@ cannot be used, and 1 for any other error. LENS_MIX_DEBUG=1 in the environment s
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -143,6 +144,7 @@ def _map_text(
         _check_writable("--out", out)
     chosen_rows, chosen_layers = _read_selection("--queries", queries), _read_selection("--layers", layers)
     names = method or [name for name in named_maps.DEFAULT_METHODS if not per_head or name != "input_map"]
+    _check_methods(names)
     named_maps.read_names(names, per_head=per_head)
     maps = named_maps.compute_maps(
         _load(model),
@@ -321,6 +323,7 @@ def evaluate(
     if resume is not None and resume.is_dir():
         raise ValueError(f"--resume: expected a file, got the folder {resume}")
     names = method or list(_DEFAULT_EVALUATED)
+    _check_methods(names)
     named_maps.read_names(names)
     lines = _read_prompts(prompts) if prompts is not None else []
     if blimp is not None:
@@ -361,6 +364,23 @@ def evaluate(
 def _progress() -> bool | None:
     """Return True if bars can be seen; else None, so that nothing warns of long runs either."""
     return True if sys.stderr.isatty() else None
+
+
+def _check_methods(names: Sequence[str]) -> None:
+    """Raise an error for an unknown method."""
+    from lens_mix import registry
+    from lens_mix.named_maps import INPUT_MAP
+
+    for name in names:
+        try:
+            if name != INPUT_MAP:
+                registry.find_method(name)
+        except ValueError:
+            close = difflib.get_close_matches(name, registry.list_names(), 1)
+            suggestion = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"--method: expected a name that `lens-mix methods` lists, got {name!r}{suggestion}"
+            ) from None
 
 
 def _read_selection(option: str, text: str | None) -> list[int] | slice | None:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix import registry
+from lens_mix.evaluation.candidates import AS_IT_IS, candidate_rows
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import normalise_by_magnitude
 from lens_mix.maps.explained import as_records
@@ -41,7 +42,7 @@ def describe_maps(maps: Mapping[str, MixingMap], every_row: bool) -> str:
 
 def _describe_row(m: MixingMap, query: int, is_explained: bool) -> list[str]:
     """Return the strongest sources of one row, and the first token apart from them in maps of layers."""
-    is_single = len(m) == 1
+    is_single = len(m) == 1 or m.kind == "input"
     which = f"layer {m.layer_labels[0]}" if m.kind == "layer" else "all layers together"
     unit = f"share, {which}" if is_single else f"mean share of {len(m)} layers, and the largest one"
     explained = str(m.explained[m.row_index(query)]) if m.explained and is_explained else ""
@@ -74,14 +75,19 @@ def _rank_sources(m: MixingMap, query: int) -> list[dict[str, Any]]:
                 "position": key,
                 "share": mean[key].item(),
                 "largest": shares[strongest, key].item(),
-                "layer": m.layer_labels[strongest],
+                "layer": m.layer_labels[strongest] if m.kind == "layer" else None,
             }
         )
     return ranked
 
 
 def _row_shares(m: MixingMap, query: int) -> Float[Tensor, "layer key"]:
-    """Return a row of every layer, divided by its sum of magnitudes; heads are averaged first."""
+    """Return a row of every layer, divided by its sum of magnitudes; heads are averaged first.
+
+    An input map has one row of all layers together.
+    """
+    if m.kind == "input":
+        return normalise_by_magnitude(candidate_rows(m, query, {})[AS_IT_IS][None])
     return normalise_by_magnitude(m.merge_heads().scores[:, m.row_index(query)].double())
 
 

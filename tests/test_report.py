@@ -63,6 +63,16 @@ def test_input_maps_have_one_share_and_keep_their_sign():
     ]
 
 
+def test_input_maps_of_several_layers_are_those_up_to_the_last_one():
+    lines = describe_maps({"mine": causal_map(LAYERS, kind="input")}, every_row=False).splitlines()
+    assert lines[-4:] == [
+        "  at ⏎ (2): share, all layers together",
+        "    70.0%  ⏎ (2)",
+        "    20.0%  <s> (0)",
+        "    10.0%  ·a (1)",
+    ]
+
+
 def test_the_answer_as_json():
     m = causal_map(LAYERS)
     record = to_records({"mine": m}, every_row=False)
