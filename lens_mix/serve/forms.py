@@ -93,7 +93,7 @@ def make_form(model: str, reasons: Mapping[str, str], picked: Collection[str], l
     return _make_document(
         f"{model} · lens_mix",
         f"<header><h1>{escape(model)}</h1><span>lens_mix</span></header>"
-        '<form method="post" action="/map" target="page">'
+        '<main><form method="post" action="/map" target="page">'
         f'<input type="hidden" name="form" value="{FORM}">'
         '<label for="text">Prompt</label>'
         '<textarea id="text" name="text" rows="2" required autofocus aria-describedby="limits" '
@@ -105,7 +105,7 @@ def make_form(model: str, reasons: Mapping[str, str], picked: Collection[str], l
         "every method <small>Otherwise a method that costs forward passes for each position explains the "
         "last one only.</small></span></label>"
         f'<div class="groups">{"".join(lists)}</div></details></form>'
-        '<iframe name="page" title="Answer" allow="fullscreen"></iframe>',
+        '<iframe name="page" title="Answer" allow="fullscreen"></iframe></main>',
         _FORM_SCRIPT,
     )
 
@@ -116,14 +116,18 @@ FORM = "%%FORM%%"
 def make_message(title: str, text: str, advice: str = "") -> str:
     """Return a page that shows what happened, and what to do."""
     paragraphs = "".join(f"<p>{escape(each)}</p>" for each in (text, advice) if each)
-    return _make_document("lens_mix", f'<main role="alert"><h1>{escape(title)}</h1>{paragraphs}</main>')
+    return _make_document(
+        "lens_mix",
+        f'<main class="message"><div role="alert"><h1>{escape(title)}</h1>{paragraphs}</div></main>',
+    )
 
 
 def make_confirmation(title: str, text: str, advice: str, request: Request) -> str:
     """Return a page that asks whether to start a long computation."""
     return _make_document(
         "lens_mix",
-        f'<main role="alert"><h1>{escape(title)}</h1><p>{escape(text)}</p><p>{escape(advice)}</p>'
+        f'<main class="message"><div role="alert"><h1>{escape(title)}</h1><p>{escape(text)}</p>'
+        f"<p>{escape(advice)}</p></div>"
         f'<form method="post" action="/map">{request.hidden_fields()}<button>Start</button></form></main>',
     )
 
@@ -140,7 +144,7 @@ def make_busy(job: str, state: str, request: Request) -> str:
     """
     return _make_document(
         "Computing · lens_mix",
-        '<main class="busy"><h1>Computing</h1><progress aria-label="Computing"></progress>'
+        '<main class="message"><h1>Computing</h1><progress aria-label="Computing"></progress>'
         f'<p id="state" role="timer">{escape(state)}</p><p id="spoken" role="status"></p>'
         f"<p>{escape(', '.join(request.methods))}</p><blockquote>{escape(request.text)}</blockquote>"
         f'<form method="post" action="/cancel/{escape(job)}"><button>Cancel</button></form></main>',

@@ -159,7 +159,7 @@ def scores_of(packed):
 
 
 def message_in(text):
-    (words,) = re.findall(r'<main role="alert">(.*?)</main>', text, re.DOTALL)
+    (words,) = re.findall(r'<div role="alert">(.*?)</div>', text, re.DOTALL)
     assert "Traceback" not in text
     assert "<script" not in text
     assert re.match(r"<h1>.+</h1><p>.+</p>", words, re.DOTALL)
