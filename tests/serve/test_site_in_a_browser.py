@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 
@@ -27,9 +28,9 @@ pytest.importorskip("typer")
 pytestmark = NEEDS_CHROMIUM
 
 
-def visit(browser, url, place):
+def visit(url, browser, place):
     """Request two maps and click through them, then request none and read the message."""
-    wait = open_form(browser, url)
+    wait = open_form(url, browser)
     pick(browser, "alti", "attention")
     assert browser.find_element("id", "picked").text == ": attention, alti"
     wait.until(lambda _: " tokens, less than a second" in browser.find_element("id", "estimate").text)
@@ -48,9 +49,9 @@ def visit(browser, url, place):
     wait.until(lambda _: "No method is picked" in browser.find_element("css selector", "body").text)
 
 
-def cancel(browser, url, place):
+def cancel(url, browser, place):
     """Request a map that never ends, watch the seconds, and cancel it with the keyboard."""
-    wait = open_form(browser, url)
+    wait = open_form(url, browser)
     pick(browser, "endless")
     browser.find_element("css selector", "button").click()
     browser.switch_to.frame("page")
@@ -64,18 +65,18 @@ def cancel(browser, url, place):
     assert [entry["message"] for entry in browser.get_log("browser")] == []
 
 
-def without_javascript(browser, url, place):
+def without_javascript(url, browser, place):
     """Do the same without JavaScript: the busy page is loaded again, and shows more seconds."""
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
-        cancel(browser, url, place)
+        cancel(url, browser, place)
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
-def ask(browser, url, place):
+def ask(url, browser, place):
     """Request a map that is expected to take long, read the estimate, and start it."""
-    wait = open_form(browser, url)
+    wait = open_form(url, browser)
     pick(browser, "alti")
     browser.find_element("css selector", "button").click()
     browser.switch_to.frame("page")
@@ -87,7 +88,7 @@ def ask(browser, url, place):
     wait.until(lambda _: len(all_of(browser, "[data-map], canvas, svg")) > 0)
 
 
-def open_form(browser, url):
+def open_form(url, browser):
     """Load the form, type a prompt, and return what waits in it."""
     browser.switch_to.default_content()
     browser.get(url)
@@ -130,22 +131,61 @@ def model(tmp_path_factory):
     return _load(str(save_tiny_llama(tmp_path_factory.mktemp("model"))))
 
 
-@pytest.mark.parametrize("visitor", [visit, cancel, without_javascript, ask])
-def test_the_form(browser, model, tmp_path, monkeypatch, visitor):
-    if visitor is ask:
-        monkeypatch.setattr(site, "measure_pace", lambda model: Pace(12.0, 0.0, 3))
-    monkeypatch.setattr(registry, "_registered", {"endless": Endless})
+def serve_a_visit(model, visitor, *arguments):
+    """Serve the form in this thread, where maps are computed, while a visitor uses it in another one."""
     problems: list[BaseException] = []
 
     def click_through():
         try:
-            visitor(browser, server.url, tmp_path / f"{visitor.__name__}.png")
+            visitor(*arguments)
         except BaseException as problem:
             traceback.print_exc()
             problems.append(problem)
 
     with Site(0, Limits()) as server:
+        arguments = (server.url, *arguments)
         thread = threading.Thread(target=click_through)
-        # The maps are computed here, in the main thread.
         server.serve(model, lambda _: thread.start(), lambda: not thread.is_alive())
     assert problems == []
+
+
+@pytest.fixture
+def endless(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {"endless": Endless})
+
+
+@pytest.mark.parametrize("visitor", [visit, cancel, without_javascript, ask])
+@pytest.mark.usefixtures("endless")
+def test_the_form(browser, model, tmp_path, monkeypatch, visitor):
+    if visitor is ask:
+        monkeypatch.setattr(site, "measure_pace", lambda model: Pace(12.0, 0.0, 3))
+    serve_a_visit(model, visitor, browser, tmp_path / f"{visitor.__name__}.png")
+
+
+@pytest.mark.usefixtures("endless")
+def test_axe_finds_nothing(browser, model):
+    """Check the form, the busy sign and a message for faults of accessibility."""
+    axe = pytest.importorskip("axe_core_python", reason="no axe-core-python: pip install axe-core-python")
+    source = (Path(axe.__file__).parent / "axe.min.js").read_text()
+
+    def find_faults():
+        browser.execute_script(source)
+        return browser.execute_async_script(
+            "const done = arguments[0];"
+            "axe.run({iframes: false}).then(found => done(found.violations.map(one => one.id)))"
+        )
+
+    def look(url):
+        wait = open_form(url, browser)
+        assert find_faults() == []
+        pick(browser, "endless")
+        browser.find_element("css selector", "button").click()
+        browser.switch_to.frame("page")
+        wait.until(lambda _: browser.find_element("id", "state").text)
+        assert find_faults() == []
+        browser.find_element("css selector", "button").click()
+        wait.until(lambda _: "Cancelled" in browser.find_element("css selector", "body").text)
+        assert find_faults() == []
+        browser.switch_to.default_content()
+
+    serve_a_visit(model, look)
