@@ -98,24 +98,6 @@ class Leaderboard:
         table = Table(rows)
         return table.sort_values(self.metrics[0], ascending=False, ignore_index=True)
 
-    def to_markdown(self, against: str | None = None) -> str:
-        """Return the table as Markdown, with mean [low, high] for each metric.
-
-        Args:
-            against: The method whose paired difference is added. None: no differences.
-        """
-        table = self.table(against)
-        columns = [(metric, metric) for metric in self.metrics]
-        if against is not None:
-            columns += [(f"{metric}_gain", f"{metric} above {against}") for metric in self.metrics[:1]]
-        titles = " | ".join(title for _, title in columns)
-        lines = [f"| method | aggregation | {titles} | cases |"]
-        lines.append("|---" * (len(columns) + 3) + "|")
-        for _, row in table.iterrows():
-            cells = [_format_interval(row, name) for name, _ in columns]
-            lines.append(f"| {row['method']} | {row['aggregation']} | {' | '.join(cells)} | {row['cases']} |")
-        return "\n".join(lines)
-
     def verdict(self) -> list[str]:
         """Return a sentence for each control: how many candidates beat it, or that nothing does.
 
@@ -140,6 +122,24 @@ class Leaderboard:
         count = int((candidates[f"{gain}_low"] > 0).sum())
         beaten = "Nothing beats" if count == 0 else f"{count} of {len(candidates)} beat"
         return f"{beaten} {control!r} in {self.metrics[0]}: {described}."
+
+    def to_markdown(self, against: str | None = None) -> str:
+        """Return the table as Markdown, with mean [low, high] for each metric.
+
+        Args:
+            against: The method whose paired difference is added. None: no differences.
+        """
+        table = self.table(against)
+        columns = [(metric, metric) for metric in self.metrics]
+        if against is not None:
+            columns += [(f"{metric}_gain", f"{metric} above {against}") for metric in self.metrics[:1]]
+        titles = " | ".join(title for _, title in columns)
+        lines = [f"| method | aggregation | {titles} | cases |"]
+        lines.append("|---" * (len(columns) + 3) + "|")
+        for _, row in table.iterrows():
+            cells = [_format_interval(row, name) for name, _ in columns]
+            lines.append(f"| {row['method']} | {row['aggregation']} | {' | '.join(cells)} | {row['cases']} |")
+        return "\n".join(lines)
 
     def show(self, metric: str | None = None) -> Figure:
         """Draw one bar with its interval per method and aggregation, the best on top."""
