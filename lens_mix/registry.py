@@ -92,6 +92,15 @@ def all_methods() -> dict[str, type[Method]]:
     return {**METHODS, **_plugins(), **_registered}
 
 
+def describe(name: str) -> descriptions.Description:
+    """Return the group, the plain line and the cost of a method.
+
+    For a method of another package, the line is the first line of its docstring. For an unknown name, as in
+    a map made by hand, it is empty.
+    """
+    return descriptions.describe(name, all_methods().get(name))
+
+
 def find_method(name: str, argument: str = "methods") -> type[Method]:
     """Return the class of a method by its name in strings ("value_zeroing") or its class ("ValueZeroing").
 
@@ -134,21 +143,6 @@ def _suggest(name: str, known: Mapping[str, type[Method]]) -> str:
 
 def _simplify(name: str) -> str:
     return re.sub(r"[\s_-]", "", name).casefold()
-
-
-def list_names() -> list[str]:
-    """Return the names of all methods and `input_map`, in the order of their groups."""
-    others = [name for name in all_methods() if name not in descriptions.DESCRIPTIONS]
-    return [*descriptions.DESCRIPTIONS, *others]
-
-
-def describe(name: str) -> descriptions.Description:
-    """Return the group, the plain line and the cost of a method.
-
-    For a method of another package, the line is the first line of its docstring. For an unknown name, as in
-    a map made by hand, it is empty.
-    """
-    return descriptions.describe(name, all_methods().get(name))
 
 
 @functools.cache
@@ -245,3 +239,9 @@ def _check_words(attribute: str, value: object, allowed: tuple[str, ...], alone:
             raise ValueError(f"{attribute}: expected some of {list(allowed)}, got {word!r}{suggestion}")
     if not words and attribute.endswith("engines"):
         raise ValueError(f"{attribute}: expected at least one of {list(allowed)}, got none")
+
+
+def list_names() -> list[str]:
+    """Return the names of all methods and `input_map`, in the order of their groups."""
+    others = [name for name in all_methods() if name not in descriptions.DESCRIPTIONS]
+    return [*descriptions.DESCRIPTIONS, *others]
