@@ -117,7 +117,7 @@ def _map_text(
         str | None,
         _option(
             "The positions to explain, such as 0,5,-1 (-1 is the last one) or 0:5, or all. Default: all, but "
-            "only the last one with methods that cost forward passes for each position.",
+            "only the last one (an encoder's first one) with methods that cost forward passes for each.",
             "POSITIONS",
         ),
     ] = None,

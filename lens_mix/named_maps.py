@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lens_mix import registry
-from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
+from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder
 from lens_mix.lens.rows import Selection
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
@@ -19,7 +20,7 @@ INPUT_MAP = "input_map"  # the name of `lens_mix.input_map`, beside the names of
 # The methods that the command line and the form choose if the user chooses none, the recommended one first.
 DEFAULT_METHODS = (INPUT_MAP, "attention", "value_zeroing")
 
-# A method that needs more forward passes than this for a row computes only the last one by default.
+# A method that needs more forward passes than this for a row computes only one row by default.
 _MOST_PASSES_PER_ROW = 1.0
 
 
@@ -56,7 +57,7 @@ def read_names(names: Sequence[str], *, per_head: bool = False) -> dict[str, Met
 
 
 def has_all_rows(name: str) -> bool:
-    """Return whether a method computes all rows by default, and not the last one only."""
+    """Return whether a method computes all rows by default, and not a single one."""
     cost = registry.describe(name).cost
     return cost is None or cost.per_row <= _MOST_PASSES_PER_ROW
 
@@ -80,8 +81,9 @@ def compute_maps(
         model: As in `lm.run`.
         prompt: As in `lm.run`.
         names: The names, as in `read_names`.
-        queries: The positions of the rows to compute, as in `lm.run`. None: all rows, but only the last one
-            for methods that need several forward passes for each row.
+        queries: The positions of the rows to compute, as in `lm.run`. None: all rows, but a single one for
+            methods that need several forward passes for each row. It is the last one, or the first one
+            ([CLS]) of an encoder.
         all_rows: Whether these methods also compute all rows, if `queries` is None.
         layers: The layers, as in `lm.run`, for methods that have a map of each layer.
         per_head: Whether each head has a map of its own.
@@ -93,20 +95,37 @@ def compute_maps(
         UnsupportedModelError: As in `lm.run`.
     """
     methods = read_names(names, per_head=per_head)
+    default_row = _find_default_row(model)
     groups: dict[tuple[bool, bool], list[Method]] = {}
     maps: dict[str, MixingMap] = {}
     for name, method in methods.items():
-        is_last_row = queries is None and not (all_rows or has_all_rows(name))
+        is_one_row = queries is None and not (all_rows or has_all_rows(name))
         if method is None:
-            maps[name] = input_map(model, prompt, queries=-1 if is_last_row else queries, **options)
+            maps[name] = input_map(model, prompt, queries=default_row if is_one_row else queries, **options)
         else:
-            groups.setdefault((is_last_row, method.scope == "model"), []).append(method)
-    for (is_last_row, is_of_model), group in groups.items():
-        selection = {"queries": -1 if is_last_row else queries, "layers": None if is_of_model else layers}
+            groups.setdefault((is_one_row, method.scope == "model"), []).append(method)
+    for (is_one_row, is_of_model), group in groups.items():
+        rows = default_row if is_one_row else queries
+        selection = {"queries": rows, "layers": None if is_of_model else layers}
         maps |= run(model, prompt, group, **{**options, **selection})
     return {name: maps[name] for name in methods}
 
 
+def _find_default_row(model: TransformerLensModel) -> int:
+    """Return the row that says most about a prompt: the last one, or the first one ([CLS]) of an encoder."""
+    model_class = model_class_of(model)
+    reads_everything = is_causal_model(model, model_class) or is_encoder_decoder(model, model_class)
+    return -1 if reads_everything else 0
+
+
 def find_methods(model: TransformerLensModel, names: Sequence[str]) -> dict[str, Method]:
-    """Return the methods by their names; for `input_map` the method that it runs on this model."""
-    return {name: one or recommended_method(model) for name, one in read_names(names).items()}
+    """Return the methods by their names; for `input_map` the method that it runs on this model.
+
+    If the same method was also given by its own name, it is left out.
+    """
+    found: dict[str, Method] = {}
+    for name, method in sorted(read_names(names).items(), key=lambda item: item[1] is not None):
+        method = recommended_method(model) if method is None else method
+        if method not in found.values():
+            found[name] = method
+    return found

@@ -31,8 +31,9 @@ def describe_maps(maps: Mapping[str, MixingMap], every_row: bool) -> str:
     lines = [f"{name_model(first.provenance)}, {len(first.tokens)} tokens"]
     lines += [explanation] if explanation and not every_row else []
     for label, m in maps.items():
-        line = registry.describe(label).line or registry.describe(m.method).line
-        lines += ["", f"{label}: {line}" if line else label]
+        title = label if label == m.method else f"{label}, by {m.method}"
+        line = registry.describe(m.method).line
+        lines += ["", f"{title}: {line}" if line else title]
         for query in m.query_positions if every_row else [m.default_query_position]:
             lines += _describe_row(m, query, every_row)
     notes = list(dict.fromkeys(note for m in maps.values() for note in m.notes))
@@ -102,16 +103,16 @@ def to_records(maps: Mapping[str, MixingMap], every_row: bool) -> dict[str, Any]
     return {
         "model": name_model(first.provenance),
         "tokens": first.tokens,
-        "maps": {label: _map_record(label, m, every_row) for label, m in maps.items()},
+        "maps": {label: _map_record(m, every_row) for label, m in maps.items()},
     }
 
 
-def _map_record(label: str, m: MixingMap, every_row: bool) -> dict[str, Any]:
+def _map_record(m: MixingMap, every_row: bool) -> dict[str, Any]:
     positions = m.query_positions if every_row else [m.default_query_position]
     explained = as_records(m.explained) or [{}] * len(m.query_positions)
     return {
-        "says": registry.describe(label).line,
         "method": m.method,
+        "says": registry.describe(m.method).line,
         "kind": m.kind,
         "keys": m.key_labels,
         "layers": m.layer_labels,

@@ -5,6 +5,13 @@ import pytest
 import lens_mix as lm
 from lens_mix import named_maps
 from lens_mix.named_maps import compute_maps, find_methods, has_all_rows, read_names
+from tests.tiny_models import hooked_encoder, tokens
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return hooked_encoder()
+
 
 TEXT = "w3 w14 w5 w9"
 
@@ -77,3 +84,14 @@ def test_the_method_of_input_map(model):
 def test_the_defaults_are_methods():
     assert set(named_maps.DEFAULT_METHODS) <= {"input_map", *lm.METHODS}
     assert named_maps.DEFAULT_METHODS[0] == "input_map"
+
+
+def test_an_encoder_has_its_first_row_by_default(encoder):
+    prompt = tokens(encoder, 1, 6, 1)[0]
+    maps = compute_maps(encoder, prompt, ["input_map", "input_gradients", "attention"], progress=None)
+    assert [m.query_positions for m in maps.values()] == [[0], [0], list(range(6))]
+    assert maps["input_map"].method == "decompx"
+
+
+def test_the_method_of_input_map_is_not_there_twice(encoder):
+    assert list(find_methods(encoder, ["decompx", "alti", "input_map"])) == ["input_map", "alti"]

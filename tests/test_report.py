@@ -49,6 +49,7 @@ def test_every_row_as_text_and_each_note_once():
     lines = describe_maps({"mine": m, "yours": m}, every_row=True).splitlines()
     row = "  at ·a (1), which predicts ' b' 0.50: mean share of 2 layers, and the largest one"
     assert lines.count(row) == 2
+    assert "mine, by attention: how much a position attends to each token" in lines
     assert lines.count("note: take care") == 1
 
 
