@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import models
-import torch
 
 import lens_mix as lm
-from lens_mix.view import layer_maps, query_maps, token_bars
+from lens_mix.view import layer_maps, token_bars
 from lens_mix.view.labels import make_visible
 
 OUTPUTS = Path(__file__).resolve().parent.parent / "outputs"
@@ -68,7 +67,7 @@ def map_prompt(
     seconds = time.perf_counter() - start
     tokens = layers["attention"].tokens
     print(f"\n{prompt!r}\n  {len(tokens)} tokens, mapped in {seconds:.1f} s")
-    print(f"  the model predicts {describe_prediction(model, prompt)}")
+    print(f"  prediction {layers['attention'].explanation()}")
     recommended = lm.input_map(model, prompt)
     recommended_name = f"input map ({recommended.method.replace('_', ' ')})"
     rows = {recommended_name: recommended.normalized(), **compute_rows(layers)}
@@ -77,13 +76,17 @@ def map_prompt(
     shown = {recommended_name: recommended}
     shown |= {method.replace("_", " "): mixing_map for method, mixing_map in layers.items()}
     shown |= {row: mixing_map for row, mixing_map in rows.items() if row.endswith(("rollout", "measured"))}
-    return draw(name, layers, rows, folder), shown
+    return draw(name, layers, {recommended_name: recommended}, rows, folder), shown
 
 
 def draw(
-    name: str, layers: dict[str, lm.MixingMap], rows: dict[str, lm.MixingMap], folder: Path
+    name: str,
+    layers: dict[str, lm.MixingMap],
+    recommended: dict[str, lm.MixingMap],
+    rows: dict[str, lm.MixingMap],
+    folder: Path,
 ) -> list[Path]:
-    """Draw the layer maps of each method, the last position in each layer, and bars of its sources.
+    """Draw the last position in each layer below the recommended map, all layer maps, and bars of sources.
 
     Returns:
         The paths of the pictures.
@@ -91,15 +94,12 @@ def draw(
     tokens = layers["attention"].tokens
     last = f"“{make_visible(tokens[-1])}”"
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = []
+    pictures = [folder / f"{name}_last_position.png"]
+    lm.show_position(recommended | layers).savefig(pictures[-1])
     for method, mixing_map in layers.items():
         title = f"{method.replace('_', ' ')}, every layer"
         pictures.append(folder / f"{name}_{method}_layers.png")
         layer_maps(mixing_map, title=title).savefig(pictures[-1])
-    pictures.append(folder / f"{name}_last_position.png")
-    named = {method.replace("_", " "): mixing_map for method, mixing_map in layers.items()}
-    title = f"What the last position, {last}, used in each layer"
-    query_maps(named, title=title).savefig(pictures[-1])
     pictures.append(folder / f"{name}_sources.png")
     token_bars(rows, tokens, title=f"Sources of the last position, {last}").savefig(pictures[-1])
     return pictures
@@ -146,17 +146,6 @@ def print_largest_by_layer(layers: dict[str, lm.MixingMap]) -> None:
         lines = textwrap.wrap("  ".join(entries), 90, break_long_words=False, break_on_hyphens=False)
         for heading, line in itertools.zip_longest([method.replace("_", " ")], lines, fillvalue=""):
             print(f"  {heading:<13}  {line}".replace("\xa0", " "))
-
-
-def describe_prediction(model: Any, prompt: str, count: int = 3) -> str:
-    """Return the model's most probable next tokens, with their probabilities."""
-    with torch.no_grad():
-        probabilities = model(model.to_tokens(prompt))[0, -1].softmax(-1)
-    best = probabilities.topk(count)
-    return ", ".join(
-        f"{model.tokenizer.decode([token])!r} ({probability:.2f})"
-        for token, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    )
 
 
 def read_options() -> argparse.Namespace:

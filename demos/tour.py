@@ -30,7 +30,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.hooks import zero_values
-from lens_mix.view import query_maps, token_bars
+from lens_mix.view import token_bars
 
 # %% [markdown]
 # ## A model
@@ -69,20 +69,24 @@ print(lm.support(model))
 
 # %%
 zeroing = lm.run(model, prompt, "value_zeroing")
-print(zeroing)
+print(zeroing.explanation())
+zeroing
+
+# %%
 for source in zeroing.normalized().top(3):
     print(f"  last layer, last position: {source.token!r} at {source.position}: {source.score:.2f}")
 
 # %% [markdown]
 # ## Several methods, one clean pass
-# The picture has a row per layer and a column per token: what the *last* position used in each layer.
-# Attention has most of its weight on the first token. Value zeroing measures how much the output of the block
+# The picture has a row per layer and a column per token: what the *last* position used in each layer. The
+# shares of the first token and of the position itself are numbers beside each layer, because the first token
+# has most of the attention. Value zeroing measures how much the output of the block
 # changes when a token's value vector is zeroed. In layer 23 the score of " Italy", 29 tokens before the end,
 # is 0.94 by value zeroing and 0.19 by attention.
 
 # %%
 maps = lm.run(model, prompt, ["attention", "value_zeroing"])
-query_maps(maps)
+lm.show_position(maps)
 
 # %% [markdown]
 # Which source is the strongest, apart from the first token and the neighbours?

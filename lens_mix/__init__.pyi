@@ -39,6 +39,7 @@ from .registry import register
 from .runner import run, run_many, support
 from .statistics.summary import table
 from .view.page import page
+from .view.position_figure import show_position
 
 __version__: str
 
@@ -92,6 +93,7 @@ __all__ = [
     "run",
     "run_again",
     "run_many",
+    "show_position",
     "statistics",
     "support",
     "table",

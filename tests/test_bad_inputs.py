@@ -771,11 +771,16 @@ def drawn() -> Iterator[Case]:
     yield from each(draw, "head", ("0", 1.5, 9))
     yield from each(draw, "normalize", NO_FLAG)
     yield from each(draw, "title", (3, ["a"]))
-    yield from each(view.query_maps, "maps", (None, 3, {}, [m], {"a": 3}, m))
-    rows = functools.partial(view.query_maps, {"a": m})
-    yield from each(rows, "query", (*NO_WHOLE, 9))
+    for name, wrong in (("ax", (3, "ax")), ("figsize", (3, (1,), (0, 3), ("a", 2))), ("cmap", (3, "none"))):
+        yield from each(functools.partial(draw, layer=0), name, wrong)
+    yield from each(view.show_position, "maps", (None, 3, {}, [], {"a": 3}, [3]))
+    rows = functools.partial(view.show_position, {"a": m})
+    yield from each(rows, "query", (1.5, True, 9, "no such token"))
     yield from each(rows, "columns", (*NO_WHOLE, 0))
-    yield from each(rows, "normalize", NO_FLAG)
+    for name in ("normalize", "common_scale", "as_numbers", "words"):
+        yield from each(rows, name, NO_FLAG)
+    for name, wrong in (("ax", (3, "ax")), ("figsize", (3, (1,), (0, 3), ("a", 2))), ("cmap", (3, "none"))):
+        yield from each(rows, name, wrong)
     bars = functools.partial(view.token_bars, tokens=m.tokens)
     yield from each(
         bars, "rows", (None, 3, {}, [m], {"a": 3}, {"a": [INF] * 3}, {"a": "xyz"}, {"a": [1j] * 3}, m)
@@ -787,7 +792,8 @@ def drawn() -> Iterator[Case]:
     yield from each(functools.partial(bars, {"a": m}), "layer", (*NO_WHOLE, None, 9))
     yield from each(view.information_flow, "graph", (*NO_GRAPH, nx.DiGraph(), nx.DiGraph([("a", "b")])))
     yield from each(functools.partial(view.information_flow, tree), "by", ("nothing", 3))
-    yield from each(functools.partial(view.information_flow, tree), "layer_height", (*NO_NUMBER, None, 0, -1))
+    for name, wrong in (("ax", (3, "ax")), ("figsize", (3, (1,), (0, 3), ("a", 2))), ("title", (3, ["a"]))):
+        yield from each(functools.partial(view.information_flow, tree), name, wrong)
     yield from each(attribution_figures.tree_figure, "tree", (*NO_GRAPH, nx.DiGraph()))
     yield from each(attribution_figures.head_map, "importance", (None, 3, torch.ones(2, 4)))
     yield from each(

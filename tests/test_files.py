@@ -33,7 +33,7 @@ def write_page(path):
 
 
 def write_figure(path):
-    map_of(random_attention()).show(kind="figure").savefig(path)
+    map_of(random_attention()).show().savefig(path)
 
 
 def write_map(path):
@@ -244,7 +244,7 @@ assert (mine / "read-only").read_text() == "old" and (closed / "writable").read_
 def test_a_map_that_fails_to_be_drawn_changes_nothing(tmp_path, monkeypatch):
     place = tmp_path / "figure.png"
     place.write_text(OLD)
-    figure = map_of(random_attention()).show(kind="figure")
+    figure = map_of(random_attention()).show()
     monkeypatch.setattr(type(figure), "draw", lambda *_: torch.zeros(1).reshape(2))
     with pytest.raises(RuntimeError):
         figure.savefig(place)

@@ -56,7 +56,7 @@ FLOORS = {
 
 # These functions may import from a higher floor when they are called: drawing, and callers of drawing.
 DRAWING = {"view"}
-DRAWING_FUNCTIONS = {"show"}
+DRAWING_FUNCTIONS = {"show", "_repr_html_"}
 
 # These stores are at module level, including cached functions. Each has the reason why it outlives a call.
 STORES = {
@@ -77,8 +77,10 @@ STORES = {
     "lens.state._locks": "which thread has a model open, by the model",
     "registry._plugins": "methods of installed packages, which are loaded, and warned of, once",
     "registry._registered": "methods that the user registered, for names to work in every later call",
-    "view.canvas._has_glyph": "which characters the installed fonts have",
-    "view.canvas._list_families": "the fonts that are installed",
+    "view.fonts._search": "which installed font has a character",
+    "view.fonts._tried": "files of fonts that were added to matplotlib's list, or that it cannot read",
+    "view.fonts._warned": "scripts without a font, which are warned of once",
+    "view.window._said": "the advice where no window can open, which is printed once",
 }
 
 

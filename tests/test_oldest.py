@@ -83,7 +83,7 @@ def test_aggregations_figures_pages_and_tables(model, tmp_path):
     m = lm.run(model, PROMPT, "value_zeroing")
     for one in (lm.rollout(m), lm.flow(m), lm.input_map(model, PROMPT)):
         assert one.tokens == ["<bos>", *PROMPT.split()]
-        one.show("figure").savefig(tmp_path / "figure.png")
+        one.show().savefig(tmp_path / "figure.png")
         assert lm.page(one).html.startswith("<!DOCTYPE html>")
     assert len(lm.compare({"a": m, "b": lm.run(model, PROMPT, "attention")}))
 

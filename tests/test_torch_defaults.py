@@ -224,7 +224,7 @@ def test_reading_pages_and_figures(dtype, tmp_path):
         assert lm.MixingMap.load(tmp_path / "map.safetensors").scores.dtype == torch.float32
         assert lm.MixingMap.from_dataframe(m.to_dataframe()).scores.dtype in (torch.float32, torch.float64)
         assert "lens_mix" in lm.page(m).html
-        m.show(kind="figure")
+        m.show()
         lm.MixingMap(scores=[[[1.0, 0.0], [0.5, 0.5]]], tokens=["a", "b"], causal=True)
 
 

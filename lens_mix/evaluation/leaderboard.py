@@ -141,14 +141,19 @@ class Leaderboard:
             lines.append(f"| {row['method']} | {row['aggregation']} | {' | '.join(cells)} | {row['cases']} |")
         return "\n".join(lines)
 
-    def show(self, metric: str | None = None) -> Figure:
-        """Draw one bar with its interval per method and aggregation, the best on top."""
+    def show(self, metric: str | None = None, **options: Any) -> Figure:
+        """Draw one bar with its interval per method and aggregation, the best on top.
+
+        Args:
+            metric: One of `metrics`; None: the first.
+            **options: `ax=`, matplotlib axes to draw in, or `figsize=`, the size of a new figure in inches.
+        """
         from lens_mix.view.leaderboard_figure import leaderboard_figure
 
         chosen = self.metrics[0] if metric is None else metric
         check_choice("metric", chosen, self.metrics)
         return leaderboard_figure(
-            self.table(None).sort_values(chosen), chosen, f"{self.model}: {self.task['task']}"
+            self.table(None).sort_values(chosen), chosen, f"{self.model}: {self.task['task']}", **options
         )
 
 

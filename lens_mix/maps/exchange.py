@@ -5,7 +5,6 @@ Most of these functions are methods of `MixingMap`.
 
 from __future__ import annotations
 
-import html
 import json
 import os
 from collections.abc import Sequence
@@ -308,18 +307,3 @@ def describe(mixing_map: MixingMap) -> str:
     explanation = mixing_map.explanation()
     details += f"; {explanation}" if explanation else ""
     return f"MixingMap({full_name(mixing_map)}: {details})"
-
-
-def describe_html(mixing_map: MixingMap) -> str:
-    """Return the line of `describe`, and a table of the top keys of the default row in the last layer."""
-    query = mixing_map.default_query_position
-    query_name = "the last query" if query == len(mixing_map.tokens) - 1 else f"query {query}"
-    rows = "".join(
-        f"<tr><td>{source.position}</td><td><code>{html.escape(source.token)}</code></td>"
-        f"<td>{source.score:.4g}</td></tr>"
-        for source in mixing_map.top(5)
-    )
-    return (
-        f"<code>{html.escape(describe(mixing_map))}</code><table><caption>Top keys of {query_name}, "
-        f"last layer</caption><tr><th>position</th><th>token</th><th>score (raw)</th></tr>{rows}</table>"
-    )

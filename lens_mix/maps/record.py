@@ -46,6 +46,9 @@ _METHODS_WITH_HEADS = (
     "ValueNorms",
     "ValueZeroing",
 )
+# The options of `lens_mix.view.layer_maps` that `show_position` does not have.
+_ONLY_LAYER_MAPS = {"layers", "head", "layer", "diagonal", "queries"}
+
 Groups = Sequence[str] | Sequence[Sequence[int]] | None
 
 
@@ -703,7 +706,6 @@ class MixingMap:
     save = exchange.save
     load = classmethod(exchange.load)
     __repr__ = exchange.describe
-    _repr_html_ = exchange.describe_html
 
     def to_networkx(
         self, layer: int | None = None, head: int | None = None, threshold: float = 0.0
@@ -737,33 +739,51 @@ class MixingMap:
         self.require_no_gaps()
         return exchange.stack_graph(self, single.scores, threshold)
 
+    def _repr_html_(self) -> str:
+        from lens_mix.view.notebook import describe_html
+
+        return describe_html(self)
+
     @overload
     def show(self, kind: Literal["page"]) -> Any: ...
     @overload
     # Types are checked in scripts, where None means a figure.
-    def show(self, kind: Literal["figure"] | None = None, **options: Any) -> Figure: ...
-    def show(self, kind: Literal["page", "figure"] | None = None, **options: Any) -> Any:
-        """Return an interactive page in a notebook, or a matplotlib figure elsewhere.
+    def show(self, kind: Literal["position", "layers"] | None = None, **options: Any) -> Figure: ...
+    def show(self, kind: Literal["page", "position", "layers"] | None = None, **options: Any) -> Any:
+        """Show a figure and return it: in a notebook below the cell, in a script in a window.
+
+        A window opens if matplotlib has an interactive backend and the program runs in a terminal. Otherwise
+        one line on stderr says how to write the figure to a file or open the page.
 
         Args:
-            kind: "page": the result of `lm.page(m)`, which a notebook shows and `.save(path)` writes.
-                "figure": the result of `lens_mix.view.layer_maps`. None: the page in a notebook (Jupyter, VS
-                Code or Colab) if there are no options, else the figure.
-            options: The options of the figure (`layer=`, `head=`, `scale=`, ...), as in
-                `lens_mix.view.layer_maps`.
+            kind: "position": what one position used in each layer (`lm.show_position`). "layers": all rows of
+                each layer (`lens_mix.view.layer_maps`). "page": return the result of `lm.page(m)`, which a
+                notebook shows, `.open()` opens in a browser, and `.save(path)` writes. None: "position" for a
+                map with one row, a causal map, or a map that contains what is explained; else, or with an
+                option that only layer maps have (`layer=`, `head=`, …), "layers".
+            options: The options of the figure, such as `query=`, `scale=`, `ax=`, `figsize=`, `cmap=`.
 
         Raises:
-            ValueError: If there is no such kind, if there are options for a page, or as in `layer_maps`.
+            ValueError: If there is no such kind, if there are options for a page, or as in `show_position`
+                and `layer_maps`.
             ImportError: If a figure is asked for and matplotlib is not installed.
         """
-        from lens_mix.view import figures, notebook, page
+        from lens_mix.view import figures, page, position_figure, window
 
         if kind is not None:
-            check_choice("kind", kind, ("page", "figure"))
-        if kind == "page" and options:
-            raise ValueError(
-                f"kind: expected 'figure' with {', '.join(options)}=, which a page does not have, got 'page'"
-            )
-        if kind == "page" or (kind is None and not options and notebook.is_notebook()):
+            check_choice("kind", kind, ("page", "position", "layers"))
+        if kind == "page":
+            if options:
+                named = ", ".join(f"{name}=" for name in options)
+                raise ValueError(
+                    f"kind: expected 'position' or 'layers' with {named}, which a page lacks, got 'page'"
+                )
             return page.page(self)
-        return figures.layer_maps(self, **options)
+        if kind is None:
+            is_row = self.scores.shape[-2] == 1 or self.causal or self.explained is not None
+            kind = "position" if is_row and not _ONLY_LAYER_MAPS & set(options) else "layers"
+        draw = position_figure.show_position if kind == "position" else figures.layer_maps
+        figure = draw(self, **options)
+        if options.get("ax") is None:
+            window.show_figure(figure)
+        return figure

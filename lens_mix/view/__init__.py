@@ -3,10 +3,17 @@
 They need matplotlib (`pip install lens_mix[plots]`), which is imported when a figure is drawn.
 """
 
-from lens_mix.view.figures import layer_maps, query_maps, token_bars
-from lens_mix.view.graph_figures import information_flow
+from pathlib import Path
 
-__all__ = ["information_flow", "layer_maps", "query_maps", "token_bars"]
+from lens_mix.view.figures import layer_maps, token_bars
+from lens_mix.view.graph_figures import information_flow
+from lens_mix.view.position_figure import show_position
+
+# The path of a style sheet of matplotlib that makes other axes look like these figures:
+# `plt.style.use(lens_mix.view.STYLE)`.
+STYLE = str(Path(__file__).with_name("lens_mix.mplstyle"))
+
+__all__ = ["STYLE", "information_flow", "layer_maps", "show_position", "token_bars"]
 
 
 def __dir__() -> list[str]:

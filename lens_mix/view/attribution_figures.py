@@ -10,17 +10,24 @@ from lens_mix.view.lazy import load_canvas
 
 if TYPE_CHECKING:
     import networkx
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
     from lens_mix.evaluation import HeadImportance, PruningCurves
-    from lens_mix.view.canvas import Picture
 
 # Curves differ in hue, in lightness and in their marks, so that they can be distinguished without colours.
 _HUES = ("#1c75ad", "#d1662c", "#3f8f5b", "#8a4fa3", "#b3902f", "#a33b52")
 _MARKS = "osD^vP"
 
 
-def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
+def tree_figure(
+    tree: networkx.DiGraph,
+    title: str | None = None,
+    *,
+    ax: Axes | None = None,
+    figsize: tuple[float, float] | None = None,
+) -> Figure:
     """Return a figure of an attribution tree above its sentence, with the root on top.
 
     Each token is at the level at which it joined the tree.
@@ -28,9 +35,11 @@ def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
     Args:
         tree: a tree of `lens_mix.attribution_tree`.
         title: The title above the figure; None: no title.
+        ax: matplotlib axes to draw in; None: a new figure.
+        figsize: The width and height of the figure in inches; None: as the content needs.
 
     Raises:
-        ValueError: The graph is not such a tree.
+        ValueError: The graph is not such a tree; `figsize` with `ax`; a `figsize` that is too small.
         ImportError: Matplotlib is not installed.
     """
     if "root" not in getattr(tree, "graph", ()):
@@ -43,9 +52,8 @@ def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
     height_of = {level: height for height, level in enumerate(levels)}
     bottom = 0.25 + canvas.measure_longest(tokens, FONT)
     inner = (max(0.34 * len(tokens), 3.0), max(0.34 * len(levels), 1.0))
-    left, top = 1.05, 0.45
-    picture: Picture = canvas.Picture(left + inner[0] + 0.2, bottom + inner[1] + top)
-    axes = picture.add_box(left, bottom, *inner)
+    panel = canvas.open_panel(1.05, bottom, inner, (0.2, 0.45), title, ax, figsize)
+    axes = panel.axes
     axes.set(xlim=(-0.6, len(tokens) - 0.4), ylim=(-0.6, len(levels) - 0.4))
     _draw_edges(axes, tree, height_of)
     look = {"textcoords": "offset points", "size": FONT, "color": INK, "parse_math": False, "zorder": 4}
@@ -63,8 +71,8 @@ def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.grid(axis="y", color="#eeeeee", lw=0.6)
     axes.set_axisbelow(True)
-    picture.write_title(title, size=10)
-    return picture
+    figure: Figure = panel.finish()
+    return figure
 
 
 def _draw_edges(axes: Any, tree: networkx.DiGraph, height_of: dict[int, int]) -> None:
@@ -76,7 +84,15 @@ def _draw_edges(axes: Any, tree: networkx.DiGraph, height_of: dict[int, int]) ->
         axes.annotate("", xy=head, xytext=tail, arrowprops=look, zorder=2)
 
 
-def head_map(importance: HeadImportance, title: str | None = None, highest: float | None = None) -> Figure:
+def head_map(
+    importance: HeadImportance,
+    title: str | None = None,
+    highest: float | None = None,
+    *,
+    ax: Axes | None = None,
+    figsize: tuple[float, float] | None = None,
+    cmap: str | Colormap | None = None,
+) -> Figure:
     """Return a heat map of head importance, layer x head, with the first layer at the bottom.
 
     Args:
@@ -84,10 +100,13 @@ def head_map(importance: HeadImportance, title: str | None = None, highest: floa
         title: The title above the figure; None: how the importance was measured.
         highest: The score of the last colour. Larger scores have the same colour, and the colour bar then
             ends in a point. None: the largest score.
+        ax: matplotlib axes to draw in; None: a new figure.
+        figsize: The width and height of the figure in inches; None: as the content needs.
+        cmap: A matplotlib colour map or its name; None: blues, and orange to purple for negative scores.
 
     Raises:
         TypeError: `importance` is not a HeadImportance.
-        ValueError: `highest` is not positive.
+        ValueError: `highest` is not positive; `figsize` with `ax`; a `figsize` that is too small.
         ImportError: Matplotlib is not installed.
     """
     highest = None if highest is None else check_number("highest", highest, 0, above=True)
@@ -96,8 +115,10 @@ def head_map(importance: HeadImportance, title: str | None = None, highest: floa
     canvas = load_canvas()
     layers, heads = importance.scores.shape
     inner = (min(max(0.22 * heads, 1.6), 7.0), min(max(0.16 * layers, 1.2), 6.0))
-    picture: Picture = canvas.Picture(max(0.6 + inner[0] + 0.9, 3.2), 0.55 + inner[1] + 0.65)
-    axes = picture.add_box(0.6, 0.55, *inner)
+    inner = (max(inner[0], 1.7), inner[1])
+    name = f"Head importance by {importance.name},\n{importance.examples} examples"
+    panel = canvas.open_panel(0.6, 0.55, inner, (0.9, 0.65), name if title is None else title, ax, figsize)
+    axes = panel.axes
     low, high = float(importance.scores.min()), float(importance.scores.max())
     signed = low < 0
     bound = min(max(high, -low) or 1.0, float("inf") if highest is None else highest)
@@ -105,41 +126,51 @@ def head_map(importance: HeadImportance, title: str | None = None, highest: floa
         importance.scores.numpy(),
         origin="lower",
         aspect="auto",
-        cmap=canvas.make_colour_map(signed=signed),
+        cmap=canvas.choose_colour_map(signed, cmap),
         vmin=-bound if signed else 0.0,
         vmax=bound,
         interpolation="nearest",
     )
-    for axis, count, inches in ((axes.xaxis, heads, inner[0]), (axes.yaxis, layers, inner[1])):
+    width, height = canvas.measure_axes(axes)
+    for axis, count, inches in ((axes.xaxis, heads, width), (axes.yaxis, layers, height)):
         canvas.label_ticks(axis, [str(index) for index in range(count)], count_labels(inches, FONT + 3))
     axes.set_xlabel("head", size=FONT + 1, color=QUIET)
     axes.set_ylabel("layer", size=FONT + 1, color=QUIET)
     canvas.draw_thin_frame(axes, ticks=2)
     extensions = {(False, False): "neither", (True, False): "max", (False, True): "min", (True, True): "both"}
     extend = extensions[high > bound, low < -bound]
-    picture.add_colour_bar(image, 0.6 + inner[0] + 0.1, 0.55, inner[1], extend)
-    name = f"Head importance by {importance.name},\n{importance.examples} examples"
-    picture.write_title(name if title is None else title, size=10)
-    return picture
+    panel.add_colour_bar(image, extend)
+    figure: Figure = panel.finish()
+    return figure
 
 
-def pruning_figure(curves: PruningCurves, title: str | None = None, metric: str = "metric") -> Figure:
+def pruning_figure(
+    curves: PruningCurves,
+    title: str | None = None,
+    metric: str = "metric",
+    *,
+    ax: Axes | None = None,
+    figsize: tuple[float, float] | None = None,
+) -> Figure:
     """Return a figure of all pruning curves; the range of the random draws is shaded.
 
     Args:
         curves: a result of `lens_mix.evaluation.pruning_curves`.
         title: The title above the figure; None: "pruning curves".
         metric: The name of the vertical axis.
+        ax: matplotlib axes to draw in; None: a new figure.
+        figsize: The width and height of the figure in inches; None: 6 x 3.6.
 
     Raises:
         TypeError: `curves` is not a PruningCurves.
+        ValueError: `figsize` with `ax`; a `figsize` that is too small.
         ImportError: Matplotlib is not installed.
     """
     if not hasattr(curves, "fractions"):
         raise TypeError(f"curves: expected PruningCurves, got {describe_value(curves)}")
     canvas = load_canvas()
-    picture: Picture = canvas.Picture(6.0, 3.6)
-    axes = picture.add_box(0.65, 0.5, 3.9, 2.65)
+    panel = canvas.open_panel(0.65, 0.5, (3.9, 2.65), (1.45, 0.45), title or "pruning curves", ax, figsize)
+    axes = panel.axes
     shares = [100 * fraction for fraction in curves.fractions]
     for index, (name, values) in enumerate(curves.values.items()):
         is_random = name == "random"
@@ -157,5 +188,5 @@ def pruning_figure(curves: PruningCurves, title: str | None = None, metric: str 
     outside = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0), "borderaxespad": 0}
     for text in axes.legend(frameon=False, fontsize=FONT, **outside).get_texts():
         text.set(color=INK, parse_math=False)
-    picture.write_title(title or "pruning curves", size=10)
-    return picture
+    figure: Figure = panel.finish()
+    return figure

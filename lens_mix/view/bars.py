@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -36,16 +37,42 @@ class BarFrame:
 
     row, gap = 0.78, 0.2
 
-    def __init__(self, names: list[str], labels: list[str], title: str | None, subtitle: str) -> None:
-        measure = load_canvas().measure_longest
-        self.inner = min(max(0.3 * len(labels), 5.0), 14.0)
-        self.turned = bool(measure(labels, FONT) > self.inner / len(labels))
+    def __init__(
+        self,
+        names: list[str],
+        labels: list[str],
+        title: str | None,
+        subtitle: str,
+        figsize: tuple[float, float] | None = None,
+    ) -> None:
+        canvas = load_canvas()
+        measure = canvas.measure_longest
+        size = None if figsize is None else canvas.check_size(figsize)
         self.left = 0.6 + measure("\n".join(names).split("\n"), NAME_FONT)
+        self.inner = min(max(0.3 * len(labels), 5.0), 14.0) if size is None else size[0] - self.left - 0.15
+        self.width = self.left + self.inner + 0.15
+        self.turned = bool(measure(labels, FONT) > self.inner / len(labels))
         self.bottom = 0.18 + (measure(labels, FONT) if self.turned else 0.15)
-        self.top = (0.45 if title else 0.1) + (0.15 if subtitle else 0)
-        title_width = max(measure([title or ""], TITLE_FONT) * 1.15, measure([subtitle], FONT) * 1.1)
-        self.width = max(self.left + self.inner + 0.15, title_width + 0.3)
+        self.title = canvas.wrap(title or "", TITLE_FONT, (self.width - 0.24) / 1.15)
+        self.subtitle = canvas.wrap(subtitle, FONT, (self.width - 0.24) / 1.1)
+        self.top = measure_head(self.title, self.subtitle)
         self.height = self.top + len(names) * self.row + self.bottom
+        if size is not None:
+            self.row = (size[1] - self.top - self.bottom) / len(names)
+            self.height = size[1]
+            if self.row < 0.5 or self.inner < 2:
+                needed = (self.left + 2.15, self.top + self.bottom + 0.5 * len(names))
+                raise ValueError(
+                    f"figsize: expected at least {needed[0]:.1f} x {needed[1]:.1f} inches for these labels, "
+                    f"got {size[0]} x {size[1]}"
+                )
+
+
+def measure_head(title: str, subtitle: str) -> float:
+    """Return the height in inches of a title and a subtitle of some lines, and of the space around them."""
+    lines = title.count("\n") + 1 if title else 0
+    small = subtitle.count("\n") + 1 if subtitle else 0
+    return 0.1 + (0.15 + 0.2 * lines if title else 0.0) + 0.15 * small
 
 
 def draw_bars(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> None:
@@ -83,6 +110,17 @@ def draw_bars(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> No
     axes.tick_params(pad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
     _write_dominant_share(axes, known, labels)
+
+
+def rank_bars(rows: Iterable[Float[Tensor, " key"]]) -> list[int]:
+    """Return all keys: first the largest bars of each row, then the others by their largest bar."""
+    rows = list(rows)
+    largest = find_largest(rows)
+    sizes = torch.stack(
+        [values.nan_to_num(0.0).abs() / (values.nan_to_num(0.0).abs().max() or 1) for values in rows]
+    )
+    order = sizes.amax(0).argsort(descending=True, stable=True).tolist()
+    return list(dict.fromkeys([*largest, *order]))
 
 
 def find_largest(rows: Iterable[Float[Tensor, " key"]]) -> list[int]:

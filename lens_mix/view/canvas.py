@@ -5,38 +5,28 @@ This file imports matplotlib, so other files must import it inside functions onl
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps, font_manager
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.textpath import TextPath
 
+from lens_mix.arguments import check_instance, check_items, check_number
 from lens_mix.files import replacing
-from lens_mix.view.labels import FONT, INK, QUIET, TITLE_FONT, place_labels
+from lens_mix.view.colours import BLUES, HIDDEN, SIGNED
+from lens_mix.view.fonts import list_families, make_readable
+from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, place_labels
 
-# The colours go from almost white to almost black in one hue, at equal distances in CIELAB. Equal differences
-# of scores then look equal, and the order can be seen by colour-blind readers and in grey print.
-_BLUES = """f9fbfd e3f3fb cce9f7 b4def3 9ed1ed 89c3e6 73b4de 5ca6d6 4296cb
-2985bc 1c75ad 19659f 155690 094680 09376d 0e2b5a 111f47"""
-_SIGNED = "PuOr"
-_HIDDEN = "#e9e9e9"
 _LINE = "#cccccc"
-_LEADER = 5.0  # the length in points of the line from a column to its label
-# Usual fonts for other scripts and for signs; matplotlib cannot draw fonts with coloured emoji.
-_OTHER_FONTS = (
-    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Noto Sans KR"),
-    *("Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "IPAexGothic"),
-    *("PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic"),
-    *("Arial Unicode MS", "Noto Sans Devanagari", "Noto Sans Arabic", "Noto Sans Thai", "Noto Emoji"),
-    *("Symbola", "Segoe UI Symbol", "Segoe UI Emoji", "Unifont"),
-)
+DARK = BLUES[10]
 
 
 class Picture(Figure):
@@ -57,10 +47,7 @@ class Picture(Figure):
 
     def draw(self, renderer: Any) -> None:
         """Draw the figure with a font for every character; a character without a font becomes its number."""
-        for text in self.findobj(Text):
-            text.set_fontfamily(_list_families())
-            if not (shown := text.get_text()).isascii() and shown != (readable := _make_readable(shown)):
-                text.set_text(readable)
+        use_fonts(self)
         super().draw(renderer)
 
     def write(self, left: float, bottom: float, text: str, **options: Any) -> Any:
@@ -72,17 +59,16 @@ class Picture(Figure):
         """Write the title in the upper left corner, and a grey line below it, if they are not empty."""
         top = self.get_size_inches()[1] - 0.12
         if title:
-            self.write(0.12, top, title, size=size, color=INK, va="top", weight="bold")
+            self.write(0.12, top, title, size=size, color=INK, va="top", weight="bold", linespacing=1.3)
         if subtitle:
-            below = top if title is None else top - 0.2
-            self.write(0.12, below, subtitle, size=FONT, color=QUIET, va="top")
+            below = top if title is None else top - 0.2 * (title.count("\n") + 1)
+            self.write(0.12, below, subtitle, size=FONT, color=QUIET, va="top", linespacing=1.3)
 
     def add_colour_bar(self, image: Any, left: float, bottom: float, height: float, extend: str) -> Any:
         """Return a new narrow colour bar at a place in inches."""
         box = self.add_box(left, bottom, 0.1, height)
         bar = self.colorbar(image, cax=box, extend=extend, extendfrac=0.03)
-        bar.outline.set(edgecolor=_LINE, linewidth=0.6)
-        bar.ax.tick_params(labelsize=FONT, length=1.5, width=0.5, color=QUIET, labelcolor=INK)
+        style_bar(bar)
         return bar
 
     def savefig(self, fname: Any, **options: Any) -> Any:
@@ -103,51 +89,202 @@ class Picture(Figure):
         return image.getvalue()
 
 
+class Panel:
+    """A figure of one panel: axes with a title, in a new figure or in axes that a user gave.
+
+    Attributes:
+        axes: The axes.
+    """
+
+    def __init__(self, axes: Any, picture: Picture | None) -> None:
+        self.axes, self._picture = axes, picture
+
+    def add_colour_bar(self, image: Any, extend: str = "neither") -> Any:
+        """Return a new colour bar at the right of the panel."""
+        if self._picture is None:
+            bar = self.axes.figure.colorbar(image, ax=self.axes, extend=extend, pad=0.02, aspect=30)
+            style_bar(bar)
+            return bar
+        box = self.axes.get_position()
+        width, height = self._picture.get_size_inches()
+        left, bottom = box.x1 * width + 0.1, box.y0 * height
+        return self._picture.add_colour_bar(image, left, bottom, box.height * height, extend)
+
+    def finish(self) -> Figure:
+        """Return the figure, after its texts have a font for every character."""
+        return finish_axes(self.axes) if self._picture is None else self._picture
+
+
+def open_panel(
+    left: float,
+    bottom: float,
+    inner: tuple[float, float],
+    beside: tuple[float, float],
+    title: str | None,
+    ax: Any,
+    figsize: Any,
+) -> Panel:
+    """Return a panel with its title, in a new figure or in axes that a user gave.
+
+    Args:
+        left: The space at the left of the panel, in inches.
+        bottom: The space below it.
+        inner: Its width and height.
+        beside: The space at its right and above it.
+        title: The title; None or "": no title.
+        ax: The axes of a user, or None.
+        figsize: The size that a user asked for, or None.
+
+    Raises:
+        TypeError: If `ax` is not matplotlib axes, or `figsize` not a pair of numbers.
+        ValueError: If both are given, or `figsize` is too small.
+    """
+    if ax is not None:
+        check_axes(ax, figsize, 1, "")
+        if title:
+            ax.set_title(title, size=NAME_FONT, color=INK, loc="left", parse_math=False)
+        return Panel(ax, None)
+    size = (left + inner[0] + beside[0], bottom + inner[1] + beside[1])
+    if figsize is not None:
+        size = check_size(figsize)
+        inner = (size[0] - left - beside[0], size[1] - bottom - beside[1])
+        if min(inner) < 0.5:
+            needed = (left + 0.5 + beside[0], bottom + 0.5 + beside[1])
+            raise ValueError(
+                f"figsize: expected at least {needed[0]:.1f} x {needed[1]:.1f} inches for these labels, got "
+                f"{size[0]} x {size[1]}"
+            )
+    picture = Picture(*size)
+    picture.write_title(wrap(title or "", 10, (size[0] - 0.24) / 1.15), size=10)
+    return Panel(picture.add_box(left, bottom, *inner), picture)
+
+
 def draw_thin_frame(axes: Any, ticks: float) -> None:
     """Draw thin grey spines, and ticks of this length in points."""
     axes.spines[:].set(color=_LINE, linewidth=0.6)
     axes.tick_params(length=ticks, width=0.5, color=QUIET)
 
 
+def style_bar(bar: Any) -> None:
+    """Draw a colour bar with thin grey lines and small numbers."""
+    bar.outline.set(edgecolor=_LINE, linewidth=0.6)
+    bar.ax.tick_params(labelsize=FONT, length=1.5, width=0.5, color=QUIET, labelcolor=INK)
+
+
 def make_colour_map(signed: bool) -> Colormap:
     """Return the colour map for scores from 0 up, or for signed scores; masked entries are grey."""
-    if signed:
-        return colormaps[_SIGNED].with_extremes(bad=_HIDDEN)
-    steps = [f"#{step}" for step in _BLUES.split()]
-    return LinearSegmentedColormap.from_list("lens_mix", steps).with_extremes(bad=_HIDDEN)
+    steps = SIGNED if signed else BLUES
+    return LinearSegmentedColormap.from_list("lens_mix", steps).with_extremes(bad=HIDDEN)
 
 
-@functools.cache
-def _list_families() -> list[str]:
-    """Return matplotlib's own font, and the installed fonts with other scripts and signs."""
-    installed = {font.name for font in font_manager.fontManager.ttflist}
-    return ["DejaVu Sans", *(name for name in _OTHER_FONTS if name in installed)]
+def choose_colour_map(signed: bool, cmap: str | Colormap | None) -> Colormap:
+    """Return the colour map that a user chose, or the one that fits the scores; masked entries are grey.
+
+    Raises:
+        TypeError: If `cmap` is neither a name nor a colour map.
+        ValueError: If there is no colour map of this name.
+    """
+    if cmap is None:
+        return make_colour_map(signed)
+    check_instance("cmap", cmap, (str, Colormap), "a colour map of matplotlib or its name")
+    if isinstance(cmap, str) and cmap not in colormaps:
+        raise ValueError(f"cmap: expected a name in matplotlib.colormaps, such as 'viridis', got {cmap!r}")
+    return colormaps.get_cmap(cmap).with_extremes(bad=HIDDEN)
 
 
-@functools.cache
-def _has_glyph(character: str) -> bool:
-    files = (font_manager.findfont(name, fallback_to_default=False) for name in _list_families())
-    return any(font_manager.get_font(file).get_char_index(ord(character)) for file in files)
+def is_dark(colour: Sequence[float]) -> bool:
+    """Return whether white text on this colour has more contrast than dark text."""
+    red, green, blue = (float(share) ** 2.2 for share in colour[:3])
+    luminance: float = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return luminance < 0.22
 
 
-def _make_readable(text: str) -> str:
-    """Return the text with a number, as U+4E2D, for each character that no font has."""
-    return "".join(
-        character if character.isascii() or _has_glyph(character) else f"U+{ord(character):04X}"
-        for character in text
-    )
+def use_fonts(artist: Any) -> None:
+    """Give all texts of a figure or of axes a font for every character.
+
+    A character that no installed font has becomes its number.
+    """
+    texts = artist.findobj(Text)
+    families = list_families(text.get_text() for text in texts)
+    for text in texts:
+        text.set_fontfamily(families)
+        if (shown := text.get_text()) != (readable := make_readable(shown)):
+            text.set_text(readable)
 
 
 def measure_longest(labels: Iterable[str], points: float) -> float:
     """Return the length in inches of the longest label, in a font of this size."""
-    font = font_manager.FontProperties(family=_list_families())
     # A `$` would be read as the start of a formula, so it is measured as an S, which has the same width.
-    paths = (
-        TextPath((0, 0), _make_readable(label.replace("$", "S")), size=points, prop=font)
-        for label in labels
-        if label.strip()
-    )
-    return max((path.get_extents().width for path in paths), default=0.0) / 72
+    readable = [make_readable(label.replace("$", "S")) for label in labels if label.strip()]
+    font = font_manager.FontProperties(family=list_families(readable))
+    paths = (TextPath((0, 0), label, size=points, prop=font) for label in readable)
+    # The control points of the letters' curves are enough; their exact extent takes ten times as long.
+    return max((float(np.ptp(path.vertices[:, 0])) for path in paths), default=0.0) / 72
+
+
+def wrap(text: str, points: float, inches: float) -> str:
+    """Return the text with line breaks at spaces, so that no line is longer than `inches`.
+
+    A single longer word has a line of its own.
+    """
+    lines: list[list[str]] = [[]]
+    space, used = measure_longest(["n"], points) / 2, 0.0
+    for word in text.split(" "):
+        # A word may contain line breaks; what follows is then beside its last line.
+        pieces = word.split("\n")
+        if lines[-1] and used + space + measure_longest(pieces[:1], points) > inches:
+            lines.append([])
+            used = 0.0
+        used = (used + space if len(pieces) == 1 else 0.0) + measure_longest(pieces[-1:], points)
+        lines[-1].append(word)
+    return "\n".join(" ".join(line) for line in lines)
+
+
+def check_axes(ax: Any, figsize: Any, count: int, argument: str) -> None:
+    """Raise an error if a figure cannot be drawn in the axes that a user gave.
+
+    Args:
+        ax: The axes.
+        figsize: The size that was asked for; the axes have their own.
+        count: The number of heat maps or rows of the figure.
+        argument: What to choose one of, for the error.
+
+    Raises:
+        TypeError: If `ax` is not matplotlib axes.
+        ValueError: If there is more than one heat map or row, or a `figsize`.
+    """
+    check_instance("ax", ax, Axes, "axes of matplotlib, such as those of plt.subplots()")
+    if count != 1:
+        raise ValueError(
+            f"ax: expected a figure with one panel to draw in axes, got {count} panels; choose one with "
+            f"{argument}, or leave ax= out for a figure of its own"
+        )
+    if figsize is not None:
+        raise ValueError(f"figsize: expected None beside ax=, whose figure has a size, got {figsize!r}")
+
+
+def finish_axes(ax: Any) -> Figure:
+    """Return the figure of axes that a user gave, after all texts in them have a font."""
+    use_fonts(ax)
+    figure: Figure = ax.figure
+    return figure
+
+
+def measure_axes(ax: Any) -> tuple[float, float]:
+    """Return the width and height of axes in inches."""
+    box = ax.get_window_extent()
+    return box.width / ax.figure.dpi, box.height / ax.figure.dpi
+
+
+def check_size(figsize: Any) -> tuple[float, float]:
+    """Return a width and a height in inches.
+
+    Raises:
+        TypeError: If `figsize` is not a pair of numbers.
+        ValueError: If a number is not above 0.
+    """
+    width, height = check_items("figsize", figsize, "a width and a height in inches", least=2)
+    return check_number("figsize", width, 0, above=True), check_number("figsize", height, 0, above=True)
 
 
 def label_ticks(
@@ -166,34 +303,10 @@ def label_ticks(
         limit: The largest number of labels; None: all.
         colour: The colour of the labels.
         rotation: The angle of the labels, in degrees.
-        strongest: Positions that keep their labels if there are too many. The other labels are then grey, and
-            a line connects each position with its label, which may be moved to one side.
+        strongest: If there are too many labels, the positions from the strongest to the weakest: each has a
+            label if there is space beside the labels before it. Empty: the labels are evenly spaced.
     """
     chosen = place_labels(len(labels), len(labels) if limit is None else limit, strongest)
-    axis.set_ticks(
-        [place for _, place in chosen], labels=[_make_readable(labels[position]) for position, _ in chosen]
-    )
-    has_leaders = len(chosen) < len(labels) and bool(strongest)
-    for label, (position, _) in zip(axis.get_ticklabels(), chosen, strict=True):
-        hue = QUIET if has_leaders and position not in strongest else colour
-        label.set(parse_math=False, size=FONT, color=hue, rotation=rotation)
-    if has_leaders:
-        _draw_leaders(axis, chosen)
-
-
-def _draw_leaders(axis: Any, chosen: Sequence[tuple[int, float]]) -> None:
-    """Draw a line from each column to its label, instead of ticks."""
-    axes = axis.axes
-    points = axes.get_position().height * axes.figure.get_size_inches()[1] * 72
-    axis.set_tick_params(length=0, pad=_LEADER + 1)
-    for position, place in chosen:
-        axes.plot(
-            [position, place],
-            [0, -_LEADER / points],
-            transform=axes.get_xaxis_transform(),
-            color=QUIET,
-            lw=0.5,
-            clip_on=False,
-            scalex=False,
-            scaley=False,
-        )
+    axis.set_ticks(chosen, labels=[make_readable(labels[position]) for position in chosen])
+    for label in axis.get_ticklabels():
+        label.set(parse_math=False, size=FONT, color=colour, rotation=rotation)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import Queries, as_positions
-from lens_mix.view.labels import make_visible
+from lens_mix.view.labels import make_row_visible, make_visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class DrawnMap:
         return DrawnMap(
             shown.scores[..., positions],
             visible[..., positions],
-            [make_visible(token) for token in shown.query_labels],
+            [make_row_visible(label) for label in shown.row_labels],
             [make_visible(shown.key_labels[position]) for position in positions],
         )
 

@@ -3,11 +3,14 @@
 | function | figure |
 |---|---|
 | `layer_maps` | one heat map per layer, query × key |
-| `query_maps` | one heat map per method, layer × key, for one query |
 | `token_bars` | one row of bars over the tokens per method |
 
-All functions return a matplotlib Figure that is independent of pyplot; `figure.savefig("maps.png")` writes
-it. They raise an ImportError if matplotlib is not installed.
+`position_figure.show_position` draws one position in every layer. All functions return a matplotlib Figure
+that is independent of pyplot; `figure.savefig("maps.png")` writes it. They raise an ImportError if matplotlib
+is not installed.
+
+If there are too many tokens, all figures label them by the same rule: from the strongest to the weakest, each
+if there is space beside the labels before it.
 """
 
 from __future__ import annotations
@@ -30,25 +33,32 @@ from lens_mix.arguments import (
     check_whole_number,
 )
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import Queries, as_position, as_positions
+from lens_mix.maps.positions import Queries
 from lens_mix.maps.words import merge_axis, resolve_groups
-from lens_mix.view.bars import BarFrame, draw_bars, find_largest
+from lens_mix.view.bars import BarFrame, draw_bars, rank_bars
 from lens_mix.view.drawn import DrawnMap, sum_known
-from lens_mix.view.heat_maps import Grid, draw_grid, make_subtitle, make_title
-from lens_mix.view.labels import FONT, INK, NAME_FONT, count_labels, make_visible
+from lens_mix.view.heat_maps import (
+    Grid,
+    Scale,
+    draw_cells,
+    draw_grid,
+    finish_bar,
+    make_norm,
+    make_title,
+)
+from lens_mix.view.labels import FONT, INK, NAME_FONT, count_labels, make_subtitle, make_visible
 from lens_mix.view.layers import name_layers
 from lens_mix.view.lazy import load_canvas
+from lens_mix.view.position import RAW, SHARE
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
     from lens_mix.view.canvas import Picture
 
 _LONGEST_NAME = 30  # a longer name of a row of bars is broken into lines
-_LABELLED = 8  # the number of strongest columns that always have a label
-SHARE, RAW = "share of the row", "raw score"
-
-Scale = Literal["linear", "log"]
 
 
 def layer_maps(
@@ -65,18 +75,22 @@ def layer_maps(
     diagonal: bool = True,
     queries: Queries | None = None,
     keys: Queries | None = None,
+    ax: Axes | None = None,
+    figsize: tuple[float, float] | None = None,
+    cmap: str | Colormap | None = None,
 ) -> Figure:
     """Return a figure with one heat map per layer, query × key, on a common colour scale.
 
-    Keys that a query cannot see are grey. Tokens are labels on the left and at the bottom. If there are too
-    many, the strongest columns keep their labels. Below the title are the model, the prompt and the unit, as
-    far as the map's record contains them.
+    Keys that a query cannot see are grey. Tokens are labels on the left and at the bottom; on the left also
+    with the model's prediction, `, → which`. If there are too many, rows are labelled at equal distances, and
+    columns from the strongest to the weakest, each if there is space. Below the title are the model, the
+    prompt and the unit, as far as the map's record contains them.
 
     Args:
         mixing_map: a map with scores `[layer, query, key]` or `[layer, head, query, key]`.
         layers: The labels of the layers to draw (negative: from the end); None: all.
         head: One head; "all": one heat map per head; None: the mean over heads.
-        columns: The number of heat maps side by side, 1 or more.
+        columns: The largest number of heat maps side by side, 1 or more.
         normalize: True: rows are divided by their sum (0 to 1). False: raw scores. None: True, unless there
             are negative scores; these are drawn raw, on a scale around 0.
         title: The title above the figure; None: the name of the method, and of the aggregation if there is
@@ -89,11 +103,15 @@ def layer_maps(
         queries: The positions of the rows to draw (of words, if merged), as in `lm.run`; None: all rows of
             the map.
         keys: The positions of the columns to draw (of words, if merged); None: all.
+        ax: matplotlib axes to draw in, for a single heat map (`layer=`); None: a new figure.
+        figsize: The width and height of the figure in inches; None: as the content needs.
+        cmap: A matplotlib colour map or its name; None: blues, and orange to purple for negative scores.
 
     Raises:
         TypeError: `mixing_map` is not a MixingMap.
         ValueError: a layer, head, row or key that the map does not have; no layers; `columns` below 1;
-            negative scores with `normalize=True`.
+            negative scores with `normalize=True`; several heat maps or `figsize` with `ax`; a `figsize` that
+            is too small for the labels.
     """
     check_instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     columns = _check_options(columns, normalize, title, words, scale, diagonal)
@@ -113,8 +131,30 @@ def layer_maps(
     drawn = DrawnMap.from_map(shown, normalize, words, diagonal, queries, keys)
     names, panels = _list_panels(shown, drawn)
     unit = SHARE if normalize else RAW
-    grid = Grid(names, columns, drawn.rows, drawn.keys, title, make_subtitle(mixing_map, unit))
-    return draw_grid(grid, panels, "query", unit, scale == "log", drawn.rank_keys("sum")[:_LABELLED])
+    strongest = drawn.rank_keys("sum")
+    if ax is not None:
+        canvas = load_canvas()
+        canvas.check_axes(ax, figsize, len(panels), "layer= (and head=)")
+        norm = make_norm([scores.masked_fill(~visible, 0) for scores, visible in panels], scale == "log")
+        _draw_in_axes(ax, drawn, draw_cells(ax, *panels[0], norm, cmap), unit, strongest)
+        ax.set_title(title, size=NAME_FONT, color=INK, loc="left", parse_math=False)
+        drawn_in: Figure = canvas.finish_axes(ax)
+        return drawn_in
+    explanation = mixing_map.explanation() if mixing_map.scores.shape[-2] == 1 else ""
+    subtitle = " · ".join(filter(None, (explanation, make_subtitle(mixing_map, unit))))
+    grid = Grid(names, columns, drawn.rows, drawn.keys, title, subtitle, figsize)
+    return draw_grid(grid, panels, "query", unit, scale == "log", strongest, cmap)
+
+
+def _draw_in_axes(axes: Any, drawn: DrawnMap, image: Any, unit: str, strongest: list[int]) -> None:
+    """Write the labels and the colour bar of a heat map in axes of a user's figure."""
+    canvas = load_canvas()
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, aspect=30)
+    canvas.style_bar(bar)
+    finish_bar(bar, image.norm, unit)
+    width, height = canvas.measure_axes(axes)
+    canvas.label_ticks(axes.yaxis, drawn.rows, count_labels(height, FONT))
+    canvas.label_ticks(axes.xaxis, drawn.keys, count_labels(width, FONT), rotation=90, strongest=strongest)
 
 
 def _list_panels(shown: MixingMap, drawn: DrawnMap) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
@@ -130,82 +170,6 @@ def _list_panels(shown: MixingMap, drawn: DrawnMap) -> tuple[list[str], list[tup
     return named, [(scores, visible) for head_scores, visible in pairs for scores in head_scores]
 
 
-def query_maps(
-    maps: Mapping[str, MixingMap],
-    query: int | None = None,
-    columns: int = 2,
-    normalize: bool | None = None,
-    title: str | None = None,
-    *,
-    words: bool = False,
-    scale: Scale = "linear",
-    diagonal: bool = True,
-    keys: Queries | None = None,
-) -> Figure:
-    """Return a figure with one heat map per method, layer × key, of one query, on a common colour scale.
-
-    Args:
-        maps: a map for each label, all over the same tokens. Of maps with heads the mean over heads is drawn.
-        query: The position of the query (negative: from the end); each map must have its row. None: the
-            default row of the first map that has one (`MixingMap.default_query`), else the last row.
-        columns: As in `layer_maps`.
-        normalize: As in `layer_maps`.
-        title: The title above the figure; None: the query's position and token.
-        words: As in `layer_maps`.
-        scale: As in `layer_maps`.
-        diagonal: As in `layer_maps`.
-        keys: As in `layer_maps`.
-
-    Raises:
-        TypeError: An entry of `maps` is not a MixingMap.
-        ValueError: No maps; maps over different tokens or layers; a query that a map does not have; `columns`
-            below 1; negative scores with `normalize=True`.
-    """
-    columns = _check_options(columns, normalize, title, words, scale, diagonal)
-    if not check_instance("maps", maps, Mapping, "a dict of MixingMaps"):
-        raise ValueError("maps: expected at least one map, got none")
-    checked = {
-        name: check_instance(f"maps[{name!r}]", m, MixingMap, "a MixingMap") for name, m in maps.items()
-    }
-    merged = {name: mixing_map.merge_heads() for name, mixing_map in checked.items()}
-    first = next(iter(merged.values()))
-    for name, m in merged.items():
-        if (m.tokens, m.key_labels, m.layers) != (first.tokens, first.key_labels, first.layers):
-            raise ValueError(f"maps[{name!r}]: expected the tokens and layers of the first map, got others")
-    with_default = next((m for m in merged.values() if m.default_query is not None), first)
-    position = as_position(with_default.default_query_position if query is None else query, len(first.tokens))
-    normalize = _decide_normalize(normalize, merged.values())
-    # Each row is selected by its position, because the maps may contain different rows.
-    rows = {name: mixing_map.select_queries([position]) for name, mixing_map in merged.items()}
-    drawn = {name: _draw_row(row, normalize, words, diagonal, keys) for name, row in rows.items()}
-    if title is None:
-        title = f"what position {position}, “{make_visible(first.tokens[position])}”, used"
-    # A map of the whole model has a row, but no layer.
-    named = zip(name_layers(first), map(str, first.layer_labels), strict=True)
-    labels = [label if name.endswith(label) else name for name, label in named]
-    first_drawn = next(iter(drawn.values()))
-    unit = SHARE if normalize else RAW
-    grid = Grid(list(drawn), columns, labels, first_drawn.keys, title, make_subtitle(first, unit))
-    panels = [(row.scores[:, 0], row.visible[:, 0]) for row in drawn.values()]
-    strongest = [key for row in drawn.values() for key in row.rank_keys("max")[:_LABELLED]]
-    return draw_grid(grid, panels, "layer", unit, scale == "log", list(dict.fromkeys(strongest)))
-
-
-def _draw_row(row: MixingMap, normalize: bool, words: bool, diagonal: bool, keys: Queries | None) -> DrawnMap:
-    """Return what is drawn of one row, with its keys merged into words if `words` is True."""
-    if not words:
-        return DrawnMap.from_map(row, normalize, diagonal=diagonal, keys=keys)
-    groups, names = resolve_groups(row.key_labels, None, "tokens")
-    pieces = DrawnMap.from_map(row, normalize, diagonal=diagonal)
-    positions = as_positions(slice(None) if keys is None else keys, len(names), "keys")
-    return DrawnMap(
-        merge_axis(pieces.scores.masked_fill(~pieces.visible, 0), groups, -1, torch.sum)[..., positions],
-        merge_axis(pieces.visible, groups, -1, torch.any)[..., positions],
-        pieces.rows,
-        [make_visible(names[position]) for position in positions],
-    )
-
-
 def token_bars(
     rows: Mapping[str, Float[Tensor, " key"] | MixingMap],
     tokens: Sequence[str],
@@ -214,6 +178,8 @@ def token_bars(
     layer: int = -1,
     *,
     words: bool = False,
+    ax: Axes | None = None,
+    figsize: tuple[float, float] | None = None,
 ) -> Figure:
     """Return a figure with one row of bars over the tokens per method.
 
@@ -230,11 +196,14 @@ def token_bars(
             (`MixingMap.default_query`).
         layer: The layer of the MixingMaps (negative: from the end).
         words: Whether pieces are merged into words and their scores summed.
+        ax: matplotlib axes to draw in, for a single row; None: a new figure.
+        figsize: The width and height of the figure in inches; None: as the content needs.
 
     Raises:
         TypeError: a row that is neither a vector nor a MixingMap.
         ValueError: No rows; a row with another length than `tokens`; an infinite score; `words` with tokens
-            that do not show where words begin.
+            that do not show where words begin; several rows or `figsize` with `ax`; a `figsize` that is too
+            small for the labels.
     """
     canvas = load_canvas()
     if not check_instance("rows", rows, Mapping, "a dict of rows of scores"):
@@ -250,9 +219,19 @@ def token_bars(
         vectors = {name: merge_axis(row, groups, -1, sum_known) for name, row in vectors.items()}
     labels = [make_visible(token) for token in tokens]
     names = [_break_name(name) for name in vectors]
-    first_map = next((row for row in rows.values() if isinstance(row, MixingMap)), None)
-    subtitle = "" if first_map is None else make_subtitle(first_map, "each row in its own unit")
-    frame = BarFrame(names, labels, title, subtitle)
+    ranked = rank_bars(vectors.values())
+    if ax is not None:
+        canvas.check_axes(ax, figsize, len(vectors), "one row in rows")
+        draw_bars(ax, next(iter(vectors.values())), labels)
+        limit = count_labels(canvas.measure_axes(ax)[0], FONT)
+        canvas.label_ticks(ax.xaxis, labels, limit, rotation=90, strongest=ranked)
+        ax.set_title(title or names[0], size=NAME_FONT, color=INK, loc="left", parse_math=False)
+        drawn_in: Figure = canvas.finish_axes(ax)
+        return drawn_in
+    maps = [row for row in rows.values() if isinstance(row, MixingMap)]
+    subtitle = "" if not maps else make_subtitle(maps[0], "each row in its own unit")
+    explanation = next(filter(None, (_explain(row, query) for row in maps)), "")
+    frame = BarFrame(names, labels, title, " · ".join(filter(None, (explanation, subtitle))), figsize)
     picture: Picture = canvas.Picture(frame.width, frame.height)
     for row_index, (name, values) in enumerate(zip(names, vectors.values(), strict=True)):
         bottom = frame.height - frame.top - (row_index + 1) * frame.row + frame.gap
@@ -260,10 +239,15 @@ def token_bars(
         draw_bars(axes, values, labels)
         middle = bottom + (frame.row - frame.gap) / 2
         picture.write(frame.left - 0.42, middle, name, size=NAME_FONT, color=INK, ha="right", va="center")
-    limit, rotation = (count_labels(frame.inner, FONT), 90) if frame.turned else (None, 0)
-    canvas.label_ticks(axes.xaxis, labels, limit, rotation=rotation, strongest=find_largest(vectors.values()))
-    picture.write_title(title, subtitle)
+    limit = count_labels(frame.inner, FONT) if frame.turned else len(labels)
+    canvas.label_ticks(axes.xaxis, labels, limit, rotation=90 if frame.turned else 0, strongest=ranked)
+    picture.write_title(frame.title, frame.subtitle)
     return picture
+
+
+def _explain(row: MixingMap, query: int | None) -> str:
+    """Return what a row explains; a negative position is the same in maps without the first tokens."""
+    return row.explanation(query) if query is None or query < 0 else ""
 
 
 def _read_row(name: str, row: Any, tokens: list[str], query: int | None, layer: int) -> Float[Tensor, " key"]:

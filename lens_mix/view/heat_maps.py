@@ -1,10 +1,10 @@
-"""Draw a grid of heat maps on one colour scale, for `figures.layer_maps` and `figures.query_maps`."""
+"""Draw heat maps, and a grid of them on one colour scale for `figures.layer_maps`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
-from lens_mix.maps.characters import join_tokens
 from lens_mix.maps.exchange import full_name
-from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, count_labels, make_visible
+from lens_mix.view.bars import measure_head
+from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, count_labels
 from lens_mix.view.layers import name_layers
 from lens_mix.view.lazy import load_canvas
 
@@ -22,32 +22,56 @@ if TYPE_CHECKING:
     from lens_mix.view.canvas import Picture
 
 _FAINTEST = 1e-4  # the start of a logarithmic scale, as a share of the largest score
-_LONGEST_PROMPT = 60  # the most characters of a prompt in a subtitle
+
+Scale = Literal["linear", "log"]
 
 
 class Grid:
     """Compute the places of the heat maps, in inches, and keep the texts that are written at them."""
 
-    top, gap, heading, bar = 0.42, 0.12, 0.24, 0.85
+    gap, heading, bar = 0.12, 0.24, 0.85
 
     def __init__(
-        self, names: list[str], columns: int, rows: list[str], keys: list[str], title: str, subtitle: str
+        self,
+        names: list[str],
+        columns: int,
+        rows: list[str],
+        keys: list[str],
+        title: str,
+        subtitle: str,
+        figsize: tuple[float, float] | None = None,
     ) -> None:
-        measure = load_canvas().measure_longest
+        canvas = load_canvas()
+        measure = canvas.measure_longest
         self.names, self.row_labels, self.key_labels = names, rows, keys
-        self.title, self.subtitle = title, subtitle
-        self.columns = min(columns, len(names))
+        self.rows = math.ceil(len(names) / columns)
+        # The heat maps are spread over the lines, so that no line is half empty.
+        self.columns = math.ceil(len(names) / self.rows)
         # A few heat maps side by side can be so wide that every token has a label.
         widest_panel = 2.2 if self.columns > 3 else 5.4
         self.panel_width = max(min(0.15 * len(keys), widest_panel), 1.3, measure(names, NAME_FONT) + 0.1)
-        self.panel_height = min(max(0.15 * len(rows), 1.3), widest_panel)
+        self.panel_height = min(max(0.15 * len(rows), 1.3 if len(rows) > 1 else 0.3), widest_panel)
         self.left, self.bottom = 0.36 + measure(rows, FONT), 0.42 + measure(keys, FONT)
+        beside = self.left - self.gap + self.columns * self.gap + self.gap + self.bar
+        if figsize is not None:
+            size = canvas.check_size(figsize)
+            self.panel_width = (size[0] - beside) / self.columns
         self.right = self.left + self.columns * (self.panel_width + self.gap) - self.gap
-        self.rows = math.ceil(len(names) / self.columns)
+        self.width = max(self.right + self.gap + self.bar, 3.6 if figsize is None else 0)
+        self.title = canvas.wrap(title, TITLE_FONT, (self.width - 0.24) / 1.15)
+        self.subtitle = canvas.wrap(subtitle, FONT, (self.width - 0.24) / 1.1)
+        head = measure_head(self.title, self.subtitle)
+        around = self.bottom + self.rows * self.heading + head
+        if figsize is not None:
+            self.panel_height = (size[1] - around) / self.rows
+            if self.panel_width < 0.5 or self.panel_height < 0.2:
+                needed = (beside + 0.5 * self.columns, around + 0.2 * self.rows)
+                raise ValueError(
+                    f"figsize: expected at least {needed[0]:.1f} x {needed[1]:.1f} inches for these labels, "
+                    f"got {size[0]} x {size[1]}"
+                )
         self.ceiling = self.bottom + self.rows * (self.panel_height + self.heading) - self.heading
-        title_width = max(measure([title], TITLE_FONT) * 1.15, measure([subtitle], FONT) * 1.1)
-        self.width = max(self.right + self.gap + self.bar, title_width + 0.3)
-        self.height = self.ceiling + self.heading + self.top + (0.16 if subtitle else 0)
+        self.height = around + self.rows * self.panel_height
 
     def find_corner(self, index: int) -> tuple[float, float]:
         """Return the left and the bottom of one heat map."""
@@ -63,6 +87,7 @@ def draw_grid(
     unit: str,
     logarithmic: bool,
     strongest: Sequence[int],
+    cmap: Any = None,
 ) -> Picture:
     """Return a figure of heat maps on one colour scale.
 
@@ -72,15 +97,16 @@ def draw_grid(
         rows: The meaning of the rows, "query" or "layer"; it is written once.
         unit: The unit of the scores, written at the colour bar.
         logarithmic: Whether the colour scale is logarithmic.
-        strongest: The keys that always have a label.
+        strongest: The keys, the strongest first, which are labelled in this order.
+        cmap: A colour map of the user.
     """
     canvas = load_canvas()
     picture: Picture = canvas.Picture(grid.width, grid.height)
-    norm = _make_norm((scores.masked_fill(~visible, 0) for scores, visible in panels), logarithmic)
+    norm = make_norm((scores.masked_fill(~visible, 0) for scores, visible in panels), logarithmic)
     for index, (scores, visible) in enumerate(panels):
         axes = picture.add_box(*grid.find_corner(index), grid.panel_width, grid.panel_height)
-        image = _draw_panel(axes, scores, visible, norm)
-        axes.set_title(grid.names[index], size=NAME_FONT, color=INK, pad=3)
+        image = draw_cells(axes, scores, visible, norm, cmap)
+        axes.set_title(grid.names[index], size=NAME_FONT, color=INK, pad=3, parse_math=False)
         # Only the first column and the last row have labels, because inside there is no space for them.
         if index % grid.columns == 0:
             canvas.label_ticks(axes.yaxis, grid.row_labels, count_labels(grid.panel_height, FONT))
@@ -93,27 +119,21 @@ def draw_grid(
     height = min(up, 2.6)
     left = grid.right + grid.gap + 0.06
     bar = picture.add_colour_bar(image, left, grid.ceiling - height, height, extend="neither")
-    least = f", logarithmic from {_FAINTEST * norm.vmax:.2g}" if logarithmic else ""
-    if logarithmic and norm.vmin < 0:
-        # The default ticks would overlap around 0.
-        ticks = [share * norm.vmax for share in (-1, -0.1, -0.01, 0, 0.01, 0.1, 1)]
-        bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
-        bar.ax.minorticks_off()
-    bar.set_label(unit + least, size=FONT, color=QUIET)
+    finish_bar(bar, norm, unit)
     picture.write_title(grid.title, grid.subtitle)
     return picture
 
 
-def _draw_panel(
-    axes: Any, scores: Float[Tensor, "row key"], visible: Bool[Tensor, "row key"], norm: Any
+def draw_cells(
+    axes: Any, scores: Float[Tensor, "row key"], visible: Bool[Tensor, "row key"], norm: Any, cmap: Any = None
 ) -> Any:
-    """Draw one heat map; entries that are not visible are grey."""
+    """Return the image of one heat map, drawn in axes; entries that are not visible are grey."""
     canvas = load_canvas()
     # A logarithmic scale starts above 0, so smaller scores are raised to its start.
     drawn = scores.detach().to("cpu", torch.float64).clamp_min(norm.vmin)
     image = axes.imshow(
         np.ma.masked_array(drawn.numpy(), ~visible.cpu().numpy()),
-        cmap=canvas.make_colour_map(signed=norm.vmin < 0),
+        cmap=canvas.choose_colour_map(norm.vmin < 0, cmap),
         norm=norm,
         aspect="auto",
         interpolation="nearest",
@@ -124,7 +144,7 @@ def _draw_panel(
     return image
 
 
-def _make_norm(scores: Iterable[Tensor], logarithmic: bool) -> Any:
+def make_norm(scores: Iterable[Tensor], logarithmic: bool) -> Any:
     """Return a colour scale from 0 to the largest score, symmetric around 0 if there are negative scores."""
     from matplotlib import colors
 
@@ -138,6 +158,20 @@ def _make_norm(scores: Iterable[Tensor], logarithmic: bool) -> Any:
     return colors.LogNorm(_FAINTEST * bound, bound)
 
 
+def finish_bar(bar: Any, norm: Any, unit: str) -> None:
+    """Write the unit at a colour bar, and the start of a logarithmic scale."""
+    from matplotlib import colors
+
+    is_logarithmic = isinstance(norm, (colors.LogNorm, colors.SymLogNorm))
+    least = f", logarithmic from {_FAINTEST * norm.vmax:.2g}" if is_logarithmic else ""
+    if is_logarithmic and norm.vmin < 0:
+        # The default ticks would overlap around 0.
+        ticks = [share * norm.vmax for share in (-1, -0.1, -0.01, 0, 0.01, 0.1, 1)]
+        bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
+        bar.ax.minorticks_off()
+    bar.set_label(unit + least, size=FONT, color=QUIET)
+
+
 def make_title(mixing_map: MixingMap, head: int | str | None) -> str:
     """Return the default title of a figure: the method, the aggregation, and which heads are drawn."""
     name = full_name(mixing_map, ", ")
@@ -146,14 +180,3 @@ def make_title(mixing_map: MixingMap, head: int | str | None) -> str:
     if mixing_map.has_heads:
         name += ", mean over heads" if head is None else f", head {head}"
     return name
-
-
-def make_subtitle(mixing_map: MixingMap, unit: str) -> str:
-    """Return the model, the prompt and the unit, as far as the map's record contains them."""
-    record = mixing_map.provenance
-    # The last two elements are a whole name of the hub, or the end of a folder's path.
-    model = "/".join(str(record.get("model", "")).rstrip("/").split("/")[-2:])
-    text = record.get("prompt")
-    prompt = text if isinstance(text, str) else join_tokens(mixing_map.tokens) if model else ""
-    prompt = prompt and make_visible(prompt, _LONGEST_PROMPT).replace("·", " ").strip()
-    return " · ".join(text for text in (model, f"“{prompt}”" if prompt else "", unit) if text)

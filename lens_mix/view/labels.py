@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
+import bisect
 import math
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import regex
 
-from lens_mix.maps.characters import split_number
+from lens_mix.maps import MixingMap
+from lens_mix.maps.characters import join_tokens, split_number
 
 FONT = 7.0
 NAME_FONT = 8.0
 TITLE_FONT = 11.0
 INK = "#333333"
-QUIET = "#8a8a8a"
+QUIET = "#6f6f6f"
+_LONGEST_PROMPT = 60  # the most characters of a prompt in a subtitle
 
 # Decoded tokens contain whitespace itself. Raw tokens contain the marks of byte-level BPE (Ġ, Ċ, ĉ) and of
 # SentencePiece (▁) instead.
 _VISIBLE = str.maketrans(
     {" ": "·", "Ġ": "·", "▁": "·", "\n": "⏎", "Ċ": "⏎", "\r": "␍", "\t": "⇥", "ĉ": "⇥", "\xa0": "⍽"}
+)
+
+# Names of folders that do not name a model: a hash, and those that tools give to every model's folder.
+_MEANS_NOTHING = regex.compile(
+    r"[0-9a-f]{16,}|snapshots|models?|weights|main|checkpoints?|transformers-\d+|[A-Za-z]:"
 )
 
 # The character that joins two emoji, which are then drawn as one.
@@ -43,11 +52,58 @@ def make_visible(token: str, longest: int = 16) -> str:
     return ((shown if len(shown) <= longest else shown[: longest - 1] + "…") or "∅") + number
 
 
-def _space_evenly(count: int, limit: int) -> list[int]:
+def name_model(provenance: Mapping[str, Any]) -> str:
+    """Return the name of a map's model, never a path of this computer; "" if it is unknown.
+
+    A folder of the Hugging Face cache (`models--org--name/snapshots/…`) becomes `org/name`, and any other
+    folder its own name, or the nearest folder above it that has a meaningful one.
+
+    Args:
+        provenance: `MixingMap.provenance`.
+    """
+    given = provenance.get("model")
+    name = given if isinstance(given, str) else ""
+    folders: list[str] = [
+        folder for folder in regex.split(r"[\\/]+", name) if folder not in ("", ".", "..", "~")
+    ]
+    cached = [folder for folder in folders if folder.startswith("models--")]
+    if cached:
+        return "/".join(cached[-1].split("--")[1:])
+    if len(folders) <= 2 and regex.match(r"[\w.-]+(/[\w.-]+)?$", name) and name[0] != ".":
+        return name
+    meaningful = [folder for folder in folders if not _MEANS_NOTHING.fullmatch(folder)]
+    return (meaningful or folders or [""])[-1]
+
+
+def quote(token: str) -> str:
+    """Return a token in quotation marks, for a sentence.
+
+    A token of a script that is written from right to left does not change the order of the words around it.
+    """
+    isolated = any(unicodedata.bidirectional(character) in ("R", "AL") for character in token)
+    return f"\u2068{token!r}\u2069" if isolated else repr(token)
+
+
+def make_row_visible(label: str) -> str:
+    """Return a label of a row (`MixingMap.row_labels`) as visible characters, with spaces at its arrow."""
+    return make_visible(label, 30).replace("·→·", " → ")
+
+
+def make_subtitle(mixing_map: MixingMap, unit: str) -> str:
+    """Return the model, the prompt and the unit, as far as the map's record contains them."""
+    model, text = name_model(mixing_map.provenance), mixing_map.provenance.get("prompt")
+    prompt = text if isinstance(text, str) else join_tokens(mixing_map.tokens) if model else ""
+    prompt = prompt and make_visible(prompt, _LONGEST_PROMPT).replace("·", " ").strip()
+    return " · ".join(text for text in (model, f"“{prompt}”" if prompt else "", unit) if text)
+
+
+def space_evenly(count: int, limit: int) -> list[int]:
     """Return at most `limit` of `count` positions, evenly spaced.
 
     The first position is one of them and, with a limit of 2 or more, also the last one.
     """
+    if count <= limit:
+        return list(range(count))
     if limit <= 1:
         return [0]
     step = math.ceil(count / limit)
@@ -55,34 +111,25 @@ def _space_evenly(count: int, limit: int) -> list[int]:
     return [*range(0, count - step, step), count - 1]
 
 
-def place_labels(count: int, limit: int, strongest: Sequence[int] = ()) -> list[tuple[int, float]]:
-    """Return the positions that get a label, each with the place of its label.
+def place_labels(count: int, limit: int, strongest: Sequence[int] = ()) -> list[int]:
+    """Return the positions that get a label.
 
-    The distance of two labels is at least `count / limit`. If there are too many positions, the strongest get
-    labels first (at most half of the labels, at least one), which are moved if two of them are neighbours.
-    The other labels are spread over the remaining places.
+    If there are too many positions, they are taken from the strongest to the weakest, each if its distance to
+    those before it is at least `count / limit`.
 
     Args:
         count: The number of positions.
         limit: The largest number of labels.
-        strongest: The positions to label first, in this order.
+        strongest: All positions, the strongest first. Empty: the labels are evenly spaced.
     """
-    if count <= limit:
-        return [(position, float(position)) for position in range(count)]
-    gap = count / limit
-    chosen = sorted(strongest[: max(1, limit // 2)])
-    places = list(itertools.accumulate(map(float, chosen), lambda left, place: max(place, left + gap)))
-    end = count - 1.0
-    for index in reversed(range(len(places))):
-        places[index] = end = max(min(places[index], end), 0.0)
-        end -= gap
-    placed = list(zip(chosen, places, strict=True))
-    others = [
-        (position, float(position))
-        for position in _space_evenly(count, limit)
-        if all(abs(position - place) >= gap for place in places)
-    ]
-    return sorted([*placed, *others], key=lambda label: label[1])
+    if count <= limit or not strongest:
+        return space_evenly(count, limit)
+    chosen: list[int] = []
+    for position in strongest:
+        place = bisect.bisect(chosen, position)
+        if all(abs(position - near) >= count / limit for near in chosen[max(place - 1, 0) : place + 1]):
+            chosen.insert(place, position)
+    return chosen
 
 
 def count_labels(inches: float, points: float) -> int:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lens_mix.maps import MixingMap
-from lens_mix.methods.alti_logit import AltiLogit
-from lens_mix.registry import all_methods
 
 
 def name_layers(mixing_map: MixingMap) -> list[str]:
@@ -19,6 +17,10 @@ def name_layers(mixing_map: MixingMap) -> list[str]:
     labels = mixing_map.layer_labels
     if mixing_map.kind == "layer":
         return [f"layer {label}" for label in labels]
+    # The methods import TransformerLens, which takes seconds and which a loaded layer map does not need.
+    from lens_mix.methods.alti_logit import AltiLogit
+    from lens_mix.registry import all_methods
+
     # Both maps of a difference have the same layers, so the names are those of its first map.
     record = _mapping(_mapping(mixing_map.provenance, "difference"), "of") or mixing_map.provenance
     aggregation = _mapping(record, "aggregation")

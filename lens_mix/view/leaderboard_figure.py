@@ -9,28 +9,36 @@ from lens_mix.view.lazy import load_canvas
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from lens_mix.view.canvas import Picture
 
-
-def leaderboard_figure(table: pandas.DataFrame, metric: str, title: str) -> Figure:
+def leaderboard_figure(
+    table: pandas.DataFrame,
+    metric: str,
+    title: str,
+    *,
+    ax: Axes | None = None,
+    figsize: tuple[float, float] | None = None,
+) -> Figure:
     """Return a figure with one horizontal bar per method and aggregation, the last row of the table on top.
 
     Args:
         table: a table with the columns method, aggregation, `metric`, and `metric` with `_low` and `_high`.
         metric: The column to draw.
         title: The title above the bars.
+        ax: matplotlib axes to draw in; None: a new figure.
+        figsize: The width and height of the figure in inches; None: as the content needs.
     """
+    canvas = load_canvas()
     names = [
         row.method if row.aggregation == "-" else f"{row.method} · {row.aggregation}"
         for row in table.itertuples()
     ]
     height = 0.2 * len(names)
     label = 0.075 * max(map(len, names)) + 0.2
-    figure: Picture = load_canvas().Picture(label + 4.6, height + 1.0)
-    figure.write_title(title)
-    axes = figure.add_box(label, 0.5, 4.3, height)
+    panel = canvas.open_panel(label, 0.5, (4.3, height), (0.3, 0.5), title, ax, figsize)
+    axes = panel.axes
     means = table[metric].to_numpy()
     spread = [means - table[f"{metric}_low"].to_numpy(), table[f"{metric}_high"].to_numpy() - means]
     colours = [QUIET if method in ("random", "position") else "#2985bc" for method in table["method"]]
@@ -42,4 +50,5 @@ def leaderboard_figure(table: pandas.DataFrame, metric: str, title: str) -> Figu
     axes.set_xlabel(
         f"{metric.replace('_', ' ')}, mean over cases and its 95 % interval", fontsize=FONT, color=INK
     )
+    figure: Figure = panel.finish()
     return figure

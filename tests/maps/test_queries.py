@@ -273,8 +273,8 @@ def test_repr_and_html_say_which_rows():
     cut = whole().select_queries([3, 1])
     assert "query=2 key=6" in repr(cut)
     assert "queries [3, 1] of 6 positions" in repr(cut)
-    assert "Top keys of query 3, last layer" in cut._repr_html_()
-    assert "Top keys of the last query" in whole()._repr_html_()
+    assert "What position 3, " in cut._repr_html_()
+    assert f"What position {SIZE - 1}, " in whole()._repr_html_()
 
 
 # ---------------------------------------------------------------------- functions that need all rows
@@ -336,29 +336,31 @@ def drawn(figure):
 
 def test_layer_maps_draw_the_rows_of_the_map():
     pytest.importorskip("matplotlib")
-    figure = whole().select_queries([2, 5]).show()
+    figure = whole().select_queries([2, 5]).show("layers")
     axes = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["·Eif", "·is"]
     assert len(axes.get_xticklabels()) == SIZE
-    rows = [panel[2:6:3] for panel in drawn(whole().show())]
+    rows = [panel[2:6:3] for panel in drawn(whole().show("layers"))]
     assert drawn(figure) == rows
 
 
-def test_query_maps_and_bars_take_the_row_by_its_position():
+def test_positions_and_bars_take_the_row_by_its_position():
     pytest.importorskip("matplotlib")
-    from lens_mix.view import query_maps, token_bars
+    from lens_mix.view import show_position, token_bars
 
     one, other = whole(), whole(seed=1)
     for query in (-1, 2):
         parts = {"a": one.select_queries([5, 2]), "b": other.select_queries([2, 5, 0])}
-        assert drawn(query_maps(parts, query=query)) == drawn(query_maps({"a": one, "b": other}, query=query))
+        assert drawn(show_position(parts, query=query)) == drawn(
+            show_position({"a": one, "b": other}, query=query)
+        )
         heights = [
             [bar.get_height() for axes in token_bars(maps, TOKENS, query=query).axes for bar in axes.patches]
             for maps in (parts, {"a": one, "b": other})
         ]
         assert heights[0] == heights[1]
     for draw in (
-        lambda m: query_maps({"a": m}, query=-1),
+        lambda m: show_position({"a": m}, query=-1),
         lambda m: token_bars({"a": m}, TOKENS, query=-1),
     ):
         with pytest.raises(ValueError, match=r"quer(y|ies): expected one of the rows .*\[2\]"):

@@ -672,8 +672,11 @@ def test_show_delegates_to_the_figures(monkeypatch):
 
     figures = types.ModuleType("lens_mix.view.figures")
     figures.layer_maps = lambda mixing_map, **options: (mixing_map, options)
-    monkeypatch.setitem(sys.modules, "lens_mix.view.figures", figures)
-    monkeypatch.setattr(lens_mix.view, "figures", figures, raising=False)
+    window = types.ModuleType("lens_mix.view.window")
+    window.show_figure = lambda figure: None
+    for name, module in (("figures", figures), ("window", window)):
+        monkeypatch.setitem(sys.modules, f"lens_mix.view.{name}", module)
+        monkeypatch.setattr(lens_mix.view, name, module, raising=False)
     mixing_map = make()
     assert mixing_map.show(layers=[0]) == (mixing_map, {"layers": [0]})
 
@@ -819,7 +822,7 @@ def test_default_query():
     assert make(default_query=2).top(1) == make().top(1, query=2)
     assert make(default_query=2).select_queries([3, 1]).default_query_position == 3
     assert make(default_query=2).select_queries([3, 2]).default_query_position == 2
-    assert "query 2" in make(default_query=2)._repr_html_()
+    assert "What position 2, " in make(default_query=2)._repr_html_()
     with pytest.raises(ValueError, match="default_query: expected a position from -5 to 4, got 5"):
         make(default_query=5)
 

@@ -145,8 +145,15 @@ def visited(model):
 
 
 def maps_in(text):
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    return {one["label"]: one for one in json.loads(data)["prompts"][0]}
+    """Return the maps of a page by label, with the numbers of each layer."""
+    data, numbers = (
+        re.search(rf'<script type="[a-z/]+" id="{name}">(.*?)</script>', text, re.DOTALL).group(1)
+        for name in ("data", "numbers")
+    )
+    maps = {one["label"]: one for one in json.loads(data)["prompts"][0]}
+    for layer in (layer for one in maps.values() for layer in one["layers"]):
+        layer["data"] = numbers[slice(*layer["data"])]
+    return maps
 
 
 def scores_of(packed):

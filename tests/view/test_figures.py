@@ -15,13 +15,13 @@ import torch
 
 import lens_mix as lm
 from lens_mix.maps import MixingMap
-from lens_mix.view import layer_maps, query_maps, token_bars
+from lens_mix.view import layer_maps, token_bars
 from lens_mix.view.figures import _break_name
 from lens_mix.view.leaderboard_figure import leaderboard_figure
 from tests.random_maps import map_of, random_attention
 from tests.tiny_models import llama_like, tokens
 
-TOKENS = ["<bos>", "The", " cat", "\n", " $at$"]
+TOKENS = RAW_TOKENS = ["<bos>", "The", " cat", "\n", " $at$"]
 SHOWN = ["<bos>", "The", "·cat", "⏎", "·$at$"]
 
 
@@ -157,12 +157,6 @@ class TestLayerMaps:
             figure = layer_maps(raw_map(kind="input", provenance=record))
             assert heat_maps(figure)[1].get_title() == "up to layer 1"
 
-    def test_a_map_of_the_whole_model_has_no_layer_beside_its_row(self) -> None:
-        one = raw_map(kind="input", method="gim").layer(-1)
-        assert tick_labels(heat_maps(query_maps({"gim": one}))[0].yaxis) == ["whole model"]
-        rolled = raw_map(kind="input")
-        assert tick_labels(heat_maps(query_maps({"rolled": rolled}))[0].yaxis) == ["0", "1", "2"]
-
     def test_scores_below_zero_get_a_scale_with_zero_in_the_middle(self) -> None:
         scores = torch.tensor([[[0.5, -2.0], [1.0, 0.0]]])
         figure = layer_maps(MixingMap(scores=scores, tokens=["a", "b"]), normalize=False)
@@ -201,56 +195,11 @@ class TestLayerMaps:
     def test_signed_maps_are_drawn_around_zero(self) -> None:
         scores = torch.tensor([[[1.0, 0.0], [-3.0, 2.0]]])
         signed = MixingMap(scores=scores, tokens=["a", "b"])
-        for figure in (layer_maps(signed), signed.show(), query_maps({"signed": signed})):
-            (image,) = [axes.images[0] for axes in figure.axes if axes.images][:1]
-            assert image.get_clim()[0] == -image.get_clim()[1]
         assert layer_maps(signed).axes[0].images[0].get_clim() == (-3, 3)
-        assert query_maps({"signed": signed}).axes[0].images[0].get_clim() == (-3, 3)
 
     def test_refuses_to_call_negative_scores_shares(self) -> None:
         with pytest.raises(ValueError, match="normalise first"):
             layer_maps(MixingMap(scores=-torch.rand(1, 2, 2), tokens=["a", "b"]), normalize=True)
-
-
-class TestQueryMaps:
-    def test_each_row_is_the_query_in_one_layer(self) -> None:
-        first, second = raw_map(), raw_map(heads=2)
-        figure = query_maps({"one": first, "two": second}, query=2)
-        for axes, mixing_map in zip(heat_maps(figure), (first, second.merge_heads()), strict=True):
-            drawn = axes.images[0].get_array()
-            assert numpy.allclose(drawn.filled(0), mixing_map.normalized().scores[:, 2], atol=1e-7)
-            assert numpy.ma.getmaskarray(drawn).tolist() == [[False, False, False, True, True]] * 3
-        assert [axes.get_title() for axes in heat_maps(figure)] == ["one", "two"]
-        assert tick_labels(heat_maps(figure)[0].yaxis) == ["0", "1", "2"]
-        assert "what position 2, “·cat”, used" in written(figure)
-
-    def test_the_scale_reaches_the_largest_of_all_maps(self) -> None:
-        small, large = raw_map(), raw_map()
-        large = large.replace(scores=large.scores * 5)
-        figure = query_maps({"small": small, "large": large}, normalize=False)
-        limits = {axes.images[0].get_clim() for axes in heat_maps(figure)}
-        assert limits == {(0.0, large.scores[:, -1].max().item())}
-
-    def test_long_names_stand_apart(self) -> None:
-        figure = query_maps(
-            {"a method with a long name " * 2: raw_map(), "another of the kind " * 3: raw_map()}
-        )
-        figure.canvas.draw()
-        assert not overlaps(figure, [axes.title for axes in heat_maps(figure)])
-
-    @pytest.mark.parametrize("query", [5, -6, True, "The"])
-    def test_refuses_positions_that_are_not_there(self, query: Any) -> None:
-        with pytest.raises((TypeError, ValueError), match="query: expected a position from -5 to 4"):
-            query_maps({"one": raw_map()}, query=query)
-
-    def test_refuses_maps_that_do_not_match(self) -> None:
-        other = raw_map(tokens=["a", "b"])
-        with pytest.raises(ValueError, match=r"maps\['two'\]: expected the tokens and layers of the first"):
-            query_maps({"one": raw_map(), "two": other})
-        with pytest.raises(ValueError, match="maps: expected at least one"):
-            query_maps({})
-        with pytest.raises(TypeError, match=r"maps\['one'\]: expected a MixingMap"):
-            query_maps({"one": torch.rand(3, 3)})  # type: ignore[dict-item]
 
 
 class TestTokenBars:
@@ -346,10 +295,6 @@ class TestTokenBars:
     def test_refuses_a_query_that_was_dropped(self) -> None:
         with pytest.raises(ValueError, match="query: expected a position that 'a' has, got 0"):
             token_bars({"a": raw_map().drop_bos()}, TOKENS, query=0)
-
-
-def test_map_show_draws_its_layers() -> None:
-    assert len(heat_maps(raw_map().show(columns=2))) == 3
 
 
 def test_figures_show_themselves_in_notebooks_and_leave_pyplot_alone() -> None:

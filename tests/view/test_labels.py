@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from lens_mix.view.labels import _space_evenly, count_labels, make_visible
+from lens_mix.view.labels import count_labels, make_row_visible, make_visible, name_model, space_evenly
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_token_is_one_line_of_visible_characters(token: str, shown: str) -> No
 @pytest.mark.parametrize("count", [1, 2, 7, 10, 36, 100])
 @pytest.mark.parametrize("room", [1, 2, 3, 9, 10, 50])
 def test_shown_positions_fit_and_keep_their_distance(count: int, room: int) -> None:
-    positions = _space_evenly(count, room)
+    positions = space_evenly(count, room)
     assert len(positions) <= room
     assert positions[0] == 0
     assert positions == sorted(set(positions))
@@ -46,7 +46,7 @@ def test_shown_positions_fit_and_keep_their_distance(count: int, room: int) -> N
 
 
 def test_all_positions_are_shown_where_there_is_room() -> None:
-    assert _space_evenly(5, 5) == [0, 1, 2, 3, 4]
+    assert space_evenly(5, 5) == [0, 1, 2, 3, 4]
 
 
 def test_room_grows_with_space_and_is_never_nothing() -> None:
@@ -54,3 +54,37 @@ def test_room_grows_with_space_and_is_never_nothing() -> None:
     assert count_labels(2, 7) < count_labels(4, 7)
     # 2 inches are 144 points, and a line of a 7-point font needs more than 7 of them.
     assert 10 <= count_labels(2, 7) <= 20
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M"),
+        ("gpt2", "gpt2"),
+        (
+            "/home/ann/.cache/hub/models--google--flan-t5-small/snapshots/0fc9ddf78a1e988dac52e2dac162b0ede4fd74ab",
+            "google/flan-t5-small",
+        ),
+        ("/home/ann/models/llama-3", "llama-3"),
+        ("/data/smollm2-135m/transformers-5", "smollm2-135m"),
+        ("./my-model/", "my-model"),
+        ("../my-model", "my-model"),
+        ("C:\\Users\\ann\\bert\\model", "bert"),
+        ("/data/bert/snapshots/0fc9ddf78a1e988dac52e2dac162b0ede4fd74ab/", "bert"),
+        ("/model", "model"),
+        ("", ""),
+        (None, ""),
+        (7, ""),
+    ],
+)
+def test_the_name_of_a_model_is_never_a_path(model: object, name: str) -> None:
+    assert name_model({"model": model}) == name
+
+
+def test_a_map_without_a_model_has_no_name() -> None:
+    assert name_model({}) == ""
+
+
+def test_a_row_is_labelled_with_its_prediction() -> None:
+    assert make_row_visible(", → which") == ", → which"
+    assert make_row_visible(" in") == "·in"

@@ -1,0 +1,286 @@
+"""Read one position from several maps, as a figure or a notebook shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lens_mix.arguments import check_instance
+from lens_mix.maps import MixingMap
+from lens_mix.maps.exchange import full_name
+from lens_mix.maps.positions import Queries, as_position, as_positions
+from lens_mix.maps.words import merge_axis, resolve_groups
+from lens_mix.view.labels import make_subtitle, quote
+from lens_mix.view.layers import name_layers
+from lens_mix.view.strongest import Strongest, find_strongest
+
+Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap]
+
+SHARE, RAW = "share of the row", "raw score"
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """The row of one map in each layer.
+
+    Attributes:
+        name: The name of the map.
+        layers: The names of the layers.
+        scores: The scores, 0 where the key is not visible.
+        visible: The keys that the position could see.
+        is_share: Whether the scores are shares of the row's sum.
+    """
+
+    name: str
+    layers: list[str]
+    scores: Float[Tensor, "layer key"]
+    visible: Bool[Tensor, "layer key"]
+    is_share: bool
+
+    @property
+    def row_labels(self) -> list[str]:
+        """Return short labels of the layers: their numbers, or "whole model"."""
+        return [name.rsplit(" ", 1)[-1] if name[-1].isdigit() else name for name in self.layers]
+
+    @property
+    def has_one_layer(self) -> bool:
+        """Return whether the map has one layer, as an input map of the whole model has."""
+        return len(self.layers) == 1
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of the scores."""
+        return SHARE if self.is_share else RAW
+
+    def write_score(self, score: float) -> str:
+        """Return a score as text: a share in per cent, another score with two digits."""
+        return f"{100 * score:.0f} %" if self.is_share else f"{score:.2g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionView:
+    """One position in several maps over the same keys.
+
+    Attributes:
+        panels: The maps.
+        keys: The tokens or words that are the keys.
+        columns: The keys to draw as columns.
+        numbers: The keys to write as numbers beside each layer, by their heading: "first" is the first token,
+            "own" is the position itself.
+        title: What is explained, or which position is shown.
+        sentence: The largest score in words; "" if there is none. The first token and the position itself
+            do not count.
+        best: The index of the map with this score, and the score.
+        subtitle: The model, the prompt and the unit.
+        prediction: The most probable next token of a causal map; None if it is unknown.
+    """
+
+    panels: list[Panel]
+    keys: list[str]
+    columns: list[int]
+    numbers: dict[str, int]
+    title: str
+    sentence: str
+    best: tuple[int, Strongest] | None
+    subtitle: str
+    prediction: str | None
+
+    @staticmethod
+    def from_maps(
+        maps: Maps,
+        query: int | str | None = None,
+        normalize: bool | None = None,
+        words: bool = False,
+        keys: Queries | None = None,
+        as_numbers: bool = True,
+    ) -> PositionView:
+        """Return one position of the maps, with the arguments of `show_position`."""
+        named = name_maps(maps)
+        _require_same_axes(named)
+        chosen = next((m for m in named.values() if m.default_query is not None), next(iter(named.values())))
+        position = chosen.query_positions[chosen.row_index(query)] if isinstance(query, str) else query
+        tokens = chosen.tokens
+        position = as_position(chosen.default_query_position if position is None else position, len(tokens))
+        # Each row is selected by its position, because the maps may contain different rows.
+        rows = {name: m.select_queries([position]).merge_heads() for name, m in named.items()}
+        groups, names = _group_keys(chosen, words)
+        panels = [_read_panel(name, row, normalize, groups) for name, row in rows.items()]
+        own = _find_group(groups, position) if chosen.keys_are_tokens else None
+        columns, numbers = _choose_columns(panels, own, keys, as_numbers)
+        left_out = set() if own is None else {0, own}
+        part = "key" if own is None else "word" if words else "token"
+        best = find_best(panels, left_out)
+        found = "" if best is None else f"{quote(names[best[1].key])} ({part} {best[1].key})"
+        explanation = next(filter(None, (row.explanation(position) for row in rows.values())), "")
+        unit = ", ".join(dict.fromkeys(panel.unit for panel in panels))
+        return PositionView(
+            panels,
+            names,
+            columns,
+            numbers,
+            explanation[:1].upper() + explanation[1:]
+            or f"What position {position}, {quote(tokens[position])}, used",
+            "" if best is None else describe_best(panels, best, found),
+            best,
+            make_subtitle(chosen, unit),
+            next(filter(None, map(_read_prediction, rows.values())), None),
+        )
+
+    def read_columns(
+        self, panel: Panel
+    ) -> tuple[Float[Tensor, "layer column"], Bool[Tensor, "layer column"]]:
+        """Return the scores of the columns, and which of them are visible."""
+        return panel.scores[:, self.columns], panel.visible[:, self.columns]
+
+    def rank_columns(self, panels: Iterable[Panel] | None = None) -> list[int]:
+        """Return the indices of the columns, the one with the largest score in any layer first.
+
+        Args:
+            panels: The maps that count; None: all. Their scores are compared as shares of the largest one.
+        """
+        largest = torch.zeros(len(self.columns), dtype=torch.float64, device="cpu")
+        for panel in self.panels if panels is None else panels:
+            sizes = self.read_columns(panel)[0].abs().amax(0)
+            largest = torch.maximum(largest, sizes / (sizes.max() or 1))
+        return largest.argsort(descending=True, stable=True).tolist()
+
+
+def name_maps(maps: Maps) -> dict[str, MixingMap]:
+    """Return the maps by name; the names of a sequence are those of the methods, each different.
+
+    Raises:
+        TypeError: If `maps` is or contains something else.
+        ValueError: If there are no maps.
+    """
+    if isinstance(maps, MixingMap):
+        maps = [maps]
+    if not isinstance(maps, Mapping):
+        check_instance("maps", maps, Sequence, "a MixingMap, a dict of MixingMaps by name, or a list of them")
+        names = [_name_method(check_instance("maps", m, MixingMap, "MixingMaps")) for m in maps]
+        counted = [f"{name} ({names[:index].count(name) + 1})" for index, name in enumerate(names)]
+        maps = {
+            name if names.count(name) == 1 else number: m
+            for name, number, m in zip(names, counted, maps, strict=True)
+        }
+    if not maps:
+        raise ValueError("maps: expected at least one map, got none")
+    checked = {
+        str(name): check_instance(f"maps[{name!r}]", m, MixingMap, "a MixingMap") for name, m in maps.items()
+    }
+    # The names of methods are written as words; a name that a user chose does not change.
+    return {_name_method(m) if name in (m.method, full_name(m)) else name: m for name, m in checked.items()}
+
+
+def _name_method(mixing_map: MixingMap) -> str:
+    return full_name(mixing_map, ", ").replace("_", " ")
+
+
+def _require_same_axes(named: Mapping[str, MixingMap]) -> None:
+    """Raise a ValueError if the maps have different tokens, or different layers (except one layer alone)."""
+    first = next((m for m in named.values() if len(m) > 1), next(iter(named.values())))
+    for name, m in named.items():
+        if (m.tokens, m.key_labels) != (first.tokens, first.key_labels) or (
+            len(m) > 1 and m.layers != first.layers
+        ):
+            raise ValueError(
+                f"maps[{name!r}]: expected the tokens and layers of the first map, or one layer, got others"
+            )
+
+
+def _group_keys(chosen: MixingMap, words: bool) -> tuple[list[list[int]], list[str]]:
+    """Return the positions of each key that is drawn, and the names of these keys."""
+    if words:
+        return resolve_groups(chosen.key_labels, None, "tokens")
+    return [[key] for key in range(len(chosen.key_labels))], chosen.key_labels
+
+
+def _find_group(groups: list[list[int]], position: int) -> int:
+    return next(index for index, group in enumerate(groups) if position in group)
+
+
+def _read_panel(name: str, row: MixingMap, normalize: bool | None, groups: list[list[int]]) -> Panel:
+    is_share = not bool((row.scores < 0).any()) if normalize is None else normalize
+    shown = row.normalized() if is_share else row
+    visible = shown.visible()[:, 0].cpu()
+    scores = shown.scores[:, 0].detach().to("cpu", torch.float64).masked_fill(~visible, 0)
+    return Panel(
+        name,
+        name_layers(row),
+        merge_axis(scores, groups, -1, torch.sum),
+        merge_axis(visible, groups, -1, torch.any),
+        is_share,
+    )
+
+
+def _choose_columns(
+    panels: Sequence[Panel], own: int | None, keys: Queries | None, as_numbers: bool
+) -> tuple[list[int], dict[str, int]]:
+    """Return the keys that are columns, and those that are numbers.
+
+    Without `keys`, keys that the position could not see in any map are left out.
+    """
+    seen = torch.stack([panel.visible.any(0) for panel in panels]).any(0)
+    columns = seen.nonzero().flatten().tolist() if keys is None else as_positions(keys, len(seen), "keys")
+    if own is None or not as_numbers:
+        return columns, {}
+    used = [key for key in (0, own) if any(bool(panel.scores[:, key].any()) for panel in panels)]
+    numbers = {("own" if key == own else "first"): key for key in used}
+    remaining = [key for key in columns if key not in numbers.values()]
+    # A position that sees these keys only has them as columns.
+    return (remaining, numbers) if remaining else (columns, {})
+
+
+def find_best(panels: Sequence[Panel], left_out: Iterable[int]) -> tuple[int, Strongest] | None:
+    """Return the index of the map with the largest score, and that score; None if no key has a score.
+
+    Layer maps come before maps with one layer, and shares before raw scores.
+
+    Args:
+        panels: The maps.
+        left_out: The keys that do not count.
+    """
+    left_out = list(left_out)
+    found = [find_strongest(panel.scores, panel.visible, left_out) for panel in panels]
+    known = [(index, best) for index, best in enumerate(found) if best is not None]
+
+    def rank(entry: tuple[int, Strongest]) -> tuple[bool, bool, float]:
+        panel = panels[entry[0]]
+        return not panel.has_one_layer, panel.is_share, abs(entry[1].score)
+
+    return max(known, key=rank) if known else None
+
+
+def describe_best(panels: Sequence[Panel], best: tuple[int, Strongest], key: str) -> str:
+    """Return a sentence about the largest score.
+
+    An example is "Layer 23: 94 % of the attention row is from ' Italy' (token 6)." The other maps with the
+    same layers are compared in the same layer.
+
+    Args:
+        panels: The maps.
+        best: A result of `find_best`.
+        key: The key in words.
+    """
+    panel, strongest = panels[best[0]], best[1]
+    layer = panel.layers[strongest.layer]
+    where = "" if panel.has_one_layer and not layer[-1].isdigit() else f"{layer[0].upper()}{layer[1:]}: "
+    number = panel.write_score(strongest.score)
+    if panel.is_share:
+        first = f"{where}{number} of the {panel.name} row is from {key}"
+    else:
+        first = f"{where}the largest score of {panel.name} is {number}, from {key}"
+    others = [
+        f"{other.name}: {other.write_score(other.scores[strongest.layer, strongest.key].item())}"
+        for other in panels
+        if other is not panel and other.layers == panel.layers and other.is_share and panel.is_share
+    ]
+    return "; ".join([first, *others]) + "."
+
+
+def _read_prediction(row: MixingMap) -> str | None:
+    entry = row.explained[0] if row.explained and row.causal else None
+    return None if entry is None else entry.prediction

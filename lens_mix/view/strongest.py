@@ -1,0 +1,44 @@
+"""Find the strongest token of one position, and say it in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+class Strongest(NamedTuple):
+    """The largest score of one position.
+
+    Attributes:
+        layer: The index of the layer.
+        key: The index of the key.
+        score: The score, in the unit that was given.
+    """
+
+    layer: int
+    key: int
+    score: float
+
+
+def find_strongest(
+    scores: Float[Tensor, "layer key"], visible: Bool[Tensor, "layer key"], left_out: Collection[int] = ()
+) -> Strongest | None:
+    """Return the largest score of one position, by magnitude; the lowest layer of equal ones.
+
+    Args:
+        scores: The scores of the position in each layer.
+        visible: The keys that the position could see.
+        left_out: The keys that do not count: the first token, which is often a sink of attention, and the
+            position itself. Both often have the largest scores and say little about where content is from.
+
+    Returns:
+        None if no other key has a score.
+    """
+    sizes = scores.abs().masked_fill(~visible, 0)
+    sizes[:, list(left_out)] = 0
+    # numpy's argmax returns the first of equal entries; that of torch may return any.
+    layer, key = divmod(int(sizes.cpu().double().numpy().argmax()), sizes.shape[1])
+    return Strongest(layer, key, scores[layer, key].item()) if sizes[layer, key] > 0 else None
