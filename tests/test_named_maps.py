@@ -5,12 +5,13 @@ import pytest
 import lens_mix as lm
 from lens_mix import named_maps
 from lens_mix.named_maps import compute_maps, find_methods, has_all_rows, read_names
-from tests.tiny_models import hooked_encoder, tokens
+from tests.matrix import build_or_skip
+from tests.tiny_models import available, bridge, hooked_encoder, tokens
 
 
 @pytest.fixture(scope="module")
 def encoder():
-    return hooked_encoder()
+    return bridge("bert") if available(bridge, "bert") else build_or_skip(hooked_encoder)
 
 
 TEXT = "w3 w14 w5 w9"
