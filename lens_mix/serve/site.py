@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import http
 import io
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from lens_mix import registry, runner
@@ -47,20 +48,24 @@ _REST_SECONDS = 2.0  # the longest time for reading unread data before the conne
 _GRACE_SECONDS = 10.0  # the longest time that a request waits for an operation of torch to end
 _SOON_SECONDS = 0.7  # the time after which a sign that the page is being computed is shown
 _KEPT_PAGES = 20  # the number of pages that can be loaded again
+_UNREAD_SECONDS = 600.0  # the time for which a page is kept that no browser has loaded
 
 
-class _Order(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class _Order:
     """A request whose page is computed.
 
     Attributes:
         request: The request.
         job: Its job.
         expected: The estimates of the job, at most one, which the job adds when it has read the prompt.
+        is_read: Whether the answer has been sent.
     """
 
     request: Request
     job: Job[Answer]
     expected: list[Estimate]
+    is_read: bool = False
 
 
 class Site(ThreadingHTTPServer):
@@ -148,8 +153,8 @@ class Site(ThreadingHTTPServer):
         name = secrets.token_urlsafe(16)
         with self._lock:
             self._orders[name] = _Order(request, job, expected)
-            ended = [key for key, order in self._orders.items() if order.job.future.done()]
-            for key in ended[:-_KEPT_PAGES]:
+            dispensable = [key for key, order in self._orders.items() if _is_dispensable(order)]
+            for key in dispensable[:-_KEPT_PAGES]:
                 del self._orders[key]
         return Answer(303, "", location=f"/page/{name}")
 
@@ -217,7 +222,7 @@ class Site(ThreadingHTTPServer):
 
     def _make_answer(self, order: _Order) -> Answer:
         """Return the answer of an order that has ended."""
-        job = order.job
+        job, order.is_read = order.job, True
         try:
             return job.future.result()
         except (CancelledJobError, concurrent.futures.CancelledError):
@@ -394,6 +399,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Log nothing, because the prompts are private."""
+
+
+def _is_dispensable(order: _Order) -> bool:
+    """Return whether an order has ended, and its answer has been sent or nobody has asked for it for long."""
+    ended = order.job.ended
+    return ended is not None and (order.is_read or time.monotonic() - ended > _UNREAD_SECONDS)
 
 
 def _too_many(limits: Limits) -> Answer:

@@ -357,6 +357,22 @@ def test_the_newest_pages_can_be_loaded_again(visited, monkeypatch):
     assert "Send the prompt again" in message_in(found[0][2])
 
 
+def test_pages_that_nobody_has_loaded_are_kept_for_a_while(visited, monkeypatch):
+    monkeypatch.setattr(site, "_KEPT_PAGES", 1)
+
+    def look(_):
+        pages = [posted(visited, TEXT, "attention") for _ in range(4)]
+        while not visited.site.jobs.is_idle:
+            time.sleep(0.01)
+        found = [fetched(page)[0] for page in (pages[0], pages[2])]
+        # Now the two others are old, and the next prompt removes all but the newest.
+        monkeypatch.setattr(site, "_UNREAD_SECONDS", 0.0)
+        posted(visited, TEXT, "attention")
+        return found, [fetched(page)[0] for page in pages]
+
+    assert visited.answers(None, fetch=look) == [([200, 200], [404, 404, 404, 200])]
+
+
 def slow_pace(monkeypatch, forward):
     """Let the server believe that a forward pass takes some seconds."""
     monkeypatch.setattr(site, "measure_pace", lambda model: Pace(forward, 0.0, 3))
