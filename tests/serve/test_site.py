@@ -738,7 +738,7 @@ def test_the_command_answers_until_ctrl_c(tmp_path):
             assert status == 200
             assert "20 tokens" in text
             data = urllib.parse.urlencode({"text": TEXT, "method": "alti"}).encode()
-            status, _, text = fetched(urllib.request.Request(f"{url}map", data))
+            status, _, text = fetched_page(urllib.request.Request(f"{url}map", data))
             assert (status, list(maps_in(text))) == (200, ["alti"])
             started.send_signal(signal.SIGINT)
             rest, _ = started.communicate(timeout=60)
