@@ -9,7 +9,9 @@ import html
 import importlib.resources
 import json
 import os
+import tempfile
 import uuid
+import webbrowser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,22 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.exchange import full_name
 from lens_mix.measured import best_of_methods
 from lens_mix.version import __version__
-from lens_mix.view.page.data import pack
+from lens_mix.view.page.data import Numbers, pack
 from lens_mix.view.page.trees import Graphs, pack_trees
 
 Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap | Mapping[str, MixingMap]]
 
 # These files are joined to one script in this order. The last one starts it, so it must come last.
-_SCRIPTS = ("numbers.js", "maps.js", "graphs.js", "export.js", "page.js")
+_SCRIPTS = (
+    "numbers.js",
+    "drawing.js",
+    "answer.js",
+    "layers.js",
+    "maps.js",
+    "graphs.js",
+    "export.js",
+    "page.js",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +65,18 @@ class Page:
         with replacing(checked) as temporary:
             Path(temporary).write_text(self.html, encoding="utf-8")
         return checked
+
+    def open(self) -> Path:
+        """Write the file to a temporary folder, open it in the browser, and return its path.
+
+        If no browser can be started, the file is there nevertheless, and its path is returned.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        path = self.save(Path(tempfile.mkdtemp(prefix="lens-mix-")) / "page.html")
+        webbrowser.open(path.as_uri())
+        return path
 
     def _repr_html_(self) -> str:
         """Return a frame that contains the page, and grows to its height."""
@@ -97,14 +120,15 @@ def page(
     prompts = [_label_maps(entry) for entry in _list_prompts(maps)]
     best = best_of_methods()
     scored = next(iter(best.values()))
+    numbers = Numbers()
     data = {
         "version": __version__,
         "scores": {name: fact.value for name, fact in best.items()},
         "scored": f"{scored.score}; {scored.model}, {scored.n} {scored.cases}",
-        "prompts": [[pack(m, label) for label, m in labelled.items()] for labelled in prompts],
+        "prompts": [[pack(m, label, numbers) for label, m in labelled.items()] for labelled in prompts],
         "trees": pack_trees(prompts, trees),
     }
-    made = Page(_make_document(data))
+    made = Page(_make_document(data, str(numbers)))
     if path is not None:
         made.save(path)
     return made
@@ -130,7 +154,7 @@ def _label_maps(entry: MixingMap | Mapping[str, Any]) -> dict[str, MixingMap]:
     return {str(label): check_instance("maps", m, MixingMap, "MixingMaps") for label, m in entry.items()}
 
 
-def _make_document(data: Mapping[str, Any]) -> str:
+def _make_document(data: Mapping[str, Any], numbers: str) -> str:
     files = importlib.resources.files(__package__)
     template, style = ((files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
     script = "\n".join((files / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -138,7 +162,13 @@ def _make_document(data: Mapping[str, Any]) -> str:
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    contents = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": _encode_json(data)}
+    contents = {
+        "POLICY": policy,
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": _encode_json(data),
+        "NUMBERS": numbers,
+    }
     # The template is split before anything is inserted, so that a token such as "%%DATA%%" is not replaced.
     return "".join(contents.get(piece, piece) for piece in template.split("%%"))
 
