@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens import provenance
 from lens_mix.lens.batches import PaddingSide, Prompt
-from lens_mix.lens.block import Block
+from lens_mix.lens.block import Block, LayerRecord
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.lens.predictions import join_explained
@@ -195,6 +195,7 @@ class _Record:
         prompt_record = provenance.of_prompt(prompt) | {"engine": self._checked_pass.engines[label]}
         if has_sink:
             prompt_record["sink"] = True
+        prompt_record["predicts_next"] = self._checked_pass.verification.causal or stack.reads_target
         if joint:
             prompt_record["joint"] = {"source": len(prompt.tokens), "target": len(tokens)}
         return MixingMap(
@@ -238,11 +239,24 @@ class _Record:
             key: entry for block in blocks.values() for key, entry in block.record.explained[index].items()
         }
         indices = self._find_rows(index, has_some_rows=not blocks[max(blocks)].every_query).tolist()
-        targets = [known.get(row, known.get(None, Explained())) for row in indices]
+        targets = [known.get(row, Explained()) for row in indices]
+        if None in known:
+            targets = self._explain_all(index, known[None], [block.record for block in blocks.values()])
         if clean.predictions is None:
             return tuple(targets)
         rows = self._find_rows(index, has_some_rows=self._checked_pass.rows is not None).tolist()
         return join_explained([clean.predictions[index][row] for row in rows], targets)
+
+    def _explain_all(self, index: int, entry: Explained, records: list[LayerRecord]) -> list[Explained]:
+        """Return what the rows of one prompt explain if their target is one number for all of them.
+
+        The prediction at the position that the target reads belongs to the row of that position alone.
+        """
+        rows = self._checked_pass.rows
+        positions = rows.by_prompt[index] if rows else range(len(self._checked_pass.token_ids(index)))
+        read = next((record.default_rows[index] for record in records if record.explained[index]), None)
+        bare = Explained(target=entry.target, value=entry.value)
+        return [entry if read in (None, position) else bare for position in positions]
 
     def _select_scores(
         self,

@@ -239,3 +239,9 @@ def _check_words(attribute: str, value: object, allowed: tuple[str, ...], alone:
             raise ValueError(f"{attribute}: expected some of {list(allowed)}, got {word!r}{suggestion}")
     if not words and attribute.endswith("engines"):
         raise ValueError(f"{attribute}: expected at least one of {list(allowed)}, got none")
+
+
+def list_names() -> list[str]:
+    """Return the names of all methods and `input_map`, in the order of their groups."""
+    others = [name for name in all_methods() if name not in descriptions.DESCRIPTIONS]
+    return [*descriptions.DESCRIPTIONS, *others]

@@ -72,6 +72,11 @@ def test_a_target_of_the_whole_prompt_is_in_every_row():
     log_probabilities = prompt_logits(Lens(model), prompt).log_softmax(-1)
     loss = -log_probabilities[:-1].gather(-1, prompt[1:, None]).mean().item()
     assert {entry.target for entry in mixing_map.explained} == {"loss of the next tokens"}
+    # The prediction is that of each row's own position.
+    one = lm.run(model, prompt, lm.GradientAttention(target=lm.targets.token(5)))
+    own = lm.run(model, prompt, "attention").explained
+    assert [entry.prediction for entry in one.explained] == [entry.prediction for entry in own]
+    assert {entry.target for entry in one.explained} == {"probability of 5"}
     assert [entry.value for entry in mixing_map.explained] == pytest.approx([loss] * 7)
 
 
@@ -87,6 +92,16 @@ def test_many_prompts_of_different_lengths():
                     assert entry.prediction == expected.prediction
                     assert entry.probability == pytest.approx(expected.probability, rel=1e-6)
                     assert entry.target == expected.target
+
+
+def test_a_map_of_spans_predicts_the_next_token():
+    spans = lm.run(causal_model(), torch.arange(3, 10), lm.Occlusion(spans=[(0, 1), (2,)]), queries=[-1])
+    assert spans.explanation().startswith("after ")
+
+
+def test_an_encoder_of_a_pair_predicts_nothing():
+    model = build_or_skip(bridge, "bart", torch.float64)
+    assert not lm.run(model, prompt_of(model), "attention", part="encoder").provenance["predicts_next"]
 
 
 @NO_BERT

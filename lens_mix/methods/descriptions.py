@@ -15,7 +15,7 @@ _ATTENTION = "Attention weights"
 _LAYER = "What each layer takes from each token"
 _INPUT = "What reaches a position from the input tokens"
 _ANSWER_BY_LAYER = "What the answer depends on, layer by layer"
-_ANSWER_BY_TOKEN = "What the answer depends on, input token by input token"
+_ANSWER_BY_TOKEN = "Which input tokens the answer depends on"
 _OTHERS = "Other methods"
 
 # The groups, in the order in which they are listed.
@@ -101,12 +101,12 @@ DESCRIPTIONS: dict[str, Description] = {
     "value_norm": Description(_LAYER, "the size of what attention alone adds from each token", _NORMS),
     "alti": Description(
         _LAYER,
-        "how much closer each token's contribution brings the block's state to its true value",
+        "how much closer each token brings the output of attention to its true value",
         Cost(2),
     ),
     "information_flow_routes": Description(
         _LAYER,
-        "each token's share, by how much closer it brings the residual stream to its true value",
+        "how much closer each token brings the residual stream to its true value",
         Cost(4),
     ),
     "globenc": Description(
@@ -117,12 +117,12 @@ DESCRIPTIONS: dict[str, Description] = {
     "atb_ff": Description(_LAYER, "the size of what the feed-forward makes of each token", _PAIRS),
     "atb_ff_res": Description(
         _LAYER,
-        "the size of each token's contribution after attention, feed-forward and residual stream",
+        "the size of each token's contribution to the block's output, before a last norm",
         _PAIRS,
     ),
     "atb_ff_res_ln": Description(
         _LAYER,
-        "the size of each token's contribution to the output of the whole block, norms included",
+        "the size of each token's contribution to the output of the whole block",
         _PAIRS,
     ),
     "decompx_local": Description(
@@ -153,7 +153,7 @@ DESCRIPTIONS: dict[str, Description] = {
     ),
     "gim": Description(
         _ANSWER_BY_TOKEN,
-        "gradient times input, with a gradient that keeps effects that cancel each other",
+        "gradient times input, by a gradient that lets fewer effects cancel",
         _GRADIENTS,
     ),
     "frozen_gradients": Description(
