@@ -19,6 +19,7 @@ function writeAnswer() {
     prediction === undefined ? ` token ${state.query}` : probability === undefined ? "" : ` ${percent(probability)}`);
   const alternatives = others.map(([text, p]) => `${quotedToken(text)} ${percent(p)}`).join(" · ");
   const known = [alternatives && `then ${alternatives}`, target && `explained: ${target}${value === undefined ? "" : ` = ${minus(shown(value))}`}`].filter(Boolean).join(" — ");
+  document.title = [prediction === undefined ? plain(token) : plain(prediction), m.provenance.model, "lens_mix"].filter(Boolean).join(" · ");
   $("others").replaceChildren(known, make("span", { class: "on-screen", text: rowsThere().size > 1 ? `${known && " — "}click a token to explain another position` : "" }));
 }
 // Return the positions that some map of this text has a row of.

@@ -45,15 +45,23 @@ function findingOf(found) {
   const rest = sink >= own ? [sink, `the ${sinkName(other.m)}`] : [own, "the position itself"];
   return [...first, ` ${other.m.title} gives it ${percent(row[key])} there`, rest[0] >= .05 ? ` and ${percent(rest[0])} to ${rest[1]}.` : "."];
 }
-// Return one line about the chosen cell in every compared map with these keys.
-function readingOf(found, layer, key, keys) {
-  const parts = found.filter(({ m }) => same(keysOf(m), keys)).map(({ m, rows, shares }) => {
+// Return one line about the chosen cell in every compared map with these keys, and its strongest head.
+async function readingOf(found, layer, key, keys) {
+  const parts = await Promise.all(found.filter(({ m }) => same(keysOf(m), keys)).map(async ({ m, rows, shares }) => {
     const place = m.names.indexOf(layer);
     if (place < 0 || !inside(key, keysOf(m).length)) return `${m.title} –`;
     const x = state.unit === "share" ? percent(shares[place][key]) : shown(rows[place][key]);
-    return `${m.title} ${x}`;
-  });
+    return `${m.title} ${x}${await strongestHead(m, place, key)}`;
+  }));
   return `Layer ${layer}, ${quotedToken(keys[key])} (token ${key}): ${parts.join(" · ")}.`;
+}
+
+// Return the head that gives a key the largest share of its row, if the map has heads and their mean is shown.
+async function strongestHead(m, place, key) {
+  if (m.heads < 2 || headShown(m) >= 0) return "";
+  const rows = await Promise.all(Array.from({ length: m.heads }, (_, head) => rowOf(m, place, head, state.query)));
+  const shares = rows.map(row => sharesOf(row)[key]), best = shares.reduce((best, x, head) => Math.abs(x) > Math.abs(shares[best]) ? head : best, 0);
+  return ` (head ${best}: ${percent(shares[best])})`;
 }
 
 async function layersView(view) {
@@ -91,7 +99,7 @@ async function layersView(view) {
     finding.replaceChildren(...findingOf(found));
     const isChosen = state.layer !== null || state.key !== null;
     reading.classList.toggle("on-screen", !isChosen);
-    reading.textContent = layer === null || key === null ? "" : isChosen ? readingOf(found, layer, key, keys)
+    reading.textContent = layer === null || key === null ? "" : isChosen ? await readingOf(found, layer, key, keys)
       : "Click a cell to read it by every method, or move to it with the arrow keys.";
     for (const panel of panels) drawPanel(panel, found.find(one => one.m === panel.m), best, layer, same(keysOf(panel.m), keys) ? key : null);
     exported = () => ({ rows: found.flatMap(({ m, rows, shares }) => rows.flatMap((row, place) => [...row].map((x, key) => ({

@@ -236,8 +236,11 @@ def test_a_click_reads_a_cell_by_every_method(opened, maps):
     shares = [
         maps[name].merge_heads().normalized().scores[2, 5, 2] for name in ("attention", "value_zeroing")
     ]
+    heads = maps["attention"].normalized().scores[2, :, 5, 2]
+    best = int(heads.argmax())
     reading = (
-        f"Layer 2, “ t2” (token 2): Attention {percent(shares[0])} · Value Zeroing {percent(shares[1])}."
+        f"Layer 2, “ t2” (token 2): Attention {percent(shares[0])} (head {best}: {percent(heads[best])}) "
+        f"· Value Zeroing {percent(shares[1])}."
     )
     assert text(browser, "#reading") == reading
     assert text(browser, "#layer-name") == "2"
@@ -258,6 +261,20 @@ def test_arrow_keys_move_the_cell_of_a_panel(opened, maps):
     share, layer, key = strongest_cell(maps["attention"], 5)
     words = browser.find_element("id", panel.get_attribute("aria-describedby")).get_property("textContent")
     assert words.startswith(f"Strongest: layer {layer}, t{key}, token {key}, {percent(share)};")
+
+
+def test_the_pointer_links_the_text_and_the_panels(opened, maps):
+    browser = opened(maps, "query=5")
+    tip_of(browser, all_of(browser, "#tokens .token")[3])
+    guides = all_of(browser, ".guide")
+    assert len(guides) == 2
+    for guide, panel in zip(guides, all_of(browser, "canvas[data-panel]"), strict=True):
+        left, top, across, down = geometry(panel)
+        # The columns are those of tokens 1 to 4, so that token 3 has the third one.
+        assert guide.rect["x"] == pytest.approx(panel.rect["x"] + left + 2 * across, abs=1.5)
+        assert guide.rect["width"] == pytest.approx(across, abs=1.5)
+    tip_of(browser, panel, left + 1.5 * across, top + 0.5 * down)
+    assert [box.get_attribute("data-key") for box in all_of(browser, "#tokens .linked")] == ["2"]
 
 
 def test_heads_and_compared_methods_are_chosen(opened, maps):
