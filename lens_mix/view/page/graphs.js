@@ -486,6 +486,7 @@ async function treeView(view) {
     from_level: tree.nodes[start].level, key: tree.nodes[start].position, key_token: tree.nodes[start].token, to_level: tree.nodes[end].level,
     query: tree.nodes[end].position, query_token: tree.nodes[end].token, value: values.weight })) });
 }
+const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 const twoDigits = x => String(+x.toPrecision(2));
 const hasShare = node => typeof node.share === "number";
 const nodeName = node => `${node.position} “${shortened(plain(node.token), 24)}”`;
@@ -525,7 +526,7 @@ function treeFinding(tree, root) {
   const moved = tree.edges.filter(([start, end]) => tree.nodes[start].position !== tree.nodes[end].position)
     .sort((a, b) => Math.abs(b[2].weight) - Math.abs(a[2].weight));
   const step = moved.find(([, end]) => tree.nodes[end].position === root.position) || moved[0];
-  if (!step) return ["Nothing from another position is above the threshold."];
+  if (!step) return [`Nothing from another position is above the threshold${tree.of ? "; a smaller one may show more" : ""}.`];
   const [from, to] = [tree.nodes[step[0]], tree.nodes[step[1]]];
   return ["The strongest step to it: through ", bold(`layer ${layerOfEdge(tree, step)}`), ", from ", bold(quotedToken(from.token)), ` (token ${from.position})`,
     to.position === root.position ? ", " : ` to ${quotedToken(to.token)} (token ${to.position}), `, bold(twoDigits(step[2].weight)), "."];
@@ -533,7 +534,7 @@ function treeFinding(tree, root) {
 function treeCaption(tree, whole, packed, left) {
   const error = tree.computed && Math.max(...tree.computed.layers.map(layer => layer.error));
   const text = [tree.isPart ? `This is a part of the given graph of ${packed.nodes.length} nodes.` : rule(tree),
-    `${tree.nodes.length} nodes and ${tree.edges.length} edges are drawn.`,
+    `${counted(tree.nodes.length, "node")} and ${counted(tree.edges.length, "edge")} are drawn.`,
     !left.size && !tree.isPart && tree.edges.length < tree.whole[1] && `These are the largest of ${tree.whole[1]} edges.`,
     left.size && sinkOf(whole, tree, left, sinkName(map())),
     tree.computed && `Computed in the page, from numbers stored with an error of at most ${shown(error)}.`].filter(Boolean).join(" ");
@@ -553,7 +554,7 @@ function sinkOf(whole, tree, left, name) {
   const edges = whole.edges.filter(([start, end]) => left.has(whole.nodes[start].position) && drawn.has(indexOf(end)));
   if (!edges.length) return "";
   const largest = edges.reduce((most, edge) => Math.abs(edge[2].weight) > Math.abs(most[2].weight) ? edge : most);
-  return `${edges.length} ${edges.length > 1 ? "edges" : "edge"} from the ${name} ${edges.length > 1 ? "are" : "is"} left out; the largest is `
+  return `${counted(edges.length, "edge")} from the ${name} ${edges.length > 1 ? "are" : "is"} left out; the largest is `
     + `${twoDigits(largest[2].weight)}, to ${nodeName(whole.nodes[largest[1]])} in layer ${layerOfEdge(whole, largest)}.`;
 }
 // Return a sentence about the edges that were left out when the graph was made.
