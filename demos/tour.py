@@ -65,11 +65,12 @@ print(lm.support(model))
 # %% [markdown]
 # ## One map
 # A `MixingMap` contains `scores[layer, query, key]`: how much position *query* used position *key*. Raw
-# scores are as the method defines them; `normalized()` scales each row to sum 1.
+# scores are as the method defines them; `normalized()` scales each row to sum 1. A notebook shows a map as a
+# picture of one position, with what the model predicts there (`explanation()`).
 
 # %%
 zeroing = lm.run(model, prompt, "value_zeroing")
-print(zeroing.explanation())
+print(zeroing)
 zeroing
 
 # %%
@@ -80,9 +81,9 @@ for source in zeroing.normalized().top(3):
 # ## Several methods, one clean pass
 # The picture has a row per layer and a column per token: what the *last* position used in each layer. The
 # shares of the first token and of the position itself are numbers beside each layer, because the first token
-# has most of the attention. Value zeroing measures how much the output of the block
-# changes when a token's value vector is zeroed. In layer 23 the score of " Italy", 29 tokens before the end,
-# is 0.94 by value zeroing and 0.19 by attention.
+# has most of the attention. Value zeroing measures how much the output of the block changes when a token's
+# value vector is zeroed. In layer 23 the score of " Italy", 29 tokens before the end, is 0.94 by value
+# zeroing and 0.19 by attention.
 
 # %%
 maps = lm.run(model, prompt, ["attention", "value_zeroing"])

@@ -89,6 +89,16 @@ def test_many_prompts_of_different_lengths():
                     assert entry.target == expected.target
 
 
+def test_a_map_of_spans_predicts_the_next_token():
+    spans = lm.run(causal_model(), torch.arange(3, 10), lm.Occlusion(spans=[(0, 1), (2,)]), queries=[-1])
+    assert spans.explanation().startswith("after ")
+
+
+def test_an_encoder_of_a_pair_predicts_nothing():
+    model = build_or_skip(bridge, "bart", torch.float64)
+    assert not lm.run(model, prompt_of(model), "attention", part="encoder").provenance["predicts_next"]
+
+
 @NO_BERT
 def test_an_encoder_has_the_prediction_of_its_target_only():
     model = build_or_skip(bridge, "bert", torch.float64)

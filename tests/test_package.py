@@ -107,6 +107,12 @@ def test_every_method_cites_its_paper(name):
     assert lm.METHODS[name].__doc__
 
 
+def test_a_method_is_cited_by_the_name_of_its_class_too():
+    assert lm.citation("ValueZeroing") == lm.citation("value_zeroing")
+    with pytest.raises(ValueError, match=r"name: expected one of .*did you mean 'value_zeroing'\?"):
+        lm.citation("value_zeroin")
+
+
 def test_aggregations_are_cited():
     assert "Abnar" in lm.citation("rollout")
 

@@ -117,9 +117,8 @@ def flow(
     aggregation = {"name": "flow", "residual": weight, "normalize": normalize, "layer": layer, **options}
     depths = [level - 1 for level in levels]
     reached = reached_inputs(visible, weight)[depths][:, chosen]
-    return stack.replace(
+    return stack.select_queries(chosen).replace(
         scores=scores.to(stack.scores.device),
-        queries=chosen,
         mask=None if stack.mask is None else reached,
         layers=[stack.layer_labels[depth] for depth in depths],
         residual=weight,

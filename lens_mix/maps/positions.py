@@ -45,12 +45,16 @@ def as_positions(values: object, count: int, argument: str = "queries") -> list[
 def find_query(tokens: Sequence[str], query: int | str, argument: str = "query") -> int:
     """Return the position of a query that is given as a position or as a token.
 
+    White space around a token counts only if the token occurs as it is written: "of" finds " of".
+
     Raises:
         ValueError: If there is no such position, or if the token does not occur exactly once.
     """
     if not isinstance(query, str):
         return as_position(query, len(tokens), argument)
     positions = [position for position, token in enumerate(tokens) if token == query]
+    if not positions:
+        positions = [position for position, token in enumerate(tokens) if token.strip() == query.strip()]
     if len(positions) != 1:
         raise ValueError(
             f"{argument}: expected a token that occurs once in {list(tokens)}, got {query!r}, "

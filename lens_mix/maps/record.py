@@ -30,7 +30,7 @@ from lens_mix.maps.positions import (
     kept_positions,
     shorten,
 )
-from lens_mix.maps.spans import Span, find_positions
+from lens_mix.maps.spans import Span, Words, find_positions, resolve_words
 
 if TYPE_CHECKING:
     import networkx
@@ -48,8 +48,6 @@ _METHODS_WITH_HEADS = (
 )
 # The options of `lens_mix.view.layer_maps` that `show_position` does not have.
 _ONLY_LAYER_MAPS = {"layers", "head", "layer", "diagonal", "queries"}
-
-Groups = Sequence[str] | Sequence[Sequence[int]] | None
 
 
 class Source(NamedTuple):
@@ -84,7 +82,7 @@ class Sources(list[Source]):
 
 
 class HeadScore(NamedTuple):
-    """What one head of a query takes from a key.
+    """One head and its score of a key.
 
     Attributes:
         layer: The label of the head's layer.
@@ -136,14 +134,15 @@ class MixingMap:
         layers: The labels of the layers. Default: 0, 1, 2, ….
         provenance: The origin of the map, as values that JSON can represent (model name, dtype, engine, …).
             `sink` is True if rows of weights sum to less than 1 because an attention sink that is not a token
-            received the rest.
+            received the rest. `predicts_next` is True if the model predicts the token after each row's
+            position, and not the one at it. Without it, that is so if the map is causal.
         notes: Sentences about this map that a reader should know, such as warnings.
         queries: The position among `tokens` of each row of `scores` and `mask`. Each position occurs once, in
             any order. None: all positions in order; a list of all positions in order becomes None.
         residual_shares: The measured share of each row's representation that is its own residual stream,
             `[layer, query]`, 0 to 1, for `rollout(residual="measured")`. None: not measured, or an input map.
-        default_query: The position of the row that is used if no row is named (in `top`, in a notebook's
-            table, in figures). A run sets it to the position that the target reads. Without a target it is 0
+        default_query: The position of the row that is used if no row is named (in `top`, in figures,
+            in a notebook). A run sets it to the position that the target reads. Without a target it is 0
             in a bidirectional model, the position of [CLS]. None, or a position without a row: the map's last
             row.
         explained: What the model predicts at the position of each row, and the target that the row explains,
@@ -276,7 +275,7 @@ class MixingMap:
     @property
     def _predicts_next(self) -> bool:
         """Whether the prediction of a row is the token after it, and not the token at its own position."""
-        return self.causal or self.provenance.get("part") in ("decoder", "cross", "joint")
+        return bool(self.provenance.get("predicts_next", self.causal))
 
     def explanation(self, query: int | str | None = None) -> str:
         """Return what a row explains as a line of text: `after ' in': ' Italian' 0.66`; "" if it is unknown.
@@ -546,7 +545,7 @@ class MixingMap:
         return self.drop(0)
 
     def merge_words(
-        self, groups: Groups = None, keys: str = "sum", queries: str = "mean", key_groups: Groups = None
+        self, groups: Words = None, keys: str = "sum", queries: str = "mean", key_groups: Words = None
     ) -> MixingMap:
         """Return the map with subword tokens merged into words on both axes, in float32 or float64.
 
@@ -559,8 +558,9 @@ class MixingMap:
         words that are left out although one of their rows is present.
 
         Args:
-            groups: The words as text, or as lists of positions that contain each position once. None: the
-                words are found from the tokens (`lens_mix.maps.words.find_words` explains the rule).
+            groups: The words as text, or as lists of positions that contain each position once; or a dict of
+                named groups, such as {"the subject": "Eiffel Tower"}, beside which tokens stay as they are.
+                None: the words are found from the tokens, by the rule of `lens_mix.maps.words.find_words`.
             keys: How to merge columns: "sum", "mean", "max", "min", "first" or "last".
             queries: How to merge rows: one of the same names.
             key_groups: The words of the keys, for a map with other keys. None: its keys are not merged.
@@ -572,12 +572,12 @@ class MixingMap:
         """
         reduce_keys = words.find_reduction(keys, "keys")
         reduce_queries = words.find_reduction(queries, "queries")
-        query_words, names = words.resolve_groups(self.tokens, groups, "groups")
+        query_words, names = resolve_words(self.tokens, groups, "groups")
         key_words = query_words
         key_names: list[str] | None = None
         if not self.keys_are_tokens:
             given = [[key] for key in range(len(self.key_tokens))] if key_groups is None else key_groups
-            key_words, key_names = words.resolve_groups(self.key_tokens, given, "key_groups")
+            key_words, key_names = resolve_words(self.key_tokens, given, "key_groups")
         elif key_groups is not None:
             raise ValueError("key_groups: expected None on a map whose keys are its tokens, got groups")
         explained = self.default_query_position if self.kind == "input" else self.default_query

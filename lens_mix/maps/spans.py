@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 from lens_mix.arguments import check_items, check_whole_number
 from lens_mix.maps.characters import join_tokens
 from lens_mix.maps.positions import as_positions, shorten
-from lens_mix.maps.words import simplify, spell
+from lens_mix.maps.words import resolve_groups, simplify, spell
 
 # One position (negative: from the end), a text of neighbouring tokens, a slice, or several of these.
 Span = int | str | slice | Iterable[int | str | slice]
 
 # Groups of positions, with names or without; each is a text, a slice, or a list of positions and texts.
 Groups = Sequence[Span] | Mapping[str, Span]
+# All positions, as words or as lists of positions; or some of them, as named groups. None: words are found.
+Words = Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Span] | None
 
 _EXPECTED = "a position, a text of the prompt, a slice, or several of these"
 # A text is compared as it is; if it is not found, without white space; and then also without case.
@@ -123,6 +125,28 @@ def read_groups(
     _require_disjoint(argument, found)
     names = groups if has_names else [join_tokens([tokens[each] for each in group]) for group in found]
     return [Group(name, positions) for name, positions in zip(names, found, strict=True)]
+
+
+def resolve_words(tokens: Sequence[str], groups: Words, argument: str) -> tuple[list[list[int]], list[str]]:
+    """Return the positions and the names of words or named groups, for all positions.
+
+    Args:
+        tokens: The tokens of all positions.
+        groups: The words as in `resolve_groups`, or a dict of named groups as in `check_groups`. A position
+            in no named group is a word of its own.
+        argument: The name of the argument, for errors.
+
+    Raises:
+        TypeError: As in these functions.
+        ValueError: As in these functions.
+    """
+    if not isinstance(groups, Mapping):
+        return resolve_groups(tokens, groups, argument)
+    named = read_groups(tokens, check_groups(argument, groups), argument)
+    covered = {position for group in named for position in group.positions}
+    rest = [Group(token, [place]) for place, token in enumerate(tokens) if place not in covered]
+    ordered = sorted([*named, *rest], key=lambda group: group.positions)
+    return [group.positions for group in ordered], [group.name for group in ordered]
 
 
 def _find_text(tokens: Sequence[str], text: str, argument: str = "spans") -> list[int]:

@@ -80,7 +80,7 @@ def draw_bars(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> No
     known = values.nan_to_num(0.0)
     low, high = min(known.min().item(), 0.0), max(known.max().item(), 0.0)
     span = (high - low) or 1.0
-    numbered = find_largest([values])
+    numbered = _find_largest([values])
     colours = [_LARGEST_BAR if key in numbered else _BAR for key in range(len(labels))]
     axes.bar(range(len(labels)), known.tolist(), width=0.72, color=colours)
     axes.set_xlim(-0.6, len(labels) - 0.4)
@@ -115,7 +115,7 @@ def draw_bars(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> No
 def rank_bars(rows: Iterable[Float[Tensor, " key"]]) -> list[int]:
     """Return all keys: first the largest bars of each row, then the others by their largest bar."""
     rows = list(rows)
-    largest = find_largest(rows)
+    largest = _find_largest(rows)
     sizes = torch.stack(
         [values.nan_to_num(0.0).abs() / (values.nan_to_num(0.0).abs().max() or 1) for values in rows]
     )
@@ -123,7 +123,7 @@ def rank_bars(rows: Iterable[Float[Tensor, " key"]]) -> list[int]:
     return list(dict.fromkeys([*largest, *order]))
 
 
-def find_largest(rows: Iterable[Float[Tensor, " key"]]) -> list[int]:
+def _find_largest(rows: Iterable[Float[Tensor, " key"]]) -> list[int]:
     """Return the keys of the three largest bars of each row, by magnitude, without bars too small to see."""
     bars: dict[int, None] = {}
     for values in rows:

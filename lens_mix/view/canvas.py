@@ -47,7 +47,7 @@ class Picture(Figure):
 
     def draw(self, renderer: Any) -> None:
         """Draw the figure with a font for every character; a character without a font becomes its number."""
-        use_fonts(self)
+        _use_fonts(self)
         super().draw(renderer)
 
     def write(self, left: float, bottom: float, text: str, **options: Any) -> Any:
@@ -171,7 +171,7 @@ def style_bar(bar: Any) -> None:
     bar.ax.tick_params(labelsize=FONT, length=1.5, width=0.5, color=QUIET, labelcolor=INK)
 
 
-def make_colour_map(signed: bool) -> Colormap:
+def _make_colour_map(signed: bool) -> Colormap:
     """Return the colour map for scores from 0 up, or for signed scores; masked entries are grey."""
     steps = SIGNED if signed else BLUES
     return LinearSegmentedColormap.from_list("lens_mix", steps).with_extremes(bad=HIDDEN)
@@ -185,7 +185,7 @@ def choose_colour_map(signed: bool, cmap: str | Colormap | None) -> Colormap:
         ValueError: If there is no colour map of this name.
     """
     if cmap is None:
-        return make_colour_map(signed)
+        return _make_colour_map(signed)
     check_instance("cmap", cmap, (str, Colormap), "a colour map of matplotlib or its name")
     if isinstance(cmap, str) and cmap not in colormaps:
         raise ValueError(f"cmap: expected a name in matplotlib.colormaps, such as 'viridis', got {cmap!r}")
@@ -199,7 +199,7 @@ def is_dark(colour: Sequence[float]) -> bool:
     return luminance < 0.22
 
 
-def use_fonts(artist: Any) -> None:
+def _use_fonts(artist: Any) -> None:
     """Give all texts of a figure or of axes a font for every character.
 
     A character that no installed font has becomes its number.
@@ -265,7 +265,7 @@ def check_axes(ax: Any, figsize: Any, count: int, argument: str) -> None:
 
 def finish_axes(ax: Any) -> Figure:
     """Return the figure of axes that a user gave, after all texts in them have a font."""
-    use_fonts(ax)
+    _use_fonts(ax)
     figure: Figure = ax.figure
     return figure
 

@@ -99,7 +99,7 @@ class PositionView:
         as_numbers: bool = True,
     ) -> PositionView:
         """Return one position of the maps, with the arguments of `show_position`."""
-        named = name_maps(maps)
+        named = _name_maps(maps)
         _require_same_axes(named)
         chosen = next((m for m in named.values() if m.default_query is not None), next(iter(named.values())))
         position = chosen.query_positions[chosen.row_index(query)] if isinstance(query, str) else query
@@ -113,7 +113,7 @@ class PositionView:
         columns, numbers = _choose_columns(panels, own, keys, as_numbers)
         left_out = set() if own is None else {0, own}
         part = "key" if own is None else "word" if words else "token"
-        best = find_best(panels, left_out)
+        best = _find_best(panels, left_out)
         found = "" if best is None else f"{quote(names[best[1].key])} ({part} {best[1].key})"
         explanation = next(filter(None, (row.explanation(position) for row in rows.values())), "")
         unit = ", ".join(dict.fromkeys(panel.unit for panel in panels))
@@ -124,7 +124,7 @@ class PositionView:
             numbers,
             explanation[:1].upper() + explanation[1:]
             or f"What position {position}, {quote(tokens[position])}, used",
-            "" if best is None else describe_best(panels, best, found),
+            "" if best is None else _describe_best(panels, best, found),
             best,
             make_subtitle(chosen, unit),
             next(filter(None, map(_read_prediction, rows.values())), None),
@@ -149,7 +149,7 @@ class PositionView:
         return largest.argsort(descending=True, stable=True).tolist()
 
 
-def name_maps(maps: Maps) -> dict[str, MixingMap]:
+def _name_maps(maps: Maps) -> dict[str, MixingMap]:
     """Return the maps by name; the names of a sequence are those of the methods, each different.
 
     Raises:
@@ -234,7 +234,7 @@ def _choose_columns(
     return (remaining, numbers) if remaining else (columns, {})
 
 
-def find_best(panels: Sequence[Panel], left_out: Iterable[int]) -> tuple[int, Strongest] | None:
+def _find_best(panels: Sequence[Panel], left_out: Iterable[int]) -> tuple[int, Strongest] | None:
     """Return the index of the map with the largest score, and that score; None if no key has a score.
 
     Layer maps come before maps with one layer, and shares before raw scores.
@@ -254,7 +254,7 @@ def find_best(panels: Sequence[Panel], left_out: Iterable[int]) -> tuple[int, St
     return max(known, key=rank) if known else None
 
 
-def describe_best(panels: Sequence[Panel], best: tuple[int, Strongest], key: str) -> str:
+def _describe_best(panels: Sequence[Panel], best: tuple[int, Strongest], key: str) -> str:
     """Return a sentence about the largest score.
 
     An example is "Layer 23: 94 % of the attention row is from ' Italy' (token 6)." The other maps with the
@@ -262,7 +262,7 @@ def describe_best(panels: Sequence[Panel], best: tuple[int, Strongest], key: str
 
     Args:
         panels: The maps.
-        best: A result of `find_best`.
+        best: A result of `_find_best`.
         key: The key in words.
     """
     panel, strongest = panels[best[0]], best[1]

@@ -224,7 +224,7 @@ class _Frame:
         self.head = head + self.measure_height(self.subtitle, FONT) + 0.06
         self.blocks = [self._make_block(index, inner) for index in self.texts]
         self.block_height = sum(block.height + 0.16 for block in self.blocks)
-        return self.head + self.block_height
+        return float(self.head + self.block_height)
 
     def _measure_labels(self, width: float) -> float:
         """Return the height of the name above a heat map, and of the tokens below it."""

@@ -9,6 +9,7 @@ import lens_mix as lm
 from lens_mix.aggregation import flow, rollout
 from lens_mix.aggregation.flow import _compute_even_flow
 from lens_mix.maps import MixingMap
+from lens_mix.maps.explained import Explained
 from tests.matrix import slow
 from tests.random_maps import REFERENCE, map_of, random_attention, reference_arrays
 
@@ -96,6 +97,13 @@ def test_a_chosen_layer_is_that_layer_of_all():
         alone = flow(mixing_map, layer=layer)
         assert torch.equal(alone.scores[0], every.layer(layer).scores[0])
         assert alone.layers == every.layer(layer).layers
+
+
+def test_chosen_queries_keep_what_they_explain():
+    explained = [Explained(f"t{position + 1}", 0.5) for position in range(6)]
+    mixing_map = map_of(random_attention(layers=3)).replace(explained=explained)
+    assert flow(mixing_map, queries=[-1, 2]).explained == (explained[5], explained[2])
+    assert flow(mixing_map).explained == tuple(explained)
 
 
 def test_chosen_queries_are_those_rows():

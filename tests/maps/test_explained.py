@@ -41,7 +41,7 @@ def test_rows_of_a_causal_map_are_labelled_with_the_next_token():
     assert explained_map().row_labels == ["The → city", " city", ", → which", "in → Italy"]
     assert explained_map(causal=False).row_labels == TOKENS
     assert explained_map(explained=None).row_labels == TOKENS
-    assert explained_map(causal=False, provenance={"part": "decoder"}).row_labels[2] == ", → which"
+    assert explained_map(causal=False, provenance={"predicts_next": True}).row_labels[2] == ", → which"
 
 
 def test_top_says_what_it_explains():

@@ -443,6 +443,20 @@ def test_merge_words_with_unknown_reductions():
         make().merge_words(key_groups=[[0, 1, 2, 3, 4]])
 
 
+def test_merge_named_groups():
+    mixing_map = make()
+    merged = mixing_map.merge_words({"the subject": "Eiffel Tower"})
+    assert merged.tokens == [TOKENS[0], "The", "the subject"]
+    expected = mixing_map.merge_words([[0], [1], [2, 3, 4]])
+    assert torch.equal(merged.scores, expected.scores)
+    assert merged.causal
+    apart = mixing_map.merge_words({"ends": [0, 4], "article": "The"})
+    assert apart.tokens == ["ends", "article", " Eif", "fel"]
+    assert not apart.causal
+    with pytest.raises(ValueError, match="groups: expected a text that the prompt contains, got 'Louvre'"):
+        mixing_map.merge_words({"the subject": "Louvre"})
+
+
 def test_merge_words_on_other_keys():
     scores = torch.rand(1, 2, 3)
     mixing_map = MixingMap(scores=scores, tokens=[" a", "b"], key_tokens=["la", "##st", "one"])
@@ -533,6 +547,14 @@ def test_top():
     for wrong in ({"query": 3}, {"query": "d"}, {"layer": 1}, {"k": 0}, {"head": 0}):
         with pytest.raises(ValueError, match="expected"):
             mixing_map.top(**wrong)
+
+
+def test_a_query_by_its_token():
+    mixing_map = MixingMap(scores=torch.ones(1, 5, 5), tokens=["of", " a", " of", " b", " b"])
+    assert [mixing_map.row_index(token) for token in ("of", " of", "a", " a ")] == [0, 2, 1, 1]
+    for token in ("b", "c", ""):
+        with pytest.raises(ValueError, match="query: expected a token that occurs once"):
+            mixing_map.row_index(token)
 
 
 def test_top_of_heads():

@@ -12,7 +12,7 @@ def lightness(colours: numpy.ndarray) -> numpy.ndarray:
 
 
 def test_the_colours_keep_their_order_in_grey() -> None:
-    steps = numpy.array(canvas.make_colour_map(signed=False)(numpy.linspace(0, 1, 101)))[:, :3]
+    steps = numpy.array(canvas._make_colour_map(signed=False)(numpy.linspace(0, 1, 101)))[:, :3]
     fall = -numpy.diff(lightness(steps))
     assert lightness(steps)[0] > 95
     assert lightness(steps)[-1] < 20
@@ -23,7 +23,7 @@ def test_the_colours_keep_their_order_in_grey() -> None:
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_masked_entries_have_a_colour_that_no_score_has(signed: bool) -> None:
-    colours = canvas.make_colour_map(signed)
+    colours = canvas._make_colour_map(signed)
     masked = colours(numpy.ma.masked_array([0.5], [True]))[0][:3]
     scores = numpy.array(colours(numpy.linspace(0, 1, 256)))[:, :3]
     assert numpy.abs(scores - masked).max(1).min() > 0.02
