@@ -109,8 +109,8 @@ def page(
         path: The file to write; None: no file is written.
         trees: Graphs of `attribution_tree` or `lens_mix.graphs`: one, several by name, or a list with one of
             these per prompt; {}: none. None: for each map that has all rows, the attribution tree of
-            `attention_attribution` from the explained position (`MixingMap.default_query`; without one, from
-            the token with the largest sum), and the routes of `information_flow_routes` to the default row.
+            `attention_attribution` or the routes of `information_flow_routes` to the explained position
+            (`MixingMap.default_query_position`). The page computes these again for the token that is clicked.
             For a graph with more than 4,000 edges the page contains the largest ones, and says so.
 
     Returns:

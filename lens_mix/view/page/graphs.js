@@ -1,81 +1,102 @@
 // ------------------------------------------------------------------ graphs over levels and positions
 // The sizes of a drawing in pixels: columns, the gaps between them, the widest edge, an edge that stays, the highest level.
 const NARROWEST = 13, WIDEST = 64, GAP = 10, THICK = 9, STAY = 1.4, TOP = 34;
-// Draw a graph with levels upward and positions from left to right, and return its `<p>` for details. `graph` has:
-//   title: the name of the picture; tokens: the tokens by position; chosen: the explained position; scaleTitle: the unit
-//   nodes: { level, position, say, share, mark: "circle" or "square", side, attributes }; roots: the indices of the roots
+// Draw a graph with levels upward and positions from left to right. `graph` has:
+//   title: the name of the picture; tokens: the tokens by position; chosen: the explained position; roots: indices of nodes
+//   nodes: { level, position, say, share, mark: "circle" or "square", side, small, attributes }
 //   edges: { start, end, weight, say, detail, attributes }, with the indices of nodes
-//   levelNames: a Map from a level to its label; beside: a Map from a level to a number at its right, or null
-//   choose(position, index): what a click on a token (index -1) or on a node does; legend: more entries for the legend
+//   levels: levels to draw also without a node; levelNames: a Map from a level to its name
+//   beside, besideTitle: a Map from a level to a number beside its name, or null, and what the numbers are
+//   unitName, format, shareName, legend: what the widths, the areas of nodes and the squares mean, and how to write a width
+//   choose(position, index): what a click on a node does, or on a token (index -1 if it has no node)
 function drawGraph(view, graph) {
+  const plan = layOut(graph), { edges, roots, nodes } = graph;
+  const svg = draw("svg", { width: plan.width, height: plan.height, role: "group", "aria-label": graph.title });
+  const detail = make("p", { class: "caption", "data-detail": "hint", text: "Click an edge for its numbers. Click a node or a token to explain it." });
+  const tell = async say => { detail.dataset.detail = ""; detail.textContent = (await say()).replaceAll("\n", "; "); };
+  const strongest = [...edges].sort((a, b) => moves(graph, b) - moves(graph, a) || Math.abs(b.weight) - Math.abs(a.weight));
+  const inWords = strongest.slice(0, 10).map(edge => edge.say().replaceAll("\n", ", "));
+  const described = inWords.length ? `The strongest edges: ${inWords.slice(0, 5).join("; ")}.` : "No edge.";
+  const picture = draw("g", { role: "img", "aria-label": `${graph.title}. ${described}` });
+  for (const x of plan.across.values()) picture.append(draw("line", { x1: x, x2: x, y1: TOP, y2: plan.bottom, class: "guide" }));
+  // The strongest edges are drawn last, on top.
+  const lines = strongest.reverse().map(edge => drawEdge(graph, plan, edge, tell)), marks = nodes.map((_, index) => drawNode(graph, plan, index));
+  picture.append(...lines);
+  const buttons = draw("g", { role: "group", "aria-label": "Nodes. The arrow keys follow the edges; Enter chooses a node." });
+  buttons.append(...marks);
+  svg.append(picture, ...drawTokens(graph, plan), buttons);
+  const light = lightEdges(picture, lines);
+  followPointer(svg, lines, light);
+  followKeys(buttons, marks, graph, tell, light);
+  const pane = make("div", { class: "pane", "data-middle": roots.length ? plan.x(nodes[roots[0]]) : 0 }, svg);
+  view.append(makeLegend(graph, plan.most), make("div", { class: "graph" }, nameLevels(graph, plan), pane), detail);
+  if (inWords.length) view.append(make("details", { class: "caption" }, make("summary", { text: "The strongest edges in words" }),
+    make("ol", {}, ...inWords.map(text => make("li", { text })))));
+}
+// Return whether an edge is between two positions. What stays at a position is often most of it, so only these have a width.
+const moves = ({ nodes }, edge) => nodes[edge.start].position !== nodes[edge.end].position;
+// Return the places of columns and levels in pixels, and the largest weight between two positions.
+function layOut(graph) {
   const { nodes, edges, tokens } = graph, levels = [...new Set([...graph.levels, ...nodes.map(node => node.level)])].sort((a, b) => a - b);
   const margin = graph.beside ? 82 : 38, room = Math.max(280, $("panel").clientWidth) - margin - 28;
   const used = [...new Set(nodes.map(node => node.position))].sort((a, b) => a - b);
   // All tokens have a column if their labels fit; otherwise only tokens with a node have one.
   const columns = tokens.length * 22 <= room ? tokens.map((_, position) => position) : used;
-  const gaps = columns.map((position, i) => position - (i ? columns[i - 1] : -1) > 1), extra = GAP * gaps.filter(Boolean).length;
-  const across = Math.max(NARROWEST, Math.min(WIDEST, (room - extra) / columns.length)), place = new Map();
+  const gaps = columns.filter((position, i) => position - (i ? columns[i - 1] : -1) > 1);
+  const step = Math.max(NARROWEST, Math.min(WIDEST, (room - GAP * gaps.length) / columns.length)), across = new Map();
   let right = 0;
-  columns.forEach((position, i) => { right += gaps[i] ? GAP : 0; place.set(position, right + across / 2); right += across; });
+  for (const position of columns) {
+    right += (gaps.includes(position) ? GAP : 0) + step;
+    across.set(position, right - step / 2);
+  }
   const down = Math.max(9, Math.min(40, 600 / Math.max(1, levels.length - 1))), rank = new Map(levels.map((level, i) => [level, i]));
-  const bottom = TOP + (levels.length - 1) * down, y = level => bottom - rank.get(level) * down;
-  // A feed-forward is drawn to the right of the residual stream that it reads and writes.
-  const x = node => place.get(node.position) + (node.mark === "square" ? Math.min(14, across / 3) : 0);
-  const labels = fitting(columns, place, nodes, graph.chosen), longest = Math.max(...labels.map(position => Math.min(14, visible(tokens[position]).trim().length)));
-  const svg = draw("svg", { width: Math.ceil(right + 12), height: Math.ceil(bottom + 34 + 6.2 * longest), role: "group", "aria-label": graph.title });
-  // What stays at a position is often most of it, so only edges between two positions have a width.
-  const moves = edge => nodes[edge.start].position !== nodes[edge.end].position;
-  const most = edges.reduce((largest, edge) => moves(edge) ? Math.max(largest, Math.abs(edge.weight)) : largest, 0);
-  const strongest = [...edges].sort((a, b) => moves(b) - moves(a) || Math.abs(b.weight) - Math.abs(a.weight)), asText = strongest.slice(0, 10).map(edge => edge.say());
-  const picture = draw("g", { role: "img", "aria-label": `${graph.title}. ${edges.length ? `The strongest edges: ${asText.slice(0, 5)
-    .map(text => text.replaceAll("\n", ", ")).join("; ")}.` : "No edge."}` });
-  svg.append(picture);
-  for (const position of columns) picture.append(draw("line", { x1: place.get(position), x2: place.get(position), y1: TOP, y2: bottom, class: "guide" }));
-  const lineOf = edge => {
-    const [from, to] = [nodes[edge.start], nodes[edge.end]], strong = moves(edge) ? Math.abs(edge.weight) / most : 0;
-    return draw("line", { x1: x(from), y1: y(from.level), x2: x(to), y2: y(to.level), "stroke-width": moves(edge) ? Math.max(.8, THICK * strong) : STAY,
-      "stroke-opacity": .45 + .5 * strong, "data-weight": edge.weight, "data-from": `${from.level},${from.position}`,
-      "data-to": `${to.level},${to.position}`, class: edge.weight < 0 ? "edge less" : from.position === to.position ? "edge stay" : "edge",
-      ...edge.attributes });
-  };
-  // The strongest edges are drawn last, on top.
-  const lines = strongest.reverse().map(edge => Object.assign(lineOf(edge), { edge, say: edge.say, pick: () => tell(edge.detail || edge.say) }));
-  picture.append(...lines);
-  const marks = nodes.map((node, index) => {
-    const side = node.side ?? 6, isRoot = graph.roots.includes(index), common = { role: "button", tabindex: -1, "aria-label": node.say().replaceAll("\n", ", "),
-      "data-node": `${node.level},${node.position}`, class: isRoot ? "root" : node.mark === "square" ? "feed-forward" : "", ...node.attributes };
-    const mark = node.mark === "square" ? draw("rect", { ...common, x: x(node) - side / 2, y: y(node.level) - side / 2, width: side, height: side })
-      : draw("circle", { ...common, cx: x(node), cy: y(node.level), r: radius(node, isRoot) });
-    return Object.assign(mark, { index, say: node.say, pick: () => graph.choose(node.position, index) });
-  });
-  columns.forEach((position, i) => {
-    if (gaps[i]) svg.append(draw("text", { x: place.get(position) - across / 2 - GAP / 2, y: bottom + 16, class: "faint", "text-anchor": "middle" }, "⋯"));
-  });
-  for (const position of labels) svg.append(tokenLabel(tokens[position], place.get(position), bottom + 15,
-    position === graph.chosen ? "chosen" : used.includes(position) ? "" : "faint",
-    () => graph.choose(position, nodes.findIndex(node => node.position === position && nodes.every(other => other.position !== position || other.level <= node.level)))));
-  const buttons = draw("g", { role: "group", "aria-label": "Nodes. The arrow keys follow the edges; Enter chooses a node." });
-  buttons.append(...marks);
-  svg.append(buttons);
-  const detail = make("p", { class: "caption", "data-detail": "hint", text: "Click an edge for its numbers. Click a node or a token to explain it." });
-  const tell = async say => { detail.dataset.detail = ""; detail.textContent = (await say()).replaceAll("\n", "; "); };
-  // The edges of the node below the pointer, or of the one with the focus, are drawn strongly and the others weakly.
+  const bottom = TOP + (levels.length - 1) * down, labels = fitting(graph, across);
+  const longest = Math.max(...labels.map(position => Math.min(14, visible(tokens[position]).trim().length)));
+  return { levels, margin, used: new Set(used), gaps, step, across, bottom, labels, width: Math.ceil(right + 12), height: Math.ceil(bottom + 34 + 6.2 * longest),
+    most: edges.reduce((most, edge) => moves(graph, edge) ? Math.max(most, Math.abs(edge.weight)) : most, 0),
+    y: level => bottom - rank.get(level) * down,
+    // A feed-forward is drawn to the right of the residual stream that it reads and writes.
+    x: node => across.get(node.position) + (node.mark === "square" ? Math.min(14, step / 3) : 0) };
+}
+function drawEdge(graph, { x, y, most }, edge, tell) {
+  const [from, to] = [graph.nodes[edge.start], graph.nodes[edge.end]], isMove = moves(graph, edge), strong = isMove ? Math.abs(edge.weight) / most : 0;
+  const line = draw("line", { x1: x(from), y1: y(from.level), x2: x(to), y2: y(to.level), "stroke-width": isMove ? Math.max(.8, THICK * strong) : STAY,
+    "stroke-opacity": .45 + .5 * strong, "data-weight": edge.weight, "data-from": `${from.level},${from.position}`,
+    "data-to": `${to.level},${to.position}`, class: edge.weight < 0 ? "edge less" : isMove ? "edge" : "edge stay", ...edge.attributes });
+  return Object.assign(line, { edge, say: edge.say, pick: () => tell(edge.detail || edge.say) });
+}
+function drawNode(graph, { x, y }, index) {
+  const node = graph.nodes[index], side = node.side ?? 6, isRoot = graph.roots.includes(index), isSquare = node.mark === "square";
+  const common = { role: "button", tabindex: -1, "aria-label": node.say().replaceAll("\n", ", "), "data-node": `${node.level},${node.position}`,
+    class: isRoot ? "root" : isSquare ? "feed-forward" : "", ...node.attributes };
+  const mark = isSquare ? draw("rect", { ...common, x: x(node) - side / 2, y: y(node.level) - side / 2, width: side, height: side })
+    : draw("circle", { ...common, cx: x(node), cy: y(node.level), r: radius(node, isRoot) });
+  return Object.assign(mark, { index, say: node.say, pick: () => graph.choose(node.position, index) });
+}
+// Return the labels of the tokens, and dots where tokens are left out.
+function drawTokens(graph, { across, step, bottom, labels, gaps, used }) {
+  const { nodes, tokens, chosen } = graph;
+  const highest = position => nodes.reduce((best, node, index) => node.position === position && (best < 0 || node.level > nodes[best].level) ? index : best, -1);
+  const dots = gaps.map(position => draw("text", { x: across.get(position) - step / 2 - GAP / 2, y: bottom + 16, class: "faint", "text-anchor": "middle" }, "⋯"));
+  return [...dots, ...labels.map(position => {
+    const kind = position === chosen ? "chosen" : used.has(position) ? "" : "faint", place = `translate(${across.get(position) - 2} ${bottom + 15}) rotate(60)`;
+    const label = draw("text", { x: 0, y: 0, transform: place, class: `label ${kind}` }, shortened(visible(tokens[position]).trim(), 14));
+    label.addEventListener("click", () => graph.choose(position, highest(position)));
+    return label;
+  })];
+}
+// Return a function that draws the edges of one node strongly and the others weakly; -1: all as they are.
+function lightEdges(picture, lines) {
   let lit = -1;
-  const light = index => {
+  return index => {
     if (index === lit) return;
     lit = index;
     picture.classList.toggle("lit", index >= 0);
     for (const line of lines) line.classList.toggle("on", line.edge.start === index || line.edge.end === index);
   };
-  followPointer(svg, lines, light);
-  followKeys(buttons, marks, graph, tell, light);
-  const pane = make("div", { class: "pane", "data-middle": graph.roots.length ? x(nodes[graph.roots[0]]) : 0 }, svg);
-  view.append(makeLegend(graph, most), make("div", { class: "graph" }, nameLevels(graph, levels, y, margin, svg.getAttribute("height")), pane), detail);
-  if (asText.length) view.append(make("details", { class: "caption" }, make("summary", { text: "The strongest edges in words" }),
-    make("ol", {}, ...asText.map(text => make("li", { text: text.replaceAll("\n", ", ") })))));
 }
 // Return the names of the levels, with a number beside each, as a picture that stays in sight if the graph is scrolled.
-function nameLevels({ levelNames, beside, besideTitle }, levels, y, width, height) {
+function nameLevels({ levelNames, beside, besideTitle }, { levels, y, margin: width, height }) {
   const svg = draw("svg", { width, height, role: "img", "aria-label": beside ? `${besideTitle}: ${levels.filter(level => beside.has(level)).reverse()
     .map(level => `layer ${levelNames.get(level)} ${beside.get(level)}`).join(", ")}` : "The layers of the graph." });
   const write = (left, top, text, anchor) => svg.append(draw("text", { x: left, y: top, class: "faint", "text-anchor": anchor }, text));
@@ -93,18 +114,12 @@ function nameLevels({ levelNames, beside, besideTitle }, levels, y, width, heigh
 // A node's area shows its share, if it has one.
 const radius = (node, isRoot) => node.share === undefined ? (isRoot ? 5.5 : node.small ? 2 : 3.2) : 1.2 + 5.8 * Math.sqrt(Math.min(1, node.share));
 // Return the positions whose labels fit: the explained one, then those with the most nodes.
-function fitting(columns, place, nodes, chosen) {
-  const count = new Map(columns.map(position => [position, position === chosen ? Infinity : 0])), taken = [];
+function fitting({ nodes, chosen }, across) {
+  const count = new Map([...across.keys()].map(position => [position, position === chosen ? Infinity : 0])), taken = [];
   for (const node of nodes) count.set(node.position, count.get(node.position) + 1);
-  for (const position of [...columns].sort((a, b) => count.get(b) - count.get(a)))
-    if (taken.every(other => Math.abs(place.get(other) - place.get(position)) >= 13)) taken.push(position);
+  for (const position of [...across.keys()].sort((a, b) => count.get(b) - count.get(a)))
+    if (taken.every(other => Math.abs(across.get(other) - across.get(position)) >= 13)) taken.push(position);
   return taken;
-}
-function tokenLabel(token, left, top, kind, choose) {
-  const label = draw("text", { x: 0, y: 0, transform: `translate(${left - 2} ${top}) rotate(60)`, class: `label ${kind}` },
-    shortened(visible(token).trim(), 14));
-  label.addEventListener("click", choose);
-  return label;
 }
 // Show the text of the mark below the pointer, or of the nearest edge, and let a click choose it.
 function followPointer(svg, lines, light) {
@@ -139,15 +154,16 @@ function followKeys(group, marks, graph, tell, light) {
     marks[current = index].setAttribute("tabindex", 0);
     marks[current].focus();
   };
-  const best = (mine, other) => edges.reduce((most, edge) => edge[mine] === current && (!most || Math.abs(edge.weight) > Math.abs(most.weight)) ? edge : most, null)?.[other];
-  const inLevel = step => nodes.map((node, index) => [node, index]).filter(([node]) => node.level === nodes[current].level
-    && Math.sign(node.position - nodes[current].position) === step).sort(([a], [b]) => step * (a.position - b.position))[0]?.[1];
+  const stronger = (one, other) => !one || Math.abs(other.weight) > Math.abs(one.weight) ? other : one;
+  const along = (mine, other) => edges.filter(edge => edge[mine] === current).reduce(stronger, null)?.[other];
+  const inLevel = step => [...nodes.keys()].filter(index => nodes[index].level === nodes[current].level
+    && Math.sign(nodes[index].position - nodes[current].position) === step).sort((a, b) => step * (nodes[a].position - nodes[b].position))[0];
   group.addEventListener("focusin", event => { current = Math.max(0, marks.indexOf(event.target)); light(current); tell(marks[current].say); });
   group.addEventListener("focusout", () => light(-1));
   group.addEventListener("keydown", event => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const next = { ArrowDown: () => best("end", "start"), ArrowUp: () => best("start", "end"), ArrowLeft: () => inLevel(-1), ArrowRight: () => inLevel(1),
-      Home: () => roots[0] }[event.key];
+    const next = { ArrowDown: () => along("end", "start"), ArrowUp: () => along("start", "end"), ArrowLeft: () => inLevel(-1),
+      ArrowRight: () => inLevel(1), Home: () => roots[0] }[event.key];
     if (event.key === "Enter" || event.key === " ") { focusAfterChoice = true; marks[current].pick(); }
     else if (next) { const index = next(); if (index !== undefined) focus(index); } else return;
     event.preventDefault();
@@ -158,18 +174,25 @@ function followKeys(group, marks, graph, tell, light) {
   focusAfterChoice = false;
 }
 let focusAfterChoice = false;
+// Return the legend: what the widths, colours and areas mean, with samples and numbers.
 function makeLegend({ edges, nodes, roots, unitName, format, shareName, legend }, most) {
-  const sample = (name, attributes) => { const svg = draw("svg", { width: 26, height: 14, "aria-hidden": true }); svg.append(draw(name, attributes)); return svg; };
+  const sample = (name, attributes) => {
+    const svg = draw("svg", { width: 26, height: 14, "aria-hidden": true });
+    svg.append(draw(name, attributes));
+    return svg;
+  };
   const line = (kind, width) => sample("line", { x1: 5, x2: 21, y1: 7, y2: 7, class: kind, "stroke-width": width });
   const dot = (r, kind) => sample("circle", { cx: 13, cy: 7, r, class: kind });
   const stays = edges.some(edge => nodes[edge.start].position === nodes[edge.end].position);
   const entries = [];
-  if (most) entries.push([null, `from another position; width: ${unitName}`], ...[most / 4, most / 2, most].map(x => [line("edge", Math.max(.8, THICK * x / most)), format(x)]));
+  if (most) entries.push([null, `from another position; width: ${unitName}`],
+    ...[most / 4, most / 2, most].map(x => [line("edge", Math.max(.8, THICK * x / most)), format(x)]));
   if (edges.some(edge => edge.weight < 0)) entries.push([line("edge less", 4), "below 0"]);
   if (stays) entries.push([line("edge stay", STAY), "stays at its position"]);
   if (shareName) entries.push([null, `area: ${shareName}`], ...[.1, 1].map(share => [dot(radius({ share }), ""), percent(share)]));
   if (roots.length) entries.push([dot(5.5, "root"), roots.length > 1 ? "the explained positions" : "the explained position"]);
-  if (nodes.some(node => node.mark === "square")) entries.push([sample("rect", { x: 9, y: 3, width: 8, height: 8, class: "feed-forward" }), legend]);
+  const square = { x: 9, y: 3, width: 8, height: 8, class: "feed-forward" };
+  if (nodes.some(node => node.mark === "square")) entries.push([sample("rect", square), legend]);
   return make("div", { class: "graph-legend" }, ...entries.map(([mark, text]) => make("span", {}, ...(mark ? [mark] : []), make("span", { text }))));
 }
 
@@ -181,7 +204,7 @@ const isChain = m => m.kind === "layer" && !m.keys && !m.signed && m.queries.len
 // that of the same method if there is one.
 function flowMap(m) {
   if (m.kind === "layer") return isChain(m) ? m : undefined;
-  const chains = maps().filter(other => isChain(other) && other.tokens.length === m.tokens.length && other.tokens.every((token, i) => token === m.tokens[i]));
+  const chains = maps().filter(other => isChain(other) && same(other.tokens, m.tokens));
   return chains.find(other => other.method === m.method) || chains[0];
 }
 const flowIsOffered = m => Boolean(flowMap(m));
@@ -241,10 +264,22 @@ function sharesLeftOut(m, layers, reached, left) {
   }, 0));
 }
 async function flowView(view) {
-  const chosen = map(), m = flowMap(chosen), query = state.query, at = m.names.indexOf(state.layer), top = at < 0 ? m.names.length - 1 : at;
-  const layers = await chainOf(m), left = new Set(state.first ? [] : sinkKeys(m, query)), sinkIs = sinkName(m);
+  const m = flowMap(map()), query = state.query, at = m.names.indexOf(state.layer), top = at < 0 ? m.names.length - 1 : at;
+  const layers = await chainOf(m), left = new Set(state.first ? [] : sinkKeys(m, query));
+  const flow = findFlow(m, layers, top, query, left), fed = feedForwards(m, flow);
+  view.append(flowHeadline(m, flow), flowCaption(m, flow));
+  const levelNames = new Map([[0, "input"], ...m.names.slice(0, top + 1).map((name, place) => [place + 1, String(name)])]);
+  drawGraph(view, { title: `The flow of ${m.title} to ${named(m.tokens, query)}`, tokens: m.tokens, chosen: query, nodes: [...flow.nodes, ...fed],
+    edges: flow.edges, roots: [0], levels: [...levelNames.keys()], levelNames, beside: left.size ? besideLevels(m, layers, flow) : null,
+    besideTitle: sinkName(m), unitName: "share", format: percent, shareName: `share of what reached ${named(m.tokens, query)}`,
+    legend: "feed-forward; area: its share of the layer's output, times the node's share", choose: position => set({ query: position }) });
+  exported = () => ({ rows: [...flow.edges.map(edge => ({ map: m.label, what: "edge", layer: m.names[edge.place], query: edge.row, key: edge.key,
+    token: m.tokens[edge.key], value: edge.weight })), ...fed.map(node => ({ map: m.label, what: "feed-forward", layer: m.names[node.level - 1],
+    query: node.position, key: node.position, token: m.tokens[node.position], value: node.output }))] });
+}
+// Return the edges from the smallest share up, their nodes with the root first, and the shares that reach each level.
+function findFlow(m, layers, top, query, left) {
   const edges = [], nodes = [], places = new Map(), me = named(m.tokens, query);
-  const levelName = level => level ? `after layer ${m.names[level - 1]}` : "input of the first layer";
   const nodeAt = (level, position) => {
     const key = level * m.tokens.length + position;
     if (!places.has(key)) places.set(key, nodes.push({ level, position, mark: "circle" }) - 1);
@@ -254,55 +289,66 @@ async function flowView(view) {
   const reached = distribute(m, layers, top, query, left, (place, row, key, weight, score) => {
     if (weight >= state.threshold) edges.push({ place, row, key, weight, score, start: nodeAt(place, key), end: nodeAt(place + 1, row) });
   });
-  const whole = left.size ? sharesOfKeys(m, layers, left)[top + 1][query] : 0;
   for (const edge of edges) {
-    const text = `layer ${m.names[edge.place]}: ${named(m.tokens, edge.row)} from ${named(m.tokens, edge.key)}`;
-    edge.say = () => `${text}\n${percent(edge.weight)} of what reached ${me}\n${shown(edge.score)} raw score`;
+    edge.say = () => `layer ${m.names[edge.place]}: ${named(m.tokens, edge.row)} from ${named(m.tokens, edge.key)}\n`
+      + `${percent(edge.weight)} of what reached ${me}\n${shown(edge.score)} raw score`;
     edge.detail = async () => `${edge.say()}\n${await headsOf(m, edge)}`;
     edge.attributes = { "data-layer": m.names[edge.place] };
   }
-  const marked = [];
-  for (const node of [...nodes]) {
-    const weight = reached[node.level][node.position];
-    node.say = () => `${levelName(node.level)}: ${named(m.tokens, node.position)}\n${percent(weight)} of what reached ${me}`;
-    node.share = weight;
-    node.attributes = { "data-share": weight };
-    const share = m.feed_forward && node.level ? m.feed_forward[node.level - 1][node.position] : 0, layer = m.names[node.level - 1];
-    if (!share) continue;
-    nodes.push({ level: node.level, position: node.position, mark: "square", side: 12 * Math.sqrt(share * weight),
-      attributes: { "data-share": share, "data-layer": layer, "data-token": node.position },
-      say: () => `feed-forward of layer ${layer}: ${named(m.tokens, node.position)}\n${percent(share)} of the layer's output here\n`
-        + `${percent(share * weight)} of what reached ${me}` });
-    marked.push({ map: m.label, what: "feed-forward", layer, query: node.position, key: node.position, token: m.tokens[node.position], value: share });
+  for (const node of nodes) {
+    node.share = reached[node.level][node.position];
+    node.say = () => `${node.level ? `after layer ${m.names[node.level - 1]}` : "input of the first layer"}: ${named(m.tokens, node.position)}\n`
+      + `${percent(node.share)} of what reached ${me}`;
+    node.attributes = { "data-share": node.share };
   }
-  const bottom = reached[0], sources = [...bottom.keys()].filter(key => bottom[key] >= 0.0005).sort((a, b) => bottom[b] - bottom[a]).slice(0, 3);
-  const step = edges.filter(edge => edge.row !== edge.key).sort((a, b) => b.weight - a.weight)[0], strong = text => make("b", { text });
-  const finding = step ? ["The strongest step: in ", strong(`layer ${m.names[step.place]}`), `, ${step.row === query ? positionName(query) : `${quotedToken(m.tokens[step.row])} (token ${step.row})`} takes `,
-    strong(percent(step.weight)), " from ", strong(quotedToken(m.tokens[step.key])), ` (token ${step.key}).`] : ["No step from another position is above the smallest share."];
-  view.append(make("div", { class: "headline" }, make("h2", { text: `The flow to ${positionName(query)}${top < m.names.length - 1 ? `, up to layer ${m.names[top]}` : ""}` }),
-    make("p", { class: "finding", "aria-live": "polite" }, ...finding)));
-  const drawn = edges.filter(edge => !edge.place).reduce((sum, edge) => sum + edge.weight, 0), source = key => `${key === query ? "its own position" : named(m.tokens, key)} (${percent(bottom[key])})`;
-  view.append(make("p", { class: "caption", "data-share": drawn, "data-left": whole, text: (m === chosen ? "" : `“${chosen.title}” has no layers to draw, so this is the flow of “${m.title}”. `)
-    + `Down to the input, most comes from ${sources.map(source).join(", ")}. `
-    + (left.size ? `These are shares of what is not from the ${sinkIs}, which ${left.size > 1 ? "have" : "has"} ${percent(whole)} of the whole; the numbers beside the layers are what each layer takes from there. ` : "")
-    + (m.causal && top > 4 && sources[0] < 2 && query > 1 && bottom[sources[0]] > .8 ? "In causal models, a rollout through many layers collects at the first positions, so read its upper layers. " : "")
-    + `${m.title}: a rollout${m.heads ? " of the mean over heads" : ""}${m.residual ? `, with a residual weight of ${m.residual}${m.provenance.sink && !left.size ? " (more in rows that gave weight to an attention sink)" : ""}` : ""}. `
-    + `Edges below ${percent(state.threshold)} are not drawn; at the input, ${percent(drawn)} is drawn.` }));
-  const sink = sharesLeftOut(m, layers, reached, left);
-  drawGraph(view, { title: `The flow of ${m.title} to ${me}`, tokens: m.tokens, chosen: query, nodes, edges, roots: [0],
-    levels: Array.from({ length: top + 2 }, (_, level) => level), levelNames: new Map([[0, "input"], ...m.names.slice(0, top + 1).map((name, place) => [place + 1, String(name)])]),
-    beside: left.size ? new Map(sink.map((share, place) => [place + 1, share && share < 0.00095 ? "< 0.1 %" : percent(share)])) : null, besideTitle: sinkIs,
-    unitName: "share", format: percent,
-    shareName: `share of what reached ${me}`, legend: "feed-forward; area: its share of the layer's output, times the node's share",
-    choose: position => set({ query: position }) });
-  exported = () => ({ rows: edges.map(edge => ({ map: m.label, what: "edge", layer: m.names[edge.place], query: edge.row, key: edge.key,
-    token: m.tokens[edge.key], value: edge.weight })).concat(marked) });
+  const whole = left.size ? sharesOfKeys(m, layers, left)[top + 1][query] : 0;
+  return { edges, nodes, reached, whole, top, query, left };
 }
+// Return a square beside each node for the feed-forward before it, if its share of the layer's output was measured.
+const feedForwards = (m, { nodes, query }) => nodes.map(node => {
+  const layer = m.names[node.level - 1], output = m.feed_forward && node.level ? m.feed_forward[node.level - 1][node.position] : 0;
+  const share = output * node.share;
+  return { level: node.level, position: node.position, output, mark: "square", side: 12 * Math.sqrt(share),
+    attributes: { "data-share": output, "data-layer": layer, "data-token": node.position },
+    say: () => `feed-forward of layer ${layer}: ${named(m.tokens, node.position)}\n${percent(output)} of the layer's output here\n`
+      + `${percent(share)} of what reached ${named(m.tokens, query)}` };
+}).filter(node => node.output);
+function besideLevels(m, layers, { reached, left }) {
+  const written = share => share && share < 0.00095 ? "< 0.1 %" : percent(share);
+  return new Map(sharesLeftOut(m, layers, reached, left).map((share, place) => [place + 1, written(share)]));
+}
+const bold = text => make("b", { text });
+const inText = (tokens, position) => `${quotedToken(tokens[position])} (token ${position})`;
+function flowHeadline(m, { edges, top, query }) {
+  const step = edges.filter(edge => edge.row !== edge.key).sort((a, b) => b.weight - a.weight)[0];
+  const finding = !step ? ["No step from another position is above the smallest share."] : ["The strongest step: in ", bold(`layer ${m.names[step.place]}`),
+    `, ${step.row === query ? positionName(query) : inText(m.tokens, step.row)} takes `, bold(percent(step.weight)), " from ",
+    bold(quotedToken(m.tokens[step.key])), ` (token ${step.key}).`];
+  return makeHeadline(`The flow to ${positionName(query)}${top < m.names.length - 1 ? `, up to layer ${m.names[top]}` : ""}`, finding);
+}
+const makeHeadline = (title, finding) => make("div", { class: "headline" }, make("h2", { text: title }),
+  make("p", { class: "finding", "aria-live": "polite" }, ...finding));
+function flowCaption(m, { edges, reached: [bottom], whole, top, query, left }) {
+  const sources = [...bottom.keys()].filter(key => bottom[key] >= 0.0005).sort((a, b) => bottom[b] - bottom[a]).slice(0, 3), chosen = map();
+  const source = key => `${key === query ? "its own position" : named(m.tokens, key)} (${percent(bottom[key])})`;
+  const drawn = edges.filter(edge => !edge.place).reduce((sum, edge) => sum + edge.weight, 0);
+  const collects = m.causal && top > 4 && sources[0] < 2 && query > 1 && bottom[sources[0]] > .8;
+  const text = [m !== chosen && `“${chosen.title}” has no layers to draw, so this is the flow of “${m.title}”.`,
+    `Down to the input, most comes from ${sources.map(source).join(", ")}.`,
+    left.size && `These are shares of what is not from the ${sinkName(m)}, which ${left.size > 1 ? "have" : "has"} ${percent(whole)} of the whole; `
+      + "the numbers beside the layers are what each layer takes from there.",
+    collects && "In causal models, a rollout through many layers collects at the first positions, so read its upper layers.",
+    `${m.title}: a rollout${m.heads ? " of the mean over heads" : ""}${m.residual ? `, with a residual weight of ${m.residual}` : ""}`
+      + `${m.residual && m.provenance.sink && !left.size ? " (more in rows that gave weight to an attention sink)" : ""}.`,
+    `Edges below ${percent(state.threshold)} are not drawn; at the input, ${percent(drawn)} is drawn.`].filter(Boolean).join(" ");
+  return make("p", { class: "caption", "data-share": drawn, "data-left": whole, text });
+}
+const writeHeads = heads => heads.slice(0, 8).map(([head, score]) => `head ${head}: ${shown(score)}`);
 async function headsOf(m, edge) {
   if (!m.heads) return "this map has no heads";
   const layer = await packedLayer(m, edge.place), row = new Float32Array(layer.keys);
-  return `raw: ${Array.from({ length: m.heads }, (_, head) => [head, readRow(layer, head, edge.row, row)[edge.key]]).sort((a, b) => b[1] - a[1]).slice(0, 8)
-    .map(([head, score]) => `head ${head}: ${shown(score)}`).join(", ")}`;
+  const heads = Array.from({ length: m.heads }, (_, head) => [head, readRow(layer, head, edge.row, row)[edge.key]]);
+  return `raw: ${writeHeads(heads.sort((a, b) => b[1] - a[1])).join(", ")}`;
 }
 // The switch of the sinks alone, because the position itself is always drawn.
 function sinkChoice() {
@@ -323,8 +369,9 @@ const stageOf = node => node.level ? `${node.kind ? `${KINDS.get(node.kind) || n
 // that leads to the chosen node.
 async function rooted(packed) {
   const m = maps().find(candidate => candidate.label === packed.of);
-  if (m && state.query === packed.nodes[packed.roots[0]].position && state.cut === null) return packed;
-  if (m) return (packed.shares ? growRoutes : growTree)(m, packed, state.query, state.cut ?? packed.options.threshold);
+  const cut = Number.isFinite(state.cut) ? state.cut : packed.options.threshold;
+  if (m && state.query === packed.nodes[packed.roots[0]].position && cut === packed.options.threshold) return packed;
+  if (m) return (packed.shares ? growRoutes : growTree)(m, packed, state.query, cut);
   return packed.nodes[state.node] && !packed.roots.includes(state.node) ? { ...partOf(packed, [state.node]), isPart: true } : packed;
 }
 // Return the part of a graph that leads to some nodes, without the nodes at some positions. `source` has the index that each
@@ -368,16 +415,16 @@ async function growTree(m, packed, root, threshold) {
       edges.push([key, query, { weight, share, layer: m.names[place] }]);
     }
   }
-  const positions = [...levels.keys()], index = new Map(positions.map((position, i) => [position, i]));
-  return { ...packed, options: { ...packed.options, threshold }, computed: m, roots: [0], whole: [positions.length, edges.length],
-    edges: edges.map(([key, query, values]) => [index.get(key), index.get(query), values]),
-    nodes: positions.map(position => ({ level: levels.get(position), position, token: m.tokens[position], layer: levels.get(position) ? m.names[levels.get(position) - 1] : m.names[0] - 1 })) };
+  const nodes = [...levels].map(([position, level]) => ({ level, position, token: m.tokens[position], layer: level ? m.names[level - 1] : m.names[0] - 1 }));
+  const index = new Map(nodes.map((node, i) => [node.position, i]));
+  return { ...packed, options: { ...packed.options, threshold }, computed: m, roots: [0], whole: [nodes.length, edges.length], nodes,
+    edges: edges.map(([key, query, values]) => [index.get(key), index.get(query), values]) };
 }
 const ROUTE_KINDS = ["resid_mid", "mlp_out", "resid_post"];
 // Return the routes to a position, as lens_mix.graphs.information_flow_routes does.
 async function growRoutes(m, packed, root, threshold) {
-  const layers = await Promise.all(m.names.map((_, place) => packedLayer(m, place))), count = m.tokens.length, { resid_pre, resid_mid, parallel } = packed.shares;
-  const index = new Map(), nodes = [], edges = [];
+  const layers = await Promise.all(m.names.map((_, place) => packedLayer(m, place))), { resid_pre, resid_mid, parallel } = packed.shares;
+  const count = m.tokens.length, index = new Map(), nodes = [], edges = [];
   const nodeAt = (level, position) => {
     const key = level * count + position, place = Math.floor((level - 1) / 3);
     if (!index.has(key)) index.set(key, nodes.push({ level, position, token: m.tokens[position], layer: level ? m.names[place] : m.names[0] - 1,
@@ -389,7 +436,8 @@ async function growRoutes(m, packed, root, threshold) {
   for (let node = 0; node < nodes.length; node++) {
     const { level, position, kind } = nodes[node], place = Math.floor((level - 1) / 3);
     if (kind === "resid_mid") {
-      const heads = Array.from({ length: Math.max(1, m.heads) }, (_, head) => readRow(layers[place], head, position, new Float32Array(count)));
+      const rowOfHead = (_, head) => readRow(layers[place], head, position, new Float32Array(count));
+      const heads = Array.from({ length: Math.max(1, m.heads) }, rowOfHead);
       const own = resid_pre[place][position];
       for (let key = 0; key < count; key++) {
         const above = [];
@@ -409,7 +457,7 @@ async function growRoutes(m, packed, root, threshold) {
     }
   }
   const strongest = [...edges].sort((a, b) => b[2].weight - a[2].weight).slice(0, packed.most_edges);
-  return { ...packed, options: { ...packed.options, threshold }, computed: m, nodes, roots: [0], whole: [nodes.length, edges.length], edges: strongest };
+  return { ...packed, options: { ...packed.options, threshold }, computed: m, roots: [0], whole: [nodes.length, edges.length], nodes, edges: strongest };
 }
 // The node that a given graph is reduced to, and the threshold of a computed graph; null: as it was made.
 Object.assign(state, { node: null, cut: null });
@@ -422,61 +470,92 @@ function settleTree() {
 }
 async function treeView(view) {
   settleTree();
-  const packed = trees()[state.tree], whole = await rooted(packed), { options } = whole, m = map();
-  const isText = same(whole.tokens, m.tokens), roots = new Set(whole.roots.map(node => whole.nodes[node].position));
+  const packed = trees()[state.tree], whole = await rooted(packed), m = map(), isText = same(whole.tokens, m.tokens);
+  const roots = new Set(whole.roots.map(node => whole.nodes[node].position));
   const left = new Set(state.first || !isText ? [] : m.sinks.filter(key => !roots.has(key))), tree = left.size ? partOf(whole, whole.roots, left) : whole;
-  const tokens = tree.tokens.length ? tree.tokens : Array.from({ length: 1 + Math.max(...tree.nodes.map(node => node.position)) },
-    (_, position) => tree.nodes.find(node => node.position === position)?.token ?? String(position));
-  const name = node => `${node.position} “${shortened(plain(node.token), 24)}”`, root = tree.nodes[tree.roots[0]];
-  const into = tree.nodes.map(() => []), out = tree.nodes.map(() => []);
-  for (const edge of tree.edges) { into[edge[1]].push(edge); out[edge[0]].push(edge); }
-  const list = (some, other) => some.slice(0, 6).map(edge => `${name(tree.nodes[edge[other]])} ${shown(edge[2].weight)}`).join(", ")
-    + (some.length > 6 ? `, and ${some.length - 6} more` : "");
-  const nodes = tree.nodes.map((node, place) => ({ level: node.level, position: node.position, mark: node.kind === "mlp_out" ? "square" : "circle",
-    share: typeof node.share === "number" ? node.share : undefined, small: node.kind === "resid_mid" || node.kind === "resid_mid_cross",
-    say: () => [`${stageOf(node)}: ${name(node)}`, typeof node.share === "number" && `share ${shown(node.share)}`, into[place].length && `from ${list(into[place], 0)}`,
-      out[place].length && `to ${list(out[place], 1)}`].filter(Boolean).join("\n") }));
-  const edges = tree.edges.map(([start, end, values]) => {
-    const others = Object.keys(values).filter(key => key !== "weight" && typeof values[key] === "number" && key !== "layer");
-    const heads = Array.isArray(values.heads) ? values.heads.slice(0, 8).map(([head, weight]) => `head ${head}: ${shown(weight)}`) : [];
-    const [from, to] = [tree.nodes[start], tree.nodes[end]];
-    return { start, end, weight: values.weight, say: () => [`layer ${values.layer ?? to.layer}: ${name(to)} from ${name(from)}`, `weight ${shown(values.weight)}`,
-      ...others.map(key => `${key.replace("_", " ")} ${shown(values[key])}`), ...heads].join("\n") };
-  });
-  const first = packed.nodes[packed.roots[0]], back = packed.of ? tree.computed && make("button", { "data-whole": "", text: state.cut === null ? `back to ${name(first)}` : `back to ${name(first)} and the threshold ${packed.options.threshold}`,
-    onclick: () => set({ query: first.position, cut: null }) })
-    : tree.isPart && make("button", { "data-whole": "", text: "back to the whole graph", onclick: () => set({ node: null }) });
-  // A weight is a share of its end alone, so the strongest step is one that ends at the root's position if there is one.
-  const moved = tree.edges.filter(([start, end]) => tree.nodes[start].position !== tree.nodes[end].position).sort((a, b) => Math.abs(b[2].weight) - Math.abs(a[2].weight));
-  const strong = moved.find(([, end]) => root && tree.nodes[end].position === root.position) || moved[0];
-  const bold = text => make("b", { text }), kept = x => String(+x.toPrecision(2));
-  const finding = !root ? [] : strong ? ["The strongest step to it: through ", bold(`layer ${strong[2].layer ?? tree.nodes[strong[1]].layer}`), ", from ", bold(quotedToken(tree.nodes[strong[0]].token)),
-    ` (token ${tree.nodes[strong[0]].position})${tree.nodes[strong[1]].position === root.position ? "" : ` to ${quotedToken(tree.nodes[strong[1]].token)} (token ${tree.nodes[strong[1]].position})`}, `, bold(kept(strong[2].weight)), "."]
-    : ["Nothing from another position is above the threshold."];
-  view.append(make("div", { class: "headline" }, make("h2", { text: `${packed.of ? m.title : tree.name}${root ? `: what leads to ${isText && root.position === state.query ? positionName(state.query) : name(root)}` : ""}` }),
-    make("p", { class: "finding", "aria-live": "polite" }, ...finding)));
-  view.append(make("p", { class: "caption", "data-pruned": tree.edges.length, text: `${tree.isPart
-    ? `This is a part of the given graph of ${packed.nodes.length} nodes. ` : `${rule(tree)} `}${nodes.length} nodes and ${edges.length} edges are drawn. `
-    + (!left.size && !tree.isPart && edges.length < tree.whole[1] ? `These are the largest of ${tree.whole[1]} edges. ` : "")
-    + (left.size ? sinkOf(whole, tree, left, sinkName(m)) : "")
-    + (tree.computed ? `Computed in the page, from numbers stored with an error of at most ${shown(Math.max(...tree.computed.layers.map(layer => layer.error)))}. ` : "") }, ...(back ? [" ", back] : [])));
-  const labelled = new Map();
-  for (const node of [...tree.nodes].sort((a, b) => a.level - b.level)) labelled.set(`${node.layer}`, node.level);
-  const levelNames = new Map([...labelled].map(([layer, level]) => [level, level || layer === "undefined" ? layer.replace("undefined", String(level)) : "input"]));
-  drawGraph(view, { title: `${tree.name}${root ? ` to ${name(root)}` : ""}`, tokens, chosen: isText ? state.query : -1, nodes, edges, roots: tree.roots, levels: [], levelNames, beside: null,
-    unitName: tree.shares ? "importance, 0 to 1" : options.order ? m.method === "attention_attribution" ? "attribution score" : "score" : "weight", format: x => String(+x.toPrecision(2)), legend: "feed-forward",
-    shareName: tree.nodes.some(node => typeof node.share === "number") && "share",
-    choose: (position, index) => packed.of ? set({ query: position }) : set({ ...(index >= 0 && { node: tree.source ? tree.source[index] : index }), ...(isText && { query: position }) }) });
-  exported = () => ({ options, rows: tree.edges.map(([start, end, values]) => ({ tree: tree.name, layer: values.layer ?? tree.nodes[end].layer,
+  const root = tree.nodes[tree.roots[0]], title = packed.of ? m.title : tree.name;
+  const name = root && isText && root.position === state.query ? positionName(state.query) : root && nodeName(root);
+  view.append(makeHeadline(`${title}${root ? `: what leads to ${name}` : ""}`, root ? treeFinding(tree, root) : []), treeCaption(tree, whole, packed, left));
+  const choose = (position, index) => packed.of ? set({ query: position })
+    : set({ ...(index >= 0 && { node: tree.source ? tree.source[index] : index }), ...(isText && { query: position }) });
+  const score = m.method === "attention_attribution" ? "attribution score" : "score";
+  drawGraph(view, { title: `${title}${root ? ` to ${nodeName(root)}` : ""}`, tokens: tokensOf(tree), chosen: isText ? state.query : -1,
+    ...treeMarks(tree), roots: tree.roots, levels: [], levelNames: layerNamesOf(tree), beside: null, unitName: tree.shares ? "importance, 0 to 1" : tree.options.order ? score : "weight",
+    format: twoDigits, shareName: tree.nodes.some(hasShare) && "share", legend: "feed-forward", choose });
+  exported = () => ({ options: tree.options, rows: tree.edges.map(([start, end, values]) => ({ tree: tree.name, layer: layerOfEdge(tree, [start, end, values]),
     from_level: tree.nodes[start].level, key: tree.nodes[start].position, key_token: tree.nodes[start].token, to_level: tree.nodes[end].level,
     query: tree.nodes[end].position, query_token: tree.nodes[end].token, value: values.weight })) });
 }
+const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+const twoDigits = x => String(+x.toPrecision(2));
+const hasShare = node => typeof node.share === "number";
+const nodeName = node => `${node.position} “${shortened(plain(node.token), 24)}”`;
+const layerOfEdge = (tree, [, end, values]) => values.layer ?? tree.nodes[end].layer;
+// Return the tokens by position; a position without a known token has its number.
+function tokensOf(tree) {
+  if (tree.tokens.length) return tree.tokens;
+  const known = new Map(tree.nodes.map(node => [node.position, node.token]));
+  return Array.from({ length: 1 + Math.max(...known.keys()) }, (_, position) => known.get(position) ?? String(position));
+}
+// Return the name of one level per layer, the last of the layer.
+function layerNamesOf(tree) {
+  const last = new Map([...tree.nodes].sort((a, b) => a.level - b.level).map(node => [node.layer, node.level]));
+  return new Map([...last].map(([layer, level]) => [level, layer === undefined ? String(level) : level ? String(layer) : "input"]));
+}
+// Return the nodes and edges as `drawGraph` takes them.
+function treeMarks(tree) {
+  const into = tree.nodes.map(() => []), out = tree.nodes.map(() => []);
+  for (const edge of tree.edges) { into[edge[1]].push(edge); out[edge[0]].push(edge); }
+  const list = (some, other) => some.slice(0, 6).map(edge => `${nodeName(tree.nodes[edge[other]])} ${shown(edge[2].weight)}`).join(", ")
+    + (some.length > 6 ? `, and ${some.length - 6} more` : "");
+  const nodes = tree.nodes.map((node, place) => ({ level: node.level, position: node.position, mark: node.kind === "mlp_out" ? "square" : "circle",
+    share: hasShare(node) ? node.share : undefined, small: node.kind === "resid_mid" || node.kind === "resid_mid_cross",
+    say: () => [`${stageOf(node)}: ${nodeName(node)}`, hasShare(node) && `share ${shown(node.share)}`, into[place].length && `from ${list(into[place], 0)}`,
+      out[place].length && `to ${list(out[place], 1)}`].filter(Boolean).join("\n") }));
+  const edges = tree.edges.map(edge => {
+    const [start, end, values] = edge, others = Object.keys(values).filter(key => key !== "weight" && typeof values[key] === "number" && key !== "layer");
+    return { start, end, weight: values.weight, say: () => [`layer ${layerOfEdge(tree, edge)}: ${nodeName(tree.nodes[end])} from ${nodeName(tree.nodes[start])}`,
+      `weight ${shown(values.weight)}`, ...others.map(key => `${key.replace("_", " ")} ${shown(values[key])}`),
+      ...(Array.isArray(values.heads) ? writeHeads(values.heads) : [])].join("\n") };
+  });
+  return { nodes, edges };
+}
+// Return a sentence about the strongest step. A weight is a share of its end alone, so it is one that ends at the root's
+// position, if there is one.
+function treeFinding(tree, root) {
+  const moved = tree.edges.filter(([start, end]) => tree.nodes[start].position !== tree.nodes[end].position)
+    .sort((a, b) => Math.abs(b[2].weight) - Math.abs(a[2].weight));
+  const step = moved.find(([, end]) => tree.nodes[end].position === root.position) || moved[0];
+  if (!step) return [`Nothing from another position is above the threshold${tree.of ? "; a smaller one may show more" : ""}.`];
+  const [from, to] = [tree.nodes[step[0]], tree.nodes[step[1]]];
+  return ["The strongest step to it: through ", bold(`layer ${layerOfEdge(tree, step)}`), ", from ", bold(quotedToken(from.token)), ` (token ${from.position})`,
+    to.position === root.position ? ", " : ` to ${quotedToken(to.token)} (token ${to.position}), `, bold(twoDigits(step[2].weight)), "."];
+}
+function treeCaption(tree, whole, packed, left) {
+  const error = tree.computed && Math.max(...tree.computed.layers.map(layer => layer.error));
+  const text = [tree.isPart ? `This is a part of the given graph of ${packed.nodes.length} nodes.` : rule(tree),
+    `${counted(tree.nodes.length, "node")} and ${counted(tree.edges.length, "edge")} are drawn.`,
+    !left.size && !tree.isPart && tree.edges.length < tree.whole[1] && `These are the largest of ${tree.whole[1]} edges.`,
+    left.size && sinkOf(whole, tree, left, sinkName(map())),
+    tree.computed && `Computed in the page, from numbers stored with an error of at most ${shown(error)}.`].filter(Boolean).join(" ");
+  return make("p", { class: "caption", "data-pruned": tree.edges.length, text }, ...wayBack(tree, packed));
+}
+// Return the button that shows the graph as it was made, if another one is shown.
+function wayBack(tree, packed) {
+  if (!tree.computed && !tree.isPart) return [];
+  const first = packed.nodes[packed.roots[0]], isCut = tree.options.threshold !== packed.options.threshold;
+  const text = tree.isPart ? "back to the whole graph" : `back to ${nodeName(first)}${isCut ? ` and the threshold ${packed.options.threshold}` : ""}`;
+  const onclick = () => set(tree.isPart ? { node: null } : { query: first.position, cut: null });
+  return [" ", make("button", { type: "button", "data-whole": "", text, onclick })];
+}
 // Return a sentence about the edges that are left out, from sinks into the nodes that are drawn.
 function sinkOf(whole, tree, left, name) {
-  const drawn = new Set(tree.source), edges = whole.edges.filter(([start, end]) => left.has(whole.nodes[start].position) && drawn.has(whole.source ? whole.source[end] : end));
+  const drawn = new Set(tree.source), indexOf = node => whole.source ? whole.source[node] : node;
+  const edges = whole.edges.filter(([start, end]) => left.has(whole.nodes[start].position) && drawn.has(indexOf(end)));
   if (!edges.length) return "";
-  const [, end, values] = edges.reduce((most, edge) => Math.abs(edge[2].weight) > Math.abs(most[2].weight) ? edge : most), node = whole.nodes[end];
-  return `${edges.length} ${edges.length > 1 ? "edges" : "edge"} from the ${name} ${edges.length > 1 ? "are" : "is"} left out; the largest is ${+values.weight.toPrecision(2)}, to ${node.position} “${shortened(plain(node.token), 24)}” in layer ${values.layer ?? node.layer}. `;
+  const largest = edges.reduce((most, edge) => Math.abs(edge[2].weight) > Math.abs(most[2].weight) ? edge : most);
+  return `${counted(edges.length, "edge")} from the ${name} ${edges.length > 1 ? "are" : "is"} left out; the largest is `
+    + `${twoDigits(largest[2].weight)}, to ${nodeName(whole.nodes[largest[1]])} in layer ${layerOfEdge(whole, largest)}.`;
 }
 // Return a sentence about the edges that were left out when the graph was made.
 function rule({ options, nodes, whole }) {
@@ -487,14 +566,15 @@ function rule({ options, nodes, whole }) {
     + `${nodes.some(node => node.kind) ? ", top-down" : ""}.`;
   return "All edges of the given graph.";
 }
-treeView.takes = () => trees().length > 0;
+// The threshold of a graph that the page can compute.
 function cutChoice() {
   settleTree();
-  const packed = trees()[state.tree], isRoutes = Boolean(packed.shares), node = slide("cut", "threshold", isRoutes ? { min: .005, max: .3, step: .005 } : { min: .02, max: .98, step: .02 });
-  const [input, output] = [node.querySelector("input"), node.querySelector("output")];
+  const packed = trees()[state.tree], range = packed.shares ? { min: .005, max: .3, step: .005 } : { min: .02, max: .98, step: .02 };
+  const node = slide("cut", "threshold", range), [input, output] = [node.querySelector("input"), node.querySelector("output")];
   node.hidden = !packed.of;
   node.sync = () => { input.value = state.cut ?? packed.options.threshold; output.textContent = input.value; };
   return node;
 }
+treeView.takes = () => trees().length > 0;
 treeView.options = () => [treeChoice(), cutChoice(), sinkChoice()];
 treeView.isUpward = true;
