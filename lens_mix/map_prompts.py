@@ -161,6 +161,7 @@ class _Record:
         self._checked_pass, self._blocks, self._maps = checked, blocks, maps
         self._allowed = checked.allowed_keys()
         self._provenance = provenance.of_run(checked.clean.lens, prepend_bos)
+        self._provenance["verification_error"] = checked.verification.largest_error
         self._dropped_classifier = provenance.dropped_classifier(checked.clean.lens)
         targets = [method.target for method in checked.session.methods.values() if hasattr(method, "target")]
         if self._dropped_classifier and any(as_target(target).reads == "logits" for target in targets):

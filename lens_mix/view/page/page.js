@@ -183,7 +183,7 @@ function writeHeader() {
   }
   prompt.value = String(current);
   const layers = Math.max(0, ...ofText().map(one => Math.max(...one.names) + 1)), isKnown = ofText().some(layered);
-  const verified = record.verified ?? record.verification_error;
+  const verified = record.verification_error;
   $("model").textContent = [record.model, isKnown && `${layers} ${layers === 1 ? "layer" : "layers"}`, `${m.tokens.length} tokens`,
     verified && `verified to ${typeof verified === "number" ? verified.toExponential(0) : verified}`].filter(Boolean).join(" · ");
   const offered = views();
