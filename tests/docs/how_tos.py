@@ -11,7 +11,6 @@ import io
 import os
 import re
 import sys
-import tempfile
 import types
 import warnings
 from collections.abc import Callable
@@ -37,14 +36,18 @@ class Result(NamedTuple):
 
 def read_code(page: Path) -> str:
     """Return the code of a page, which has one block of Python."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (code,) = _find_blocks(page, "python")
     return code
 
 
 def read_output(page: Path) -> str | None:
     """Return what a page says that its code prints; None if it prints nothing."""
-    found = re.findall(r"^```text\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return found[0] if found else None
+    return next(iter(_find_blocks(page, "text")), None)
+
+
+def _find_blocks(page: Path, language: str) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def run(page: Path, find: Find, folder: Path) -> Result:
@@ -80,10 +83,10 @@ def run(page: Path, find: Find, folder: Path) -> Result:
 
 def _replace_display(patch: pytest.MonkeyPatch) -> None:
     """Let IPython's `display` print what a cell shows, because IPython is not needed elsewhere."""
-    package, module = types.ModuleType("IPython"), types.ModuleType("IPython.display")
+    # The package itself stays away, because matplotlib would take it for the real one.
+    module = types.ModuleType("IPython.display")
     module.display = lambda shown: print(shown._repr_html_())  # type: ignore[attr-defined]
-    patch.setitem(sys.modules, "IPython", package)
-    patch.setitem(sys.modules, "IPython.display", module)
+    patch.setitem(sys.modules, module.__name__, module)
 
 
 def _replace_loaders(patch: pytest.MonkeyPatch, find: Find) -> None:
@@ -152,20 +155,25 @@ def write_output(page: Path, printed: str) -> None:
 
 
 def main() -> None:
-    """Run the pages that are named, or all, and write what they print into them."""
+    """Run the pages that are named, or all, and write what they print into them.
+
+    The files that they write, with the picture of `compare.md`, are in outputs/how_to.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        # Code that reads a file of the repository finds it in the working folder.
-        (folder / "LICENSE").write_bytes((ROOT / "LICENSE").read_bytes())
-        for page in PAGES:
-            if not sys.argv[1:] or page.stem in sys.argv[1:]:
-                result = run(page, lambda model: find_demo_model(model, folder), folder)
-                print(f"== {page.stem}\n{result.printed[:2000]}")
-                write_output(page, result.printed)
-        for picture in folder.glob("*.p*"):
-            print(picture, picture.stat().st_size)
-            (Path(tempfile.gettempdir()) / picture.name).write_bytes(picture.read_bytes())
+    folder = ROOT / "outputs" / "how_to"
+    prepare(folder)
+    for page in PAGES:
+        if not sys.argv[1:] or page.stem in sys.argv[1:]:
+            printed = run(page, lambda model: find_demo_model(model, folder), folder).printed
+            print(f"== {page.stem}\n{printed}")
+            write_output(page, printed)
+
+
+def prepare(folder: Path) -> Path:
+    """Make a working folder with the file that a page reads from the repository."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "LICENSE").write_bytes((ROOT / "LICENSE").read_bytes())
+    return folder
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a sentiment classifier on a real BERT in seconds: no such classifier can be had without a model hub."""
+"""Train a sentiment classifier on a real BERT in seconds, because none can be had without a model hub."""
 
 from __future__ import annotations
 
