@@ -98,8 +98,8 @@ def _replace_loaders(patch: pytest.MonkeyPatch, find: Find) -> None:
     try:
         from transformer_lens.model_bridge import TransformerBridge
     except ImportError:
-        # TransformerLens 2 has no bridge, and the loader of the demos does not need it.
-        bridge = types.SimpleNamespace(boot_transformers=lambda name: models.load(find(name)))
+        # TransformerLens 2 has no bridge.
+        bridge = types.SimpleNamespace(boot_transformers=lambda name: models.load_hooked(find(name)))
         module = types.ModuleType("transformer_lens.model_bridge")
         module.TransformerBridge = bridge  # type: ignore[attr-defined]
         patch.setitem(sys.modules, module.__name__, module)
@@ -136,13 +136,14 @@ def find_demo_model(name: str, folder: Path) -> Path:
     """
     from tests.docs.sentiment import save_sentiment_classifier
 
-    models = import_models()
-    if "SmolLM2" in name:
-        return models.smollm2_folder()
-    if "flan-t5" in name:
-        return models.flan_t5_folder()
-    trained = folder / "classifier"
-    return trained if trained.is_dir() else save_sentiment_classifier(models.minilm_folder(), trained)
+    models, trained = import_models(), folder / "classifier"
+    # What the first load of a model prints is not the page's output.
+    with contextlib.redirect_stdout(sys.stderr):
+        if "SmolLM2" in name:
+            return models.smollm2_folder()
+        if "flan-t5" in name:
+            return models.flan_t5_folder()
+        return trained if trained.is_dir() else save_sentiment_classifier(models.minilm_folder(), trained)
 
 
 def write_output(page: Path, printed: str) -> None:
