@@ -218,7 +218,7 @@ def measure_longest(labels: Iterable[str], points: float) -> float:
     readable = [make_readable(label.replace("$", "S")) for label in labels if label.strip()]
     font = font_manager.FontProperties(family=list_families(readable))
     paths = (TextPath((0, 0), label, size=points, prop=font) for label in readable)
-    # The control points of the letters' curves are enough; their exact extent takes ten times as long.
+    # The control points of the letters' curves are enough; their exact extent takes much longer.
     return max((float(np.ptp(path.vertices[:, 0])) for path in paths), default=0.0) / 72
 
 

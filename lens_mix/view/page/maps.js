@@ -154,7 +154,7 @@ function drawLarge(one, { canvas, caption, below, words }) {
 // screen. Numbers are beside the rows if these are high enough.
 function placeLarge(m, keys, rows) {
   const isNarrow = innerWidth < 1000, longest = Math.max(...m.tokens.slice(0, 400).map(token => Math.min(12, visible(token).length)));
-  const edge = Math.min(100, 18 + 7 * longest), width = $("panel").clientWidth * (isNarrow ? 1 : .54) - edge, height = isNarrow ? innerHeight * .36 : 640;
+  const edge = Math.min(100, 18 + 7 * longest), width = $("panel").clientWidth * (isNarrow ? 1 : .53) - edge, height = isNarrow ? innerHeight * .36 : 640;
   const columns = [];
   if (m.sinks.length && !state.first) columns.push({ name: sinkName(m) === "first token" ? "first" : "special", of: (row, line) => totalOf(line, m.sinks) });
   if (!state.diagonal && !m.keys) columns.push({ name: "own", of: (row, line) => line[m.queries[row]] || 0 });

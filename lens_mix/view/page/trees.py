@@ -17,7 +17,7 @@ from lens_mix.view.page.data import make_plain
 
 Graphs: TypeAlias = nx.DiGraph | Mapping[str, nx.DiGraph]
 # Of a larger graph the page contains only the largest edges, because more cannot be drawn or read.
-MOST_EDGES = 4_000
+_MOST_EDGES = 4_000
 _OPTIONS = ("threshold", "cost", "order", "within_layer", "by", "edges_before")
 
 
@@ -65,7 +65,7 @@ def _make_graphs(maps: Mapping[str, MixingMap]) -> list[dict[str, Any]]:
                 graph, more = makers[m.method](m)
             except ValueError:
                 continue
-            graphs.append(_pack_graph(graph, label) | {"of": label, "most_edges": MOST_EDGES} | more)
+            graphs.append(_pack_graph(graph, label) | {"of": label, "most_edges": _MOST_EDGES} | more)
     return graphs
 
 
@@ -80,12 +80,12 @@ def _make_tree(m: MixingMap) -> tuple[nx.DiGraph, dict[str, Any]]:
 def _make_routes(m: MixingMap) -> tuple[nx.DiGraph, dict[str, Any]]:
     """Return the routes, and the shares from which the page computes them for another position."""
     shares = part_shares(m)
-    packed = {name: round_shares(getattr(shares, name).tolist()) for name in ("resid_pre", "resid_mid")}
+    packed = {name: _round_shares(getattr(shares, name).tolist()) for name in ("resid_pre", "resid_mid")}
     graph = information_flow_routes(m, m.default_query_position)
     return graph, {"shares": packed | {"parallel": shares.parallel}}
 
 
-def round_shares(shares: list[list[float]]) -> list[list[float]]:
+def _round_shares(shares: list[list[float]]) -> list[list[float]]:
     """Return the shares with four digits."""
     return [[float(f"{share:.4g}") for share in layer] for layer in shares]
 
@@ -94,7 +94,7 @@ def _pack_graph(graph: nx.DiGraph, name: str) -> dict[str, Any]:
     check_instance("trees", graph, nx.DiGraph, "a networkx graph, as attribution_tree returns it")
     edges = [(start, end, _pack_edge(values, start, end)) for start, end, values in graph.edges(data=True)]
     edges.sort(key=lambda edge: -abs(edge[2]["weight"]))
-    strongest = edges[:MOST_EDGES]
+    strongest = edges[:_MOST_EDGES]
     root = graph.graph.get("root", graph.graph.get("target"))
     roots = [root] if root is not None else list(graph.graph.get("targets", ()))
     used = dict.fromkeys(node for start, end, _ in strongest for node in (start, end))

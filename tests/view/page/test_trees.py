@@ -113,7 +113,7 @@ def test_trees_that_are_given():
 
 
 def test_of_a_large_graph_the_largest_edges(monkeypatch):
-    monkeypatch.setattr(trees, "MOST_EDGES", 5)
+    monkeypatch.setattr(trees, "_MOST_EDGES", 5)
     graph = layered_graph(map_of())
     (packed,) = data_of(lm.page(map_of(), trees=graph))["trees"][0]
     largest = sorted((values["weight"] for *_, values in graph.edges(data=True)), reverse=True)
