@@ -228,9 +228,14 @@ class _Record:
             not self._checked_pass.verification.causal
             and not self._checked_pass.clean.lens.stack.reads_target
         )
-        explained = (block.record.default_rows[index] for block in self._blocks[label].values())
-        positions = (position for position in explained if position is not None and position < count)
-        return next(positions, 0 if is_encoder else None)
+        position = self._find_target_position(label, index)
+        is_row = position is not None and position < count
+        return position if is_row else 0 if is_encoder else None
+
+    def _find_target_position(self, label: str, index: int) -> int | None:
+        """Return the position that the method's target reads, counted without padding; None if none is known."""
+        positions = (block.record.default_rows[index] for block in self._blocks[label].values())
+        return next((position for position in positions if position is not None), None)
 
     def _explain(self, label: str, index: int) -> tuple[Explained, ...]:
         """Return what each row of one prompt's map explains: the prediction and the method's target."""
@@ -238,12 +243,20 @@ class _Record:
         known = {
             key: entry for block in blocks.values() for key, entry in block.record.explained[index].items()
         }
+        rows = self._checked_pass.rows
         indices = self._find_rows(index, has_some_rows=not blocks[max(blocks)].every_query).tolist()
-        targets = [known.get(row, known.get(None, Explained())) for row in indices]
+        positions = range(len(indices)) if rows is None else rows.by_prompt[index]
+        own, whole = self._find_target_position(label, index), known.get(None, Explained())
+        # What a target of the whole prompt reads at one position is predicted at this position alone.
+        others = whole if own is None else whole.without_prediction()
+        targets = [
+            known.get(row, whole if position == own else others)
+            for row, position in zip(indices, positions, strict=True)
+        ]
         if clean.predictions is None:
             return tuple(targets)
-        rows = self._find_rows(index, has_some_rows=self._checked_pass.rows is not None).tolist()
-        return join_explained([clean.predictions[index][row] for row in rows], targets)
+        recorded = self._find_rows(index, has_some_rows=rows is not None).tolist()
+        return join_explained([clean.predictions[index][row] for row in recorded], targets)
 
     def _select_scores(
         self,
