@@ -675,12 +675,14 @@ class MixingMap:
             unit: "raw": heads are compared by `score`. "share": by `share`.
 
         Raises:
-            ValueError: If the map has no heads, there is no such query or key, or `k` is below 1.
+            ValueError: If the map has no heads, there is no such query or key, the query cannot see the key,
+                or `k` is below 1.
         """
         k, row = check_whole_number("k", k, 1), self.row_index(query)
         check_choice("unit", unit, ("raw", "share"))
         self._require_heads("top_heads")
         keys = find_positions(self.key_labels, key, "key")
+        checks.require_visible_keys(self, row, keys, "key")
         rows = self.scores[:, :, row]
         raw, shares = (
             scores[..., keys].sum(-1).flatten().tolist()

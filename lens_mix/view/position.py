@@ -42,7 +42,7 @@ class Panel:
     is_share: bool
 
     @property
-    def row_labels(self) -> list[str]:
+    def layer_labels(self) -> list[str]:
         """Return short labels of the layers: their numbers, or "whole model"."""
         return [name.rsplit(" ", 1)[-1] if name[-1].isdigit() else name for name in self.layers]
 
@@ -73,7 +73,7 @@ class PositionView:
             "own" is the position itself.
         title: What is explained, or which position is shown.
         sentence: The largest score in words; "" if there is none. The first token and the position itself
-            do not count.
+            (in cross-attention, its residual stream) do not count.
         best: The index of the map with this score, and the score.
         subtitle: The model, the prompt and the unit.
         prediction: The most probable next token of a causal map; None if it is unknown.
@@ -111,11 +111,11 @@ class PositionView:
         panels = [_read_panel(name, row, normalize, groups) for name, row in rows.items()]
         own = _find_group(groups, position) if chosen.keys_are_tokens else None
         columns, numbers = _choose_columns(panels, own, keys, as_numbers)
-        left_out = set() if own is None else {0, own}
+        left_out = _find_residual(names) if own is None else {0, own}
         part = "key" if own is None else "word" if words else "token"
         best = _find_best(panels, left_out)
         found = "" if best is None else f"{quote(names[best[1].key])} ({part} {best[1].key})"
-        explanation = next(filter(None, (row.explanation(position) for row in rows.values())), "")
+        explanation = _choose_explanation(rows.values())
         unit = ", ".join(dict.fromkeys(panel.unit for panel in panels))
         return PositionView(
             panels,
@@ -147,6 +147,17 @@ class PositionView:
             sizes = self.read_columns(panel)[0].abs().amax(0)
             largest = torch.maximum(largest, sizes / (sizes.max() or 1))
         return largest.argsort(descending=True, stable=True).tolist()
+
+
+def _choose_explanation(rows: Iterable[MixingMap]) -> str:
+    """Return what the position explains: that of the first map with a target, else of the first that has one.
+
+    Args:
+        rows: The maps with this position as their only row.
+    """
+    known = [row for row in rows if row.explained is not None]
+    with_target = [row for row in known if row.explained and row.explained[0].target is not None]
+    return next((row.explanation() for row in (*with_target, *known)), "")
 
 
 def _name_maps(maps: Maps) -> dict[str, MixingMap]:
@@ -198,6 +209,14 @@ def _group_keys(chosen: MixingMap, words: bool) -> tuple[list[list[int]], list[s
     return [[key] for key in range(len(chosen.key_labels))], chosen.key_labels
 
 
+def _find_residual(names: Sequence[str]) -> set[int]:
+    """Return the key that is the position's own residual stream, which some cross-attention maps have."""
+    # Only such a map needs the import, which takes seconds because it imports TransformerLens.
+    from lens_mix.method import RESIDUAL_KEY
+
+    return {key for key, name in enumerate(names) if name == RESIDUAL_KEY}
+
+
 def _find_group(groups: list[list[int]], position: int) -> int:
     return next(index for index, group in enumerate(groups) if position in group)
 
@@ -224,6 +243,8 @@ def _choose_columns(
     Without `keys`, keys that the position could not see in any map are left out.
     """
     seen = torch.stack([panel.visible.any(0) for panel in panels]).any(0)
+    # A position that sees no key has all of them as columns.
+    seen = seen if bool(seen.any()) else torch.ones_like(seen)
     columns = seen.nonzero().flatten().tolist() if keys is None else as_positions(keys, len(seen), "keys")
     if own is None or not as_numbers:
         return columns, {}
@@ -272,7 +293,9 @@ def _describe_best(panels: Sequence[Panel], best: tuple[int, Strongest], key: st
     if panel.is_share:
         first = f"{where}{number} of the {panel.name} row is from {key}"
     else:
-        first = f"{where}the largest score of {panel.name} is {number}, from {key}"
+        is_signed = bool((panel.scores < 0).any())
+        size = " by magnitude" if is_signed else ""
+        first = f"{where}the largest score of {panel.name}{size} is {number}, from {key}"
     others = [
         f"{other.name}: {other.write_score(other.scores[strongest.layer, strongest.key].item())}"
         for other in panels

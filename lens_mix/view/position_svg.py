@@ -42,7 +42,7 @@ def _draw_cells(view: PositionView, panel: Panel) -> tuple[str, float, float]:
     scores, visible = view.read_columns(panel)
     layers, columns = scores.shape
     low, high = _find_scale(scores.flatten().tolist())
-    left = _MARGIN + 12 + max(_estimate(label, _LABEL) for label in panel.row_labels)
+    left = _MARGIN + 12 + max(_estimate(label, _LABEL) for label in panel.layer_labels)
     written = {
         name: [panel.write_score(score).replace(" %", "%") for score in panel.scores[:, key].tolist()]
         for name, key in view.numbers.items()
@@ -86,7 +86,7 @@ def _draw_cells(view: PositionView, panel: Panel) -> tuple[str, float, float]:
         )
     middle = [f"{top + (row + 0.5) * up + _LABEL / 3:.1f}" for row in range(layers)]
     parts += [_text(_MARGIN, top - 6, "layer", f'fill="{QUIET}"'), f'<g text-anchor="end" fill="{QUIET}">']
-    parts += [f'<text x="{left - 5:.1f}" y="{middle[row]}">{panel.row_labels[row]}</text>' for row in rows]
+    parts += [f'<text x="{left - 5:.1f}" y="{middle[row]}">{panel.layer_labels[row]}</text>' for row in rows]
     for place, (name, column_of_numbers) in enumerate(written.items()):
         x = left + width + number * (place + 1) - 1
         parts.append(_text(x, top - 6, name))
