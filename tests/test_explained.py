@@ -75,7 +75,7 @@ def test_a_target_of_the_whole_prompt_is_in_every_row():
     assert [entry.value for entry in mixing_map.explained] == pytest.approx([loss] * 7)
 
 
-@pytest.mark.parametrize("queries", (None, [6, 0, 3]))
+@pytest.mark.parametrize("queries", [None, [6, 0, 3]])
 def test_a_target_of_one_position_leaves_the_other_rows_their_own_predictions(queries):
     model, prompt = causal_model(), torch.arange(3, 10)
     logits = prompt_logits(Lens(model), prompt)
@@ -109,7 +109,9 @@ def test_many_prompts_of_different_lengths():
     model = causal_model()
     prompts = [torch.arange(3, 10), torch.arange(5, 9), torch.arange(2, 8)]
     for side in ("right", "left"):
-        together = lm.run_many(model, prompts, ["attention", "input_gradients", "gradient_attention"], padding_side=side)
+        together = lm.run_many(
+            model, prompts, ["attention", "input_gradients", "gradient_attention"], padding_side=side
+        )
         for prompt, maps in zip(prompts, together, strict=True):
             for name, mixing_map in maps.items():
                 alone = lm.run(model, prompt, name)

@@ -94,7 +94,9 @@ def test_a_map_with_one_layer_is_a_coloured_text_above_the_others() -> None:
     alone = show_position(whole)
     assert heat_maps(alone) == []
     best = int(shares.argmax())
-    sentence = f"{100 * shares[best]:.0f} % of the gim row is from {RAW_TOKENS[best + 1]!r} (token {best + 1})."
+    sentence = (
+        f"{100 * shares[best]:.0f} % of the gim row is from {RAW_TOKENS[best + 1]!r} (token {best + 1})."
+    )
     assert sentence in written(alone)
 
 
