@@ -233,7 +233,7 @@ class _Record:
         return position if is_row else 0 if is_encoder else None
 
     def _find_target_position(self, label: str, index: int) -> int | None:
-        """Return the position that the method's target reads, counted without padding; None if none is known."""
+        """Return the position that the method's target reads, counted without padding, or None."""
         positions = (block.record.default_rows[index] for block in self._blocks[label].values())
         return next((position for position in positions if position is not None), None)
 
