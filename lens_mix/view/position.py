@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -106,6 +107,8 @@ class PositionView:
         tokens = chosen.tokens
         position = as_position(chosen.default_query_position if position is None else position, len(tokens))
         # Each row is selected by its position, because the maps may contain different rows.
+        for name, m in named.items():
+            m.row_index(position, f"maps[{name!r}], query")
         rows = {name: m.select_queries([position]).merge_heads() for name, m in named.items()}
         groups, names = _group_keys(chosen, words)
         panels = [_read_panel(name, row, normalize, groups) for name, row in rows.items()]
@@ -194,12 +197,16 @@ def _require_same_axes(named: Mapping[str, MixingMap]) -> None:
     """Raise a ValueError if the maps have different tokens, or different layers (except one layer alone)."""
     first = next((m for m in named.values() if len(m) > 1), next(iter(named.values())))
     for name, m in named.items():
-        if (m.tokens, m.key_labels) != (first.tokens, first.key_labels) or (
-            len(m) > 1 and m.layers != first.layers
+        for what, own, expected in (
+            ("tokens", m.tokens, first.tokens),
+            ("keys", m.key_labels, first.key_labels),
+            ("layers", m.layers if len(m) > 1 else first.layers, first.layers),
         ):
-            raise ValueError(
-                f"maps[{name!r}]: expected the tokens and layers of the first map, or one layer, got others"
-            )
+            if own != expected:
+                raise ValueError(
+                    f"maps[{name!r}]: expected the same {what} as in the other maps, "
+                    f"{reprlib.repr(expected)}, got {reprlib.repr(own)}; draw this map alone"
+                )
 
 
 def _group_keys(chosen: MixingMap, words: bool) -> tuple[list[list[int]], list[str]]:
@@ -290,18 +297,19 @@ def _describe_best(panels: Sequence[Panel], best: tuple[int, Strongest], key: st
     layer = panel.layers[strongest.layer]
     where = "" if panel.has_one_layer and not layer[-1].isdigit() else f"{layer[0].upper()}{layer[1:]}: "
     number = panel.write_score(strongest.score)
+    if panel.is_share and strongest.score < 0.005:
+        number = "less than 1 %"
     if panel.is_share:
         first = f"{where}{number} of the {panel.name} row is from {key}"
     else:
-        is_signed = bool((panel.scores < 0).any())
-        size = " by magnitude" if is_signed else ""
+        size = " by magnitude" if bool((panel.scores < 0).any()) else ""
         first = f"{where}the largest score of {panel.name}{size} is {number}, from {key}"
     others = [
         f"{other.name}: {other.write_score(other.scores[strongest.layer, strongest.key].item())}"
         for other in panels
         if other is not panel and other.layers == panel.layers and other.is_share and panel.is_share
     ]
-    return "; ".join([first, *others]) + "."
+    return "; ".join([first[:1].upper() + first[1:], *others]) + "."
 
 
 def _read_prediction(row: MixingMap) -> str | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_whole_number
 from lens_mix.maps.positions import Queries
 from lens_mix.view.coloured_text import TextBlock
+from lens_mix.view.colours import MARK
 from lens_mix.view.heat_maps import Scale, draw_cells, finish_bar, make_norm
 from lens_mix.view.labels import (
     FONT,
@@ -38,7 +39,6 @@ _ROW = 0.13  # the height of a layer
 _WIDEST, _WIDEST_OF_TWO = 7.6, 8.7
 _NUMBER = 0.29  # the smallest width of a column of numbers
 _NUMBER_FONT = 5.5
-_MARK = "#d1662c"
 _BAR = 0.6  # the width of a small colour bar above a heat map
 _SENTENCE_FONT = 8.5
 
@@ -65,7 +65,7 @@ def show_position(
     below names the largest score, which has an orange frame. A map with one layer, such as an input map, is
     drawn above the others as coloured text. Of maps with heads the mean over heads is drawn.
 
-    The first token often has most of a row, because attention rests there, and many methods give the
+    The first token often has most of a row, because it is a sink of attention, and many methods give the
     position itself a large share. These two are numbers beside each layer, and the colours are for the
     others. Tokens are labelled from the strongest to the weakest, each if there is space beside the labels
     before it; keys that the position cannot see are left out.
@@ -356,7 +356,7 @@ def _mark_best(axes: Any, view: PositionView, index: int) -> None:
     if view.best is None or view.best[0] != index or view.best[1].key not in view.columns:
         return
     corner = view.columns.index(view.best[1].key) - 0.5, view.best[1].layer - 0.5
-    axes.add_patch(Rectangle(corner, 1, 1, fill=False, ec=_MARK, lw=1.2, clip_on=False, zorder=3))
+    axes.add_patch(Rectangle(corner, 1, 1, fill=False, ec=MARK, lw=1.2, clip_on=False, zorder=3))
 
 
 def _draw_in_axes(axes: Any, view: PositionView, norm: Any, cmap: Any, title: str) -> None:

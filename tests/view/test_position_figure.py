@@ -124,6 +124,13 @@ def test_signed_scores_are_drawn_around_zero() -> None:
         show_position(signed, normalize=True)
 
 
+def test_a_share_that_rounds_to_nothing_is_named_as_less_than_one_per_cent() -> None:
+    scores = [[[0.5, 0.004, 0.496]], [[0.5, 0.003, 0.497]]]
+    m = lm.MixingMap(scores=scores, tokens=list("abc"), queries=[2], method="attention")
+    expected = "Layer 0: less than 1 % of the attention row is from 'b' (token 1)."
+    assert PositionView.from_maps(m).sentence == expected
+
+
 def test_the_largest_of_signed_scores_is_named_by_magnitude() -> None:
     m = lm.MixingMap(scores=[[[0.0, 1.0, -3.0, 0.0]]], tokens=list("abcd"), queries=[3], method="gim")
     expected = "Layer 0: the largest score of gim by magnitude is -3, from 'c' (token 2)."
@@ -247,10 +254,12 @@ def test_a_query_can_be_a_token() -> None:
 
 
 def test_refuses_maps_that_do_not_match() -> None:
-    with pytest.raises(ValueError, match=r"maps\['two'\]: expected the tokens and layers of the first"):
+    with pytest.raises(ValueError, match=r"maps\['two'\]: expected the same tokens .* got \['a', 'b'\]"):
         show_position({"one": raw_map(), "two": raw_map(tokens=["a", "b"])})
-    with pytest.raises(ValueError, match=r"maps\['two'\]: expected the tokens and layers of the first"):
+    with pytest.raises(ValueError, match=r"maps\['two'\]: expected the same layers .* got \[0, 1\]"):
         show_position({"one": raw_map(), "two": raw_map(layers=2)})
+    with pytest.raises(ValueError, match=r"maps\['two'\], query: expected one of the rows"):
+        show_position({"one": raw_map(), "two": raw_map().select_queries([1])}, query=2)
     for nothing in ({}, []):
         with pytest.raises(ValueError, match="maps: expected at least one"):
             show_position(nothing)
