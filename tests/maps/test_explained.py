@@ -64,6 +64,9 @@ def test_rows_keep_their_entries():
     words = mixing_map.merge_words([[0, 1], [2, 3]])
     # The token after a word is predicted at the word's last token.
     assert words.explained == (ENTRIES[1], ENTRIES[3])
+    # The first row of a longer word does not explain the token after the word.
+    first = mixing_map.merge_words([[0, 1], [2], [3]], queries="first")
+    assert first.explained == (Explained(), *ENTRIES[2:])
     assert (mixing_map - mixing_map).explained == ENTRIES
     assert (mixing_map - explained_map(explained=None)).explained is None
 
