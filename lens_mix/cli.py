@@ -1,4 +1,4 @@
-"""Define the command line: `lens-mix map TEXT --model MODEL`, and `serve`, `support`, `check` and `evaluate`.
+"""Define the command line: `lens-mix map MODEL TEXT`, and `methods`, `support`, `check`, `evaluate`, `serve`.
 
 It needs the extra `cli` (typer). MODEL is the name or the folder of a model that transformers can load. An
 error is one line on the standard error. The exit code is 2 for a wrong argument or file and for a model that
@@ -7,6 +7,8 @@ cannot be used, and 1 for any other error. LENS_MIX_DEBUG=1 in the environment s
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
 import os
 import sys
@@ -57,58 +59,166 @@ app = typer.Typer(
     cls=_Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Context mixing for TransformerLens models.",
-    epilog="LENS_MIX_DEBUG=1 in the environment shows the traceback of an error.",
+    rich_markup_mode=None,
+    help="Measure context mixing: which token's information went into which token's representation.",
+    epilog="Start with: lens-mix map HuggingFaceTB/SmolLM2-135M 'The Eiffel Tower is in the city of'\n\n"
+    "LENS_MIX_DEBUG=1 in the environment shows the traceback of an error.",
 )
 
-_Model = Annotated[str, typer.Argument(help="name or folder of a model that transformers can load")]
-_DEFAULT_METHODS = "attention,value_zeroing,attn_res_ln,alti,decompx,gradient_attention,input_gradients"
+_Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Name or folder of a model that transformers can load.", show_default=False
+    ),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+_DEFAULT_EVALUATED = (
+    *("attention", "value_zeroing", "attn_res_ln", "alti", "decompx"),
+    *("gradient_attention", "input_gradients"),
+)
+
+
+def _option(help_text: str, metavar: str, **settings: Any) -> Any:
+    """Return an option whose default the text of its help names."""
+    return typer.Option(help=help_text, metavar=metavar, show_default=False, **settings)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from lens_mix.version import __version__
+
+        typer.echo(f"lens-mix {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _all_commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Take the options that are given before a command."""
 
 
 @app.command("map")
 def _map_text(
-    text: Annotated[str, typer.Argument(help="the prompt")],
-    model: Annotated[str, typer.Option(help="name or folder of a model that transformers can load")],
+    model: _Model,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt.", show_default=False)],
     method: Annotated[
-        list[str] | None, typer.Option(help="a method's name; may be given several times")
+        list[str] | None,
+        _option(
+            "A method of `lens-mix methods`; repeat it for several. Default: input_map, attention and "
+            "value_zeroing.",
+            "NAME",
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="the page to write, one self-contained file")] = Path("page.html"),
+    queries: Annotated[
+        str | None,
+        _option(
+            "The positions to explain, such as 0,5,-1 (-1 is the last one) or 0:5, or all. Default: all, but "
+            "only the last one (an encoder's first one) with methods that cost forward passes for each.",
+            "POSITIONS",
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None, _option("The layers to map, written like positions. Default: all.", "LAYERS")
+    ] = None,
+    per_head: Annotated[bool, typer.Option("--per-head", help="Make a map of each head.")] = False,
+    out: Annotated[Path | None, _option("Write the page of all views to this file.", "FILE")] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the page of all views in the browser.")] = False,
+    as_json: _Json = False,
 ) -> None:
-    """Map a prompt and write a page with several views: text, grid, flow, methods side by side.
+    """Print which tokens of a prompt each method points to.
 
-    For attention_attribution the page also has the attribution tree, for information_flow_routes the routes.
+    The result is text, or JSON with --json. With --out or --open it is also one self-contained page, with
+    all layers, heads and positions.
     """
-    from lens_mix import runner
-    from lens_mix.recommended import input_map
+    from lens_mix import named_maps, report
     from lens_mix.view.page import page
 
     # The arguments are checked first, because loading a model takes long.
-    _check_writable("--out", out)
     if not text.strip():
         raise ValueError(f"TEXT: expected a prompt, got {text!r}")
-    names = method or ["attention", "value_zeroing"]
-    runner.read_methods(names)
-    loaded = _load(model)
-    maps = runner.run(loaded, text, names)
-    if not method:
-        maps["input_map"] = input_map(loaded, text)
-    page(maps, out)
-    typer.echo(f"{out}: {', '.join(maps)}")
+    if out is not None:
+        _check_writable("--out", out)
+    chosen_rows, chosen_layers = _read_selection("--queries", queries), _read_selection("--layers", layers)
+    names = method or [name for name in named_maps.DEFAULT_METHODS if not per_head or name != "input_map"]
+    _check_methods(names)
+    named_maps.read_names(names, per_head=per_head)
+    maps = named_maps.compute_maps(
+        _load(model),
+        text,
+        names,
+        queries=chosen_rows,
+        all_rows=queries == "all",
+        layers=chosen_layers,
+        per_head=per_head,
+        progress=_progress(),
+    )
+    if as_json:
+        _print_json(report.to_records(maps, every_row=queries is not None))
+    else:
+        typer.echo(report.describe_maps(maps, every_row=queries is not None))
+    if out is not None:
+        page(maps, out)
+    opened = page(maps).open() if show else None
+    for path in filter(None, (out, opened)):
+        typer.echo(f"\nwrote the page of all views: {path}", err=as_json)
+    if not (out or show or as_json):
+        typer.echo("\n--open shows the page of all views, --out page.html writes it")
+
+
+@app.command()
+def methods(as_json: _Json = False) -> None:
+    """List the methods in groups: what a map says, and what it costs."""
+    from lens_mix import registry
+
+    described = {name: registry.describe(name) for name in registry.list_names()}
+    if as_json:
+        _print_json(
+            [
+                {"name": name, "group": group, "says": line, "cost": str(cost) if cost else None}
+                for name, (group, line, cost) in described.items()
+            ]
+        )
+        return
+    lines: list[str] = []
+    for group in dict.fromkeys(one.group for one in described.values()):
+        lines += ["", group]
+        for name, one in described.items():
+            if one.group == group:
+                lines.append(f"  {name:<24}{one.line}")
+                lines += [f"  {'':<24}{one.cost}"] if one.cost else []
+    typer.echo("\n".join(lines[1:]))
 
 
 @app.command()
 def serve(
     model: _Model,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free port")] = 8000,
-    tokens: Annotated[int, typer.Option(min=1, help="largest number of tokens of a sentence")] = 128,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="NUMBER", help="The port to listen on; 0: any free one.")
+    ] = 8000,
+    tokens: Annotated[
+        int, typer.Option(min=1, metavar="NUMBER", help="The largest number of tokens of a prompt.")
+    ] = 128,
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=86_400, help="longest time for a page, in seconds")
+        float,
+        typer.Option(min=0.1, max=86_400, metavar="NUMBER", help="The longest time for a page, in seconds."),
     ] = 60.0,
     waiting: Annotated[
-        int, typer.Option(min=1, help="largest number of sentences that wait while one is computed")
+        int,
+        typer.Option(
+            min=1,
+            metavar="NUMBER",
+            help="The largest number of prompts that wait while one is computed.",
+        ),
     ] = 4,
 ) -> None:
-    """Serve a form on this machine only (127.0.0.1): type a sentence, pick methods, get the page."""
+    """Serve a form in the browser: prompt, methods, page.
+
+    It answers on this machine only (127.0.0.1), and ends with Ctrl-C.
+    """
     from lens_mix.serve import Limits, Site
 
     if not math.isfinite(seconds):
@@ -126,52 +236,80 @@ def serve(
 
 
 @app.command()
-def support(model: _Model) -> None:
-    """List the methods that run on a model, and the reason why each other one does not."""
+def support(model: _Model, as_json: _Json = False) -> None:
+    """List the methods that run on a model, and why others do not."""
     from lens_mix import runner
 
-    typer.echo(str(runner.support(_load(model))))
+    table = runner.support(_load(model))
+    if not as_json:
+        typer.echo(str(table))
+        return
+    rows = [{"name": name, "engine": engine, "reason": reason or None} for name, engine, reason in table]
+    _print_json({"model": _name(table.model), "methods": rows})
 
 
 @app.command()
-def check(model: _Model) -> None:
-    """Check that every block can be rebuilt from its components, as most methods need."""
+def check(model: _Model, as_json: _Json = False) -> None:
+    """Check that blocks can be rebuilt, as most methods need.
+
+    Every block is rebuilt from its components and compared with the model.
+    """
     from lens_mix.lens.verification import support as verification
 
-    typer.echo(str(verification.check(_load(model))))
+    found = verification.check(_load(model))
+    if not as_json:
+        typer.echo(str(found))
+        return
+    table = found.to_dataframe()
+    _print_json({"model": _name(found.model), "ok": found.ok, "components": table.to_dict("records")})
 
 
 @app.command()
 def evaluate(
     model: _Model,
     prompts: Annotated[
-        Path | None, typer.Option(help="a text file with a prompt on each line: scores importance")
+        Path | None, _option("Score importance: a text file with a prompt on each line.", "FILE")
     ] = None,
     blimp: Annotated[
-        Path | None, typer.Option(help="a BLiMP file (.jsonl): scores whether the decisive word is found")
+        Path | None, _option("Score whether the decisive word is found: a BLiMP file (.jsonl).", "FILE")
     ] = None,
     planted: Annotated[
-        int,
-        typer.Option(
-            min=0, help="the number of long prompts with a planted fact: scores whether the fact is found"
-        ),
+        int, _option("Score whether a planted fact is found: the number of long prompts.", "NUMBER", min=0)
     ] = 0,
-    methods: Annotated[str, typer.Option(help="names of methods, separated by commas")] = _DEFAULT_METHODS,
-    aggregations: Annotated[
-        str, typer.Option(help="names of aggregations, separated by commas")
-    ] = "rollout,mean",
+    method: Annotated[
+        list[str] | None,
+        _option(
+            "A method of `lens-mix methods`; repeat it for several. Default: "
+            f"{', '.join(_DEFAULT_EVALUATED)}.",
+            "NAME",
+        ),
+    ] = None,
+    aggregation: Annotated[
+        list[str] | None,
+        _option(
+            "How the maps of the layers become one (rollout, mean, flow, ...); repeat it for several. "
+            "Default: rollout and mean.",
+            "NAME",
+        ),
+    ] = None,
     randomised_model: Annotated[
-        bool, typer.Option(help="also score the model with shuffled weights, as a control")
+        bool,
+        typer.Option("--randomised-model", help="Also score the model with shuffled weights, as a control."),
     ] = False,
     resume: Annotated[
-        Path | None, typer.Option(help="file with the finished cases; a second run computes only the others")
+        Path | None,
+        _option("A file with the finished cases; a second run computes only the others.", "FILE"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="file to write: the table (.md or .csv) or a figure (.png)")
+        Path | None, _option("Write the table (.md or .csv) or a figure (.png) to this file.", "FILE")
     ] = None,
+    as_json: _Json = False,
 ) -> None:
-    """Score methods on one task: --prompts, --blimp or --planted."""
-    from lens_mix import evaluation, runner
+    """Score methods on one task: --prompts, --blimp or --planted.
+
+    The result is a table with 95 % intervals, and whether anything beats a random order and the position.
+    """
+    from lens_mix import evaluation, named_maps
     from lens_mix.arguments import check_file_path
 
     given = [name for name, value in (("prompts", prompts), ("blimp", blimp), ("planted", planted)) if value]
@@ -184,7 +322,9 @@ def evaluate(
         _check_writable("--out", out)
     if resume is not None and resume.is_dir():
         raise ValueError(f"--resume: expected a file, got the folder {resume}")
-    runner.read_methods(methods.split(","))
+    names = method or list(_DEFAULT_EVALUATED)
+    _check_methods(names)
+    named_maps.read_names(names)
     lines = _read_prompts(prompts) if prompts is not None else []
     if blimp is not None:
         check_file_path("--blimp", blimp)
@@ -196,20 +336,88 @@ def evaluate(
         task = evaluation.Cues(evaluation.blimp_cases(loaded, blimp))
     else:
         task = evaluation.Cues(evaluation.planted_facts(loaded, planted), leave_out=(0,))
+    methods_of_names = named_maps.find_methods(loaded, names)
     board = evaluation.evaluate(
         loaded,
         task,
-        methods.split(","),
-        aggregations.split(","),
+        list(methods_of_names.values()),
+        aggregation or ["rollout", "mean"],
         randomised_model=randomised_model,
         resume=resume,
-        progress=True,
+        progress=bool(_progress()),
     )
-    typer.echo(board.to_markdown("position"))
-    for method, reason in board.refused.items():
-        typer.echo(f"{method}: {reason}", err=True)
+    if as_json:
+        table = board.table("position")
+        record = {"model": _name(board.model), "task": board.task, "table": table.to_dict("records")}
+        _print_json({**record, "verdict": board.verdict(), "refused": board.refused})
+    else:
+        typer.echo("\n".join([board.to_markdown("position"), "", *board.verdict()]))
+        if named_maps.INPUT_MAP in methods_of_names:
+            typer.echo(f"input_map is {methods_of_names[named_maps.INPUT_MAP].name} on this model.")
+        for name, reason in board.refused.items():
+            typer.echo(f"{name}: {reason}", err=True)
     if out is not None:
         _write(board, out)
+        typer.echo(f"wrote {out}", err=as_json)
+
+
+def _progress() -> bool | None:
+    """Return True if bars can be seen; else None, so that nothing warns of long runs either."""
+    return True if sys.stderr.isatty() else None
+
+
+def _check_methods(names: Sequence[str]) -> None:
+    """Raise an error for an unknown method."""
+    from lens_mix import registry
+    from lens_mix.named_maps import INPUT_MAP
+
+    for name in names:
+        try:
+            if name != INPUT_MAP:
+                registry.find_method(name)
+        except ValueError:
+            close = difflib.get_close_matches(name, registry.list_names(), 1)
+            suggestion = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"--method: expected a name that `lens-mix methods` lists, got {name!r}{suggestion}"
+            ) from None
+
+
+def _read_selection(option: str, text: str | None) -> list[int] | slice | None:
+    """Return the numbers or the range that an option selects; None for all."""
+    if text is None or text == "all":
+        return None
+    try:
+        if ":" in text:
+            start, stop = (int(end) if end.strip() else None for end in text.split(":"))
+            return slice(start, stop)
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"{option}: expected whole numbers such as 0,5,-1, a range such as 0:5, or all, got {text!r}"
+        ) from None
+
+
+def _name(model: str) -> str:
+    """Return the name of a model without the folders of this computer."""
+    from lens_mix.view.labels import name_model
+
+    return name_model({"model": model})
+
+
+def _print_json(value: Any) -> None:
+    """Print a value as JSON; numbers that JSON does not have become null."""
+    typer.echo(json.dumps(_without_nan(value), ensure_ascii=False, allow_nan=False))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(entry) for entry in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value.item() if hasattr(value, "item") else value
 
 
 def _read_prompts(path: Path) -> list[str]:
@@ -261,6 +469,10 @@ def _load(name: str) -> Any:
 
 
 def _load_unchecked(name: str) -> Any:
+    if not _progress():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
     try:
         from transformer_lens.model_bridge import TransformerBridge
     except ImportError:

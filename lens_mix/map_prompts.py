@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens import provenance
 from lens_mix.lens.batches import PaddingSide, Prompt
-from lens_mix.lens.block import Block
+from lens_mix.lens.block import Block, LayerRecord
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.lens.predictions import join_explained
@@ -161,6 +161,7 @@ class _Record:
         self._checked_pass, self._blocks, self._maps = checked, blocks, maps
         self._allowed = checked.allowed_keys()
         self._provenance = provenance.of_run(checked.clean.lens, prepend_bos)
+        self._provenance["verification_error"] = checked.verification.largest_error
         self._dropped_classifier = provenance.dropped_classifier(checked.clean.lens)
         targets = [method.target for method in checked.session.methods.values() if hasattr(method, "target")]
         if self._dropped_classifier and any(as_target(target).reads == "logits" for target in targets):
@@ -228,14 +229,9 @@ class _Record:
             not self._checked_pass.verification.causal
             and not self._checked_pass.clean.lens.stack.reads_target
         )
-        position = self._find_target_position(label, index)
-        is_row = position is not None and position < count
-        return position if is_row else 0 if is_encoder else None
-
-    def _find_target_position(self, label: str, index: int) -> int | None:
-        """Return the position that the method's target reads, counted without padding, or None."""
-        positions = (block.record.default_rows[index] for block in self._blocks[label].values())
-        return next((position for position in positions if position is not None), None)
+        explained = (block.record.default_rows[index] for block in self._blocks[label].values())
+        positions = (position for position in explained if position is not None and position < count)
+        return next(positions, 0 if is_encoder else None)
 
     def _explain(self, label: str, index: int) -> tuple[Explained, ...]:
         """Return what each row of one prompt's map explains: the prediction and the method's target."""
@@ -243,20 +239,25 @@ class _Record:
         known = {
             key: entry for block in blocks.values() for key, entry in block.record.explained[index].items()
         }
-        rows = self._checked_pass.rows
         indices = self._find_rows(index, has_some_rows=not blocks[max(blocks)].every_query).tolist()
-        positions = range(len(indices)) if rows is None else rows.by_prompt[index]
-        own, whole = self._find_target_position(label, index), known.get(None, Explained())
-        # What a target of the whole prompt reads at one position is predicted at this position alone.
-        others = whole if own is None else whole.without_prediction()
-        targets = [
-            known.get(row, whole if position == own else others)
-            for row, position in zip(indices, positions, strict=True)
-        ]
+        targets = [known.get(row, Explained()) for row in indices]
+        if None in known:
+            targets = self._explain_all(index, known[None], [block.record for block in blocks.values()])
         if clean.predictions is None:
             return tuple(targets)
-        recorded = self._find_rows(index, has_some_rows=rows is not None).tolist()
-        return join_explained([clean.predictions[index][row] for row in recorded], targets)
+        rows = self._find_rows(index, has_some_rows=self._checked_pass.rows is not None).tolist()
+        return join_explained([clean.predictions[index][row] for row in rows], targets)
+
+    def _explain_all(self, index: int, entry: Explained, records: list[LayerRecord]) -> list[Explained]:
+        """Return what the rows of one prompt explain if their target is one number for all of them.
+
+        The prediction at the position that the target reads belongs to the row of that position alone.
+        """
+        rows = self._checked_pass.rows
+        positions = rows.by_prompt[index] if rows else range(len(self._checked_pass.token_ids(index)))
+        read = next((record.default_rows[index] for record in records if record.explained[index]), None)
+        bare = entry.without_prediction()
+        return [entry if read in (None, position) else bare for position in positions]
 
     def _select_scores(
         self,

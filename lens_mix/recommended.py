@@ -9,6 +9,7 @@ from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelEr
 from lens_mix.lens.prompts import is_encoder_decoder
 from lens_mix.lens.rows import Selection
 from lens_mix.lens.texts import token_ids
+from lens_mix.lens.verification.support import any_prompt
 from lens_mix.maps import MixingMap
 from lens_mix.measured import sentence
 from lens_mix.method import Method
@@ -90,31 +91,57 @@ def input_map(
     if part is None and is_encoder_decoder(model, model_class_of(model)):
         part = "joint"
     options["part"] = part
-    asked = predicted(of="log_probability") if target is None else target
-    if part == "joint":
-        recipes: Iterable[tuple[Method, str]] = [(InputGradients(asked), "joint input_gradients")]
-    else:
-        recipes = _recipes(model, asked, by_default=target is None)
+    method, name, mixing_map, reasons = _run_first(model, prompt, queries, target, options)
+    evidence = {"recipe": method.name, "figures": _figures(name)}
+    return mixing_map.replace(
+        provenance={**mixing_map.provenance, "input_map": evidence},
+        notes=(
+            *mixing_map.notes,
+            *(f"input_map: a better recipe cannot run: {reason}" for reason in reasons),
+        ),
+    )
+
+
+def recommended_method(model: TransformerLensModel) -> Method:
+    """Return the method that `input_map` runs on a model for its default target.
+
+    Raises:
+        UnsupportedModelError: If none of the recipes can run.
+    """
+    part = "joint" if is_encoder_decoder(model, model_class_of(model)) else None
+    return _run_first(model, any_prompt(model), -1, None, {"part": part, "progress": None})[0]
+
+
+def _run_first(
+    model: TransformerLensModel,
+    prompt: Any,
+    queries: Selection | None,
+    target: TargetLike | None,
+    options: Mapping[str, Any],
+) -> tuple[Method, str, MixingMap, list[str]]:
+    """Return the first recipe that can run, its name, its map, and why the earlier ones cannot run."""
     reasons: list[str] = []
-    for method, name in recipes:
+    for method, name in _list_recipes(model, target, options["part"]):
         if isinstance(method, DecompX) and not _is_bidirectional(model, prompt, options):
             continue
         try:
             last = isinstance(method, DecompX) and options.get("layers") is None
             only = {"layers": [-1]} if last else {}
-            mixing_map: MixingMap = run(model, prompt, method, queries=queries, **options | only)
+            mixing_map: MixingMap = run(model, prompt, method, queries=queries, **{**options, **only})
+            return method, name, mixing_map, reasons
         except UnsupportedModelError as problem:
             reasons.append(str(problem))
-            continue
-        evidence = {"recipe": method.name, "figures": _figures(name)}
-        return mixing_map.replace(
-            provenance={**mixing_map.provenance, "input_map": evidence},
-            notes=(
-                *mixing_map.notes,
-                *(f"input_map: a better recipe cannot run: {reason}" for reason in reasons),
-            ),
-        )
     raise UnsupportedModelError(f"input_map: {'; '.join(dict.fromkeys(reasons))}")
+
+
+def _list_recipes(
+    model: TransformerLensModel, target: TargetLike | None, part: str | None
+) -> Iterable[tuple[Method, str]]:
+    """Return the recipes for a part of a model, the best one first, each with its name in `EVIDENCE`."""
+    asked = predicted(of="log_probability") if target is None else target
+    if part == "joint":
+        return [(InputGradients(asked), "joint input_gradients")]
+    return _recipes(model, asked, by_default=target is None)
 
 
 def _figures(name: str) -> str:

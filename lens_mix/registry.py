@@ -22,7 +22,7 @@ from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.components import UNEMBEDDING, VALUE
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.method import Method, Scope
-from lens_mix.methods import METHODS
+from lens_mix.methods import METHODS, descriptions
 
 _GROUP = "lens_mix.methods"
 # The values that a class attribute of a method may have; all of them except `scope` may have several.
@@ -90,6 +90,15 @@ def register(method: M) -> M:
 def all_methods() -> dict[str, type[Method]]:
     """Return all methods by name: those of the library, of plugins, and those that were registered."""
     return {**METHODS, **_plugins(), **_registered}
+
+
+def describe(name: str) -> descriptions.Description:
+    """Return the group, the plain line and the cost of a method.
+
+    For a method of another package, the line is the first line of its docstring. For an unknown name, as in
+    a map made by hand, it is empty.
+    """
+    return descriptions.describe(name, all_methods().get(name))
 
 
 def find_method(name: str, argument: str = "methods") -> type[Method]:
@@ -230,3 +239,9 @@ def _check_words(attribute: str, value: object, allowed: tuple[str, ...], alone:
             raise ValueError(f"{attribute}: expected some of {list(allowed)}, got {word!r}{suggestion}")
     if not words and attribute.endswith("engines"):
         raise ValueError(f"{attribute}: expected at least one of {list(allowed)}, got none")
+
+
+def list_names() -> list[str]:
+    """Return the names of all methods and `input_map`, in the order of their groups."""
+    others = [name for name in all_methods() if name not in descriptions.DESCRIPTIONS]
+    return [*descriptions.DESCRIPTIONS, *others]

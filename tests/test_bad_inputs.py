@@ -792,7 +792,8 @@ def drawn() -> Iterator[Case]:
     yield from each(functools.partial(bars, {"a": m}), "layer", (*NO_WHOLE, None, 9))
     yield from each(view.information_flow, "graph", (*NO_GRAPH, nx.DiGraph(), nx.DiGraph([("a", "b")])))
     yield from each(functools.partial(view.information_flow, tree), "by", ("nothing", 3))
-    yield from each(functools.partial(view.information_flow, tree), "layer_height", (*NO_NUMBER, None, 0, -1))
+    for name, wrong in (("ax", (3, "ax")), ("figsize", (3, (1,), (0, 3), ("a", 2))), ("title", (3, ["a"]))):
+        yield from each(functools.partial(view.information_flow, tree), name, wrong)
     yield from each(attribution_figures.tree_figure, "tree", (*NO_GRAPH, nx.DiGraph()))
     yield from each(attribution_figures.head_map, "importance", (None, 3, torch.ones(2, 4)))
     yield from each(

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
+import torch
 
+import lens_mix as lm
+from lens_mix import registry
 from tests.demos.tiny_folder import save_tiny_llama
 from tests.tiny_models import available, bridge
 
@@ -34,18 +38,15 @@ def test_support_and_check(folder):
 def test_evaluate(folder, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("My grandmother was born in\n\nShe left the country with her\n")
-    options = [
-        "--methods",
-        "attention,input_gradients",
-        "--aggregations",
-        "mean",
-        "--resume",
-        tmp_path / "r.jsonl",
-    ]
+    options = ["--method", "attention", "--method", "input_gradients", "--aggregation", "mean"]
+    options += ["--resume", tmp_path / "r.jsonl"]
     for out in ("board.md", "board.csv", "board.png"):
         found = called("evaluate", folder, "--prompts", prompts, *options, "--out", tmp_path / out)
         assert found.exit_code == 0, found.output
         assert "| input_gradients | - |" in found.output
+        for control in ("random", "position"):
+            assert f" '{control}' in partial_spearman: the best, " in found.output
+        assert f"wrote {tmp_path / out}" in found.output
         assert (tmp_path / out).stat().st_size > 0
     assert "| attention | mean |" in (tmp_path / "board.md").read_text()
 
@@ -53,7 +54,7 @@ def test_evaluate(folder, tmp_path):
 def test_a_file_of_another_evaluation_is_an_error_without_a_traceback(folder, tmp_path):
     prompts, path = tmp_path / "prompts.txt", tmp_path / "r.jsonl"
     prompts.write_text("She left the country with her\n")
-    options = ["--prompts", prompts, "--aggregations", "mean", "--resume", path, "--methods"]
+    options = ["--prompts", prompts, "--aggregation", "mean", "--resume", path, "--method"]
     assert called("evaluate", folder, *options, "attention").exit_code == 0
     found = called("evaluate", folder, *options, "value_zeroing")
     assert found.exit_code == 2
@@ -61,13 +62,87 @@ def test_a_file_of_another_evaluation_is_an_error_without_a_traceback(folder, tm
     assert "resume" in found.output
 
 
-def test_map_writes_a_page(folder, tmp_path):
-    found = called("map", "My grandmother was born in", "--model", folder, "--out", tmp_path / "page.html")
+def test_map_prints_the_answer_and_writes_a_page(folder, tmp_path):
+    found = called("map", folder, "My grandmother was born in", "--out", tmp_path / "page.html")
     assert found.exit_code == 0, found.output
-    assert "attention, value_zeroing, input_map" in found.output
+    lines = found.output.splitlines()
+    assert lines[0].endswith(", 6 tokens")
+    assert str(folder) not in lines[0]
+    assert lines[1].startswith("after ' in': ")
+    titles = [line.split(":")[0] for line in lines]
+    titles = [title for title in titles if title.split(",")[0] in registry.list_names()]
+    assert titles == ["input_map, by attribution_patching", "attention", "value_zeroing"]
+    assert f"wrote the page of all views: {tmp_path / 'page.html'}" in found.output
     assert "<!DOCTYPE html>" in (tmp_path / "page.html").read_text()
-    found = called("map", "She left", "--model", folder, "--method", "alti", "--out", tmp_path / "one.html")
-    assert "one.html: alti" in found.output
+
+
+def test_map_as_json(folder):
+    text = "My grandmother was born in"
+    options = ["--method", "input_map", "--method", "alti", "--layers", "1,2", "--json"]
+    found = called("map", folder, text, *options)
+    assert found.exit_code == 0, found.output
+    record = json.loads(found.stdout)
+    m = lm.run(_model(folder), text, "alti", layers=[1, 2])
+    assert record["tokens"] == m.tokens
+    assert list(record["maps"]) == ["input_map", "alti"]
+    alti = record["maps"]["alti"]
+    assert alti["layers"] == [1, 2]
+    (row,) = alti["rows"]
+    assert (row["position"], row["token"]) == (5, " in")
+    assert row["explained"]["prediction"] == m.explained[-1].prediction
+    assert torch.allclose(torch.tensor(row["scores"]), m.scores[:, -1], atol=1e-6)
+    shares = m.normalized().scores[:, -1]
+    share, key = shares.mean(0).max(0)
+    largest, index = shares[:, key].max(0)
+    source = row["sources"][0]
+    assert (source["position"], source["layer"]) == (key.item(), [1, 2][index])
+    assert [source["share"], source["largest"]] == pytest.approx([share.item(), largest.item()], abs=1e-6)
+
+
+def test_map_of_chosen_positions_and_heads(folder):
+    arguments = ["map", folder, "My grandmother was born in", "--method", "attention", "--json"]
+    record = json.loads(called(*arguments, "--queries", "1:3", "--per-head").stdout)
+    rows = record["maps"]["attention"]["rows"]
+    assert [row["position"] for row in rows] == [1, 2]
+    assert [len(rows[0]["scores"]), len(rows[0]["scores"][0]), len(rows[0]["scores"][0][0])] == [3, 4, 6]
+    arguments = ["map", folder, "She left", "--method", "gim"]
+    record = json.loads(called(*arguments, "--queries", "all", "--json").stdout)
+    assert [row["position"] for row in record["maps"]["gim"]["rows"]] == [0, 1, 2]
+    text = called(*arguments, "--queries=-1,1").output
+    assert [line.split(",")[0] for line in text.splitlines() if line.startswith("  at ")] == [
+        "  at ·left (2)",
+        "  at She (1)",
+    ]
+
+
+def test_map_opens_a_page(folder, tmp_path, monkeypatch):
+    from lens_mix.view.page import Page
+
+    monkeypatch.setattr(Page, "open", lambda self: tmp_path / "opened.html", raising=False)
+    found = called("map", folder, "She left", "--method", "alti", "--open")
+    assert f"wrote the page of all views: {tmp_path / 'opened.html'}" in found.output
+
+
+def test_methods_are_listed_with_their_groups_and_costs():
+    found = called("methods").output
+    assert found.startswith("Recommended\n  input_map ")
+    records = json.loads(called("methods", "--json").stdout)
+    assert [record["name"] for record in records] == registry.list_names()
+    for record in records:
+        assert record["says"] in found
+        assert record["group"] in found
+        assert record["cost"] in found
+
+
+def test_the_version():
+    found = called("--version")
+    assert (found.exit_code, found.output) == (0, f"lens-mix {lm.__version__}\n")
+
+
+def _model(folder):
+    from lens_mix.cli import _load
+
+    return _load(str(folder))
 
 
 @pytest.fixture
@@ -84,19 +159,30 @@ def test_every_command_on_a_model(loaded, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("b c d e f\n\nc d e f b\n")
     for out in ("board.md", "board.csv", "board.png"):
-        options = ["--methods", "attention", "--aggregations", "mean", "--out", tmp_path / out]
+        options = ["--method", "attention", "--aggregation", "mean", "--out", tmp_path / out]
         found = called("evaluate", "any", "--prompts", prompts, *options)
         assert found.exit_code == 0, found.output
         assert (tmp_path / out).stat().st_size > 0
-    found = called("map", "b c d", "--model", "any", "--method", "alti", "--out", tmp_path / "page.html")
+    options = ["--prompts", prompts, "--method", "input_map", "--aggregation", "mean"]
+    found = called("evaluate", "any", *options)
+    assert "input_map is " in found.output
+    record = json.loads(called("evaluate", "any", *options, "--json").stdout)
+    assert {"random", "position"} < {row["method"] for row in record["table"]}
+    assert len(record["verdict"]) == 2
+    supported = json.loads(called("support", "any", "--json").stdout)["methods"]
+    assert {"name": "value_zeroing", "engine": "algebra", "reason": None} in supported
+    checked = json.loads(called("check", "any", "--json").stdout)
+    assert checked["ok"] is True
+    assert {"layer", "component", "error"} < set(checked["components"][0])
+    found = called("map", "any", "b c d", "--method", "alti", "--out", tmp_path / "page.html")
     assert found.exit_code == 0, found.output
-    assert found.output.endswith("page.html: alti\n")
+    assert found.output.endswith("page.html\n")
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
 
 
-@pytest.mark.parametrize("command", [(), *((name,) for name in "map serve support check evaluate".split())])
+@pytest.mark.parametrize("command", ["", "map", "methods", "serve", "support", "check", "evaluate"])
 def test_help(command):
-    found = called(*command, "--help")
+    found = called(*command.split(), "--help")
     assert found.exit_code == 0
     assert "Usage:" in found.output
     assert called().exit_code == 0
@@ -119,13 +205,18 @@ def test_arguments_that_are_wrong():
         ("--nonsense",): "nonsense",
         ("support",): "Missing argument",
         ("support", "m", "n"): "n",
-        ("map", "b c"): "--model",
-        ("map", "--model", "m"): "Missing argument",
-        ("map", "b c", "--model"): "--model",
-        ("map", "b c", "--model", "m", "--method", ""): "method",
-        ("map", "b c", "--model", "m", "--method", "altii"): "did you mean 'alti'",
-        ("map", "", "--model", "m"): "TEXT: expected a prompt, got ''",
-        ("map", " \n\t\u3000", "--model", "m"): "TEXT: expected a prompt",
+        ("map",): "Missing argument",
+        ("map", "m"): "Missing argument",
+        ("map", "m", "b c", "--method"): "--method",
+        ("map", "m", "b c", "--method", ""): "method",
+        ("map", "m", "b c", "--method", "altii"): "did you mean 'alti'",
+        ("map", "m", "b c", "--method", "input_map", "--method", "input_map"): "got input_map twice",
+        ("map", "m", "b c", "--method", "alti", "--per-head"): "whose maps have heads (attention, ",
+        ("map", "m", "b c", "--queries", "last"): "--queries: expected whole numbers such as 0,5,-1",
+        ("map", "m", "b c", "--layers", "1:2:3"): "--layers: expected whole numbers",
+        ("map", "m", "b c", "--layers", ""): "--layers: expected whole numbers",
+        ("map", "m", ""): "TEXT: expected a prompt, got ''",
+        ("map", "m", " \n\t\u3000"): "TEXT: expected a prompt",
         ("serve", "m", "--port", "port"): "--port",
         ("serve", "m", "--port", "65536"): "65535",
         ("serve", "m", "--port", "-1"): "--port",
@@ -138,8 +229,8 @@ def test_arguments_that_are_wrong():
         ("evaluate", "m"): "exactly one of --prompts, --blimp, --planted; got none",
         ("evaluate", "m", "--planted", "-3"): "--planted",
         ("evaluate", "m", "--planted", "three"): "--planted",
-        ("evaluate", "m", "--planted", "3", "--methods", ""): "method",
-        ("evaluate", "m", "--planted", "3", "--methods", "altii"): "did you mean 'alti'",
+        ("evaluate", "m", "--planted", "3", "--method", ""): "method",
+        ("evaluate", "m", "--planted", "3", "--method", "altii"): "did you mean 'alti'",
         ("evaluate", "m", "--planted", "3", "--out", "board.docx"): ".md, .csv or .png",
     }.items():
         assert words in error_of(*arguments), arguments
@@ -155,13 +246,13 @@ def test_files_that_are_wrong(loaded, tmp_path):
     (tmp_path / "folder.md").mkdir()
     none, evaluate = (
         tmp_path / "none",
-        ("evaluate", "any", "--methods", "attention", "--aggregations", "mean"),
+        ("evaluate", "any", "--method", "attention", "--aggregation", "mean"),
     )
     prompts = ("--prompts", tmp_path / "prompts.txt")
     for arguments, words in {
-        ("map", "b", "--model", "any", "--out", none / "page.html"): f"got {none}",
-        ("map", "b", "--model", "any", "--out", tmp_path): "the folder",
-        ("map", "b", "--model", "any", "--out", ""): "--out",
+        ("map", "any", "b", "--out", none / "page.html"): f"got {none}",
+        ("map", "any", "b", "--out", tmp_path): "the folder",
+        ("map", "any", "b", "--out", ""): "--out",
         (*evaluate, "--prompts", none): f"got {none}",
         (*evaluate, "--prompts", tmp_path): "the folder",
         (*evaluate, "--prompts", tmp_path / "blank.txt"): "a prompt on each line",
@@ -178,7 +269,7 @@ def test_files_that_are_wrong(loaded, tmp_path):
         (*evaluate, *prompts, "--out", tmp_path / "folder.md"): "the folder",
         (*evaluate, *prompts, "--resume", tmp_path): "the folder",
         (*evaluate, *prompts, "--resume", tmp_path / "list.jsonl"): "resume",
-        (*evaluate, *prompts, "--aggregations", "middle"): "middle",
+        (*evaluate, *prompts, "--aggregation", "middle"): "middle",
     }.items():
         assert words in error_of(*arguments), arguments
 
@@ -188,7 +279,7 @@ def test_an_unwritable_path_is_an_error_before_the_model_is_loaded(tmp_path, mon
 
     monkeypatch.setattr(cli.os, "access", lambda path, mode: False)
     monkeypatch.setattr(cli, "_load_unchecked", lambda name: pytest.fail("loaded"))
-    assert "can be written" in error_of("map", "b", "--model", "any", "--out", tmp_path / "page.html")
+    assert "can be written" in error_of("map", "any", "b", "--out", tmp_path / "page.html")
     assert "can be written" in error_of("evaluate", "any", "--planted", 3, "--out", tmp_path / "board.md")
 
 
@@ -208,7 +299,7 @@ def test_models_that_cannot_be_loaded(tmp_path):
         tmp_path / "file",
         tmp_path / "broken",
     ):
-        for arguments in (("support", name), ("map", "b c", "--model", name)):
+        for arguments in (("support", name), ("map", name, "b c")):
             assert (
                 f"MODEL: expected the name or the folder of a model that can be loaded, got {str(name)!r}"
                 in (
@@ -269,11 +360,11 @@ def test_mistakes(folder, tmp_path):
     found = called("evaluate", folder, "--planted", 3, "--out", tmp_path / "x.docx")
     assert found.exit_code == 2
     assert ".md, .csv or .png" in found.output
-    found = called("map", "She left", "--model", folder, "--method", "altii", "--out", tmp_path / "page.html")
+    found = called("map", folder, "She left", "--method", "altii", "--out", tmp_path / "page.html")
     assert found.exit_code == 2
     assert "did you mean 'alti'" in found.output.replace("\n", " ")
     # The method's name is checked before the model is loaded.
-    found = called("map", "She left", "--model", tmp_path / "no model", "--method", "altii")
+    found = called("map", tmp_path / "no model", "She left", "--method", "altii")
     assert "did you mean 'alti'" in found.output.replace("\n", " ")
-    found = called("map", "She left", "--model", folder, "--out", tmp_path / "none" / "page.html")
+    found = called("map", folder, "She left", "--out", tmp_path / "none" / "page.html")
     assert found.exit_code == 2

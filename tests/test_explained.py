@@ -72,6 +72,11 @@ def test_a_target_of_the_whole_prompt_is_in_every_row():
     log_probabilities = prompt_logits(Lens(model), prompt).log_softmax(-1)
     loss = -log_probabilities[:-1].gather(-1, prompt[1:, None]).mean().item()
     assert {entry.target for entry in mixing_map.explained} == {"loss of the next tokens"}
+    # The prediction is that of each row's own position.
+    one = lm.run(model, prompt, lm.GradientAttention(target=lm.targets.token(5)))
+    own = lm.run(model, prompt, "attention").explained
+    assert [entry.prediction for entry in one.explained] == [entry.prediction for entry in own]
+    assert {entry.target for entry in one.explained} == {"probability of 5"}
     assert [entry.value for entry in mixing_map.explained] == pytest.approx([loss] * 7)
 
 

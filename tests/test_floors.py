@@ -30,6 +30,8 @@ FLOORS = {
     "statistics": 5,
     "evaluation": 6,
     "map_prompts": 6,
+    "named_maps": 8,
+    "report": 8,
     "measured": 0,
     "method": 3,
     "runner": 6,

@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# The methods of `control_rows`, and what is added to the name of a method on the model with shuffled weights.
+_CONTROLS = ("random", "position")
+_RANDOMISED = ", randomised model"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leaderboard:
     """The scores of every case, method and aggregation.
@@ -92,6 +97,31 @@ class Leaderboard:
             rows.append(row)
         table = Table(rows)
         return table.sort_values(self.metrics[0], ascending=False, ignore_index=True)
+
+    def verdict(self) -> list[str]:
+        """Return a sentence for each control: how many candidates beat it, or that nothing does.
+
+        A candidate, which is a method with an aggregation, beats a control if the 95 % interval of their
+        paired difference in the first metric is above 0.
+        """
+        return [self._compare_with(control) for control in _CONTROLS if self._has(control)]
+
+    def _has(self, method: str) -> bool:
+        return any(record["method"] == method for record in self.records)
+
+    def _compare_with(self, control: str) -> str:
+        gain = f"{self.metrics[0]}_gain"
+        table = self.table(control)
+        is_candidate = ~table["method"].isin(_CONTROLS) & ~table["method"].str.endswith(_RANDOMISED)
+        candidates = table[is_candidate].sort_values(gain, ascending=False)
+        if candidates.empty:
+            return f"No method was scored against {control!r}."
+        best = candidates.iloc[0]
+        aggregation = "" if best["aggregation"] == AS_IT_IS else f", {best['aggregation']}"
+        described = f"the best, {best['method']}{aggregation}, is {_format_interval(best, gain)} above it"
+        count = int((candidates[f"{gain}_low"] > 0).sum())
+        beaten = "Nothing beats" if count == 0 else f"{count} of {len(candidates)} beat"
+        return f"{beaten} {control!r} in {self.metrics[0]}: {described}."
 
     def to_markdown(self, against: str | None = None) -> str:
         """Return the table as Markdown, with mean [low, high] for each metric.
@@ -215,7 +245,7 @@ class _Evaluation:
         candidates = self._make_candidates(case, "")
         if self.randomised_model:
             with randomised(self.model, part=self.options.get("part")):
-                candidates |= self._make_candidates(case, ", randomised model")
+                candidates |= self._make_candidates(case, _RANDOMISED)
         if candidates:
             like = next(iter(candidates.values()))
             of_maps = self.task.layer_maps

@@ -55,6 +55,13 @@ class Verification:
         return None
 
     @property
+    def largest_error(self) -> float | None:
+        """The largest relative error of the verified components; None if no component is verified."""
+        return max(
+            (entry.error for entry in self.components if entry.ok and entry.error is not None), default=None
+        )
+
+    @property
     def is_smooth(self) -> bool:
         """Whether all feed-forwards are verified, and none has a kink (ReLU) or selects experts."""
         feed_forwards = [block.feed_forward for block in self.anatomy.values() if block.feed_forward]

@@ -136,6 +136,7 @@ class MixingMap:
             `sink` is True if rows of weights sum to less than 1 because an attention sink that is not a token
             received the rest. `predicts_next` is True if the model predicts the token after each row's
             position, and not the one at it. Without it, that is so if the map is causal.
+            `verification_error` is the largest relative error of the verified components.
         notes: Sentences about this map that a reader should know, such as warnings.
         queries: The position among `tokens` of each row of `scores` and `mask`. Each position occurs once, in
             any order. None: all positions in order; a list of all positions in order becomes None.

@@ -1,11 +1,13 @@
-"""Run jobs one after another in the main thread, each with a time limit."""
+"""Run jobs one after another in the main thread; a job can be cancelled, and has a time limit."""
 
 from __future__ import annotations
 
 import _thread
+import dataclasses
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
@@ -16,11 +18,44 @@ T = TypeVar("T")
 _WAIT_SECONDS = 0.1  # the longest wait for a job before `until` is called again
 
 
-class TimeLimitError(KeyboardInterrupt):
-    """Report that a job took longer than its limit, and was stopped as by Ctrl-C.
+class StoppedError(KeyboardInterrupt):
+    """Report that a job was stopped as by Ctrl-C.
 
     The model is as before, because lens_mix restores it after Ctrl-C.
     """
+
+
+class TimeLimitError(StoppedError):
+    """Report that a job took longer than its limit."""
+
+
+class CancelledJobError(StoppedError):
+    """Report that a job was cancelled while it ran."""
+
+
+@dataclasses.dataclass(eq=False)
+class Job(Generic[T]):
+    """Contain a job, and what is known about it.
+
+    Attributes:
+        work: The function that computes the result.
+        future: The future of the result. Its exception is that of the job, or a StoppedError.
+        submitted: When the job was added to the queue, in seconds of `time.monotonic`.
+        started: When it began to run; None: not yet.
+        ended: When it ended; None: not yet.
+    """
+
+    work: Callable[[], T]
+    future: Future[T] = dataclasses.field(default_factory=Future)
+    submitted: float = dataclasses.field(default_factory=time.monotonic)
+    started: float | None = None
+    ended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Return for how long the job has run; before it runs, for how long it has waited."""
+        start = self.submitted if self.started is None else self.started
+        return (time.monotonic() if self.ended is None else self.ended) - start
 
 
 class JobQueue(Generic[T]):
@@ -36,22 +71,46 @@ class JobQueue(Generic[T]):
     """
 
     def __init__(self, waiting: int, seconds: float) -> None:
-        self._jobs: queue.Queue[tuple[Future[T], Callable[[], T]]] = queue.Queue(waiting)
-        self._seconds = seconds
-        self._running: Future[T] | None = None
-        self._late: Future[T] | None = None
+        self._most, self._seconds = waiting, seconds
+        self._waiting: list[Job[T]] = []
+        self._changed = threading.Condition()
+        self._running: Job[T] | None = None
+        # The job that is to be stopped, and the error that it gets.
+        self._to_stop: tuple[Job[T], type[StoppedError]] | None = None
 
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Add a job to the queue, and return a future of its result.
-
-        The future's exception is that of the job, or a TimeLimitError.
+    def submit(self, work: Callable[[], T]) -> Job[T]:
+        """Add a job to the queue, and return it.
 
         Raises:
             queue.Full: The largest number of jobs is waiting already.
         """
-        future: Future[T] = Future()
-        self._jobs.put_nowait((future, job))
-        return future
+        job = Job(work)
+        with self._changed:
+            if len(self._waiting) >= self._most:
+                raise queue.Full
+            self._waiting.append(job)
+            self._changed.notify()
+        return job
+
+    def cancel(self, job: Job[T]) -> None:
+        """Remove a waiting job, or stop it if it is running; a job that has ended stays as it is."""
+        with self._changed:
+            if job.future.cancel():
+                job.ended = time.monotonic()
+                if job in self._waiting:
+                    self._waiting.remove(job)
+                return
+        self._stop(job, CancelledJobError)
+
+    def count_before(self, job: Job[T]) -> int:
+        """Return how many jobs end before this one starts; 0 if it has started."""
+        with self._changed:
+            return self._waiting.index(job) + (self._running is not None) if job in self._waiting else 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no job runs or waits."""
+        return self._running is None and not self._waiting
 
     def run_jobs(self, until: Callable[[], bool] = lambda: False) -> None:
         """Run jobs until `until` returns True. Must be called in the main thread.
@@ -62,48 +121,54 @@ class JobQueue(Generic[T]):
         before = signal.signal(signal.SIGINT, self._handle_signal)
         try:
             while not until():
-                try:
-                    future, job = self._jobs.get(timeout=_WAIT_SECONDS)
-                except queue.Empty:
-                    continue
-                if future.set_running_or_notify_cancel():
-                    self._run(future, job)
+                job = self._take()
+                if job is not None and job.future.set_running_or_notify_cancel():
+                    self._run(job)
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _run(self, future: Future[T], job: Callable[[], T]) -> None:
-        timer = threading.Timer(self._seconds, self._stop, [future])
+    def _take(self) -> Job[T] | None:
+        """Return the next job; None if there is none for a while."""
+        with self._changed:
+            if not self._waiting:
+                self._changed.wait(_WAIT_SECONDS)
+            return self._waiting.pop(0) if self._waiting else None
+
+    def _run(self, job: Job[T]) -> None:
+        timer = threading.Timer(self._seconds, self._stop, [job, TimeLimitError])
         timer.daemon = True
         problem: BaseException | None = None
         try:
             try:
-                self._running = future
+                job.started, self._running = time.monotonic(), job
                 timer.start()
-                result = job()
+                result = job.work()
             except Exception as raised:
                 problem = raised
-            # The job has ended, so the time limit must not interrupt anything from here on.
+            # The job has ended, so nothing must interrupt anything from here on.
             self._running = None
         except KeyboardInterrupt as interrupt:
             self._running, problem = None, interrupt
         timer.cancel()
+        job.ended = time.monotonic()
         if problem is None:
-            future.set_result(result)
+            job.future.set_result(result)
         else:
-            future.set_exception(problem)
-        if isinstance(problem, KeyboardInterrupt) and not isinstance(problem, TimeLimitError):
+            job.future.set_exception(problem)
+        if isinstance(problem, KeyboardInterrupt) and not isinstance(problem, StoppedError):
             raise problem
 
-    def _stop(self, future: Future[T]) -> None:
-        """Interrupt the main thread if the job is still running; called in the timer's thread."""
-        if future is self._running:
-            self._late = future
+    def _stop(self, job: Job[T], error: type[StoppedError]) -> None:
+        """Interrupt the main thread if the job is still running; called in another thread."""
+        if job is self._running:
+            self._to_stop = job, error
             _thread.interrupt_main()
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        late, self._late = self._late, None
-        if late is None:
+        to_stop, self._to_stop = self._to_stop, None
+        if to_stop is None:
             raise KeyboardInterrupt
-        # The late job may have ended in the meantime; then nothing is to be stopped.
-        if late is self._running:
-            raise TimeLimitError
+        job, error = to_stop
+        # The job may have ended in the meantime; then nothing is to be stopped.
+        if job is self._running:
+            raise error

@@ -324,6 +324,30 @@ def test_tables_and_pictures():
         board.table("nobody")
 
 
+def test_the_verdict_compares_with_the_controls():
+    def board(**gains):
+        values = {"random": 0.3, "position": 0.1, "mine, randomised model": 0.9}
+        records = tuple(
+            {"case": case, "method": method, "aggregation": name, "score": value + (gain if case % 2 else 0)}
+            for case in range(4)
+            for method, name, value, gain in (
+                *((method, "-", value, 0.0) for method, value in values.items()),
+                *((method, "mean", *numbers) for method, numbers in gains.items()),
+            )
+        )
+        return Leaderboard(records, {"task": "by hand"}, ("score",), "none")
+
+    # The second number is what every second case has more, so that the interval is wide.
+    assert board(mine=(0.25, 0.1), other=(0.2, 0.0)).verdict() == [
+        "Nothing beats 'random' in score: the best, mine, mean, is 0.00 [-0.25, 0.25] above it.",
+        "1 of 2 beat 'position' in score: the best, mine, mean, is 0.20 [-0.05, 0.45] above it.",
+    ]
+    assert board().verdict() == [
+        "No method was scored against 'random'.",
+        "No method was scored against 'position'.",
+    ]
+
+
 def test_blimp_cues(tmp_path):
     pairs = [
         ("anaphor_number_agreement", "A lot of girls had bothered", "themselves", "herself", [0, 1, 2, 3]),

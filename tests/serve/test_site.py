@@ -29,11 +29,13 @@ import numpy as np
 import pytest
 
 import lens_mix as lm
-from lens_mix import registry, runner
+from lens_mix import named_maps, registry, runner
 from lens_mix.lens.verification.support import Support
 from lens_mix.method import Method
-from lens_mix.serve import Limits, Site, site
-from lens_mix.serve.answers import Answer
+from lens_mix.methods.descriptions import DESCRIPTIONS
+from lens_mix.serve import Limits, Site, answers, site
+from lens_mix.serve.estimate import Pace
+from lens_mix.serve.forms import Request
 from tests.demos.tiny_folder import save_tiny_llama
 from tests.lens.test_state import assert_same, state_of
 from tests.tiny_models import available, bridge
@@ -93,11 +95,14 @@ class Visited:
         self.model, self.pool = model, concurrent.futures.ThreadPoolExecutor(8)
 
     def answers(self, *requests, fetch=None):
-        """Return (status, headers, text) of the answer to each request, once all are answered."""
+        """Return (status, headers, text) of the answer to each request, once all are answered.
+
+        A sign that a page is being computed is no answer yet.
+        """
         futures: list[concurrent.futures.Future] = []
 
         def send(_):
-            futures.extend(self.pool.submit(fetch or fetched, request) for request in requests)
+            futures.extend(self.pool.submit(fetch or fetched_page, request) for request in requests)
 
         self.site.serve(self.model, send, lambda: all(future.done() for future in futures))
         return [future.result() for future in futures]
@@ -106,16 +111,25 @@ class Visited:
         ((status, headers, text),) = self.answers(self.request(text, *methods))
         return status, headers, text
 
-    def request(self, text, *methods, **headers):
-        fields = [("text", text), *(("method", name) for name in methods)]
-        data = urllib.parse.urlencode(fields).encode()
-        return urllib.request.Request(f"{self.site.url}map", data, headers)
+    def request(self, text, *methods, to="map", **fields):
+        listed = [("text", text), *(("method", name) for name in methods), *fields.items()]
+        return urllib.request.Request(f"{self.site.url}{to}", urllib.parse.urlencode(listed).encode())
+
+
+def fetched_page(request):
+    """Load a page as a browser without JavaScript does: again while it is computed."""
+    while True:
+        status, headers, text = fetched(request)
+        if 'http-equiv="refresh"' not in text:
+            return status, headers, text
+        request = headers["test-url"]
 
 
 def fetched(request):
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=60) as answer:
+            answer.headers["test-url"] = answer.url
             return answer.status, answer.headers, answer.read().decode()
     except urllib.error.HTTPError as problem:
         return problem.code, problem.headers, problem.read().decode()
@@ -131,8 +145,15 @@ def visited(model):
 
 
 def maps_in(text):
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    return {one["label"]: one for one in json.loads(data)["prompts"][0]}
+    """Return the maps of a page by label, with the numbers of each layer."""
+    data, numbers = (
+        re.search(rf'<script type="[a-z/]+" id="{name}">(.*?)</script>', text, re.DOTALL).group(1)
+        for name in ("data", "numbers")
+    )
+    maps = {one["label"]: one for one in json.loads(data)["prompts"][0]}
+    for layer in (layer for one in maps.values() for layer in one["layers"]):
+        layer["data"] = numbers[slice(*layer["data"])]
+    return maps
 
 
 def scores_of(packed):
@@ -145,10 +166,11 @@ def scores_of(packed):
 
 
 def message_in(text):
-    (words,) = re.findall(r'<p class="message" role="alert">(.*?)</p>', text, re.DOTALL)
+    (words,) = re.findall(r'<div role="alert">(.*?)</div>', text, re.DOTALL)
     assert "Traceback" not in text
     assert "<script" not in text
-    return html.unescape(words)
+    assert re.match(r"<h1>.+</h1><p>.+</p>", words, re.DOTALL)
+    return html.unescape(re.sub(r"</?(h1|p)>", " ", words))
 
 
 # ---------------------------------------------------------------------- the form and the page
@@ -173,18 +195,44 @@ def test_the_form_offers_each_method_and_says_why_not(visited, monkeypatch):
     rows = tuple(
         (name, None if name in reasons else "hooks", reasons.get(name, "")) for name in registry.all_methods()
     )
-    monkeypatch.setattr(runner, "support", lambda model: Support("<i>toy</i>", rows))
+    monkeypatch.setattr(runner, "support", lambda model: Support("<i>toy", rows))
     ((status, _, text),) = visited.answers(visited.site.url)
     assert status == 200
-    states = dict(re.findall(r'value="(\w+)"( checked| disabled|)>', text))
-    assert list(states) == [*registry.all_methods(), "input_map"]
+    states = dict(re.findall(r'name="method" value="(\w+)"( checked| disabled|)>', text))
+    # The order is that of the groups: the recommended one is the first, other people's are the last.
+    assert list(states) == [*DESCRIPTIONS, "endless", "broken"]
     assert [name for name, state in states.items() if state == " disabled"] == ["alti"]
-    picked = [name for name, state in states.items() if state == " checked"]
-    assert sorted(picked) == ["attention", "input_map", "value_zeroing"]
-    assert 'title="not on a &lt;b&gt;&quot;toy&quot;&lt;/b&gt;"' in text
-    assert "<h1>&lt;i&gt;toy&lt;/i&gt;</h1>" in text
+    assert [name for name, state in states.items() if state == " checked"] == list(named_maps.DEFAULT_METHODS)
+    assert "Not on this model: not on a &lt;b&gt;&quot;toy&quot;&lt;/b&gt;" in text
+    assert "<h1>&lt;i&gt;toy</h1>" in text
     assert "128 tokens and 60 seconds" in text
-    assert "<script" not in text
+
+
+def test_the_form_describes_each_method_and_its_cost(visited):
+    ((_, _, text),) = visited.answers(visited.site.url)
+    groups = re.findall(r"<legend>(.*?)</legend>(.*?)</fieldset>", text)
+    assert groups[0][0] == "Recommended"
+    assert [group for group, _ in groups] == list(
+        dict.fromkeys(registry.describe(name).group for name in (*DESCRIPTIONS, "endless"))
+    )
+    labels = {
+        name: label for _, list_ in groups for name, label in re.findall(r'value="(\w+)"(.*?)</label>', list_)
+    }
+    for name, label in labels.items():
+        _, line, cost = registry.describe(name)
+        assert html.escape(line) in label
+        assert cost is None or str(cost) in label
+    assert "Compute without end" in labels["endless"]
+    assert 'for="text"' in text
+
+
+def test_the_name_of_the_model_is_no_path(visited, monkeypatch):
+    rows = (("alti", "algebra", ""),)
+    folder = "/home/me/models--org--small/snapshots/0123456789abcdef0123"
+    monkeypatch.setattr(runner, "support", lambda model: Support(folder, rows))
+    ((_, _, text),) = visited.answers(visited.site.url)
+    assert "<h1>org/small</h1>" in text
+    assert "/home" not in text
 
 
 def test_answers_are_for_this_machines_own_page_alone(visited):
@@ -193,10 +241,18 @@ def test_answers_are_for_this_machines_own_page_alone(visited):
     )
     assert [status for status, _, _ in (form, page, none)] == [200, 200, 404]
     for _, headers, text in (form, none):
-        style = text.split("<style>")[1].split("</style>")[0]
-        digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-        start = f"default-src 'none'; style-src 'sha256-{digest}'; frame-src 'self'; form-action 'self'"
-        assert headers["Content-Security-Policy"].startswith(start)
+        allowed = {
+            f"{name}-src": base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()
+            for name, tag in (("script", "script"), ("style", "style"))
+            for found in re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        }
+        rules = dict(rule.split(" ", 1) for rule in headers["Content-Security-Policy"].split("; "))
+        expected = {name: f"'sha256-{digest}'" for name, digest in allowed.items()}
+        expected |= {"default-src": "'none'", "base-uri": "'none'"}
+        own = ("connect-src", "frame-src", "form-action", "frame-ancestors")
+        assert rules == expected | dict.fromkeys(own, "'self'")
+    assert "<script>" in form[2]
+    assert "<script>" not in none[2]
     assert page[1]["Content-Security-Policy"].startswith("sandbox allow-scripts allow-downloads; frame-")
     assert "content=\"default-src 'none'; script-src 'sha256-" in page[2]
     for _, headers, _ in (form, page, none):
@@ -205,12 +261,192 @@ def test_answers_are_for_this_machines_own_page_alone(visited):
         assert headers["Cache-Control"] == "no-store"
 
 
+def test_costly_methods_have_the_last_row_unless_every_position_is_asked_for(visited, model):
+    last, every = visited.answers(
+        visited.request(TEXT, "gim", "attention"), visited.request(TEXT, "gim", "attention", all_rows="1")
+    )
+    count = len(lm.run(model, TEXT, "attention").tokens)
+    rows = [
+        {name: len(m["queries"] or m["tokens"]) for name, m in maps_in(text).items()}
+        for _, _, text in (last, every)
+    ]
+    assert rows == [{"gim": 1, "attention": count}, {"gim": count, "attention": count}]
+
+
+# ---------------------------------------------------------------------- the busy sign, and estimates
+
+
+def posted(visited, text, *methods, **fields):
+    """Send the form, and return the address of the page, without loading it."""
+    connection = http.client.HTTPConnection("127.0.0.1", visited.site.server_port, timeout=30)
+    request = visited.request(text, *methods, **fields)
+    connection.request("POST", "/map", request.data)
+    answer = connection.getresponse()
+    assert answer.status == 303
+    return f"{visited.site.url[:-1]}{answer.headers['Location']}"
+
+
+def test_a_busy_sign_with_seconds_until_the_computation_is_cancelled(visited, model):
+    before = state_of(model)
+
+    def look(_):
+        page = posted(visited, TEXT, "endless")
+        waiting = posted(visited, "They live", "attention")
+        busy, second = fetched(page), fetched(waiting)
+        states = [json.loads(fetched(url.replace("/page/", "/state/"))[2]) for url in (page, waiting)]
+        (cancel,) = re.findall(r'action="(/cancel/.*?)"', busy[2])
+        cancelled = fetched(urllib.request.Request(f"{visited.site.url[:-1]}{cancel}", b""))
+        return busy, second, states, cancelled, fetched(page), fetched_page(waiting)
+
+    ((busy, second, states, cancelled, again, after),) = visited.answers(None, fetch=look)
+    assert busy[0] == second[0] == cancelled[0] == after[0] == 200
+    assert "<h1>Computing</h1>" in busy[2]
+    assert re.search(r'role="timer">[0-9]+ s', busy[2])
+    assert TEXT in busy[2]
+    assert 'role="timer">Waiting for 1 other prompt: ' in second[2]
+    assert [state["done"] for state in states] == [False, False]
+    assert states[0]["seconds"] > 0.5
+    assert re.search(
+        r"Cancelled After [0-9.]+ seconds. The model is as it was",
+        message_in(cancelled[2]).replace("  ", " "),
+    )
+    assert message_in(again[2]) == message_in(cancelled[2])
+    assert list(maps_in(after[2])) == ["attention"]
+    assert_same(before, state_of(model))
+
+
+def test_a_waiting_prompt_can_be_cancelled(visited):
+    def look(_):
+        page, waiting = posted(visited, TEXT, "endless"), posted(visited, TEXT, "attention")
+        cancelled = fetched(urllib.request.Request(waiting.replace("/page/", "/cancel/"), b""))
+        return cancelled, fetched(urllib.request.Request(page.replace("/page/", "/cancel/"), b""))
+
+    for status, _, text in visited.answers(None, fetch=look)[0]:
+        assert status == 200
+        assert "Cancelled" in message_in(text)
+
+
+def test_a_new_prompt_of_the_same_form_replaces_the_one_before(visited):
+    def look(_):
+        first = posted(visited, TEXT, "endless", form="mine")
+        other = posted(visited, TEXT, "alti", form="other")
+        second = posted(visited, TEXT, "attention", form="mine")
+        return [fetched_page(url) for url in (first, other, second)]
+
+    first, other, second = visited.answers(None, fetch=look)[0]
+    assert "Cancelled" in message_in(first[2])
+    assert list(maps_in(other[2])) == ["alti"]
+    assert list(maps_in(second[2])) == ["attention"]
+
+
+def test_the_newest_pages_can_be_loaded_again(visited, monkeypatch):
+    monkeypatch.setattr(site, "_KEPT_PAGES", 2)
+
+    def look(_):
+        pages = [posted(visited, TEXT, "attention") for _ in range(1)]
+        for _ in range(4):
+            fetched_page(pages[-1])
+            pages.append(posted(visited, TEXT, "attention"))
+        return [fetched_page(page) for page in pages]
+
+    (found,) = visited.answers(None, fetch=look)
+    statuses = [status for status, _, _ in found]
+    assert statuses[0] == 404
+    assert statuses[-2:] == [200, 200]
+    assert "not there any more" in message_in(found[0][2])
+    assert "Send the prompt again" in message_in(found[0][2])
+
+
+def test_pages_that_nobody_has_loaded_are_kept_for_a_while(visited, monkeypatch):
+    monkeypatch.setattr(site, "_KEPT_PAGES", 1)
+
+    def look(_):
+        pages = [posted(visited, TEXT, "attention") for _ in range(4)]
+        while not visited.site.jobs.is_idle:
+            time.sleep(0.01)
+        found = [fetched(page)[0] for page in (pages[0], pages[2])]
+        # Now the two others are old, and the next prompt removes all but the newest.
+        monkeypatch.setattr(site, "_UNREAD_SECONDS", 0.0)
+        posted(visited, TEXT, "attention")
+        return found, [fetched(page)[0] for page in pages]
+
+    assert visited.answers(None, fetch=look) == [([200, 200], [404, 404, 404, 200])]
+
+
+def slow_pace(monkeypatch, forward):
+    """Let the server believe that a forward pass takes some seconds."""
+    monkeypatch.setattr(site, "measure_pace", lambda model: Pace(forward, 0.0, 3))
+
+
+def test_a_long_computation_is_asked_about_first(visited, monkeypatch):
+    slow_pace(monkeypatch, 10.0)
+    ((status, _, text),) = visited.answers(visited.request(TEXT, "alti", "attention", all_rows="1"))
+    assert status == 200
+    assert "This takes about 30 seconds" in text
+    assert "7 tokens, about 30 seconds; the slowest method is alti, about 20 seconds" in text
+    assert "pick fewer methods" in text
+    fields = re.findall(r'type="hidden" name="(\w+)" value="(.*?)"', text)
+    assert ("all_rows", "1") in fields
+    sent = {name: [html.unescape(value) for other, value in fields if other == name] for name, _ in fields}
+    assert Request.read(sent) == Request(TEXT, ("alti", "attention"), True, True)
+    again = urllib.request.Request(
+        f"{visited.site.url}map", urllib.parse.urlencode(sent, doseq=True).encode()
+    )
+    ((status, _, text),) = visited.answers(again)
+    assert list(maps_in(text)) == ["alti", "attention"]
+
+
+def test_a_computation_beyond_the_limit_says_so(visited, monkeypatch):
+    slow_pace(monkeypatch, 50.0)
+    ((_, _, text),) = visited.answers(visited.request(TEXT, "alti"))
+    assert "This takes about 2 minutes" in text
+    assert "stops a computation after 60 seconds" in text
+
+
+def test_the_estimate_while_typing(visited, monkeypatch):
+    slow_pace(monkeypatch, 5.0)
+    requests = {
+        "7 tokens, about 10 seconds": visited.request(TEXT, "alti", to="estimate"),
+        "7 tokens, about 66 seconds, more than the limit of 60 seconds": visited.request(
+            TEXT, "gim", all_rows="1", to="estimate"
+        ),
+        "7 tokens": visited.request(TEXT, to="estimate"),
+        "": visited.request("  ", "alti", to="estimate"),
+        "202 tokens, more than the limit of 128": visited.request("She left " * 100, "alti", to="estimate"),
+    }
+    answered = [visited.answers(request)[0] for request in requests.values()]
+    assert [text for _, _, text in answered] == list(requests)
+    for status, headers, _ in answered:
+        assert (status, headers["Content-Type"]) == (200, "text/plain; charset=utf-8")
+
+
+def test_an_estimate_follows_the_time_that_pages_took(visited, monkeypatch):
+    slow_pace(monkeypatch, 5.0)
+    requests = [visited.request(TEXT, "alti", to="estimate"), visited.request(TEXT, "alti")]
+    found = [visited.answers(request) for request in requests * 2]
+    assert found[0][0][2] == "7 tokens, about 10 seconds"
+    assert visited.site.workshop.correction < 0.5
+
+
+def test_no_estimate_while_a_page_is_computed(visited):
+    def look(_):
+        page = posted(visited, TEXT, "endless")
+        while not visited.site.jobs._running:
+            time.sleep(0.01)
+        answer = fetched(visited.request(TEXT, "alti", to="estimate"))
+        fetched(urllib.request.Request(page.replace("/page/", "/cancel/"), b""))
+        return answer
+
+    ((status, _, text),) = visited.answers(None, fetch=look)
+    assert (status, text) == (200, "")
+
+
 # ---------------------------------------------------------------------- messages
 
 
 def test_mistakes_are_answered_with_a_message(visited):
     requests = {
-        "no sentence": visited.request("  ", "alti"),
+        "There is no prompt": visited.request("  ", "alti"),
         "No method is picked": visited.request(TEXT),
         "did you mean 'alti'?": visited.request(TEXT, "altii"),
         "got one twice": visited.request(TEXT, "alti", "alti"),
@@ -232,7 +468,7 @@ def test_a_sentence_that_is_too_long(model):
         )
     assert (fits[0], long[0], longer[0]) == (200, 413, 413)
     assert "has 8 tokens, and this server takes 7 at most" in message_in(long[2])
-    assert "too long: At most 7 tokens" in message_in(longer[2])
+    assert "too long  At most 7 tokens" in message_in(longer[2])
 
 
 def test_a_hostile_sentence_and_method_stay_text(visited):
@@ -275,34 +511,14 @@ def test_more_than_may_wait_are_sent_away(model):
     visited = Visited(model, waiting=2)
     with visited.site:
         # No jobs run yet, so all of them wait, and a request beyond the limit is answered at once.
-        visited.site.model = model
-        taken = [visited.site.jobs.submit(lambda: None) for _ in range(2)]
-        answer = visited.site.answer(TEXT, ["alti"])
+        visited.site.workshop = answers.Workshop(model, visited.site.limits, None)
+        taken = [visited.site.order(Request(TEXT, ("alti",))) for _ in range(2)]
+        assert [answer.status for answer in taken] == [303, 303]
+        answer = visited.site.order(Request(TEXT, ("alti",)))
         assert answer.status == 503
-        assert "wait already: 2" in message_in(answer.html)
-        visited.site.jobs.run_jobs(until=lambda: all(future.done() for future in taken))
+        assert "2 of them wait" in message_in(answer.body)
+        visited.site.jobs.run_jobs(until=lambda: visited.site.jobs.is_idle)
         assert visited.map("alti")[0] == 200
-
-
-def test_nobody_waits_for_ever(model, monkeypatch):
-    """No jobs run here, as if one operation of torch took longer than all limits."""
-    computed: list[str] = []
-
-    def make_page(model, text, asked, tokens):
-        computed.append(text)
-        return Answer(200, "")
-
-    monkeypatch.setattr(site, "make_page", make_page)
-    monkeypatch.setattr(site, "_GRACE_SECONDS", 0.0)
-    visited = Visited(model, seconds=0.1, waiting=2)
-    visited.site.model = model
-    with visited.site:
-        answer = visited.site.answer(TEXT, ["alti"])
-        assert answer.status == 504
-        assert "No page within 0.3 seconds" in message_in(answer.html)
-        assert visited.map("alti", text="They live")[0] == 200
-    # The first one is not computed, because its request was answered already.
-    assert computed == ["They live"]
 
 
 def test_several_at_once_get_their_own(visited, model):
@@ -414,7 +630,7 @@ def test_malformed_requests_get_an_answer(visited, capsys):
         post + long: "413",
         post + b"Content-Length: 65537\r\n\r\n": "413",
         post + b"Content-Length: 1048576\r\n\r\n" + b"a" * 1048576: "413",
-        post + b"Content-Length: " + b"0" * 5_000 + b"\r\n\r\n": "400",  # no sentence
+        post + b"Content-Length: " + b"0" * 5_000 + b"\r\n\r\n": "400",  # no prompt
         post + b"Content-Length: -" + b"9" * 5_000 + b"\r\n\r\n": "411",
         post + b"Content-Length: +5\r\n\r\ntext=": "411",
         post + b"Content-Length: 5_0\r\n\r\n": "411",
@@ -423,7 +639,7 @@ def test_malformed_requests_get_an_answer(visited, capsys):
         post + b"Content-Length:\r\n\r\n": "411",
         post + b"Content-Length: 5, 5\r\n\r\ntext=": "411",
         post + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\ntext=a": "400",
-        post + b"Content-Length: 5\r\nContent-Length: 5\r\n\r\ntext=": "400",  # no sentence
+        post + b"Content-Length: 5\r\nContent-Length: 5\r\n\r\ntext=": "400",  # no prompt
         post + b"Transfer-Encoding: chunked\r\n\r\n5\r\ntext=\r\n0\r\n\r\n": "411",
         post + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\ntext=": "411",
         post + b"Content-Length: 9\r\n\r\ntext=%00a": "400",  # no method
@@ -522,7 +738,7 @@ def test_the_command_answers_until_ctrl_c(tmp_path):
             assert status == 200
             assert "20 tokens" in text
             data = urllib.parse.urlencode({"text": TEXT, "method": "alti"}).encode()
-            status, _, text = fetched(urllib.request.Request(f"{url}map", data))
+            status, _, text = fetched_page(urllib.request.Request(f"{url}map", data))
             assert (status, list(maps_in(text))) == (200, ["alti"])
             started.send_signal(signal.SIGINT)
             rest, _ = started.communicate(timeout=60)

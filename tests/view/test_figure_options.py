@@ -175,8 +175,8 @@ def test_a_graph_says_what_its_looks_mean_and_what_was_pruned() -> None:
     figure = information_flow(graph, title="which way")
     (legend,) = figure.legends
     lines = [text.get_text() for text in legend.get_texts()]
-    assert lines[:2] == ["stays at its position", "comes from another position"]
-    assert any(line.startswith("width: share, up to") for line in lines)
+    assert lines[0].startswith("from another position; width: share, up to")
+    assert lines[1] == "stays at its position"
     before = graph.graph["edges_before"]
     assert before == 4 * 36
     assert lines[-1] == f"pruned: {graph.number_of_edges()} of {before} edges are left, those above 0.05"

@@ -1,5 +1,7 @@
 """Test the figure of an information-flow graph: the places of its elements, and its errors."""
 
+import itertools
+
 import networkx as nx
 import numpy as np
 import pytest
@@ -8,8 +10,18 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 
 import lens_mix as lm
-from lens_mix.graphs import information_flow_graph, layered_graph
-from lens_mix.view.graph_figures import _MOVES, _STAYS, _TARGET, THICKEST, information_flow
+from lens_mix.graphs import information_flow_graph, information_flow_routes, layered_graph
+from lens_mix.view.graph_figures import (
+    _FEED_FORWARD,
+    _MOVES,
+    _STAYS,
+    _TARGET,
+    STAYS,
+    THICKEST,
+    THINNEST,
+    information_flow,
+)
+from tests.view.page.routes import routes_map
 
 
 def make(layers=3, size=5, tokens=None):
@@ -26,6 +38,11 @@ def drawn(figure):
     return axes, lines, dots
 
 
+def legend_of(figure):
+    (legend,) = figure.legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
 def test_edges_nodes_and_labels_stand_where_the_graph_says():
     graph = information_flow_graph(make(), threshold=0.02)
     axes, lines, dots = drawn(information_flow(graph, title="which way"))
@@ -36,23 +53,114 @@ def test_edges_nodes_and_labels_stand_where_the_graph_says():
     }
     assert [label.get_text() for label in axes.get_xticklabels()] == [f"·t{place}" for place in range(5)]
     names = [label.get_text() for label in axes.get_yticklabels()]
-    assert names == ["input", "layer 0", "layer 1", "layer 2"]
+    assert names == ["input", "0", "1", "2"]
+    assert axes.get_ylabel() == "layer"
 
 
-def test_wider_edges_carry_more_and_colours_tell_staying_from_moving():
+def test_the_width_of_a_move_is_its_share_and_what_stays_is_thin():
     graph = information_flow_graph(make(), threshold=0.02)
     _, lines, dots = drawn(information_flow(graph))
-    widths, shares = lines.get_linewidths(), sorted(share for *_, share in graph.edges(data="share"))
-    assert list(widths) == sorted(widths)
-    assert max(widths) == THICKEST
-    assert np.allclose(np.diff(widths) * shares[-1], np.diff(shares) * (THICKEST - 0.4))
-    for line, colour in zip(lines.get_segments(), lines.get_colors(), strict=True):
-        assert to_hex(colour) == (_STAYS if line[0][0] == line[1][0] else _MOVES)
+    shares = {
+        ((key, below), (query, above)): share
+        for (below, key), (above, query), share in graph.edges(data="share")
+    }
+    most = max(share for (start, end), share in shares.items() if start[0] != end[0])
+    looks = zip(lines.get_segments(), lines.get_linewidths(), lines.get_colors(), strict=True)
+    for line, width, colour in looks:
+        ends = tuple(map(tuple, line.astype(int)))
+        moves = ends[0][0] != ends[1][0]
+        expected = THINNEST + (THICKEST - THINNEST) * shares[ends] / most if moves else STAYS
+        assert width == pytest.approx(expected)
+        assert to_hex(colour) == (_MOVES if moves else _STAYS)
+    assert max(lines.get_linewidths()) == THICKEST
     colours = {
         tuple(place): to_hex(colour)
         for place, colour in zip(dots.get_offsets(), dots.get_facecolors(), strict=True)
     }
     assert [place for place, colour in colours.items() if colour == _TARGET] == [(4, 3)]
+    areas = {tuple(place): size for place, size in zip(dots.get_offsets(), dots.get_sizes(), strict=True)}
+    for (level, position), share in graph.nodes(data="share"):
+        assert areas[position, level] / areas[4, 3] == pytest.approx((4 + 40 * share) / 44)
+
+
+@pytest.mark.parametrize("layers", [1, 3, 40])
+def test_routes_fit_on_a_page_and_name_each_layer_once(layers):
+    m = routes_map(layers=layers, size=40)
+    graph = information_flow_routes(m, threshold=0.01)
+    figure = information_flow(graph, title="routes")
+    width, height = figure.get_size_inches()
+    assert width <= 7
+    assert height <= 10
+    axes = figure.axes[0]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == ["input", *(str(label) for label in m.layer_labels)]
+    kinds = {level: kind for (level, _), kind in graph.nodes(data="kind")}
+    levels = sorted(kinds)
+    assert {kinds[levels[int(place)]] for place in axes.get_yticks()} == {"resid_pre", "resid_post"}
+    figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
+    assert all(low.y1 <= high.y0 for low, high in itertools.pairwise(boxes))
+    squares = axes.collections[2]
+    assert {to_hex(colour) for colour in squares.get_facecolors()} == {_FEED_FORWARD}
+    assert len(squares.get_offsets()) == [kinds for _, kinds in graph.nodes(data="kind")].count("mlp_out")
+    assert "feed-forward" in legend_of(figure)
+
+
+def test_layers_have_names_at_equal_distances_if_there_are_too_many():
+    names = [
+        label.get_text() for label in information_flow(layered_graph(make(200, 3))).axes[0].get_yticklabels()
+    ]
+    steps = np.diff([int(name) for name in names[1:-1]])
+    assert len(set(steps)) == 1
+    assert steps[0] > 1
+    assert (names[0], names[-1]) == ("input", "199")
+
+
+def test_the_parts_of_an_encoder_decoder_have_names():
+    graph = nx.DiGraph(source=2, targets=((2, 2),))
+    graph.add_node((0, 0), level=0, layer=-1, token="a")
+    graph.add_node((1, 0), level=1, layer=0, token="a")
+    graph.add_node((2, 2), level=2, layer=0, token="b")
+    graph.add_edge((0, 0), (1, 0), weight=1.0)
+    graph.add_edge((1, 0), (2, 2), weight=1.0)
+    axes = information_flow(graph).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["input", "encoder 0", "decoder 0"]
+
+
+def test_axes_and_sizes_of_the_users():
+    import matplotlib.pyplot as plt
+
+    graph = information_flow_graph(make(), threshold=0.02)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3))
+    assert information_flow(graph, title="which way", ax=right) is figure
+    assert not left.collections
+    assert right.get_title(loc="left") == "which way"
+    assert [label.get_text() for label in right.get_yticklabels()] == ["input", "0", "1", "2"]
+    assert right.get_legend().get_texts()[0].get_text().startswith("from another position; width: share")
+    plt.close(figure)
+    assert tuple(information_flow(graph, figsize=(5, 4)).get_size_inches()) == pytest.approx((5, 4))
+    for wrong, kind, says in (
+        ({"ax": 3}, TypeError, "ax: expected axes of matplotlib"),
+        ({"ax": right, "figsize": (5, 4)}, ValueError, "figsize: expected None beside ax="),
+        ({"figsize": (0.5, 4)}, ValueError, r"figsize: expected at least \d+\.\d x \d+\.\d inches"),
+        ({"figsize": (4, 0.5)}, ValueError, r"figsize: expected at least \d+\.\d x \d+\.\d inches"),
+        ({"figsize": (4, -1)}, ValueError, "figsize: expected a finite number, above 0"),
+        ({"title": 3}, TypeError, "title: expected a text"),
+    ):
+        with pytest.raises(kind, match=says):
+            information_flow(graph, **wrong)
+
+
+def test_too_many_tokens_are_labelled_by_their_edges():
+    graph = layered_graph(make(2, 120), threshold=0.001)
+    figure = information_flow(graph)
+    assert "labelled: tokens with wide edges, as far as there is space" in legend_of(figure)
+    figure.canvas.draw()
+    labels = figure.axes[0].get_xticklabels()
+    assert 20 < len(labels) < 120
+    boxes = [label.get_window_extent() for label in labels]
+    assert all(left.x1 <= right.x0 + 1 for left, right in itertools.pairwise(boxes))
+    assert {to_hex(label.get_color()) for label in labels} == {"#333333"}
 
 
 def test_an_attribution_tree_is_drawn_as_it_comes():
@@ -63,14 +171,16 @@ def test_an_attribution_tree_is_drawn_as_it_comes():
     axes, lines, _ = drawn(information_flow(tree))
     assert len(lines.get_segments()) == 2
     assert [label.get_text() for label in axes.get_xticklabels()] == ["4", "root", "9"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 1", "layer 2", "layer 3"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2", "3"]
 
 
 def test_long_prompts_show_the_positions_in_use_only():
     graph = layered_graph(make(size=60), threshold=0.4)
     graph.remove_nodes_from([node for node in list(graph) if node[1] > 2 and node[1] != 50])
-    axes, _, _ = drawn(information_flow(graph))
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["·t0", "·t1", "·t2", "·t50"]
+    figure = information_flow(graph)
+    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert labels == ["·t0", "·t1", "·t2", "·t50"]
+    assert "tokens without a node are left out" in legend_of(figure)
 
 
 def test_by_another_attribute():
@@ -98,8 +208,6 @@ def test_other_graphs_are_refused():
         information_flow(nx.DiGraph())
     with pytest.raises(ValueError, match=r"graph: expected nodes \(level, position\), got 0"):
         information_flow(make().to_networkx(1))
-    with pytest.raises(ValueError, match="layer_height: expected a finite number, above 0"):
-        information_flow(layered_graph(make()), layer_height=0)
     for weight in (-1.0, float("nan"), "thick"):
         graph = nx.DiGraph()
         graph.add_edge((0, 0), (1, 0), weight=weight)

@@ -9,7 +9,9 @@ import html
 import importlib.resources
 import json
 import os
+import tempfile
 import uuid
+import webbrowser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,22 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.exchange import full_name
 from lens_mix.measured import best_of_methods
 from lens_mix.version import __version__
-from lens_mix.view.page.data import pack
+from lens_mix.view.page.data import Numbers, pack
 from lens_mix.view.page.trees import Graphs, pack_trees
 
 Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap | Mapping[str, MixingMap]]
 
 # These files are joined to one script in this order. The last one starts it, so it must come last.
-_SCRIPTS = ("numbers.js", "maps.js", "graphs.js", "export.js", "page.js")
+_SCRIPTS = (
+    "numbers.js",
+    "drawing.js",
+    "answer.js",
+    "layers.js",
+    "maps.js",
+    "graphs.js",
+    "export.js",
+    "page.js",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +66,26 @@ class Page:
             Path(temporary).write_text(self.html, encoding="utf-8")
         return checked
 
+    def open(self) -> Path:
+        """Write the file to a temporary folder, open it in the browser, and return its path.
+
+        If no browser can be started, the file is there nevertheless, and its path is returned.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        path = self.save(Path(tempfile.mkdtemp(prefix="lens-mix-")) / "page.html")
+        webbrowser.open(path.as_uri())
+        return path
+
     def _repr_html_(self) -> str:
         """Return a frame that contains the page, and grows to its height."""
         # A notebook may show a page twice, so each frame has its own name.
         name = f"lens-mix-{uuid.uuid4().hex[:12]}"
         return (
-            f'<iframe id="{name}" srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
-            'allow="fullscreen" style="width:100%;height:640px;border:0"></iframe>'
+            f'<iframe id="{name}" title="maps of a prompt" srcdoc="{html.escape(self.html)}" '
+            'sandbox="allow-scripts allow-downloads" allow="fullscreen" '
+            'style="width:100%;height:640px;border:0"></iframe>'
             '<script>addEventListener("message",e=>{'
             f'const f=document.getElementById("{name}");if(f&&e.source===f.contentWindow&&e.data&&'
             "e.data.lensMixHeight)f.style.height=Math.min(e.data.lensMixHeight,2000)+'px'})</script>"
@@ -71,18 +95,22 @@ class Page:
 def page(
     maps: Maps, path: str | os.PathLike[str] | None = None, *, trees: Graphs | Sequence[Graphs] | None = None
 ) -> Page:
-    """Make one HTML file that shows maps in several views: text, grid, flow, methods side by side, and trees.
+    """Make one HTML file that shows what the model predicts, and which tokens that came from by each map.
 
-    It needs no server, no network and no library. It contains the numbers of the maps as float16. A map with
-    more than 400,000 numbers has one byte for each, and the page shows the largest error.
+    It opens on the prediction, the text coloured by the recommended input map, and the layer maps of one
+    position side by side. Other views show all positions, the flow through the layers, the agreement of the
+    maps, and trees. The file needs no server, no network and no library.
+
+    It contains the numbers of the maps as float16. A map with more than 400,000 numbers has one byte for
+    each, and the page shows the largest error.
 
     Args:
         maps: a map; several of one prompt, as `lm.run` returns them; or a list with one of these per prompt.
         path: The file to write; None: no file is written.
         trees: Graphs of `attribution_tree` or `lens_mix.graphs`: one, several by name, or a list with one of
             these per prompt; {}: none. None: for each map that has all rows, the attribution tree of
-            `attention_attribution` from the explained position (`MixingMap.default_query`; without one, from
-            the token with the largest sum), and the routes of `information_flow_routes` to the default row.
+            `attention_attribution` or the routes of `information_flow_routes` to the explained position
+            (`MixingMap.default_query_position`). The page computes these again for the token that is clicked.
             For a graph with more than 4,000 edges the page contains the largest ones, and says so.
 
     Returns:
@@ -97,14 +125,15 @@ def page(
     prompts = [_label_maps(entry) for entry in _list_prompts(maps)]
     best = best_of_methods()
     scored = next(iter(best.values()))
+    numbers = Numbers()
     data = {
         "version": __version__,
         "scores": {name: fact.value for name, fact in best.items()},
         "scored": f"{scored.score}; {scored.model}, {scored.n} {scored.cases}",
-        "prompts": [[pack(m, label) for label, m in labelled.items()] for labelled in prompts],
+        "prompts": [[pack(m, label, numbers) for label, m in labelled.items()] for labelled in prompts],
         "trees": pack_trees(prompts, trees),
     }
-    made = Page(_make_document(data))
+    made = Page(_make_document(data, str(numbers)))
     if path is not None:
         made.save(path)
     return made
@@ -130,7 +159,7 @@ def _label_maps(entry: MixingMap | Mapping[str, Any]) -> dict[str, MixingMap]:
     return {str(label): check_instance("maps", m, MixingMap, "MixingMaps") for label, m in entry.items()}
 
 
-def _make_document(data: Mapping[str, Any]) -> str:
+def _make_document(data: Mapping[str, Any], numbers: str) -> str:
     files = importlib.resources.files(__package__)
     template, style = ((files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
     script = "\n".join((files / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -138,7 +167,13 @@ def _make_document(data: Mapping[str, Any]) -> str:
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    contents = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": _encode_json(data)}
+    contents = {
+        "POLICY": policy,
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": _encode_json(data),
+        "NUMBERS": numbers,
+    }
     # The template is split before anything is inserted, so that a token such as "%%DATA%%" is not replaced.
     return "".join(contents.get(piece, piece) for piece in template.split("%%"))
 

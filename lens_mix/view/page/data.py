@@ -17,8 +17,11 @@ from lens_mix.aggregation import residual_weight
 from lens_mix.maps import MixingMap
 from lens_mix.maps.characters import join_characters
 from lens_mix.maps.exchange import as_json
+from lens_mix.maps.explained import as_records
 from lens_mix.maps.words import find_words, is_special
 from lens_mix.methods.component_shares import part_shares
+from lens_mix.methods.descriptions import DESCRIPTIONS, describe
+from lens_mix.view.labels import name_model
 from lens_mix.view.layers import name_layers
 
 _MOST_FLOAT16 = (
@@ -29,40 +32,125 @@ _STEPS = {"uint8": 255, "int8": 127}
 _ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f", "\n", "\u010a")
 
 
-def pack(mixing_map: MixingMap, label: str) -> dict[str, Any]:
-    """Return the data of a map for the page, which can be written as JSON."""
+class Numbers:
+    """Collect the numbers of all layers as one text, so that the page reads only those that it shows."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._length = 0
+
+    def add(self, data: bytes) -> list[int]:
+        """Append compressed bytes (deflate) as base 64, and return the start and the end in the text."""
+        piece = base64.b64encode(zlib.compress(data, 6)).decode("ascii")
+        start = self._length
+        self._pieces.append(piece)
+        self._length += len(piece)
+        return [start, self._length]
+
+    def __str__(self) -> str:
+        return "".join(self._pieces)
+
+
+def pack(mixing_map: MixingMap, label: str, numbers: Numbers) -> dict[str, Any]:
+    """Return the description of a map for the page, which can be written as JSON.
+
+    Args:
+        mixing_map: The map.
+        label: The name of the map on the page.
+        numbers: The numbers of the map are added to these; the description has their places.
+    """
     scores, visible = mixing_map.scores.detach().cpu(), mixing_map.visible().cpu()
-    code = _choose_code(scores, visible)
-    has_mask = mixing_map.mask is not None
-    layers = [
-        {**_pack_layer(layer, keys, code), **({"visible": _encode_bits(keys)} if has_mask else {})}
-        for layer, keys in zip(scores, visible, strict=True)
-    ]
+    heads = scores.shape[1] if mixing_map.has_heads else 0
     # The details of a method, which has some for each block, can be larger than the map.
-    provenance = {name: value for name, value in mixing_map.provenance.items() if name != "details"}
+    kept = {name: value for name, value in mixing_map.provenance.items() if name != "details"}
+    provenance = _name_models(kept)
     return {
         "label": label,
+        "title": _make_title(label),
+        "line": _describe(mixing_map),
         "method": mixing_map.method,
         "kind": mixing_map.kind,
         "tokens": mixing_map.tokens,
         "keys": None if mixing_map.keys_are_tokens else mixing_map.key_tokens,
         "queries": mixing_map.query_positions,
         "query": mixing_map.default_query_position,
+        "explained": as_records(mixing_map.explained),
+        "predicts_next": mixing_map.causal or provenance.get("part") in ("decoder", "cross", "joint"),
+        "sinks": _find_sinks(mixing_map),
         "causal": mixing_map.causal,
         "residual": _find_residual(mixing_map),
-        "heads": scores.shape[1] if mixing_map.has_heads else 0,
+        "heads": heads,
         "names": mixing_map.layer_labels,
         "layer_names": name_layers(mixing_map),
         "signed": bool((scores < 0).any()),
-        "code": code,
         "words": _find_starts(mixing_map.tokens),
         "key_words": None if mixing_map.keys_are_tokens else _find_starts(mixing_map.key_tokens),
         "feed_forward": _compute_feed_forward(mixing_map),
         "notes": list(mixing_map.notes),
         "parameters": make_plain(mixing_map.parameters),
         "provenance": make_plain(provenance),
-        "layers": layers,
+        "visible": None if mixing_map.mask is None else [numbers.add(_as_bits(keys)) for keys in visible],
+        **_pack_layers(scores, visible, numbers),
+        # The first view needs the mean over heads of every layer, so it is stored too.
+        "mean": _pack_layers(_mean_over_heads(scores), visible, numbers) if heads > 1 else None,
     }
+
+
+def _mean_over_heads(scores: Float[Tensor, "layer head query key"]) -> Float[Tensor, "layer query key"]:
+    return scores.to(torch.float32).mean(1) if scores.dtype != torch.float64 else scores.mean(1)
+
+
+def _pack_layers(
+    scores: Float[Tensor, "layer *head query key"], visible: Bool[Tensor, "layer query key"], numbers: Numbers
+) -> dict[str, Any]:
+    code = _choose_code(scores, visible)
+    layers = [_pack_layer(*layer, code, numbers) for layer in zip(scores, visible, strict=True)]
+    return {"code": code, "layers": layers}
+
+
+# Words of method names that are not written as ordinary words.
+_SPELLED = {
+    **{"alti": "ALTI", "gim": "GIM", "globenc": "GlobEnc", "decompx": "DecompX", "atb": "AtB", "ff": "FF"},
+    **{"res": "Res", "ln": "LN", "attn": "Attn"},
+}
+
+
+def _make_title(label: str) -> str:
+    """Return a label as a title: the name of a method with capitals, and any other label as it is."""
+    if label not in DESCRIPTIONS:
+        return label
+    return " ".join(_SPELLED.get(word, word.capitalize()) for word in label.split("_"))
+
+
+def _describe(mixing_map: MixingMap) -> str:
+    """Return what a score of the map says, as one plain line; "" if it is not known."""
+    aggregation = mixing_map.provenance.get("aggregation")
+    if isinstance(aggregation, Mapping):
+        name = str(aggregation.get("name", "aggregation")).replace("_", " ")
+        return f"{name}: the layer maps combined down to the input tokens"
+    return describe(mixing_map.method).line
+
+
+def _find_sinks(mixing_map: MixingMap) -> list[int]:
+    """Return the keys that take weight without being used: the first token of a decoder, or special tokens.
+
+    A text of which more than half the tokens look special has none, since these are not marks of a tokenizer.
+    """
+    if mixing_map.causal and mixing_map.keys_are_tokens:
+        return [0]
+    special = [key for key, token in enumerate(mixing_map.key_labels) if is_special(token)]
+    return special if 2 * len(special) <= len(mixing_map.key_labels) else []
+
+
+def _name_models(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with each model's own name, because a page is shown to others and a folder is private.
+
+    The record of a difference contains those of its two maps.
+    """
+    named = {
+        key: _name_models(value) if isinstance(value, Mapping) else value for key, value in record.items()
+    }
+    return named | {"model": name_model(record)} if isinstance(record.get("model"), str) else named
 
 
 def make_plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,9 +204,9 @@ def _choose_code(scores: Tensor, visible: Tensor) -> str:
 
 
 def _pack_layer(
-    layer: Float[Tensor, "*head query key"], visible: Bool[Tensor, "query key"], code: str
+    layer: Float[Tensor, "*head query key"], visible: Bool[Tensor, "query key"], code: str, numbers: Numbers
 ) -> dict[str, Any]:
-    """Return the visible numbers of one layer, head by head and row by row, with `largest` and `error`.
+    """Return the place of the visible numbers of one layer, head by head and row by row.
 
     `largest` is the largest magnitude, and `error` the largest error of the stored numbers. float16 stores
     x / largest. uint8 and int8 store its square root in steps, so that small numbers have a small error.
@@ -134,13 +222,8 @@ def _pack_layer(
         root = encoded.astype(np.float64) / steps
         decoded = np.sign(root) * root**2
     error = float(np.abs(decoded * largest - values).max(initial=0.0))
-    return {"largest": largest, "error": error, "data": _encode_bytes(encoded.tobytes())}
+    return {"largest": largest, "error": error, "data": numbers.add(encoded.tobytes())}
 
 
-def _encode_bits(visible: Bool[Tensor, "query key"]) -> str:
-    return _encode_bytes(np.packbits(visible.numpy(), axis=None, bitorder="little").tobytes())
-
-
-def _encode_bytes(data: bytes) -> str:
-    """Return compressed bytes (deflate) as base 64."""
-    return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+def _as_bits(visible: Bool[Tensor, "query key"]) -> bytes:
+    return np.packbits(visible.numpy(), axis=None, bitorder="little").tobytes()

@@ -13,15 +13,26 @@ const written = value => typeof value !== "string" ? String(value ?? "") : !MISR
 const quoted = text => /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 // Characters that XML does not allow, as a lone surrogate, become \ufffd.
 const forXml = text => text.replace(/[\0-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\p{Cs}]/gu, "\ufffd");
+// Return what the row of a position explains, as columns; the page's own position is the default.
+function explainedColumns(query) {
+  const { prediction, probability, target, value } = explainedAt(query);
+  return { prediction: prediction ?? null, probability: probability ?? null, target: target ?? null, target_value: value ?? null };
+}
 async function save(kind) {
-  const { rows = [], options } = exported(), name = `lens_mix-${state.view}`;
+  const { rows: found = [], options } = exported(), name = `lens_mix-${state.view}`, columnsOf = new Map();
+  const rows = found.map(row => {
+    const query = row.query ?? state.query;
+    if (!columnsOf.has(query)) columnsOf.set(query, explainedColumns(query));
+    return { ...row, ...columnsOf.get(query) };
+  });
   if (kind === "csv") {
     const columns = rows.length ? Object.keys(rows[0]) : [];
     return offer(`${name}.csv`, new Blob([[columns, ...rows.map(row => columns.map(column => row[column]))]
       .map(line => line.map(value => quoted(written(value))).join(",")).join("\n")], { type: "text/csv" }));
   }
-  if (kind === "json") return offer(`${name}.json`, new Blob([JSON.stringify({ state, provenance: map().provenance,
-    notes: map().notes, options, rows }, null, 1)], { type: "application/json" }));
+  if (kind === "json") return offer(`${name}.json`, new Blob([JSON.stringify({ state,
+    explained: { query: state.query, token: map().tokens[state.query], ...explainedAt(state.query) },
+    provenance: map().provenance, notes: map().notes, options, rows }, null, 1)], { type: "application/json" }));
   const svg = pictured(), text = forXml(new XMLSerializer().serializeToString(svg));
   if (kind === "svg") return offer(`${name}.svg`, new Blob([text], { type: "image/svg+xml" }));
   const image = new Image(), [width, height] = ["width", "height"].map(side => +svg.getAttribute(side));
@@ -34,12 +45,15 @@ async function save(kind) {
   canvas.toBlob(blob => offer(`${name}.png`, blob));
 }
 
-// Return the view, and the lines below it about its source, as one SVG. The elements become rectangles, text and
+// Return the answer, the view, and the lines below it about its source, as one SVG. The elements become rectangles, text and
 // pictures at the places and in the colours that they have on the screen.
 function pictured() {
+  // Whatever scrolls is shown from its start, and in full.
   const panes = [$("view"), ...$("view").querySelectorAll(".pane")].map(pane => [pane, pane.scrollLeft]);
   for (const [pane] of panes) pane.scrollLeft = 0;
-  const sections = [$("view"), $("about"), $("notes")], svg = draw("svg", {}), base = $("view").getBoundingClientRect();
+  document.body.classList.add("pictured");
+  const sections = [$("question"), $("model"), $("answer"), $("headline"), $("view"), $("about"), $("notes")], svg = draw("svg", {});
+  const base = { left: $("answer").getBoundingClientRect().left - 14, top: document.querySelector("header").getBoundingClientRect().top };
   const measure = make("canvas").getContext("2d"), far = { x: 0, y: 0 };
   const put = (name, box, attributes, text) => {
     far.x = Math.max(far.x, box.right - base.left); far.y = Math.max(far.y, box.bottom - base.top);
@@ -50,9 +64,11 @@ function pictured() {
   const sides = box => ({ width: box.width.toFixed(2), height: box.height.toFixed(2) });
   const walk = element => {
     const style = getComputedStyle(element), box = element.getBoundingClientRect();
-    if (style.display === "none") return;
+    if (style.display === "none" || element.matches(".visually-hidden, details, [data-detail=hint]")) return;
     if (element.localName === "canvas") return void put("image", box, { ...sides(box), href: element.toDataURL() });
     if (element.localName === "svg") return void put("svg", box, sides(box)).append(...[...element.children].map(plainSvg));
+    if (style.borderTopStyle === "dashed") put("rect", box, { ...sides(box), rx: 6, fill: "none", stroke: style.borderTopColor,
+      "stroke-width": style.borderTopWidth, "stroke-dasharray": "5 3" });
     const filled = style.backgroundColor !== "rgba(0, 0, 0, 0)", framed = style.outlineStyle === "solid";
     if (filled || framed) for (const rect of element.getClientRects()) put("rect", rect, { ...sides(rect), rx: 3, "fill-opacity": style.opacity,
       fill: filled ? style.backgroundColor : "none", ...(framed && { stroke: style.outlineColor, "stroke-width": style.outlineWidth }) });
@@ -68,6 +84,7 @@ function pictured() {
     }
   };
   sections.forEach(walk);
+  document.body.classList.remove("pictured");
   for (const [pane, left] of panes) pane.scrollLeft = left;
   const [width, height] = [far.x + 14, far.y + 10].map(Math.ceil);
   svg.prepend(draw("rect", { width, height, fill: css("--ground") }));
@@ -76,10 +93,11 @@ function pictured() {
 }
 // Return a copy of a drawing that needs no style sheet.
 function plainSvg(node) {
-  const copy = node.cloneNode(true), style = getComputedStyle(node);
+  const copy = node.cloneNode(false), style = getComputedStyle(node);
+  copy.append(...[...node.childNodes].map(child => child.nodeType === Node.ELEMENT_NODE ? plainSvg(child) : child.cloneNode()));
   for (const name of ["fill", "stroke", "stroke-width", "stroke-linecap", "stroke-dasharray", "font-family", "font-size", "font-weight"])
     if (style.getPropertyValue(name) !== "none") copy.setAttribute(name, style.getPropertyValue(name));
-  copy.removeAttribute("class");
+  for (const name of ["class", "role", "tabindex"]) copy.removeAttribute(name);
   return copy;
 }
 // Return the lines of a text as the browser breaks it, with their boxes.

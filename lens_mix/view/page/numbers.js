@@ -1,4 +1,13 @@
 "use strict";
+// A view is a function `async xView(view)` that fills the empty element `view` from `state` and `map()`, and sets
+// `exported`, a function that returns the rows for CSV and JSON. It may return a function that draws the view again
+// after a change of `state`; this one returns false if the view must be built anew. Properties of a view:
+//   xView.takes(m)    whether the view works for a map; a view that works for no map of the text is not offered
+//   xView.options()   its controls, made by `choose`, `press`, `slide` (page.js)
+//   xView.isUpward    whether layers are drawn from the bottom to the top, as the arrow keys then move
+// `map()` is a map that the view takes. `state.first` and `state.diagonal` are 1 if the first token and the position
+// itself are drawn; they are 0 at first, and the view then shows them as numbers and leaves them out of its scale.
+// `state.layer` is null until the user chooses a layer. `tip(event, text)` shows a tooltip.
 // Tokens are only ever inserted as text (textContent, canvas text, SVG text), so that none can act as markup.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 // This is a Map because a user's method may be named "constructor", which every plain object has.
@@ -22,37 +31,56 @@ const draw = (name, attributes, text) => {
 };
 
 // ------------------------------------------------------------------ state
-const state = { prompt: 0, map: 0, layer: null, head: -1, query: null, view: "text", unit: "raw", by: "token",
-  scale: "map", first: 1, diagonal: 1, threshold: 0.04, tree: 0 };
+const state = { prompt: 0, map: null, layer: null, key: null, head: -1, query: null, view: "layers", unit: "share", by: "token",
+  scale: "root", range: "map", first: 0, diagonal: 0, compare: "", threshold: 0.04, tree: 0 };
+const WORDS = new Set(["view", "unit", "scale", "range", "by", "compare"]);
+const CHOICES = { unit: ["share", "raw"], scale: ["root", "linear", "log"], range: ["map", "row", "all"], by: ["token", "word", "sentence"] };
 const maps = () => DATA.prompts[state.prompt];
 const map = () => maps()[state.map];
 const keysOf = m => m.keys || m.tokens;
 const trees = () => DATA.trees[state.prompt];
+const same = (a, b) => a === b || (a.length === b.length && a.every((token, i) => token === b[i]));
+// Return the maps of the chosen map's text, whose rows therefore belong to the same positions.
+const ofText = () => maps().filter(m => same(m.tokens, map().tokens));
+const inside = (n, count) => Number.isInteger(n) && n >= 0 && n < count;
 
 function readHash() {
   for (const [key, value] of new URLSearchParams(location.hash.slice(1)))
-    if (Object.hasOwn(state, key)) state[key] = ["view", "unit", "scale", "by"].includes(key) ? value : value === "" ? null : +value;
-  const inside = (n, count) => Number.isInteger(n) && n >= 0 && n < count;
+    if (Object.hasOwn(state, key)) state[key] = WORDS.has(key) ? value : value === "" ? null : +value;
   if (!inside(state.prompt, DATA.prompts.length)) state.prompt = 0;
-  if (!inside(state.map, maps().length)) state.map = 0;
+  if (!inside(state.map, maps().length)) state.map = firstMap(maps());
   settle();
 }
+// Return the index of the map to show first: a layer map of a text whose prediction is known, if there is one.
+function firstMap(all) {
+  const rank = m => 2 * (m.explained !== null) + (m.kind === "layer");
+  return all.reduce((best, m, i) => rank(m) > rank(all[best]) ? i : best, 0);
+}
 
-// Replace every entry of the state that is not valid for this map by its default.
+// Replace every entry of the state that is not valid for this text by its default.
 function settle() {
-  const inside = (n, count) => Number.isInteger(n) && n >= 0 && n < count;
-  if (!views().includes(state.view)) state.view = "text";
+  if (!views().includes(state.view)) state.view = views()[0];
   if (!inside(state.tree, trees().length)) state.tree = 0;
   const of = state.view === "tree" ? maps().findIndex(m => m.label === trees()[state.tree].name) : -1;
   if (of >= 0) state.map = of;
-  const m = map();
-  if (!m.names.includes(state.layer)) state.layer = m.names[m.names.length - 1];
-  if (!inside(state.head, m.heads)) state.head = -1;
-  if (!inside(state.query, m.tokens.length)) state.query = m.query;
-  if (!["token", "word", "sentence"].includes(state.by)) state.by = "token";
+  // A view shows a map that it can show.
+  if (!takes(state.view, map())) state.map = maps().indexOf(ofText().find(m => takes(state.view, m)) || map());
+  const all = ofText();
+  if (!layerNames().includes(state.layer)) state.layer = null;
+  if (!all.some(m => inside(state.head, m.heads))) state.head = -1;
+  if (!all.some(m => m.queries.includes(state.query))) state.query = firstQuery();
+  if (!all.some(m => inside(state.key, keysOf(m).length))) state.key = null;
+  for (const [key, names] of Object.entries(CHOICES)) if (!names.includes(state[key])) state[key] = names[0];
+}
+// Return the position to explain first: the one that a target reads, if a map of this text has one.
+function firstQuery() {
+  const all = ofText(), wanted = all.find(m => m.provenance.input_map) || all.find(m => m.explained && m.explained.some(one => one.target));
+  return (wanted || map()).query;
 }
 
 function set(changes) {
+  // The chosen key belongs to the row of one position.
+  if ("query" in changes && !("key" in changes)) state.key = null;
   Object.assign(state, changes);
   // If the map has a tree of its own, it is the one to show.
   const own = "map" in changes || "view" in changes ? trees().findIndex(tree => tree.name === map().label) : -1;
@@ -65,9 +93,13 @@ function set(changes) {
 }
 
 // ------------------------------------------------------------------ numbers
-const decoded = new Map();
-async function inflate(text) {
-  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
+// The numbers of a layer are stored as deflated float16, uint8 or int8: those of visible keys only, head by head and
+// row by row. They stay in that form, and a table converts each code to its number.
+let texts = null;
+async function inflate([start, end]) {
+  texts ??= $("numbers").textContent;
+  const text = texts.slice(start, end);
+  const bytes = Uint8Array.fromBase64 ? Uint8Array.fromBase64(text) : Uint8Array.from(atob(text), c => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Response(stream).arrayBuffer();
 }
@@ -75,55 +107,68 @@ function fromFloat16(bits) {
   const sign = bits & 0x8000 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
   return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -24 * fraction);
 }
-// Return the scores of one layer, [head][row * keys + key], with NaN for hidden keys. A layer is decoded once.
-function layerOf(m, place) {
-  const name = `${DATA.prompts.findIndex(all => all.includes(m))}/${m.label}/${place}`;
-  if (!decoded.has(name)) decoded.set(name, decode(m, m.layers[place]));
-  return decoded.get(name);
+const CODES = { float16: { type: Uint16Array, count: 65536, number: fromFloat16 },
+  uint8: { type: Uint8Array, count: 256, number: c => (c / 255) ** 2 },
+  int8: { type: Int8Array, count: 256, number: c => { const x = (c << 24 >> 24) / 127; return Math.sign(x) * x * x; } } };
+const tables = new Map();
+function tableOf(code) {
+  if (!tables.has(code)) tables.set(code, Float32Array.from({ length: CODES[code].count }, (_, c) => CODES[code].number(c)));
+  return tables.get(code);
 }
-async function decode(m, packed) {
-  const rows = m.queries.length, keys = keysOf(m).length, heads = Math.max(1, m.heads);
-  const mask = packed.visible ? new Uint8Array(await inflate(packed.visible)) : null;
-  const seen = (row, key) => mask ? mask[(row * keys + key) >> 3] >> ((row * keys + key) & 7) & 1
-    : !m.causal || key <= m.queries[row];
-  const buffer = await inflate(packed.data);
-  const raw = m.code === "float16" ? new Uint16Array(buffer)
-    : m.code === "int8" ? new Int8Array(buffer) : new Uint8Array(buffer);
-  const steps = m.code === "int8" ? 127 : 255;
-  const number = m.code === "float16" ? fromFloat16 : c => Math.sign(c) * (c / steps) ** 2;
-  let next = 0;
-  const out = [];
-  for (let head = 0; head < heads; head++) {
-    const scores = new Float32Array(rows * keys).fill(NaN);
-    for (let row = 0; row < rows; row++)
-      for (let key = 0; key < keys; key++)
-        if (seen(row, key)) scores[row * keys + key] = number(raw[next++]) * packed.largest;
-    out.push(scores);
-  }
+const kept = new Map();
+// Return the value of `find` for an object and some words; it is found once.
+function once(object, name, find) {
+  if (!kept.has(object)) kept.set(object, new Map());
+  const found = kept.get(object);
+  if (!found.has(name)) found.set(name, find());
+  return found.get(name);
+}
+// Return one layer: its codes, their table, and for each row the place of its first code and which keys are visible.
+// `of` is the map, or its mean over heads.
+const packedLayer = (m, place, of = m) => once(of, place, async () => {
+  const layer = of.layers[place], buffer = await inflate(layer.data);
+  const codes = new CODES[of.code].type(buffer), rows = m.queries.length, keys = keysOf(m).length;
+  const mask = m.visible ? new Uint8Array(await inflate(m.visible[place])) : null;
+  const seen = mask && Uint8Array.from({ length: rows * keys }, (_, i) => mask[i >> 3] >> (i & 7) & 1);
+  const starts = new Int32Array(rows + 1);
+  for (let row = 0; row < rows; row++) starts[row + 1] = starts[row] + (seen ? seen.subarray(row * keys, (row + 1) * keys).reduce((a, b) => a + b, 0)
+    : m.causal ? Math.min(m.queries[row] + 1, keys) : keys);
+  return { codes, table: tableOf(of.code), signs: of.code === "int8" ? 255 : -1, largest: layer.largest, starts, seen, keys, rows };
+});
+// Write one row of one head to `out`, with NaN for hidden keys.
+function readRow({ codes, table, signs, largest, starts, seen, keys, rows }, head, row, out) {
+  let next = head * starts[rows] + starts[row];
+  const count = starts[row + 1] - starts[row];
+  if (!seen) {
+    for (let key = 0; key < count; key++) out[key] = table[codes[next++] & signs] * largest;
+    out.fill(NaN, count, keys);
+  } else for (let key = 0; key < keys; key++) out[key] = seen[row * keys + key] ? table[codes[next++] & signs] * largest : NaN;
   return out;
 }
-// Return the scores of one head, or the mean over heads (-1).
-const means = new WeakMap();
+// Return the layer and the index of a head in it; the mean over heads (-1) has a layer of its own.
+async function headOf(m, place, head) {
+  const isMean = m.mean && !(head >= 0 && head < m.heads);
+  return { layer: await packedLayer(m, place, isMean ? m.mean : m), head: isMean ? 0 : Math.max(0, Math.min(head, m.heads - 1)) };
+}
+// Return the scores of one head, or the mean over heads (-1), [row * keys + key], with NaN for hidden keys.
 async function scoresOf(m, place, head) {
-  const all = await layerOf(m, place);
-  if (all.length === 1) return all[0];
-  if (head >= 0) return all[head];
-  if (!means.has(all)) {
-    const mean = new Float32Array(all[0].length);
-    for (const scores of all) for (let i = 0; i < mean.length; i++) mean[i] += scores[i] / all.length;
-    means.set(all, mean);
-  }
-  return means.get(all);
+  const found = await headOf(m, place, head), { rows, keys } = found.layer, out = new Float32Array(rows * keys);
+  for (let row = 0; row < rows; row++) readRow(found.layer, found.head, row, out.subarray(row * keys, (row + 1) * keys));
+  return out;
 }
+// Return the scores of one layer, [head][row * keys + key].
+const layerOf = (m, place) => Promise.all(Array.from({ length: Math.max(1, m.heads) }, (_, head) => scoresOf(m, place, m.heads > 1 ? head : -1)));
 async function rowOf(m, place, head, query) {
-  const row = m.queries.indexOf(query), keys = keysOf(m).length;
-  return row < 0 ? null : (await scoresOf(m, place, head)).slice(row * keys, (row + 1) * keys);
+  const row = m.queries.indexOf(query);
+  if (row < 0) return null;
+  const found = await headOf(m, place, head);
+  return readRow(found.layer, found.head, row, new Float32Array(found.layer.keys));
 }
+// Return the row of a query in every layer.
+const rowsOf = (m, head, query) => Promise.all(m.names.map((_, place) => rowOf(m, place, head, query)));
 const size = row => row.reduce((sum, x) => sum + (Number.isNaN(x) ? 0 : Math.abs(x)), 0);
-const inUnit = row => {
-  const total = state.unit === "share" ? size(row) || 1 : 1;
-  return row.map(x => x / total);
-};
+const sharesOf = row => { const total = size(row) || 1; return row.map(x => x / total); };
+const inUnit = row => state.unit === "share" ? sharesOf(row) : row;
 // Return the words or sentences as lists of positions, or single tokens if the map has no such units.
 function unitsOf(starts, count) {
   const first = starts[state.by] || Array.from({ length: count }, (_, i) => i);
@@ -146,12 +191,30 @@ const summed = (row, units) => units.map(keys => keys.every(key => Number.isNaN(
 const strongest = row => row.reduce((most, x) => Number.isNaN(x) ? most : Math.max(most, Math.abs(x)), 0);
 const shown = x => Number.isNaN(x) ? "hidden" : x === 0 ? "0"
   : Math.abs(x) >= 0.001 && Math.abs(x) < 10000 ? x.toPrecision(4) : x.toExponential(2);
-const placeOf = m => Math.max(0, m.names.indexOf(state.layer));
+function percent(x) {
+  const whole = 100 * x, size = Math.abs(whole);
+  return Number.isNaN(x) ? "hidden" : size === 0 ? "0 %" : size < 0.0001 ? "< 0.0001 %"
+    : `${minus(size >= 9.95 ? whole.toFixed(0) : size >= 0.1 ? whole.toFixed(1) : whole.toPrecision(1))} %`;
+}
+// Return a number with a minus sign that is as wide as a digit.
+const minus = text => String(text).replace(/^-/, "−");
+const shownUnit = x => state.unit === "share" ? percent(x) : shown(x);
+const unit = () => state.unit === "share" ? "share of the row" : "raw score";
+const headShown = m => m.heads && state.head < m.heads ? state.head : -1;
+const headName = m => m.heads ? headShown(m) < 0 ? "mean of heads" : `head ${headShown(m)}` : "";
+// Return the index of the chosen layer; the last one if none is chosen.
+const placeOf = m => m.names.includes(state.layer) ? m.names.indexOf(state.layer) : m.names.length - 1;
 // Return the index of the layer with this name, or -1. An input map with one layer always uses that layer.
 const sameLayer = (m, name) => m.kind === "input" && m.names.length === 1 ? 0 : m.names.indexOf(name);
 // Return the number of a layer for its label; a map of the whole model, or a mean of layers, has none.
 const layerNumber = (m, place) => m.layer_names[place].endsWith(`layer ${m.names[place]}`) ? String(m.names[place]) : "";
-const unit = () => state.unit === "share" ? "share of the row" : "raw score";
+// Return the keys that are shown as numbers: the first token (in an encoder special tokens), and the position itself.
+const ownKey = (m, query) => m.keys ? -1 : query;
+const sinkKeys = (m, query) => m.sinks.filter(key => key !== ownKey(m, query));
+function asNumbers(m, query) {
+  return new Set([...(state.first ? [] : sinkKeys(m, query)), ...(state.diagonal ? [] : [ownKey(m, query)])]);
+}
+const sinkName = m => m.sinks.length === 1 && m.sinks[0] === 0 ? "first token" : "special tokens";
 
 function spearman(a, b) {
   const both = [...a.keys()].filter(i => !Number.isNaN(a[i]) && !Number.isNaN(b[i]));
@@ -174,15 +237,7 @@ function spearman(a, b) {
   return xx && yy ? xy / Math.sqrt(xx * yy) : NaN;
 }
 
-// ------------------------------------------------------------------ colours and tokens
-const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-function colour(x, most) {
-  if (Number.isNaN(x)) return css("--hidden");
-  if (!x || !most) return "transparent";
-  return `rgba(${css(x < 0 ? "--negative" : "--positive")}, ${Math.min(1, strength(Math.abs(x) / most)).toFixed(3)})`;
-}
-// The logarithmic scale covers four orders of magnitude.
-const strength = x => state.scale === "log" ? Math.max(0, 1 + Math.log10(x) / 4) : x;
+// ------------------------------------------------------------------ tokens
 const JOINER = 0x200d;
 const visible = token => [...token].map((c, i, all) => {
   const point = c.codePointAt(0);
@@ -213,8 +268,17 @@ function shortened(token, count = 14) {
   const [, text, number] = NUMBERED.exec(token) || [null, token, ""], all = [...text];
   return (all.length > count ? all.slice(0, count - 1).join("") + "…" : text) + number;
 }
+// Special tokens, as in lens_mix/maps/words.py.
+const SPECIAL = /^\s*(<(?!0x)[^<>\s]+>|\[[A-Z]+\d*\]|\[unused\d+\])\s*$/;
+const SPACED = /^[\sĠ▁]/;
+// Return a text as one line of words.
+function asLine(m) {
+  const tokens = m.tokens.filter(token => !SPECIAL.test(token)), hasSpaces = tokens.some(token => SPACED.test(token));
+  return visible((hasSpaces ? joined(tokens) : tokens.join(" ")).replace(/[Ġ▁]/g, " ")).trim();
+}
 const plain = text => visible(text).trim() || visible(text);
 const named = (tokens, place) => `${place} “${shortened(plain(tokens[place]), 24)}”`;
+const quotedToken = token => `“${shortened(visible(token), 24)}”`;
 
 // Return the positions and the text of a unit.
 const spelled = (tokens, unit) => unit.length === 1 ? named(tokens, unit[0])

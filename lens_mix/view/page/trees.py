@@ -12,11 +12,12 @@ from lens_mix.aggregation.tree import attribution_tree
 from lens_mix.arguments import check_instance
 from lens_mix.graphs import information_flow_routes
 from lens_mix.maps import MixingMap
+from lens_mix.methods.component_shares import part_shares
 from lens_mix.view.page.data import make_plain
 
 Graphs: TypeAlias = nx.DiGraph | Mapping[str, nx.DiGraph]
 # Of a larger graph the page contains only the largest edges, because more cannot be drawn or read.
-_MOST_EDGES = 4_000
+MOST_EDGES = 4_000
 _OPTIONS = ("threshold", "cost", "order", "within_layer", "by", "edges_before")
 
 
@@ -35,7 +36,7 @@ def pack_trees(
             edge without a weight.
     """
     if trees is None:
-        trees = [_make_graphs(labelled) for labelled in maps]
+        return [_make_graphs(labelled) for labelled in maps]
     listed = [trees] if isinstance(trees, (nx.DiGraph, Mapping)) else trees
     check_instance(
         "trees", listed, Sequence, "a graph, several by name, or a list with one of these per prompt"
@@ -47,31 +48,53 @@ def pack_trees(
     return [[_pack_graph(graph, str(name)) for name, graph in entry.items()] for entry in named]
 
 
-def _make_graphs(maps: Mapping[str, MixingMap]) -> dict[str, nx.DiGraph]:
-    """Return the graph of each map whose method's paper draws one.
+def _make_graphs(maps: Mapping[str, MixingMap]) -> list[dict[str, Any]]:
+    """Return the packed graph of each map whose method's paper draws one, to the explained position.
 
-    Maps from which it cannot be made (with some rows only, or merged tokens) are left out.
+    The page can compute such a graph again for another position, so the entry `of` names its map. Maps from
+    which no graph can be made (with some rows only, or merged tokens) are left out.
     """
-    makers: dict[str, Callable[[MixingMap], nx.DiGraph]] = {
-        # The root is the explained position, if the map names one.
-        "attention_attribution": lambda m: attribution_tree(m, root=m.default_query),
-        "information_flow_routes": lambda m: information_flow_routes(m, m.default_query_position),
+    makers: dict[str, Callable[[MixingMap], tuple[nx.DiGraph, dict[str, Any]]]] = {
+        "attention_attribution": _make_tree,
+        "information_flow_routes": _make_routes,
     }
-    graphs = {}
+    graphs = []
     for label, m in maps.items():
         if m.kind == "layer" and m.method in makers:
             try:
-                graphs[label] = makers[m.method](m)
+                graph, more = makers[m.method](m)
             except ValueError:
                 continue
+            graphs.append(_pack_graph(graph, label) | {"of": label, "most_edges": MOST_EDGES} | more)
     return graphs
+
+
+def _make_tree(m: MixingMap) -> tuple[nx.DiGraph, dict[str, Any]]:
+    graph = attribution_tree(m, root=m.default_query_position)
+    if not graph.number_of_edges():
+        # A tree of a map without positive scores is empty from every root.
+        attribution_tree(m)
+    return graph, {}
+
+
+def _make_routes(m: MixingMap) -> tuple[nx.DiGraph, dict[str, Any]]:
+    """Return the routes, and the shares from which the page computes them for another position."""
+    shares = part_shares(m)
+    packed = {name: round_shares(getattr(shares, name).tolist()) for name in ("resid_pre", "resid_mid")}
+    graph = information_flow_routes(m, m.default_query_position)
+    return graph, {"shares": packed | {"parallel": shares.parallel}}
+
+
+def round_shares(shares: list[list[float]]) -> list[list[float]]:
+    """Return the shares with four digits."""
+    return [[float(f"{share:.4g}") for share in layer] for layer in shares]
 
 
 def _pack_graph(graph: nx.DiGraph, name: str) -> dict[str, Any]:
     check_instance("trees", graph, nx.DiGraph, "a networkx graph, as attribution_tree returns it")
     edges = [(start, end, _pack_edge(values, start, end)) for start, end, values in graph.edges(data=True)]
     edges.sort(key=lambda edge: -abs(edge[2]["weight"]))
-    strongest = edges[:_MOST_EDGES]
+    strongest = edges[:MOST_EDGES]
     root = graph.graph.get("root", graph.graph.get("target"))
     roots = [root] if root is not None else list(graph.graph.get("targets", ()))
     used = dict.fromkeys(node for start, end, _ in strongest for node in (start, end))

@@ -38,8 +38,14 @@ class Reader(html.parser.HTMLParser):
 
 
 def data_of(page):
-    (found,) = [text for tag, given, text in Reader(page.html).elements if given.get("id") == "data"]
-    return json.loads(found)
+    """Return the data of a page, with the numbers of each layer at its place."""
+    texts = {given.get("id"): text for _, given, text in Reader(page.html).elements}
+    data = json.loads(texts["data"])
+    for packed in (one for prompt in data["prompts"] for one in prompt):
+        for layer in (*packed["layers"], *(packed["mean"] or {"layers": ()})["layers"]):
+            layer["data"] = texts["numbers"][slice(*layer["data"])]
+        packed["visible"] = packed["visible"] and [texts["numbers"][slice(*one)] for one in packed["visible"]]
+    return data
 
 
 def decoded(packed, code):
@@ -61,10 +67,13 @@ def test_it_holds_the_numbers_within_the_error_that_it_states():
         assert packed["code"] == code
         assert packed["signed"] == bool((scores < 0).any())
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        for layer, one in zip(scores, packed["layers"], strict=True):
-            difference = np.abs(decoded(one, code) - layer[..., visible].numpy().ravel())
-            assert difference.max() == pytest.approx(one["error"])
-            assert one["error"] <= {"float16": 1e-3, "uint8": 4e-3, "int8": 8e-3}[code] * one["largest"]
+        means = [scores.mean(1), packed["mean"]] if scores.ndim == 4 else [scores, packed]
+        for numbers, stored in ((scores, packed), means):
+            for layer, one in zip(numbers, stored["layers"], strict=True):
+                difference = np.abs(decoded(one, stored["code"]) - layer[..., visible].numpy().ravel())
+                assert difference.max() == pytest.approx(one["error"])
+                relative = {"float16": 1e-3, "uint8": 4e-3, "int8": 8e-3}[stored["code"]]
+                assert one["error"] <= relative * one["largest"]
 
 
 def test_masks_rows_and_keys_of_another_kind():
@@ -72,8 +81,8 @@ def test_masks_rows_and_keys_of_another_kind():
     m = map_of(random_attention(causal=False) * mask, causal=False, mask=mask).select_queries([4, 1])
     (packed,) = data_of(lm.page({"mine": m}))["prompts"][0]
     assert (packed["label"], packed["queries"], packed["query"]) == ("mine", [4, 1], 4)
-    for layer, seen in zip(packed["layers"], m.visible(), strict=True):
-        bits = np.frombuffer(zlib.decompress(base64.b64decode(layer["visible"])), np.uint8)
+    for stored, seen in zip(packed["visible"], m.visible(), strict=True):
+        bits = np.frombuffer(zlib.decompress(base64.b64decode(stored)), np.uint8)
         assert np.unpackbits(bits, bitorder="little")[:12].reshape(2, 6).tolist() == seen.int().tolist()
     cross = lm.MixingMap(torch.rand(2, 3, 5), ["a", "b", "c"], key_tokens=list("vwxyz"))
     (packed,) = data_of(lm.page(cross))["prompts"][0]
@@ -144,6 +153,7 @@ def test_tokens_stay_text():
         "style",
         "script",
         "script",
+        "script",
     ]
     (packed,) = data_of(page)["prompts"][0]
     assert packed["tokens"] == list(NASTY)
@@ -159,7 +169,7 @@ def test_ten_thousand_random_tokens_stay_text():
     m = map_of(torch.rand(1, 1, 10_000), tokens=tokens, queries=[9_999], causal=False)
     page = lm.page(m)
     assert data_of(page)["prompts"][0][0]["tokens"] == tokens
-    assert page.html.count("</script>") == 2
+    assert page.html.count("</script>") == 3
 
 
 def test_nothing_runs_but_its_own_script_and_nothing_is_fetched():
@@ -195,6 +205,25 @@ def test_several_maps_and_several_prompts(tmp_path):
     shown = page._repr_html_()
     assert shown.startswith("<iframe")
     assert "<script type" not in shown.split("<script>")[0].split("srcdoc=")[0]
+
+
+def test_it_opens_in_the_browser(monkeypatch, tmp_path):
+    opened = []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    page = lm.page(map_of())
+    path = page.open()
+    assert opened == [path.as_uri()]
+    assert path.is_relative_to(tmp_path)
+    assert path.read_text(encoding="utf-8") == page.html
+
+
+def test_it_contains_no_path_of_this_computer():
+    m = map_of(provenance={"model": "/home/somebody/tiny"})
+    page = lm.page({"one": m, "rolled": lm.rollout(m), "difference": m - map_of(provenance=m.provenance)})
+    assert "somebody" not in page.html
+    packed = data_of(page)["prompts"][0]
+    assert [one["provenance"].get("model") for one in packed[:2]] == ["tiny", "tiny"]
 
 
 def test_what_is_no_map():

@@ -8,6 +8,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.graphs import information_flow_graph, information_flow_routes, layered_graph
+from lens_mix.methods.component_shares import part_shares
 from lens_mix.view.page import trees
 from tests.random_maps import map_of, random_attention
 from tests.tiny_models import llama_like, tokens
@@ -46,7 +47,7 @@ def test_maps_that_have_a_tree_bring_it(heads):
     maps = {"plain": map_of(), "tree": attribution(), "routes": routes_map(heads=heads)}
     (packed,) = data_of(lm.page(maps))["trees"]
     assert [one["name"] for one in packed] == ["tree", "routes"]
-    assert_same(packed[0], lm.attribution_tree(maps["tree"]))
+    assert_same(packed[0], lm.attribution_tree(maps["tree"], root=5))
     assert packed[0]["options"] == {
         "threshold": 0.4,
         "cost": 0.0,
@@ -56,6 +57,12 @@ def test_maps_that_have_a_tree_bring_it(heads):
     assert_same(packed[1], information_flow_routes(maps["routes"], maps["routes"].default_query_position))
     top = packed[1]["nodes"][packed[1]["roots"][0]]
     assert (top["level"], top["position"]) == (9, 5)
+    shares = part_shares(maps["routes"])
+    for name in ("resid_pre", "resid_mid"):
+        held = torch.tensor(packed[1]["shares"][name], dtype=torch.float64)
+        assert torch.allclose(held, getattr(shares, name), rtol=6e-4, atol=0)
+    assert packed[1]["shares"]["parallel"] == shares.parallel
+    assert [one["of"] for one in packed] == ["tree", "routes"]
 
 
 @pytest.mark.parametrize("position", [2, 4, 5])
@@ -106,7 +113,7 @@ def test_trees_that_are_given():
 
 
 def test_of_a_large_graph_the_largest_edges(monkeypatch):
-    monkeypatch.setattr(trees, "_MOST_EDGES", 5)
+    monkeypatch.setattr(trees, "MOST_EDGES", 5)
     graph = layered_graph(map_of())
     (packed,) = data_of(lm.page(map_of(), trees=graph))["trees"][0]
     largest = sorted((values["weight"] for *_, values in graph.edges(data=True)), reverse=True)
@@ -120,7 +127,7 @@ def test_hostile_tokens_stay_text():
     ((packed,),) = data_of(page)["trees"]
     assert packed["tokens"] == list(NASTY)
     assert packed["name"] == "</script>"
-    assert page.html.count("</script>") == 2
+    assert page.html.count("</script>") == 3
 
 
 def test_what_is_no_tree():

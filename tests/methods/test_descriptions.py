@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import pytest
+
+import lens_mix as lm
+from lens_mix import registry
+from lens_mix.methods.descriptions import DESCRIPTIONS, GROUPS, Cost, describe
+
+
+def test_every_built_in_method_is_described():
+    assert set(DESCRIPTIONS) == {*lm.METHODS, "input_map"}
+    for name, description in DESCRIPTIONS.items():
+        assert description.group in GROUPS, name
+        assert description.cost is not None, name
+        assert 15 < len(description.line) <= 110, name
+        assert not description.line.endswith("."), name
+        assert description.line.isascii(), name
+
+
+def test_the_groups_are_in_order():
+    listed = [description.group for description in DESCRIPTIONS.values()]
+    assert list(dict.fromkeys(listed)) == list(GROUPS[:-1])
+    assert listed == sorted(listed, key=GROUPS.index)
+
+
+def test_a_registered_method_is_described_by_its_docstring():
+    @dataclasses.dataclass(frozen=True)
+    class Largest(lm.Method):
+        """Return the largest weight of any head.
+
+        More.
+        """
+
+        name: ClassVar[str] = "largest_described"
+        residual: ClassVar[float] = 0.5
+        engines: ClassVar[tuple[str, ...]] = ("recorded",)
+
+        def __call__(self, block):
+            return block.pattern
+
+    @dataclasses.dataclass(frozen=True)
+    class Plain(Largest):
+        size: int = 3
+
+    assert describe("largest", Largest) == (GROUPS[-1], "Return the largest weight of any head", None)
+    assert describe("plain", Plain).line == ""
+    assert describe("by hand") == (GROUPS[-1], "", None)
+    lm.register(Largest)
+    try:
+        assert registry.describe("largest_described").line == "Return the largest weight of any head"
+    finally:
+        del registry._registered["largest_described"]
+    assert registry.describe("attention") is DESCRIPTIONS["attention"]
+
+
+@pytest.mark.parametrize(
+    ("cost", "text"),
+    [
+        (Cost(1), "about 1 forward pass"),
+        (Cost(1.5), "about 1.5 forward passes"),
+        (Cost(2, per_row=3), "about 5 forward passes for one position, 194 for all of 64"),
+        (Cost(1, per_token=3), "about 3 forward passes per token"),
+        (Cost(1.5, per_layer=6), "about 6 forward passes per layer"),
+    ],
+)
+def test_the_cost_in_words(cost, text):
+    assert str(cost) == text
+
+
+def test_the_cost_grows_with_what_is_computed():
+    assert Cost(1, 2, 3, 4).passes(tokens=10, rows=5, layers=2) == 1 + 2 * 5 + 3 * 10 + 4 * 2
