@@ -42,6 +42,7 @@ ONCE = (
     TESTS / "serve" / "test_site_in_a_browser.py",
     TESTS / "view",
     TESTS / "demos" / "test_main.py",
+    TESTS / "docs",
 )
 ON_MODELS = TESTS / "aggregation" / "test_joint.py"
 

@@ -213,8 +213,8 @@ def unsized(): ...
 
 
 def test_folders_of_tests_mirror_the_library():
-    """Check that each folder of tests has the name of a package, or of a folder of scripts."""
-    scripts = {"benchmarks", "demos"}
+    """Check that each folder of tests has the name of a package, or of a folder of scripts or pages."""
+    scripts = {"benchmarks", "demos", "docs"}
     folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")} - {ROOT / "tests"}
     for folder in folders:
         relative = folder.relative_to(ROOT / "tests")

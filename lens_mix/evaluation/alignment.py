@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lens_mix.arguments import check_choice, check_instance, check_items, check_whole_number
 from lens_mix.maps import MixingMap
+from lens_mix.maps.spans import find_positions
 
 Link = tuple[int, int]
 Words = Sequence[Sequence[int]]
@@ -23,8 +24,8 @@ Rows = Literal["AWI", "AWO"]
 
 def align(
     cross: MixingMap,
-    source_words: Words,
-    target_words: Words,
+    source_words: Sequence[Sequence[int] | str],
+    target_words: Sequence[Sequence[int] | str],
     *,
     rows: Rows = "AWO",
     layer: int = -1,
@@ -41,9 +42,10 @@ def align(
     Args:
         cross: A map whose rows are the decoder's input tokens [start, y1, …] and whose keys are the tokens of
             the source.
-        source_words: For each word, the positions of its keys.
-        target_words: For each word, the positions of its tokens among the decoder's *input* tokens. y1 has
-            position 1.
+        source_words: The words, as texts that occur once in the source, or as lists of the positions of
+            their keys.
+        target_words: The same for the target. Positions are those among the decoder's *input* tokens, where
+            y1 has position 1.
         rows: "AWO" (alignment with the output word): the row that predicts a token, one before its own.
             "AWI" (alignment with the input word): the row that has it as input.
         layer: The label of the layer. Negative numbers count from the end.
@@ -54,9 +56,9 @@ def align(
         The links, (source word, target word).
 
     Raises:
-        TypeError: `cross` is not a map, or words are not lists of positions.
-        ValueError: A position is outside the map or occurs twice, a word has no tokens, the map lacks the row
-            of a target word, or `head` is given for a map without heads.
+        TypeError: `cross` is not a map, or words are neither texts nor lists of positions.
+        ValueError: A position is outside the map or occurs twice, a text does not occur exactly once, a word
+            has no tokens, the map lacks the row of a target word, or `head` is given for a map without heads.
     """
     check_instance("cross", cross, MixingMap, "a MixingMap")
     if head is not None and not cross.has_heads:
@@ -69,6 +71,8 @@ def align(
         scores = scores[head]
     check_choice("rows", rows, ("AWI", "AWO"))
     offset = 1 if rows == "AWO" else 0
+    source_words = _find_words("source_words", source_words, cross.key_labels)
+    target_words = _find_words("target_words", target_words, cross.tokens)
     pieces = _read_word_positions("target_words", target_words, len(cross.tokens), first=offset)
     row_of_position = {position: row for row, position in enumerate(cross.query_positions)}
     if missing := sorted({place - offset for word in pieces for place in word} - row_of_position.keys()):
@@ -110,6 +114,17 @@ def align_words(
         means.cpu().argmax(1).tolist()
     )  # Only on the CPU is it certain that the first of equal scores wins.
     return [place if place < len(source) else None for place in best]
+
+
+def _find_words(
+    name: str, words: Sequence[Sequence[int] | str], tokens: Sequence[str]
+) -> list[Sequence[int]]:
+    """Return the words with the positions of those that are texts."""
+    expected = "a text or a list of positions per word"
+    return [
+        find_positions(tokens, word, name) if isinstance(word, str) else word
+        for word in check_items(name, words, expected)
+    ]
 
 
 def _read_word_positions(name: str, words: object, count: int, first: int = 0, empty: bool = False) -> Words:

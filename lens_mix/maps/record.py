@@ -97,6 +97,26 @@ class HeadScore(NamedTuple):
     share: float
 
 
+class HeadScores(list[HeadScore]):
+    """A list of heads that prints one line for each of them, below what the row explains.
+
+    Attributes:
+        explanation: What the row explains, as `MixingMap.explanation` returns it.
+    """
+
+    def __init__(self, heads: Iterable[HeadScore], explanation: str = "") -> None:
+        super().__init__(heads)
+        self.explanation = explanation
+
+    def __repr__(self) -> str:
+        """Return the explanation and one line per head: its score, its layer, its number and its share."""
+        lines = [
+            f"{head.score:>9.4g}  layer {head.layer}, head {head.head} ({head.share:.0%} of its row)"
+            for head in self
+        ]
+        return "\n".join([self.explanation, *lines] if self.explanation else lines)
+
+
 class _TokensAsKeys(list[str]):
     """The key tokens of a map whose keys are its tokens.
 
@@ -669,7 +689,7 @@ class MixingMap:
         key: Span,
         k: int = 5,
         unit: Literal["raw", "share"] = "raw",
-    ) -> list[HeadScore]:
+    ) -> HeadScores:
         """Return the `k` heads of all layers with the largest scores of a key, largest first.
 
         Scores are compared by magnitude, and keep their signs. For some layers, write
@@ -700,7 +720,8 @@ class MixingMap:
         places = itertools.product(self.layer_labels, range(self.scores.shape[1]))
         heads = [HeadScore(*place, *values) for place, *values in zip(places, raw, shares, strict=True)]
         # Sorting is stable, so the first of equal heads stays the first.
-        return sorted(heads, key=lambda head: -abs(head.score if unit == "raw" else head.share))[:k]
+        heads.sort(key=lambda head: -abs(head.score if unit == "raw" else head.share))
+        return HeadScores(heads[:k], self.explanation(query))
 
     def _require_heads(self, argument: str) -> None:
         if not self.has_heads:

@@ -1,7 +1,8 @@
-"""Save a tiny random Llama and BERT with tokenizers, in folders that `transformers` can load."""
+"""Save a tiny random Llama, BERT and T5 with tokenizers, in folders that `transformers` can load."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,37 +14,66 @@ TEXT = (
 WORDS = TEXT.split()
 
 
-def save_tiny_llama(folder: Path) -> Path:
-    """Save a Llama of three layers, four heads and two value heads, with the words of the demos."""
+def save_tiny_llama(folder: Path, words: Sequence[str] = WORDS, context: int = 64, layers: int = 3) -> Path:
+    """Save a Llama with four heads and two value heads that knows the words of the demos, or others."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    pieces = ["<unk>", "<s>", "</s>", *WORDS, *(f"Ġ{word}" for word in WORDS)]
-    words = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Sequence(
+    pieces = ["<unk>", "<s>", "</s>", *words, *(f"Ġ{word}" for word in words)]
+    tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r" ?\w+|[^\w\s]"), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    words.decoder = decoders.ByteLevel()
-    words.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(pieces),
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
+        max_position_embeddings=context,
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config)
     _randomise(model, around_one="norm")
+    model.save_pretrained(folder)
+    return folder
+
+
+def save_tiny_t5(folder: Path, words: Sequence[str]) -> Path:
+    """Save a T5 of three and three layers with four heads, which reads words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+
+    pieces = ["<pad>", "</s>", "<unk>", *(f"▁{word}" for word in words), *words]
+    tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")]
+    )
+    end = [("</s>", 1)]
+    tokenizer.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=end)
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    config = T5Config(
+        vocab_size=len(pieces),
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=3,
+        num_heads=4,
+        decoder_start_token_id=0,
+    )
+    model = T5ForConditionalGeneration(config)
+    _randomise(model, around_one="layer_norm")
     model.save_pretrained(folder)
     return folder
 

@@ -47,6 +47,17 @@ def test_links_by_hand(rows: str, null_keys: list, links: set) -> None:
     assert align(cross_map(), SOURCE, TARGET, rows=rows, null_keys=null_keys) == links
 
 
+def test_words_are_texts() -> None:
+    by_text = align(cross_map(), ["A B", "C"], ["a", "bc", [4]], rows="AWI", null_keys=[4])
+    assert by_text == align(cross_map(), SOURCE, TARGET, rows="AWI", null_keys=[4])
+    with pytest.raises(ValueError, match="source_words: expected a text that the prompt contains, got 'X'"):
+        align(cross_map(), ["X"], TARGET)
+    with pytest.raises(ValueError, match=r"target_words: expected a text .* got 'X'"):
+        align(cross_map(), SOURCE, ["X"])
+    with pytest.raises(TypeError, match="source_words: expected a text or a list of positions per word"):
+        align(cross_map(), "A B", TARGET)
+
+
 def test_rows_that_were_asked_for_are_found_by_their_positions() -> None:
     some = cross_map(SCORES[None, [3, 0]], queries=[3, 0])
     assert align(some, SOURCE, [[1], [4]]) == {(1, 0), (0, 1)}

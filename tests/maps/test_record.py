@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from lens_mix.aggregation.rollout import rollout
 from lens_mix.maps import MixingMap, Source, words
+from lens_mix.maps.explained import Explained
 from lens_mix.maps.record import _METHODS_WITH_HEADS
 from lens_mix.methods import METHODS
 from tests.random_maps import random_attention
@@ -583,6 +584,21 @@ def test_top_heads():
     assert mixing_map.top_heads("fel", TOKENS[1], 1) == found[:1]
     pair = mixing_map.top_heads(None, [0, 1], 1)[0]
     assert pair.score == pytest.approx(mixing_map.scores[:, :, 4, :2].sum(-1).max().item())
+
+
+def test_top_heads_prints_one_line_per_head():
+    scores = torch.tensor([[[[0.3, 0.7]], [[-4.0, 36.0]]]])
+    explained = [Explained(prediction=" Italian", probability=0.66, others=())]
+    mixing_map = MixingMap(
+        scores, tokens=["a", "b"], queries=[1], layers=[7], causal=True, explained=explained
+    )
+    found = mixing_map.top_heads(None, "a")
+    assert repr(found).splitlines() == [
+        "after 'b': ' Italian' 0.66",
+        "       -4  layer 7, head 1 (-10% of its row)",
+        "      0.3  layer 7, head 0 (30% of its row)",
+    ]
+    assert repr(make(scores=attention(heads=2)).top_heads(3, 1, 1)).count("\n") == 0
 
 
 def test_top_heads_by_share_and_sign():
