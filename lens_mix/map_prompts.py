@@ -256,7 +256,7 @@ class _Record:
         rows = self._checked_pass.rows
         positions = rows.by_prompt[index] if rows else range(len(self._checked_pass.token_ids(index)))
         read = next((record.default_rows[index] for record in records if record.explained[index]), None)
-        bare = Explained(target=entry.target, value=entry.value)
+        bare = entry.without_prediction()
         return [entry if read in (None, position) else bare for position in positions]
 
     def _select_scores(

@@ -395,10 +395,11 @@ def _check_inputs(inputs: Mapping[str, Any], session: Session, function: Callabl
         no_argument = f"{name}: {function.__name__} has no argument of this name"
         if function is run and name in inspect.signature(run_many).parameters:
             raise TypeError(f"{no_argument}; run_many has it")
-        close = difflib.get_close_matches(name, inspect.signature(function).parameters, 1)
-        if close:
-            raise TypeError(f"{no_argument}; did you mean {close[0]}=?")
         others = [method for method in METHODS.values() if name in _field_names(method)]
+        close = difflib.get_close_matches(name, inspect.signature(function).parameters, 1)
+        # A parameter of another method is spelled correctly, even if it is similar to an argument.
+        if close and not others:
+            raise TypeError(f"{no_argument}; did you mean {close[0]}=?")
         if others:
             classes = ", ".join(type(method).__name__ for method in session.methods.values())
             raise TypeError(

@@ -80,11 +80,43 @@ def test_a_target_of_the_whole_prompt_is_in_every_row():
     assert [entry.value for entry in mixing_map.explained] == pytest.approx([loss] * 7)
 
 
+@pytest.mark.parametrize("queries", [None, [6, 0, 3]])
+def test_a_target_of_one_position_leaves_the_other_rows_their_own_predictions(queries):
+    model, prompt = causal_model(), torch.arange(3, 10)
+    logits = prompt_logits(Lens(model), prompt)
+    best, target = logits.argmax(-1).tolist(), lm.targets.token(5, position=3)
+    mixing_map = lm.run(model, prompt, lm.GradientAttention(target=target), queries=queries)
+    assert len(set(best)) > 1
+    for entry, position in zip(mixing_map.explained, mixing_map.query_positions, strict=True):
+        assert entry.prediction == str(best[position])
+        assert entry.target == "probability of 5"
+        assert entry.value == pytest.approx(logits[3].softmax(-1)[5].item())
+
+
+@NO_BERT
+def test_a_row_of_an_encoder_that_the_target_does_not_read_predicts_nothing():
+    model = build_or_skip(bridge, "bert", torch.float64)
+    target = lm.targets.logit(4, position=3)
+    mixing_map = lm.run(model, TOKENS, lm.GradientAttention(target=target))
+    predicts = [entry.prediction is not None for entry in mixing_map.explained]
+    assert predicts == [position == 3 for position in range(len(TOKENS))]
+    assert {entry.target for entry in mixing_map.explained} == {"logit of 4"}
+
+
+def test_a_target_of_the_decoder_predicts_nothing_at_the_encoders_rows():
+    model = build_or_skip(bridge, "bart", torch.float64)
+    mixing_map = lm.run(model, prompt_of(model), "gradient_attention", part="encoder")
+    assert {entry.prediction for entry in mixing_map.explained} == {None}
+    assert all(entry.target for entry in mixing_map.explained)
+
+
 def test_many_prompts_of_different_lengths():
     model = causal_model()
     prompts = [torch.arange(3, 10), torch.arange(5, 9), torch.arange(2, 8)]
     for side in ("right", "left"):
-        together = lm.run_many(model, prompts, ["attention", "input_gradients"], padding_side=side)
+        together = lm.run_many(
+            model, prompts, ["attention", "input_gradients", "gradient_attention"], padding_side=side
+        )
         for prompt, maps in zip(prompts, together, strict=True):
             for name, mixing_map in maps.items():
                 alone = lm.run(model, prompt, name)

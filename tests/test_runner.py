@@ -429,6 +429,11 @@ def test_misspelt_inputs_are_refused():
             "metric: run has no argument of this name, nor has Alti. Methods that have it: ValueZeroing; "
             "write, for example, lm.run(model, prompt, lm.ValueZeroing(metric='euclidean'))",
         ),
+        (
+            "attention",
+            {"target": " Paris"},
+            "target: run has no argument of this name, nor has AttentionWeights. Methods that have it: ",
+        ),
         ("attention", {"layer": 3}, "layer: run has no argument of this name; did you mean layers=?"),
         ("attention", {"query": 3}, "query: run has no argument of this name; did you mean queries=?"),
         ("attention", {"batch_size": 3}, "batch_size: run has no argument of this name; run_many has it"),

@@ -18,6 +18,7 @@ from lens_mix.aggregation.rollout import (
 from lens_mix.arguments import check_flags, check_instance, describe_value
 from lens_mix.lens.parts import PARTS
 from lens_mix.maps import MixingMap
+from lens_mix.maps.explained import Explained
 from lens_mix.method import RESIDUAL_KEY
 
 
@@ -92,7 +93,8 @@ def joint(
     if not encoder:
         notes.append("source keys are the encoder's outputs, not the source's tokens (encoder=False)")
     labels = [f"{name} {parts[name].layer_labels[layer]}" for name, layer in layers]
-    attributes = {"source": len(parts["encoder"].tokens), "target": len(cross.tokens), "layers": labels}
+    sources = len(parts["encoder"].tokens)
+    attributes = {"source": sources, "target": len(cross.tokens), "layers": labels}
     return MixingMap(
         scores=torch.stack([mixed[name][layer] for name, layer in layers]),
         tokens=tokens,
@@ -102,6 +104,7 @@ def joint(
         residual=0.0,
         provenance={**cross.provenance, "joint": {**attributes, "residual": weights, "encoder": encoder}},
         notes=tuple(dict.fromkeys(notes)),
+        explained=None if cross.explained is None else (*[Explained()] * sources, *cross.explained),
     )
 
 

@@ -21,7 +21,7 @@ from lens_mix.arguments import (
     check_real_tensor,
     check_whole_number,
 )
-from lens_mix.maps.positions import as_positions
+from lens_mix.maps.positions import as_positions, shorten
 
 if TYPE_CHECKING:
     from lens_mix.maps import MixingMap
@@ -245,4 +245,22 @@ def require_consistent_causal(mixing_map: MixingMap) -> None:
         raise ValueError(
             f"mask: expected no visible key above the diagonal with causal=True, got one at query "
             f"{mixing_map.query_positions[row]}, key {key}"
+        )
+
+
+def require_visible_keys(mixing_map: MixingMap, row: int, keys: Sequence[int], argument: str) -> None:
+    """Raise a ValueError that names the keys that a row cannot see in any layer.
+
+    Args:
+        mixing_map: The map.
+        row: The index of the row.
+        keys: The positions of the keys.
+        argument: The name of the argument, for the error.
+    """
+    seen = mixing_map.visible()[:, row].any(0)
+    hidden = [key for key in keys if not seen[key]]
+    if hidden:
+        raise ValueError(
+            f"{argument}: expected keys that query {mixing_map.query_positions[row]} can see, got "
+            f"{shorten(hidden)}; choose a later row with query="
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lens_mix.maps.arithmetic import at_least_float32
 
@@ -34,6 +34,10 @@ def difference(mixing_map: MixingMap, other: MixingMap) -> MixingMap:
     causal = mixing_map.causal and other.causal
     needs_no_mask = causal and mixing_map.mask is None and other.mask is None
     names = [mixing_map.method, other.method]
+    provenance: dict[str, Any] = {"difference": {"of": mixing_map.provenance, "minus": other.provenance}}
+    if "predicts_next" in mixing_map.provenance:
+        # The rows are the same, so their predictions are of the same tokens.
+        provenance["predicts_next"] = mixing_map.provenance["predicts_next"]
     device = mixing_map.scores.device
     notes = zip(names, (mixing_map.notes, other.notes), strict=True)
     return mixing_map.replace(
@@ -42,7 +46,7 @@ def difference(mixing_map: MixingMap, other: MixingMap) -> MixingMap:
         causal=causal,
         mask=None if needs_no_mask else mixing_map.visible() | other.visible().to(device),
         parameters={"of": mixing_map.parameters, "minus": other.parameters},
-        provenance={"difference": {"of": mixing_map.provenance, "minus": other.provenance}},
+        provenance=provenance,
         residual=None,
         residual_shares=None,
         explained=mixing_map.explained if mixing_map.explained == other.explained else None,

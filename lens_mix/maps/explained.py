@@ -32,6 +32,10 @@ class Explained(NamedTuple):
     target: str | None = None
     value: float | None = None
 
+    def without_prediction(self) -> Explained:
+        """Return the target and its value alone."""
+        return Explained(target=self.target, value=self.value)
+
     def __str__(self) -> str:
         """Return the prediction, and the target if it is about another token: `' Italian' 0.66`."""
         prediction = "" if self.prediction is None else f"{self.prediction!r} {self.probability:.2f}"

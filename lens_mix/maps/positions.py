@@ -53,7 +53,7 @@ def find_query(tokens: Sequence[str], query: int | str, argument: str = "query")
     if not isinstance(query, str):
         return as_position(query, len(tokens), argument)
     positions = [position for position, token in enumerate(tokens) if token == query]
-    if not positions:
+    if not positions and query.strip():
         positions = [position for position, token in enumerate(tokens) if token.strip() == query.strip()]
     if len(positions) != 1:
         raise ValueError(

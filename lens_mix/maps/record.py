@@ -626,9 +626,17 @@ class MixingMap:
             provenance={**provenance, "merged_words": {"keys": keys, "queries": queries}},
             default_query=default[0] if default else None,
             notes=(*self.notes, *notes),
-            # The token after a word is predicted at the word's last token.
-            explained=self._explained_by([max(word, key=self.query_positions.__getitem__) for word in rows]),
+            explained=self._explained_by_words(rows, queries),
         )
+
+    def _explained_by_words(self, rows: Sequence[Sequence[int]], how: str) -> tuple[Explained, ...] | None:
+        """Return what words explain, by the indices of their rows and the name of the reduction."""
+        # The token after a word is predicted at the word's last token.
+        last = self._explained_by([max(word, key=self.query_positions.__getitem__) for word in rows])
+        if last is None or how != "first":
+            return last
+        # The first row of a longer word explains a token inside the word, and not the token after it.
+        return tuple(entry if len(word) == 1 else Explained() for entry, word in zip(last, rows, strict=True))
 
     def _without_sink(self) -> dict[str, Any]:
         """Return the provenance without `sink`.
@@ -696,12 +704,14 @@ class MixingMap:
             unit: "raw": heads are compared by `score`. "share": by `share`.
 
         Raises:
-            ValueError: If the map has no heads, there is no such query or key, or `k` is below 1.
+            ValueError: If the map has no heads, there is no such query or key, the query cannot see the key,
+                or `k` is below 1.
         """
         k, row = check_whole_number("k", k, 1), self.row_index(query)
         check_choice("unit", unit, ("raw", "share"))
         self._require_heads("top_heads")
         keys = find_positions(self.key_labels, key, "key")
+        checks.require_visible_keys(self, row, keys, "key")
         rows = self.scores[:, :, row]
         raw, shares = (
             scores[..., keys].sum(-1).flatten().tolist()

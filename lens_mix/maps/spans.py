@@ -90,7 +90,8 @@ def _check_group(argument: str, group: Any) -> str | list[int | str]:
         return group
     if isinstance(group, slice):
         # The length of the prompt is not known here, so both ends must be given.
-        start, stop = (check_whole_number(argument, end, 0) for end in (group.start, group.stop))
+        ends = "a slice with a start and a stop, both whole numbers"
+        start, stop = (check_whole_number(argument, end, 0, what=ends) for end in (group.start, group.stop))
         group = range(start, stop, 1 if group.step is None else check_whole_number(argument, group.step, 1))
     items = check_items(argument, group, expected, least=1)
     return [each if isinstance(each, str) else check_whole_number(argument, each, 0) for each in items]

@@ -233,9 +233,13 @@ def bind(blocks: Sequence[Block], target: TargetLike) -> BoundTarget:
         RuntimeError: torch's inference mode is on.
     """
     bound, _ = _bound(blocks, target, lambda read, context, prompt, start: {0: read})
-    for by_row in blocks[-1].record.explained:
+    record = blocks[-1].record
+    for by_row, position in zip(record.explained, record.default_rows, strict=True):
         # The target is one number for all rows, so it is not that of the first row alone.
-        by_row[None] = by_row.pop(0)
+        whole = by_row.pop(0)
+        # A token that a decoder predicts is not a prediction at the rows of the encoder.
+        is_elsewhere = position is None and bound.positions is not None
+        by_row[None] = whole.without_prediction() if is_elsewhere else whole
     return bound
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lens_mix.arguments import check_choice, check_number, describe_value
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import at_least_float32, normalise_by_magnitude
-from lens_mix.maps.positions import shorten
+from lens_mix.maps.checks import require_visible_keys
 from lens_mix.maps.spans import Span, find_positions
 from lens_mix.tables import Table
 
@@ -204,13 +204,7 @@ def _sum_keys(
     argument = _name_argument(name)
     span = span(mixing_map) if callable(span) else span
     positions = find_positions(mixing_map.key_labels, span, argument)
-    seen = mixing_map.visible()[:, row].any(0)
-    hidden = [position for position in positions if not seen[position]]
-    if hidden:
-        raise ValueError(
-            f"{argument}: expected keys that query {mixing_map.query_positions[row]} can see, got "
-            f"{shorten(hidden)}; choose a later row with query="
-        )
+    require_visible_keys(mixing_map, row, positions, argument)
     return scores[..., positions].sum(-1)
 
 

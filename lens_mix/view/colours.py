@@ -15,6 +15,7 @@ SIGNED = tuple(
     for step in "7f3b08 b35806 e08214 fdb863 fee0b6 f7f7f7 d8daeb b2abd2 8073ac 542788 2d004b".split()
 )
 HIDDEN = "#e9e9e9"
+MARK = "#d1662c"  # the frame around the largest score
 
 
 def colour_step(share: float, is_signed: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -42,7 +43,7 @@ class Panel:
     is_share: bool
 
     @property
-    def row_labels(self) -> list[str]:
+    def layer_labels(self) -> list[str]:
         """Return short labels of the layers: their numbers, or "whole model"."""
         return [name.rsplit(" ", 1)[-1] if name[-1].isdigit() else name for name in self.layers]
 
@@ -73,7 +74,7 @@ class PositionView:
             "own" is the position itself.
         title: What is explained, or which position is shown.
         sentence: The largest score in words; "" if there is none. The first token and the position itself
-            do not count.
+            (in cross-attention, its residual stream) do not count.
         best: The index of the map with this score, and the score.
         subtitle: The model, the prompt and the unit.
         prediction: The most probable next token of a causal map; None if it is unknown.
@@ -106,16 +107,18 @@ class PositionView:
         tokens = chosen.tokens
         position = as_position(chosen.default_query_position if position is None else position, len(tokens))
         # Each row is selected by its position, because the maps may contain different rows.
+        for name, m in named.items():
+            m.row_index(position, f"maps[{name!r}], query")
         rows = {name: m.select_queries([position]).merge_heads() for name, m in named.items()}
         groups, names = _group_keys(chosen, words)
         panels = [_read_panel(name, row, normalize, groups) for name, row in rows.items()]
         own = _find_group(groups, position) if chosen.keys_are_tokens else None
         columns, numbers = _choose_columns(panels, own, keys, as_numbers)
-        left_out = set() if own is None else {0, own}
+        left_out = _find_residual(names) if own is None else {0, own}
         part = "key" if own is None else "word" if words else "token"
         best = _find_best(panels, left_out)
         found = "" if best is None else f"{quote(names[best[1].key])} ({part} {best[1].key})"
-        explanation = next(filter(None, (row.explanation(position) for row in rows.values())), "")
+        explanation = _choose_explanation(rows.values())
         unit = ", ".join(dict.fromkeys(panel.unit for panel in panels))
         return PositionView(
             panels,
@@ -147,6 +150,17 @@ class PositionView:
             sizes = self.read_columns(panel)[0].abs().amax(0)
             largest = torch.maximum(largest, sizes / (sizes.max() or 1))
         return largest.argsort(descending=True, stable=True).tolist()
+
+
+def _choose_explanation(rows: Iterable[MixingMap]) -> str:
+    """Return what the position explains: that of the first map with a target, else of the first that has one.
+
+    Args:
+        rows: The maps with this position as their only row.
+    """
+    known = [row for row in rows if row.explained is not None]
+    with_target = [row for row in known if row.explained and row.explained[0].target is not None]
+    return next((row.explanation() for row in (*with_target, *known)), "")
 
 
 def _name_maps(maps: Maps) -> dict[str, MixingMap]:
@@ -183,12 +197,16 @@ def _require_same_axes(named: Mapping[str, MixingMap]) -> None:
     """Raise a ValueError if the maps have different tokens, or different layers (except one layer alone)."""
     first = next((m for m in named.values() if len(m) > 1), next(iter(named.values())))
     for name, m in named.items():
-        if (m.tokens, m.key_labels) != (first.tokens, first.key_labels) or (
-            len(m) > 1 and m.layers != first.layers
+        for what, own, expected in (
+            ("tokens", m.tokens, first.tokens),
+            ("keys", m.key_labels, first.key_labels),
+            ("layers", m.layers if len(m) > 1 else first.layers, first.layers),
         ):
-            raise ValueError(
-                f"maps[{name!r}]: expected the tokens and layers of the first map, or one layer, got others"
-            )
+            if own != expected:
+                raise ValueError(
+                    f"maps[{name!r}]: expected the same {what} as in the other maps, "
+                    f"{reprlib.repr(expected)}, got {reprlib.repr(own)}; draw this map alone"
+                )
 
 
 def _group_keys(chosen: MixingMap, words: bool) -> tuple[list[list[int]], list[str]]:
@@ -196,6 +214,14 @@ def _group_keys(chosen: MixingMap, words: bool) -> tuple[list[list[int]], list[s
     if words:
         return resolve_groups(chosen.key_labels, None, "tokens")
     return [[key] for key in range(len(chosen.key_labels))], chosen.key_labels
+
+
+def _find_residual(names: Sequence[str]) -> set[int]:
+    """Return the key that is the position's own residual stream, which some cross-attention maps have."""
+    # Only such a map needs the import, which takes seconds because it imports TransformerLens.
+    from lens_mix.method import RESIDUAL_KEY
+
+    return {key for key, name in enumerate(names) if name == RESIDUAL_KEY}
 
 
 def _find_group(groups: list[list[int]], position: int) -> int:
@@ -224,6 +250,8 @@ def _choose_columns(
     Without `keys`, keys that the position could not see in any map are left out.
     """
     seen = torch.stack([panel.visible.any(0) for panel in panels]).any(0)
+    # A position that sees no key has all of them as columns.
+    seen = seen if bool(seen.any()) else torch.ones_like(seen)
     columns = seen.nonzero().flatten().tolist() if keys is None else as_positions(keys, len(seen), "keys")
     if own is None or not as_numbers:
         return columns, {}
@@ -269,16 +297,19 @@ def _describe_best(panels: Sequence[Panel], best: tuple[int, Strongest], key: st
     layer = panel.layers[strongest.layer]
     where = "" if panel.has_one_layer and not layer[-1].isdigit() else f"{layer[0].upper()}{layer[1:]}: "
     number = panel.write_score(strongest.score)
+    if panel.is_share and strongest.score < 0.005:
+        number = "less than 1 %"
     if panel.is_share:
         first = f"{where}{number} of the {panel.name} row is from {key}"
     else:
-        first = f"{where}the largest score of {panel.name} is {number}, from {key}"
+        size = " by magnitude" if bool((panel.scores < 0).any()) else ""
+        first = f"{where}the largest score of {panel.name}{size} is {number}, from {key}"
     others = [
         f"{other.name}: {other.write_score(other.scores[strongest.layer, strongest.key].item())}"
         for other in panels
         if other is not panel and other.layers == panel.layers and other.is_share and panel.is_share
     ]
-    return "; ".join([first, *others]) + "."
+    return "; ".join([first[:1].upper() + first[1:], *others]) + "."
 
 
 def _read_prediction(row: MixingMap) -> str | None:

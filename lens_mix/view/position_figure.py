@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_whole_number
 from lens_mix.maps.positions import Queries
 from lens_mix.view.coloured_text import TextBlock
+from lens_mix.view.colours import MARK
 from lens_mix.view.heat_maps import Scale, draw_cells, finish_bar, make_norm
 from lens_mix.view.labels import (
     FONT,
@@ -38,7 +39,6 @@ _ROW = 0.13  # the height of a layer
 _WIDEST, _WIDEST_OF_TWO = 7.6, 8.7
 _NUMBER = 0.29  # the smallest width of a column of numbers
 _NUMBER_FONT = 5.5
-_MARK = "#d1662c"
 _BAR = 0.6  # the width of a small colour bar above a heat map
 _SENTENCE_FONT = 8.5
 
@@ -65,7 +65,7 @@ def show_position(
     below names the largest score, which has an orange frame. A map with one layer, such as an input map, is
     drawn above the others as coloured text. Of maps with heads the mean over heads is drawn.
 
-    The first token often has most of a row, because attention rests there, and many methods give the
+    The first token often has most of a row, because it is a sink of attention, and many methods give the
     position itself a large share. These two are numbers beside each layer, and the colours are for the
     others. Tokens are labelled from the strongest to the weakest, each if there is space beside the labels
     before it; keys that the position cannot see are left out.
@@ -175,13 +175,13 @@ class _Frame:
         self.key_labels = [make_visible(view.keys[key]) for key in view.columns]
         self.numbers = _measure_numbers(view) * len(view.numbers) + (0.06 if view.numbers else 0)
         self.beside = self.numbers + 0.18
-        row_labels = view.panels[self.grid[0]].row_labels if self.grid else []
-        self.left = 0.4 + load_canvas().measure_longest(row_labels, FONT) if self.grid else 0.12
+        layer_labels = view.panels[self.grid[0]].layer_labels if self.grid else []
+        self.left = 0.4 + load_canvas().measure_longest(layer_labels, FONT) if self.grid else 0.12
         fixed = self.left + self.columns * self.beside + (0.72 if common_scale else 0)
         whole, width = self._choose_width(fixed) if figsize is None else (figsize[0], figsize[0] - fixed)
         width = width if figsize is None else width / max(self.columns, 1)
         around = self._place_head(title, max(whole, 1.0)) + self.rows * self._measure_labels(width) + 0.06
-        height = min(max(_ROW * len(row_labels), 1.3), 6.5)
+        height = min(max(_ROW * len(layer_labels), 1.3), 6.5)
         if figsize is not None:
             needed = (max(fixed + self.columns * 0.8, 2.0), around + self.rows * 0.6)
             if figsize[0] < needed[0] or figsize[1] < needed[1]:
@@ -289,7 +289,7 @@ def _draw_panels(picture: Any, frame: _Frame, norms: Sequence[Any], cmap: Any) -
         axes.title.set_parse_math(False)
         # Layers have labels beside the first heat map of each line, tokens below each heat map.
         if place % frame.columns == 0:
-            canvas.label_ticks(axes.yaxis, panel.row_labels, count_labels(height, FONT))
+            canvas.label_ticks(axes.yaxis, panel.layer_labels, count_labels(height, FONT))
             axes.set_ylabel("layer", size=FONT, color=QUIET, labelpad=2)
         limit = count_labels(width, FONT)
         ranked = view.rank_columns([panel])
@@ -356,7 +356,7 @@ def _mark_best(axes: Any, view: PositionView, index: int) -> None:
     if view.best is None or view.best[0] != index or view.best[1].key not in view.columns:
         return
     corner = view.columns.index(view.best[1].key) - 0.5, view.best[1].layer - 0.5
-    axes.add_patch(Rectangle(corner, 1, 1, fill=False, ec=_MARK, lw=1.2, clip_on=False, zorder=3))
+    axes.add_patch(Rectangle(corner, 1, 1, fill=False, ec=MARK, lw=1.2, clip_on=False, zorder=3))
 
 
 def _draw_in_axes(axes: Any, view: PositionView, norm: Any, cmap: Any, title: str) -> None:
@@ -368,7 +368,7 @@ def _draw_in_axes(axes: Any, view: PositionView, norm: Any, cmap: Any, title: st
     finish_bar(bar, norm, panel.unit)
     width, height = canvas.measure_axes(axes)
     labels = [make_visible(view.keys[key]) for key in view.columns]
-    canvas.label_ticks(axes.yaxis, panel.row_labels, count_labels(height, FONT))
+    canvas.label_ticks(axes.yaxis, panel.layer_labels, count_labels(height, FONT))
     limit, ranked = count_labels(width, FONT), view.rank_columns()
     canvas.label_ticks(axes.xaxis, labels, limit, rotation=90, strongest=ranked)
     axes.set_ylabel("layer", size=FONT, color=QUIET)

@@ -10,7 +10,7 @@ import itertools
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-from lens_mix.view.colours import BLUES, HIDDEN, SIGNED, colour_step
+from lens_mix.view.colours import BLUES, HIDDEN, MARK, SIGNED, colour_step
 from lens_mix.view.labels import INK, QUIET, make_visible, place_labels, space_evenly
 from lens_mix.view.position import Panel, PositionView
 
@@ -21,7 +21,6 @@ _LINE = 24.0  # the height of a line of coloured text
 _TEXT = 13.0  # the size of its letters
 _LABEL = 9.5
 _NUMBER = 30.0  # the width of a column of numbers
-_MARK = "#d1662c"
 
 
 def draw_svg(view: PositionView) -> str:
@@ -42,7 +41,7 @@ def _draw_cells(view: PositionView, panel: Panel) -> tuple[str, float, float]:
     scores, visible = view.read_columns(panel)
     layers, columns = scores.shape
     low, high = _find_scale(scores.flatten().tolist())
-    left = _MARGIN + 12 + max(_estimate(label, _LABEL) for label in panel.row_labels)
+    left = _MARGIN + 12 + max(_estimate(label, _LABEL) for label in panel.layer_labels)
     written = {
         name: [panel.write_score(score).replace(" %", "%") for score in panel.scores[:, key].tolist()]
         for name, key in view.numbers.items()
@@ -82,11 +81,11 @@ def _draw_cells(view: PositionView, panel: Panel) -> tuple[str, float, float]:
         column, layer = view.columns.index(view.best[1].key), view.best[1].layer
         parts.append(
             f'<rect x="{left + column * across - 0.5:.1f}" y="{top + layer * up - 0.5:.1f}" '
-            f'width="{across + 1:.1f}" height="{up + 1:.1f}" fill="none" stroke="{_MARK}" stroke-width="2"/>'
+            f'width="{across + 1:.1f}" height="{up + 1:.1f}" fill="none" stroke="{MARK}" stroke-width="2"/>'
         )
     middle = [f"{top + (row + 0.5) * up + _LABEL / 3:.1f}" for row in range(layers)]
     parts += [_text(_MARGIN, top - 6, "layer", f'fill="{QUIET}"'), f'<g text-anchor="end" fill="{QUIET}">']
-    parts += [f'<text x="{left - 5:.1f}" y="{middle[row]}">{panel.row_labels[row]}</text>' for row in rows]
+    parts += [f'<text x="{left - 5:.1f}" y="{middle[row]}">{panel.layer_labels[row]}</text>' for row in rows]
     for place, (name, column_of_numbers) in enumerate(written.items()):
         x = left + width + number * (place + 1) - 1
         parts.append(_text(x, top - 6, name))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.maps.explained import Explained
 from lens_mix.method import RESIDUAL_KEY
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import bridge
@@ -81,6 +82,16 @@ def test_one_layer_by_hand():
     torch.testing.assert_close(rows.scores[0], expected)
     assert joined.provenance["joint"]["layers"] == ["encoder 0", "decoder 0", "cross 0"]
     assert (joined.provenance["joint"]["source"], joined.provenance["joint"]["target"]) == (2, 2)
+
+
+def test_target_rows_keep_what_they_explain():
+    maps = by_hand()
+    entries = (Explained("x", 0.5), Explained("y", 0.75))
+    maps["cross"] = maps["cross"].replace(explained=entries, provenance={"predicts_next": True})
+    joint = lm.joint(maps)
+    assert joint.row_labels == [*SOURCE, "<s> → x", "x → y"]
+    assert lm.rollout(joint).explanation() == "after 'x': 'y' 0.75"
+    assert lm.joint(by_hand()).explained is None
 
 
 def test_flow_and_weights_by_part():

@@ -46,8 +46,8 @@ def test_rows_of_a_causal_map_are_labelled_with_the_next_token():
 
 def test_top_says_what_it_explains():
     top = explained_map().top(2, query=2)
-    assert top == [top[0], top[1]]
-    assert isinstance(top[0], Source)
+    assert top == [Source(TOKENS[each.position], each.position, each.score) for each in top]
+    assert [each.score for each in top] == explained_map().scores[-1, 2].topk(2).values.tolist()
     assert str(top).splitlines()[0] == "after ',': ' which' 0.75"
     assert str(top).splitlines()[1].split()[0] == f"{top[0].score:.4g}"
     assert len(str(top).splitlines()) == 3
@@ -64,8 +64,17 @@ def test_rows_keep_their_entries():
     words = mixing_map.merge_words([[0, 1], [2, 3]])
     # The token after a word is predicted at the word's last token.
     assert words.explained == (ENTRIES[1], ENTRIES[3])
+    # The first row of a longer word does not explain the token after the word.
+    first = mixing_map.merge_words([[0, 1], [2], [3]], queries="first")
+    assert first.explained == (Explained(), *ENTRIES[2:])
     assert (mixing_map - mixing_map).explained == ENTRIES
     assert (mixing_map - explained_map(explained=None)).explained is None
+
+
+def test_a_difference_of_a_decoders_cross_attention_still_predicts_the_next_token():
+    mixing_map = explained_map(causal=False, provenance={"predicts_next": True}, key_tokens=list("wxyz"))
+    assert (mixing_map - mixing_map).row_labels == mixing_map.row_labels
+    assert mixing_map.row_labels[2] == ", → which"
 
 
 def test_files_and_tables_keep_the_entries(tmp_path):

@@ -556,6 +556,11 @@ def test_a_query_by_its_token():
     for token in ("b", "c", ""):
         with pytest.raises(ValueError, match="query: expected a token that occurs once"):
             mixing_map.row_index(token)
+    line_end = MixingMap(scores=torch.ones(1, 2, 2), tokens=["a", "\n"])
+    assert line_end.row_index("\n") == 1
+    for token in ("", " "):
+        with pytest.raises(ValueError, match="query: expected a token that occurs once"):
+            line_end.row_index(token)
 
 
 def test_top_of_heads():
@@ -611,6 +616,7 @@ def test_top_heads_by_share_and_sign():
         ({"query": 9, "key": 0}, "query: expected a position"),
         ({"query": None, "key": 9}, "key: expected a position"),
         ({"query": None, "key": "nowhere"}, "key: expected a text that the prompt contains"),
+        ({"query": 2, "key": 3}, r"key: expected keys that query 2 can see, got \[3\]"),
         ({"query": None, "key": 0, "k": 0}, "k: expected"),
         ({"query": None, "key": 0, "unit": "logit"}, "unit: expected"),
     ],

@@ -11,6 +11,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.maps.explained import Explained
+from lens_mix.method import RESIDUAL_KEY
 from lens_mix.view import show_position
 from lens_mix.view.position import PositionView
 from tests.random_maps import map_of
@@ -92,10 +93,11 @@ def test_a_map_with_one_layer_is_a_coloured_text_above_the_others() -> None:
     assert f"first {100 * row[0]:.0f} %, own {100 * row[-1]:.0f} %" in heading
     alone = show_position(whole)
     assert heat_maps(alone) == []
-    assert any(
-        line.endswith(" of the gim row is from 'The' (token 1).") or "gim row" in line
-        for line in written(alone)
+    best = int(shares.argmax())
+    sentence = (
+        f"{100 * shares[best]:.0f} % of the gim row is from {RAW_TOKENS[best + 1]!r} (token {best + 1})."
     )
+    assert sentence in written(alone)
 
 
 def test_one_scale_for_shares_of_the_same_size_else_one_for_each() -> None:
@@ -120,6 +122,45 @@ def test_signed_scores_are_drawn_around_zero() -> None:
     assert numbers(axes, "own") == ["2", "2"]
     with pytest.raises(ValueError, match="normalise first"):
         show_position(signed, normalize=True)
+
+
+def test_a_share_that_rounds_to_nothing_is_named_as_less_than_one_per_cent() -> None:
+    scores = [[[0.5, 0.004, 0.496]], [[0.5, 0.003, 0.497]]]
+    m = lm.MixingMap(scores=scores, tokens=list("abc"), queries=[2], method="attention")
+    expected = "Layer 0: less than 1 % of the attention row is from 'b' (token 1)."
+    assert PositionView.from_maps(m).sentence == expected
+
+
+def test_the_largest_of_signed_scores_is_named_by_magnitude() -> None:
+    m = lm.MixingMap(scores=[[[0.0, 1.0, -3.0, 0.0]]], tokens=list("abcd"), queries=[3], method="gim")
+    expected = "Layer 0: the largest score of gim by magnitude is -3, from 'c' (token 2)."
+    assert PositionView.from_maps(m).sentence == expected
+
+
+def test_the_title_and_the_prediction_are_those_of_the_position() -> None:
+    entries = [Explained(f" {name}", 0.5) for name in "vwxyz"]
+    m = raw_map().replace(explained=entries)
+    some = m.select_queries([3, 1])
+    for query, name in ((1, "w"), (3, "y")):
+        view = PositionView.from_maps([m, some.replace(method="some")], query)
+        assert (view.prediction, view.title.endswith(f"' {name}' 0.50")) == (f" {name}", True)
+    target = raw_map().replace(explained=[entry._replace(target="loss", value=2.0) for entry in entries])
+    assert PositionView.from_maps([m, target.replace(method="b")]).title.endswith("0.50; loss = 2")
+
+
+def test_a_position_that_sees_no_key() -> None:
+    mask = torch.tensor([[True, True], [False, False]])
+    m = lm.MixingMap(scores=[[[1.0, 1.0], [0.0, 0.0]]] * 2, tokens=["a", "b"], mask=mask)
+    (axes,) = heat_maps(show_position(m))
+    assert numpy.ma.getmaskarray(data(axes)).all()
+    assert "<img" in m._repr_html_()
+    assert PositionView.from_maps(m).sentence == ""
+
+
+def test_the_residual_stream_of_a_decoders_position_is_not_its_largest_source() -> None:
+    scores = torch.tensor([[[0.1, 0.2, 0.7]]])
+    cross = lm.MixingMap(scores, tokens=["a"], key_tokens=["x", "y", RESIDUAL_KEY], method="alti")
+    assert PositionView.from_maps(cross).sentence == "Layer 0: 20 % of the alti row is from 'y' (key 1)."
 
 
 def test_an_encoder_and_other_keys_than_tokens() -> None:
@@ -213,10 +254,12 @@ def test_a_query_can_be_a_token() -> None:
 
 
 def test_refuses_maps_that_do_not_match() -> None:
-    with pytest.raises(ValueError, match=r"maps\['two'\]: expected the tokens and layers of the first"):
+    with pytest.raises(ValueError, match=r"maps\['two'\]: expected the same tokens .* got \['a', 'b'\]"):
         show_position({"one": raw_map(), "two": raw_map(tokens=["a", "b"])})
-    with pytest.raises(ValueError, match=r"maps\['two'\]: expected the tokens and layers of the first"):
+    with pytest.raises(ValueError, match=r"maps\['two'\]: expected the same layers .* got \[0, 1\]"):
         show_position({"one": raw_map(), "two": raw_map(layers=2)})
+    with pytest.raises(ValueError, match=r"maps\['two'\], query: expected one of the rows"):
+        show_position({"one": raw_map(), "two": raw_map().select_queries([1])}, query=2)
     for nothing in ({}, []):
         with pytest.raises(ValueError, match="maps: expected at least one"):
             show_position(nothing)
