@@ -155,7 +155,7 @@ class MixingMap:
         provenance: The origin of the map, as values that JSON can represent (model name, dtype, engine, …).
             `sink` is True if rows of weights sum to less than 1 because an attention sink that is not a token
             received the rest. `predicts_next` is True if the model predicts the token after each row's
-            position, and not the one at it. Without it, that is so if the map is causal.
+            position, and not the one at it. Without it, that is so in causal maps and those of a decoder.
             `verification_error` is the largest relative error of the verified components.
         notes: Sentences about this map that a reader should know, such as warnings.
         queries: The position among `tokens` of each row of `scores` and `mask`. Each position occurs once, in
@@ -289,14 +289,15 @@ class MixingMap:
 
         A map without predictions has the tokens alone.
         """
-        if self.explained is None or not self._predicts_next:
+        if self.explained is None or not self.predicts_next:
             return self.query_labels
         return [label_row(*row) for row in zip(self.query_labels, self.explained, strict=True)]
 
     @property
-    def _predicts_next(self) -> bool:
-        """Whether the prediction of a row is the token after it, and not the token at its own position."""
-        return bool(self.provenance.get("predicts_next", self.causal))
+    def predicts_next(self) -> bool:
+        """Return whether the prediction of a row is the token after it, and not the one at its position."""
+        is_decoder = self.causal or self.provenance.get("part") in ("decoder", "cross", "joint")
+        return bool(self.provenance.get("predicts_next", is_decoder))
 
     def explanation(self, query: int | str | None = None) -> str:
         """Return what a row explains as a line of text: `after ' in': ' Italian' 0.66`; "" if it is unknown.
@@ -314,7 +315,7 @@ class MixingMap:
         entry = Explained() if self.explained is None else self.explained[row]
         if entry == Explained():
             return ""
-        return f"{'after' if self._predicts_next else 'at'} {self.query_labels[row]!r}: {entry}"
+        return f"{'after' if self.predicts_next else 'at'} {self.query_labels[row]!r}: {entry}"
 
     def visible(self) -> Bool[Tensor, "layer query key"]:
         """Return which keys each query could see."""

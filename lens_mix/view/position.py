@@ -17,7 +17,7 @@ from lens_mix.maps.positions import Queries, as_position, as_positions
 from lens_mix.maps.words import merge_axis, resolve_groups
 from lens_mix.view.labels import make_subtitle, quote
 from lens_mix.view.layers import name_layers
-from lens_mix.view.strongest import Strongest, find_strongest
+from lens_mix.view.strongest import Strongest, find_sinks, find_strongest
 
 Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap]
 
@@ -57,6 +57,10 @@ class Panel:
         """Return the unit of the scores."""
         return SHARE if self.is_share else RAW
 
+    def total(self, keys: Sequence[int]) -> Float[Tensor, " layer"]:
+        """Return the sum of the scores of some keys in each layer."""
+        return self.scores[:, list(keys)].sum(-1)
+
     def write_score(self, score: float) -> str:
         """Return a score as text: a share in per cent, another score with two digits."""
         return f"{100 * score:.0f} %" if self.is_share else f"{score:.2g}"
@@ -70,11 +74,11 @@ class PositionView:
         panels: The maps.
         keys: The tokens or words that are the keys.
         columns: The keys to draw as columns.
-        numbers: The keys to write as numbers beside each layer, by their heading: "first" is the first token,
-            "own" is the position itself.
+        numbers: The keys to write as a number beside each layer, by the number's heading: "first" is the
+            first token of a decoder, "special" the special tokens of another text, "own" the position itself.
         title: What is explained, or which position is shown.
-        sentence: The largest score in words; "" if there is none. The first token and the position itself
-            (in cross-attention, its residual stream) do not count.
+        sentence: The largest score in words; "" if there is none. These keys (in cross-attention,
+            also the residual stream) do not count.
         best: The index of the map with this score, and the score.
         subtitle: The model, the prompt and the unit.
         prediction: The most probable next token of a causal map; None if it is unknown.
@@ -83,7 +87,7 @@ class PositionView:
     panels: list[Panel]
     keys: list[str]
     columns: list[int]
-    numbers: dict[str, int]
+    numbers: dict[str, list[int]]
     title: str
     sentence: str
     best: tuple[int, Strongest] | None
@@ -113,8 +117,11 @@ class PositionView:
         groups, names = _group_keys(chosen, words)
         panels = [_read_panel(name, row, normalize, groups) for name, row in rows.items()]
         own = _find_group(groups, position) if chosen.keys_are_tokens else None
-        columns, numbers = _choose_columns(panels, own, keys, as_numbers)
-        left_out = _find_residual(names) if own is None else {0, own}
+        sinks = sorted({_find_group(groups, key) for key in find_sinks(chosen)} - {own})
+        special = {"first" if chosen.causal else "special": sinks}
+        kinds = {**special, "own": [] if own is None else [own]}
+        columns, numbers = _choose_columns(panels, kinds, keys, as_numbers)
+        left_out = {*sinks, *kinds["own"], *(_find_residual(names) if own is None else ())}
         part = "key" if own is None else "word" if words else "token"
         best = _find_best(panels, left_out)
         found = "" if best is None else f"{quote(names[best[1].key])} ({part} {best[1].key})"
@@ -132,6 +139,11 @@ class PositionView:
             make_subtitle(chosen, unit),
             next(filter(None, map(_read_prediction, rows.values())), None),
         )
+
+    @property
+    def number_keys(self) -> list[int]:
+        """Return the keys that are part of a number."""
+        return [key for keys in self.numbers.values() for key in keys]
 
     def read_columns(
         self, panel: Panel
@@ -243,21 +255,28 @@ def _read_panel(name: str, row: MixingMap, normalize: bool | None, groups: list[
 
 
 def _choose_columns(
-    panels: Sequence[Panel], own: int | None, keys: Queries | None, as_numbers: bool
-) -> tuple[list[int], dict[str, int]]:
+    panels: Sequence[Panel], kinds: Mapping[str, list[int]], keys: Queries | None, as_numbers: bool
+) -> tuple[list[int], dict[str, list[int]]]:
     """Return the keys that are columns, and those that are numbers.
 
     Without `keys`, keys that the position could not see in any map are left out.
+
+    Args:
+        panels: The maps.
+        kinds: The keys that may be numbers, by the heading of the number.
+        keys: The columns that were asked for; None: all.
+        as_numbers: Whether there are numbers.
     """
     seen = torch.stack([panel.visible.any(0) for panel in panels]).any(0)
     # A position that sees no key has all of them as columns.
     seen = seen if bool(seen.any()) else torch.ones_like(seen)
     columns = seen.nonzero().flatten().tolist() if keys is None else as_positions(keys, len(seen), "keys")
-    if own is None or not as_numbers:
+    if not as_numbers:
         return columns, {}
-    used = [key for key in (0, own) if any(bool(panel.scores[:, key].any()) for panel in panels)]
-    numbers = {("own" if key == own else "first"): key for key in used}
-    remaining = [key for key in columns if key not in numbers.values()]
+    numbers = {
+        name: own for name, own in kinds.items() if any(bool(panel.scores[:, own].any()) for panel in panels)
+    }
+    remaining = [key for key in columns if not any(key in own for own in numbers.values())]
     # A position that sees these keys only has them as columns.
     return (remaining, numbers) if remaining else (columns, {})
 

@@ -65,10 +65,10 @@ def show_position(
     below names the largest score, which has an orange frame. A map with one layer, such as an input map, is
     drawn above the others as coloured text. Of maps with heads the mean over heads is drawn.
 
-    The first token often has most of a row, because it is a sink of attention, and many methods give the
-    position itself a large share. These two are numbers beside each layer, and the colours are for the
-    others. Tokens are labelled from the strongest to the weakest, each if there is space beside the labels
-    before it; keys that the position cannot see are left out.
+    The first token of a decoder, and the special tokens of an encoder, often have most of a row, because they
+    are sinks of attention. Many methods also give the position itself a large share. These are numbers beside
+    each layer, and the colours are for the others. Tokens are labelled from the strongest to the weakest,
+    each if there is space beside the labels before it. Keys that the position cannot see are left out.
 
     Args:
         maps: a map, a dict of maps by name, or a list of maps, all over the same tokens. Maps with more than
@@ -86,7 +86,8 @@ def show_position(
         common_scale: Whether all heat maps have one colour scale. None: True if all are shares of a row, and
             the largest share of each is at least a third of the largest of all; smaller ones would be too
             pale to see. A coloured text always has its own scale, and its heading names the largest score.
-        as_numbers: Whether the first token and the position itself are numbers instead of columns.
+        as_numbers: Whether the first token (in an encoder, the special tokens) and the position itself are
+            numbers instead of columns.
         ax: matplotlib axes to draw in, for a single map; None: a new figure.
         figsize: The width and height of the figure in inches; None: as the content needs.
         cmap: A matplotlib colour map or its name; None: blues, and orange to purple for negative scores.
@@ -241,13 +242,15 @@ class _Frame:
     def _make_block(self, index: int, width: float) -> TextBlock:
         view, panel = self.view, self.view.panels[index]
         scores = panel.scores[0].tolist()
-        numbers = [f"{name} {panel.write_score(scores[key])}" for name, key in view.numbers.items()]
+        numbers = [
+            f"{name} {panel.write_score(panel.total(keys)[0].item())}" for name, keys in view.numbers.items()
+        ]
         largest = view.columns[view.rank_columns([panel])[0]]
         numbers.append(f"{quote(view.keys[largest])} {panel.write_score(scores[largest])}")
         heading = f"{panel.name}, {panel.unit}: {', '.join(numbers)}"
-        shown = sorted([*view.columns, *view.numbers.values()])
+        shown = sorted([*view.columns, *view.number_keys])
         tokens = [view.keys[key] for key in shown]
-        outlined = {shown.index(key) for key in view.numbers.values()}
+        outlined = {shown.index(key) for key in view.number_keys}
         return TextBlock(heading, tokens, [scores[key] for key in shown], outlined, width, view.prediction)
 
     @staticmethod
@@ -264,8 +267,11 @@ class _Frame:
 
 def _explain_numbers(view: PositionView) -> str:
     """Return what the numbers beside the layers are."""
-    meanings = {"first": f"the first token {quote(view.keys[0])}", "own": "the position itself"}
-    named = [f"{name}: {meanings[name]}" for name in view.numbers]
+    meanings = {"first": "the first token ", "special": "the special tokens ", "own": "the position itself"}
+    named = [
+        f"{name}: {meanings[name]}{'' if name == 'own' else ' '.join(quote(view.keys[key]) for key in keys)}"
+        for name, keys in view.numbers.items()
+    ]
     return ", ".join(named)
 
 
@@ -320,33 +326,35 @@ def _add_small_bar(picture: Any, image: Any, right: float, bottom: float) -> Non
     picture.write(right - end - 0.08 - _BAR, bottom + 0.192, f"{norm.vmin:.2g}", ha="right", **look)
 
 
-def _write_number(panel: Panel, layer: int, key: int) -> str:
-    return panel.write_score(panel.scores[layer, key].item()).replace(" %", "%")
+def _write_numbers_of(panel: Panel, keys: Sequence[int]) -> list[str]:
+    """Return the number beside each layer."""
+    return [panel.write_score(number).replace(" %", "%") for number in panel.total(keys).tolist()]
 
 
 def _measure_numbers(view: PositionView) -> float:
     """Return the width of a column of numbers."""
     numbers = {
-        _write_number(panel, layer, key)
+        number
         for panel in view.panels
-        for layer in range(len(panel.layers))
-        for key in view.numbers.values()
+        for keys in view.numbers.values()
+        for number in _write_numbers_of(panel, keys)
     }
     longest = sorted(numbers, key=len)[-3:]
     return max(_NUMBER, float(load_canvas().measure_longest(longest, _NUMBER_FONT)) + 0.1)
 
 
 def _write_numbers(axes: Any, view: PositionView, panel: Panel, width: float, height: float) -> None:
-    """Write the first token's and the own share of each layer at the right of the heat map."""
+    """Write the numbers of each layer at the right of the heat map."""
     number = _measure_numbers(view)
     rows = space_evenly(len(panel.layers), count_labels(height, _NUMBER_FONT - 1))
     look = {"size": _NUMBER_FONT, "color": QUIET, "ha": "right", "clip_on": False}
-    for place, (name, key) in enumerate(view.numbers.items()):
+    for place, (name, keys) in enumerate(view.numbers.items()):
+        written = _write_numbers_of(panel, keys)
         x = 1 + number * (place + 1) / width
         across, over = axes.get_yaxis_transform(), axes.transAxes
         axes.text(x, 1 + 0.025 / height, name, transform=over, va="bottom", **{**look, "color": INK})
         for row in rows:
-            axes.text(x, row, _write_number(panel, row, key), transform=across, va="center_baseline", **look)
+            axes.text(x, row, written[row], transform=across, va="center_baseline", **look)
 
 
 def _mark_best(axes: Any, view: PositionView, index: int) -> None:

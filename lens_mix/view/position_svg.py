@@ -43,8 +43,8 @@ def _draw_cells(view: PositionView, panel: Panel) -> tuple[str, float, float]:
     low, high = _find_scale(scores.flatten().tolist())
     left = _MARGIN + 12 + max(_estimate(label, _LABEL) for label in panel.layer_labels)
     written = {
-        name: [panel.write_score(score).replace(" %", "%") for score in panel.scores[:, key].tolist()]
-        for name, key in view.numbers.items()
+        name: [panel.write_score(score).replace(" %", "%") for score in panel.total(keys).tolist()]
+        for name, keys in view.numbers.items()
     }
     longest_number = max(
         (_estimate(number, _LABEL) for column in written.values() for number in column), default=0
@@ -120,7 +120,9 @@ def _draw_text(view: PositionView, panel: Panel) -> tuple[str, float, float]:
     scores = panel.scores[0]
     low, high = _find_scale(scores[view.columns].tolist())
     colours = SIGNED if low < 0 else BLUES
-    numbers = [f"{name} {panel.write_score(scores[key].item())}" for name, key in view.numbers.items()]
+    numbers = [
+        f"{name} {panel.write_score(panel.total(keys)[0].item())}" for name, keys in view.numbers.items()
+    ]
     heading = f"{panel.name}: {', '.join(numbers)}" if numbers else panel.name
     parts = [
         _text(_MARGIN, 15, heading, 'font-size="11" font-weight="600"'),
@@ -128,7 +130,7 @@ def _draw_text(view: PositionView, panel: Panel) -> tuple[str, float, float]:
         f'<g font-size="{_TEXT}">',
     ]
     x, y = _MARGIN, 28.0
-    shown: list[int | None] = [*sorted([*view.columns, *view.numbers.values()])]
+    shown: list[int | None] = [*sorted([*view.columns, *view.number_keys])]
     for key in [*shown, None] if view.prediction is not None else shown:
         token = view.prediction if key is None else view.keys[key]
         visible = make_visible(token or "", 40)
@@ -143,7 +145,7 @@ def _draw_text(view: PositionView, panel: Panel) -> tuple[str, float, float]:
         else:
             step = colour_step(scores[key].item() / high, low < 0)
             is_dark = abs(step - len(colours) // 2) > 3 if low < 0 else step >= 9
-            outline = f' stroke="{INK}"' if key in view.numbers.values() else ""
+            outline = f' stroke="{INK}"' if key in view.number_keys else ""
             look, ink = f'fill="{colours[step]}"{outline}', "#fff" if is_dark else INK
         parts.append(
             f'<rect x="{x + 0.5:.1f}" y="{y:.1f}" width="{width - 1:.1f}" height="20" rx="3" {look}/>'

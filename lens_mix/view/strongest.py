@@ -1,4 +1,4 @@
-"""Find the strongest token of one position, and say it in one sentence."""
+"""Find the strongest token of one position, and the sinks that do not count for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from lens_mix.maps import MixingMap
+from lens_mix.maps.words import is_special
 
 
 class Strongest(NamedTuple):
@@ -23,6 +26,17 @@ class Strongest(NamedTuple):
     score: float
 
 
+def find_sinks(mixing_map: MixingMap) -> list[int]:
+    """Return the keys that take weight without being used: the first token of a decoder, or special tokens.
+
+    A text of which more than half the tokens look special has none, since these are not marks of a tokenizer.
+    """
+    if mixing_map.causal and mixing_map.keys_are_tokens:
+        return [0]
+    special = [key for key, token in enumerate(mixing_map.key_labels) if is_special(token)]
+    return special if 2 * len(special) <= len(mixing_map.key_labels) else []
+
+
 def find_strongest(
     scores: Float[Tensor, "layer key"], visible: Bool[Tensor, "layer key"], left_out: Collection[int] = ()
 ) -> Strongest | None:
@@ -31,8 +45,8 @@ def find_strongest(
     Args:
         scores: The scores of the position in each layer.
         visible: The keys that the position could see.
-        left_out: The keys that do not count: the first token, which is often a sink of attention, and the
-            position itself. Both often have the largest scores and say little about where content is from.
+        left_out: The keys that do not count: the sinks of `find_sinks`, and the position itself. These often
+            have the largest scores and say little about where content is from.
 
     Returns:
         None if no other key has a score.

@@ -126,9 +126,21 @@ def test_signed_scores_are_drawn_around_zero() -> None:
 
 def test_a_share_that_rounds_to_nothing_is_named_as_less_than_one_per_cent() -> None:
     scores = [[[0.5, 0.004, 0.496]], [[0.5, 0.003, 0.497]]]
-    m = lm.MixingMap(scores=scores, tokens=list("abc"), queries=[2], method="attention")
+    m = lm.MixingMap(scores=scores, tokens=list("abc"), queries=[2], method="attention", causal=True)
     expected = "Layer 0: less than 1 % of the attention row is from 'b' (token 1)."
     assert PositionView.from_maps(m).sentence == expected
+
+
+def test_the_special_tokens_of_an_encoder_are_one_number() -> None:
+    tokens = ["[CLS]", "a", "b", "c", "d", "[SEP]"]
+    scores = torch.tensor([[[0.3, 0.1, 0.1, 0.06, 0.04, 0.4]], [[0.2, 0.2, 0.1, 0.05, 0.05, 0.4]]])
+    m = lm.MixingMap(scores=scores, tokens=tokens, queries=[2], method="attention")
+    view = PositionView.from_maps(m)
+    assert view.numbers == {"special": [0, 5], "own": [2]}
+    assert view.panels[0].total([0, 5]).tolist() == pytest.approx([0.7, 0.6])
+    assert view.sentence == "Layer 1: 20 % of the attention row is from 'a' (token 1)."
+    (axes,) = heat_maps(show_position(m))
+    assert numbers(axes, "special") == ["70%", "60%"]
 
 
 def test_the_largest_of_signed_scores_is_named_by_magnitude() -> None:

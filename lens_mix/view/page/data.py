@@ -23,6 +23,7 @@ from lens_mix.methods.component_shares import part_shares
 from lens_mix.methods.descriptions import DESCRIPTIONS, describe
 from lens_mix.view.labels import name_model
 from lens_mix.view.layers import name_layers
+from lens_mix.view.strongest import find_sinks
 
 _MOST_FLOAT16 = (
     400_000  # a map with more numbers is stored as one byte each instead of float16 (three digits)
@@ -75,8 +76,8 @@ def pack(mixing_map: MixingMap, label: str, numbers: Numbers) -> dict[str, Any]:
         "queries": mixing_map.query_positions,
         "query": mixing_map.default_query_position,
         "explained": as_records(mixing_map.explained),
-        "predicts_next": mixing_map.causal or provenance.get("part") in ("decoder", "cross", "joint"),
-        "sinks": _find_sinks(mixing_map),
+        "predicts_next": mixing_map.predicts_next,
+        "sinks": find_sinks(mixing_map),
         "causal": mixing_map.causal,
         "residual": _find_residual(mixing_map),
         "heads": heads,
@@ -129,17 +130,6 @@ def _describe(mixing_map: MixingMap) -> str:
         name = str(aggregation.get("name", "aggregation")).replace("_", " ")
         return f"{name}: the layer maps combined down to the input tokens"
     return describe(mixing_map.method).line
-
-
-def _find_sinks(mixing_map: MixingMap) -> list[int]:
-    """Return the keys that take weight without being used: the first token of a decoder, or special tokens.
-
-    A text of which more than half the tokens look special has none, since these are not marks of a tokenizer.
-    """
-    if mixing_map.causal and mixing_map.keys_are_tokens:
-        return [0]
-    special = [key for key, token in enumerate(mixing_map.key_labels) if is_special(token)]
-    return special if 2 * len(special) <= len(mixing_map.key_labels) else []
 
 
 def _name_models(record: Mapping[str, Any]) -> dict[str, Any]:
