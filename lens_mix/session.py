@@ -25,6 +25,7 @@ from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.components import UNEMBEDDING
+from lens_mix.lens.continuation import predict_in_chunks
 from lens_mix.lens.cross import names_before_cross, streams_before_cross
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.known_faults import wrong_logits
@@ -48,6 +49,9 @@ from lens_mix.lens.verification.prompt_check import describe_user_hooks, find_in
 from lens_mix.lens.verification.verify import padding_leaks
 from lens_mix.lens.verification_record import Verification
 from lens_mix.method import Method
+
+_MOST_LOGITS = 1 << 29  # the bytes of the logits that are computed at once for the predictions
+_LEAST_LOGITS = 1 << 24  # a smaller `max_memory` does not bound them, because each chunk costs a pass
 
 
 class Session:
@@ -186,7 +190,11 @@ class Session:
             watched = self.recorded_layers if has_user_hooks(lens.modules) else []
             predict_at = self._positions_to_predict(real, rows, verification)
             graph = self._make_graph(batch, verification)
-            clean = self._clean_pass(batch, rows, engines, watched, graph, predict_at)
+            size = self._count_predictions(len(batch))
+            fits = predict_at is None or predict_at.shape[1] <= size
+            clean = self._clean_pass(batch, rows, engines, watched, graph, predict_at if fits else None)
+            if predict_at is not None and not fits:
+                clean = predict_in_chunks(clean, predict_at, size)
             entering = streams_before_cross(clean, verification.anatomy)
             clean = dataclasses.replace(clean, z_factors=verification.z_factors, entering=entering)
             different = find_input_mismatch(clean)
@@ -337,6 +345,12 @@ class Session:
             return None
         every = torch.arange(real.shape[1], device=real.device).expand(real.shape)
         return every if rows is None else rows.positions
+
+    def _count_predictions(self, prompts: int) -> int:
+        """Return how many positions of each prompt may have logits at once."""
+        per_position = 4 * prompts * (getattr(self.lens.model.cfg, "d_vocab", 0) or 1)
+        most = _MOST_LOGITS if self.max_memory is None else max(self.max_memory, _LEAST_LOGITS)
+        return max(1, min(most, _MOST_LOGITS) // per_position)
 
     def _make_graph(self, batch: Batch, verification: Verification) -> AutogradGraph | None:
         """Return the autograd graph that the clean pass is to record, or None if it is not needed.

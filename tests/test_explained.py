@@ -162,6 +162,24 @@ def test_a_classifier_names_its_class():
     assert entry.value == pytest.approx(logits.softmax(-1)[1].item(), rel=1e-6)
 
 
+def require_same(one, other):
+    for entry, expected in zip(one.explained, other.explained, strict=True):
+        assert entry.prediction == expected.prediction
+        assert entry.probability == pytest.approx(expected.probability, rel=1e-9)
+        assert [token for token, _ in entry.others] == [token for token, _ in expected.others]
+
+
+def test_logits_of_many_positions_are_computed_a_few_at_a_time(monkeypatch):
+    model = causal_model()
+    prompts = [torch.arange(3, 10), torch.arange(5, 9)]
+    expected = list(lm.run_many(model, prompts, "attention"))
+    some = lm.run(model, prompts[0], "attention", layers=[0])
+    monkeypatch.setattr("lens_mix.session._MOST_LOGITS", 2 * 2 * 4 * model.cfg.d_vocab)
+    for one, other in zip(lm.run_many(model, prompts, "attention"), expected, strict=True):
+        require_same(one, other)
+    require_same(lm.run(model, prompts[0], "attention", layers=[0]), some)
+
+
 def test_an_error_behind_the_last_block_prevents_no_map():
     model, prompt = causal_model(), torch.arange(3, 10)
     expected = lm.run(model, prompt, "attention").scores

@@ -18,7 +18,7 @@ from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Changes, forward_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.predictions import name_token, read_predictions
+from lens_mix.lens.predictions import describe_missing, name_token, read_predictions
 from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, is_out_of_memory
 from lens_mix.lens.rows import Rows, rows_at
 from lens_mix.lens.tracebacks import find_user_code
@@ -192,8 +192,7 @@ def clean_pass(
         except Exception as problem:
             if predict_at is not None and last in clean.calls:
                 # All records are complete, so an error of the model's last modules must not prevent a map.
-                reason = f"the predictions are unknown: {type(problem).__name__}: {problem}"
-                clean = dataclasses.replace(clean, no_predictions=reason)
+                clean = dataclasses.replace(clean, no_predictions=describe_missing(problem))
             else:
                 if not is_out_of_memory(problem) and find_user_code(problem) is None:
                     _explain(lens, batch, problem)

@@ -8,6 +8,8 @@ not run: each returns its output of the clean pass. This works on every class of
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,11 +26,13 @@ from lens_mix.lens.clean_pass import CleanPass, StopForward, stop_forward
 from lens_mix.lens.components import LOGITS, measure_end
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
+from lens_mix.lens.predictions import describe_missing, name_token, read_predictions
 from lens_mix.lens.prompts import pad_token, read_prompt
 from lens_mix.lens.recorded import RecordedEnd
 from lens_mix.lens.replay import BlockCall, captured_calls, enter_with, with_first
 from lens_mix.lens.tracebacks import find_user_code
 from lens_mix.lens.unembedding import Unembedding, read_unembedding, row_at, unembedding_at
+from lens_mix.maps.explained import Explained
 
 
 def logits_from(
@@ -57,6 +61,30 @@ def logits_from(
     if logits is None:
         raise UnsupportedModelError(f"logits: expected the model to return them, got a {type(out).__name__}")
     return logits if positions is None or narrowed else row_at(logits, positions)
+
+
+def predict_in_chunks(clean: CleanPass, positions: Int[Tensor, "batch query"], size: int) -> CleanPass:
+    """Return a clean pass with the model's predictions, for which the pass had too many positions at once.
+
+    Args:
+        clean: The clean pass.
+        positions: The positions of the predictions.
+        size: The number of positions of each prompt at a time.
+    """
+    last = max(clean.calls)
+    resid_post = clean.calls[last].resid_post if last == clean.lens.n_layers - 1 else None
+    found: list[list[Explained]] = [[] for _ in positions]
+    try:
+        for chunk in positions.split(size, dim=1):
+            logits = logits_from(clean, last, positions=chunk, resid_post=resid_post)
+            if logits.ndim != 3:
+                return clean
+            for entries, rows in zip(found, logits, strict=True):
+                entries += read_predictions(rows, functools.partial(name_token, clean.lens.tokenizer))
+    # A map is right without the predictions, as in `clean_pass`.
+    except Exception as problem:
+        return dataclasses.replace(clean, no_predictions=describe_missing(problem))
+    return dataclasses.replace(clean, predictions=found)
 
 
 def last_residual_from(

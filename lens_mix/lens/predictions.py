@@ -40,6 +40,11 @@ def read_predictions(logits: Float[Tensor, "row choice"], name: Namer) -> list[E
     return found
 
 
+def describe_missing(problem: Exception) -> str:
+    """Return the note of a map without predictions."""
+    return f"the predictions are unknown: {type(problem).__name__}: {problem}"
+
+
 def join_explained(predictions: Sequence[Explained], targets: Sequence[Explained]) -> tuple[Explained, ...]:
     """Return what rows explain, from the predictions of the model and what their targets add."""
     return tuple(
