@@ -63,8 +63,9 @@ def map_prompt(
 ) -> tuple[list[Path], dict[str, lm.MixingMap]]:
     """Map one prompt and print the sources of its last position; return the pictures and the page's maps."""
     start = time.perf_counter()
-    layers = lm.run(model, prompt, METHODS, residual_shares=True)
+    maps = lm.run(model, prompt, [*METHODS, "alti"], residual_shares=True)
     seconds = time.perf_counter() - start
+    layers = {method: maps[method] for method in METHODS}
     tokens = layers["attention"].tokens
     print(f"\n{prompt!r}\n  {len(tokens)} tokens, mapped in {seconds:.1f} s")
     print(f"  prediction {layers['attention'].explanation()}")
@@ -73,16 +74,15 @@ def map_prompt(
     rows = {recommended_name: recommended.normalized(), **compute_rows(layers)}
     print_sources(rows)
     print_largest_by_layer(layers)
-    shown = {recommended_name: recommended}
-    shown |= {method.replace("_", " "): mixing_map for method, mixing_map in layers.items()}
+    shown = {recommended_name: recommended, **maps}
     shown |= {row: mixing_map for row, mixing_map in rows.items() if row.endswith(("rollout", "measured"))}
-    return draw(name, layers, {recommended_name: recommended}, rows, folder), shown
+    return draw(name, layers, {recommended_name: recommended, **maps}, rows, folder), shown
 
 
 def draw(
     name: str,
     layers: dict[str, lm.MixingMap],
-    recommended: dict[str, lm.MixingMap],
+    at_last_position: dict[str, lm.MixingMap],
     rows: dict[str, lm.MixingMap],
     folder: Path,
 ) -> list[Path]:
@@ -95,7 +95,7 @@ def draw(
     last = f"“{make_visible(tokens[-1])}”"
     folder.mkdir(parents=True, exist_ok=True)
     pictures = [folder / f"{name}_last_position.png"]
-    lm.show_position(recommended | layers).savefig(pictures[-1])
+    lm.show_position(at_last_position).savefig(pictures[-1])
     for method, mixing_map in layers.items():
         title = f"{method.replace('_', ' ')}, every layer"
         pictures.append(folder / f"{name}_{method}_layers.png")
