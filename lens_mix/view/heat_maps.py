@@ -12,9 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
-from lens_mix.maps.exchange import full_name
 from lens_mix.view.bars import measure_head
-from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, count_labels
+from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, count_labels, name_map
 from lens_mix.view.layers import name_layers
 from lens_mix.view.lazy import load_canvas
 
@@ -174,7 +173,7 @@ def finish_bar(bar: Any, norm: Any, unit: str) -> None:
 
 def make_title(mixing_map: MixingMap, head: int | str | None) -> str:
     """Return the default title of a figure: the method, the aggregation, and which heads are drawn."""
-    name = full_name(mixing_map, ", ")
+    name = name_map(mixing_map)
     if head == "all":
         return f"{name}, {name_layers(mixing_map)[0]}" if len(mixing_map) == 1 else name
     if mixing_map.has_heads:

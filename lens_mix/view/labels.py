@@ -12,6 +12,7 @@ import regex
 
 from lens_mix.maps import MixingMap
 from lens_mix.maps.characters import join_tokens, split_number
+from lens_mix.maps.exchange import full_name
 
 FONT = 7.0
 NAME_FONT = 8.0
@@ -50,6 +51,29 @@ def make_visible(token: str, longest: int = 16) -> str:
         for index, character in enumerate(text)
     )
     return ((shown if len(shown) <= longest else shown[: longest - 1] + "…") or "∅") + number
+
+
+# Words of method names that are not written as ordinary words.
+_SPELLED = {
+    **{"alti": "ALTI", "gim": "GIM", "globenc": "GlobEnc", "decompx": "DecompX", "atb": "AtB", "ff": "FF"},
+    **{"res": "Res", "ln": "LN", "attn": "Attn"},
+}
+
+
+def name_method(name: str) -> str:
+    """Return the name of a method as a title: "value_zeroing" becomes "Value Zeroing".
+
+    A name that is not made of lower-case words is returned unchanged.
+    """
+    if not regex.fullmatch(r"[a-z]+(_[a-z]+)*", name):
+        return name
+    return " ".join(_SPELLED.get(word, word.capitalize()) for word in name.split("_"))
+
+
+def name_map(mixing_map: MixingMap) -> str:
+    """Return the title of a map: its method, and the aggregation if there was one."""
+    name, _, aggregation = full_name(mixing_map, "\n").partition("\n")
+    return ", ".join(filter(None, (name_method(name), aggregation.replace("_", " "))))
 
 
 def name_model(provenance: Mapping[str, Any]) -> str:

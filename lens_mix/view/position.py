@@ -15,7 +15,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.exchange import full_name
 from lens_mix.maps.positions import Queries, as_position, as_positions
 from lens_mix.maps.words import merge_axis, resolve_groups
-from lens_mix.view.labels import make_subtitle, quote
+from lens_mix.view.labels import make_subtitle, name_map, quote
 from lens_mix.view.layers import name_layers
 from lens_mix.view.strongest import Strongest, find_sinks, find_strongest
 
@@ -186,7 +186,7 @@ def _name_maps(maps: Maps) -> dict[str, MixingMap]:
         maps = [maps]
     if not isinstance(maps, Mapping):
         check_instance("maps", maps, Sequence, "a MixingMap, a dict of MixingMaps by name, or a list of them")
-        names = [_name_method(check_instance("maps", m, MixingMap, "MixingMaps")) for m in maps]
+        names = [name_map(check_instance("maps", m, MixingMap, "MixingMaps")) for m in maps]
         counted = [f"{name} ({names[:index].count(name) + 1})" for index, name in enumerate(names)]
         maps = {
             name if names.count(name) == 1 else number: m
@@ -198,11 +198,7 @@ def _name_maps(maps: Maps) -> dict[str, MixingMap]:
         str(name): check_instance(f"maps[{name!r}]", m, MixingMap, "a MixingMap") for name, m in maps.items()
     }
     # The names of methods are written as words; a name that a user chose does not change.
-    return {_name_method(m) if name in (m.method, full_name(m)) else name: m for name, m in checked.items()}
-
-
-def _name_method(mixing_map: MixingMap) -> str:
-    return full_name(mixing_map, ", ").replace("_", " ")
+    return {name_map(m) if name in (m.method, full_name(m)) else name: m for name, m in checked.items()}
 
 
 def _require_same_axes(named: Mapping[str, MixingMap]) -> None:

@@ -84,7 +84,7 @@ def test_every_head_of_a_layer() -> None:
     mixing_map = map_of(random_attention(heads=3))
     figure = layer_maps(mixing_map, layer=2, head="all")
     assert [axes.get_title() for axes in heat_maps(figure)] == ["head 0", "head 1", "head 2"]
-    assert "attention, layer 2" in written(figure)
+    assert "Attention, layer 2" in written(figure)
     for head, axes in enumerate(heat_maps(figure)):
         assert numpy.allclose(axes.images[0].get_array().filled(0), mixing_map.scores[2, head], atol=1e-7)
     names = [axes.get_title() for axes in heat_maps(layer_maps(mixing_map, layers=[0, 1], head="all"))]

@@ -115,13 +115,13 @@ class TestLayerMaps:
         for figure, expected in ((mean, mixing_map.scores.mean(1)), (one, mixing_map.scores[:, 1])):
             drawn = [axes.images[0].get_array().filled(0) for axes in heat_maps(figure)]
             assert numpy.allclose(drawn, expected, atol=1e-7)
-        assert "attention, mean over heads" in written(mean)
-        assert "attention, head 1" in written(one)
+        assert "Attention, mean over heads" in written(mean)
+        assert "Attention, head 1" in written(one)
 
     def test_input_maps_say_that_they_reach_down_to_the_input(self) -> None:
         figure = layer_maps(raw_map(kind="input", provenance={"aggregation": {"name": "rollout"}}))
         assert heat_maps(figure)[1].get_title() == "up to layer 1"
-        assert "attention, rollout" in written(figure)
+        assert "Attention, rollout" in written(figure)
 
     def test_layers_of_input_maps_are_named_for_what_they_are(self) -> None:
         """The layers may add up, reach up to one layer, be the whole model, or be a mean of layers."""
@@ -148,9 +148,9 @@ class TestLayerMaps:
 
     def test_the_heads_of_one_layer_of_an_input_map_are_titled_for_what_they_are(self) -> None:
         plain = raw_map(heads=2)
-        assert "attention, layer 1" in written(layer_maps(plain, layer=1, head="all"))
+        assert "Attention, layer 1" in written(layer_maps(plain, layer=1, head="all"))
         rolled = lm.rollout(plain, per_head=True)
-        assert "attention, rollout, up to layer 1" in written(layer_maps(rolled, layer=1, head="all"))
+        assert "Attention, rollout, up to layer 1" in written(layer_maps(rolled, layer=1, head="all"))
 
     def test_a_record_that_a_user_wrote_names_no_layers(self) -> None:
         for record in ({"aggregation": "mine"}, {"difference": 3}, {"aggregation": {"name": "layer_mean"}}):

@@ -2,7 +2,14 @@ import itertools
 
 import pytest
 
-from lens_mix.view.labels import count_labels, make_row_visible, make_visible, name_model, space_evenly
+from lens_mix.view.labels import (
+    count_labels,
+    make_row_visible,
+    make_visible,
+    name_method,
+    name_model,
+    space_evenly,
+)
 
 
 @pytest.mark.parametrize(
@@ -88,3 +95,16 @@ def test_a_map_without_a_model_has_no_name() -> None:
 def test_a_row_is_labelled_with_its_prediction() -> None:
     assert make_row_visible(", → which") == ", → which"
     assert make_row_visible(" in") == "·in"
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("value_zeroing", "Value Zeroing"),
+        ("alti_logit", "ALTI Logit"),
+        ("atb_ff_res_ln", "AtB FF Res LN"),
+        ("MyMethod 2", "MyMethod 2"),
+    ],
+)
+def test_names_of_methods_as_titles(name, title):
+    assert name_method(name) == title

@@ -70,7 +70,7 @@ def test_the_title_says_what_is_explained_and_the_sentence_names_the_largest_sco
     figure = show_position([m, other])
     share = 5 / (12 + 5 + 0.2)
     sentence = (
-        f"Layer 1: {100 * share:.0f} % of the value zeroing row is from ' cat' (token 2); attention: 20 %."
+        f"Layer 1: {100 * share:.0f} % of the Value Zeroing row is from ' cat' (token 2); Attention: 20 %."
     )
     assert {"After ' $at$': ' Italian' 0.66", sentence} <= set(written(figure))
     marks = [[patch.get_xy() for patch in axes.patches] for axes in heat_maps(figure)]
@@ -95,7 +95,7 @@ def test_a_map_with_one_layer_is_a_coloured_text_above_the_others() -> None:
     assert heat_maps(alone) == []
     best = int(shares.argmax())
     sentence = (
-        f"{100 * shares[best]:.0f} % of the gim row is from {RAW_TOKENS[best + 1]!r} (token {best + 1})."
+        f"{100 * shares[best]:.0f} % of the GIM row is from {RAW_TOKENS[best + 1]!r} (token {best + 1})."
     )
     assert sentence in written(alone)
 
@@ -127,7 +127,7 @@ def test_signed_scores_are_drawn_around_zero() -> None:
 def test_a_share_that_rounds_to_nothing_is_named_as_less_than_one_per_cent() -> None:
     scores = [[[0.5, 0.004, 0.496]], [[0.5, 0.003, 0.497]]]
     m = lm.MixingMap(scores=scores, tokens=list("abc"), queries=[2], method="attention", causal=True)
-    expected = "Layer 0: less than 1 % of the attention row is from 'b' (token 1)."
+    expected = "Layer 0: less than 1 % of the Attention row is from 'b' (token 1)."
     assert PositionView.from_maps(m).sentence == expected
 
 
@@ -138,14 +138,14 @@ def test_the_special_tokens_of_an_encoder_are_one_number() -> None:
     view = PositionView.from_maps(m)
     assert view.numbers == {"special": [0, 5], "own": [2]}
     assert view.panels[0].total([0, 5]).tolist() == pytest.approx([0.7, 0.6])
-    assert view.sentence == "Layer 1: 20 % of the attention row is from 'a' (token 1)."
+    assert view.sentence == "Layer 1: 20 % of the Attention row is from 'a' (token 1)."
     (axes,) = heat_maps(show_position(m))
     assert numbers(axes, "special") == ["70%", "60%"]
 
 
 def test_the_largest_of_signed_scores_is_named_by_magnitude() -> None:
     m = lm.MixingMap(scores=[[[0.0, 1.0, -3.0, 0.0]]], tokens=list("abcd"), queries=[3], method="gim")
-    expected = "Layer 0: the largest score of gim by magnitude is -3, from 'c' (token 2)."
+    expected = "Layer 0: the largest score of GIM by magnitude is -3, from 'c' (token 2)."
     assert PositionView.from_maps(m).sentence == expected
 
 
@@ -172,7 +172,7 @@ def test_a_position_that_sees_no_key() -> None:
 def test_the_residual_stream_of_a_decoders_position_is_not_its_largest_source() -> None:
     scores = torch.tensor([[[0.1, 0.2, 0.7]]])
     cross = lm.MixingMap(scores, tokens=["a"], key_tokens=["x", "y", RESIDUAL_KEY], method="alti")
-    assert PositionView.from_maps(cross).sentence == "Layer 0: 20 % of the alti row is from 'y' (key 1)."
+    assert PositionView.from_maps(cross).sentence == "Layer 0: 20 % of the ALTI row is from 'y' (key 1)."
 
 
 def test_an_encoder_and_other_keys_than_tokens() -> None:
@@ -283,7 +283,7 @@ def test_names_of_a_list_are_those_of_the_methods() -> None:
     zeroing = raw_map().replace(method="value_zeroing")
     figure = show_position([zeroing, zeroing, raw_map()])
     names = [axes.get_title("left") for axes in heat_maps(figure)]
-    assert names == ["value zeroing (1)", "value zeroing (2)", "attention"]
+    assert names == ["Value Zeroing (1)", "Value Zeroing (2)", "Attention"]
 
 
 def test_the_row_that_is_meant() -> None:
@@ -293,5 +293,5 @@ def test_the_row_that_is_meant() -> None:
 
 def test_a_map_of_the_whole_model_has_no_layer_in_its_sentence() -> None:
     one = raw_map(kind="input", method="gim").layer(-1)
-    assert PositionView.from_maps(one).sentence.split(" of the gim row")[0].endswith(" %")
+    assert PositionView.from_maps(one).sentence.split(" of the GIM row")[0].endswith(" %")
     assert PositionView.from_maps(raw_map(kind="input")).sentence.startswith("Up to layer ")

@@ -77,7 +77,7 @@ def test_keys_that_one_layer_cannot_see_are_grey() -> None:
 def test_labels_and_numbers() -> None:
     m = map_of()
     written = texts(draw(m))
-    assert {"attention", "layer", "first", "own", "·t1", "·t4", "0", "3"} <= set(written)
+    assert {"Attention", "layer", "first", "own", "·t1", "·t4", "0", "3"} <= set(written)
     shares = m.normalized().scores[:, -1]
     for key in (0, -1):
         assert {f"{100 * share:.0f}%" for share in shares[:, key].tolist()} <= set(written)

@@ -21,7 +21,7 @@ from lens_mix.maps.explained import as_records
 from lens_mix.maps.words import find_words, is_special
 from lens_mix.methods.component_shares import part_shares
 from lens_mix.methods.descriptions import DESCRIPTIONS, describe
-from lens_mix.view.labels import name_model
+from lens_mix.view.labels import name_method, name_model
 from lens_mix.view.layers import name_layers
 from lens_mix.view.strongest import find_sinks
 
@@ -109,18 +109,9 @@ def _pack_layers(
     return {"code": code, "layers": layers}
 
 
-# Words of method names that are not written as ordinary words.
-_SPELLED = {
-    **{"alti": "ALTI", "gim": "GIM", "globenc": "GlobEnc", "decompx": "DecompX", "atb": "AtB", "ff": "FF"},
-    **{"res": "Res", "ln": "LN", "attn": "Attn"},
-}
-
-
 def _make_title(label: str) -> str:
     """Return a label as a title: the name of a method with capitals, and any other label as it is."""
-    if label not in DESCRIPTIONS:
-        return label
-    return " ".join(_SPELLED.get(word, word.capitalize()) for word in label.split("_"))
+    return name_method(label) if label in DESCRIPTIONS else label
 
 
 def _describe(mixing_map: MixingMap) -> str:
