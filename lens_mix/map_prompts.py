@@ -215,7 +215,7 @@ class _Record:
             default_query=self._find_default_query(label, index, len(tokens)),
             explained=self._explain(label, index),
             notes=(
-                *filter(None, (stack.gaps, self._dropped_classifier, clean.no_predictions)),
+                *filter(None, (stack.gaps, self._note_classifier(method), clean.no_predictions)),
                 *prompt.notes,
                 *provenance.notes(scores, layers, queries),
                 *((provenance.SINK,) if has_sink else ()),
@@ -232,6 +232,12 @@ class _Record:
         explained = (block.record.default_rows[index] for block in self._blocks[label].values())
         positions = (position for position in explained if position is not None and position < count)
         return next(positions, 0 if is_encoder else None)
+
+    def _note_classifier(self, method: Method) -> str | None:
+        """Return the note about a missing classifier, unless the method's target has the classifier."""
+        target = getattr(method, "target", None)
+        reads_logits = target is None or as_target(target).reads == "logits"
+        return self._dropped_classifier if reads_logits else None
 
     def _explain(self, label: str, index: int) -> tuple[Explained, ...]:
         """Return what each row of one prompt's map explains: the prediction and the method's target."""

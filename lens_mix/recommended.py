@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
+from lens_mix.arguments import check_choice
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
-from lens_mix.lens.prompts import is_encoder_decoder
+from lens_mix.lens.prompts import further_inputs, is_causal_model, is_encoder_decoder
 from lens_mix.lens.rows import Selection
 from lens_mix.lens.texts import token_ids
 from lens_mix.lens.verification.support import any_prompt
 from lens_mix.maps import MixingMap
 from lens_mix.measured import sentence
 from lens_mix.method import Method
+from lens_mix.methods.attention import AttentionWeights
 from lens_mix.methods.attribution_patching import AttributionPatching
 from lens_mix.methods.decompx import DecompX
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.input_gradients import InputGradients
 from lens_mix.runner import run
+from lens_mix.session import Session
 from lens_mix.targets import TargetLike, predicted
 
 # The evidence was measured with these replacements (docs/input_map.md).
@@ -39,7 +42,7 @@ EVIDENCE = {
 def input_map(
     model: TransformerLensModel,
     prompt: Any,
-    queries: Selection | None = -1,
+    queries: Selection | Literal["default"] | None = "default",
     target: TargetLike | None = None,
     **options: Any,
 ) -> MixingMap:
@@ -65,8 +68,9 @@ def input_map(
     Args:
         model: As in `lm.run`.
         prompt: As in `lm.run`.
-        queries: The positions of the rows to compute, as in `lm.run`. Each row takes a backward pass. The
-            default is the last position.
+        queries: The positions of the rows to compute, as in `lm.run`. Each row takes a backward pass.
+            "default": the last position; in a bidirectional model the position that the target reads, else
+            that of the only mask, else 0, the position of [CLS].
         target: What is explained, at the position of each row: the text of a token (" Paris": its
             probability), one of `lm.targets`, or a function of the logits. None: the log probability of the
             model's own prediction there. `decompx` explains the representation of the position instead.
@@ -76,7 +80,8 @@ def input_map(
             as the last layer.
 
     Returns:
-        A map [1, query, key] of scores ≥ 0 in the unit of the target (`decompx`: norms of vectors). `method`
+        A map [1, query, key] of scores ≥ 0 in the unit of the target (`decompx`: norms of vectors). They say
+        how much a token matters, not in which direction; `lm.Occlusion` has signs. `method`
         and `parameters` are those of the recipe. `provenance["input_map"]["figures"]` is what was measured of
         it, and `provenance["joint"]` has the number of the source's tokens.
 
@@ -91,6 +96,9 @@ def input_map(
     if part is None and is_encoder_decoder(model, model_class_of(model)):
         part = "joint"
     options["part"] = part
+    if isinstance(queries, str):
+        check_choice("queries", queries, ("default",))
+        queries = _find_default_row(model, prompt, target, options)
     method, name, mixing_map, reasons = _run_first(model, prompt, queries, target, options)
     evidence = {"recipe": method.name, "figures": _figures(name)}
     return mixing_map.replace(
@@ -110,6 +118,27 @@ def recommended_method(model: TransformerLensModel) -> Method:
     """
     part = "joint" if is_encoder_decoder(model, model_class_of(model)) else None
     return _run_first(model, any_prompt(model), -1, None, {"part": part, "progress": None})[0]
+
+
+def _find_default_row(
+    model: TransformerLensModel, prompt: Any, target: TargetLike | None, options: Mapping[str, Any]
+) -> int:
+    """Return the position of the row that is computed if none is named."""
+    if options["part"] is not None or is_causal_model(model, model_class_of(model)):
+        return -1
+    position = getattr(target, "position", None)
+    if isinstance(position, int):
+        return position
+    names = ("prepend_bos", "attention_mask")
+    inputs = {
+        name: value for name, value in options.items() if name in further_inputs(model, model_class_of(model))
+    }
+    read = Session(model, {"attention": AttentionWeights()}).read(
+        prompt, **{name: options.get(name) for name in names}, inputs=inputs
+    )
+    mask = getattr(getattr(model, "tokenizer", None), "mask_token_id", None)
+    places = [] if mask is None else (read.tokens == mask).nonzero()[:, 0].tolist()
+    return places[0] if len(places) == 1 else 0
 
 
 def _run_first(

@@ -7,7 +7,14 @@ import lens_mix as lm
 from lens_mix.measured import sentence
 from lens_mix.recommended import EVIDENCE
 from tests.matrix import build_or_skip
-from tests.tiny_models import bridge, hooked_encoder, hooked_encoder_decoder, hooked_transformer, tokens
+from tests.tiny_models import (
+    bridge,
+    hooked_encoder,
+    hooked_encoder_decoder,
+    hooked_transformer,
+    tokens,
+    toy_tokenizer,
+)
 
 
 def test_causal_bridges_get_patching_with_its_record():
@@ -63,13 +70,28 @@ def test_encoders_get_decompx_and_gradients_where_a_target_is_asked(name):
 def test_layers_are_those_of_decompx():
     model = build_or_skip(bridge, "bert", torch.float64)
     prompt = tokens(model, 1, 7, 1)[0]
-    expected = lm.run(model, prompt, "decompx", queries=[-1])
+    # A bidirectional model's default row is that of [CLS].
+    expected = lm.run(model, prompt, "decompx", queries=[0])
     for layers, labels in ((None, [1]), (-1, [1]), ([0, -1], [0, 1])):
         found = lm.input_map(model, prompt, layers=layers)
         assert (found.method, found.layer_labels) == ("decompx", labels)
         torch.testing.assert_close(found.scores, expected.scores[labels])
     with pytest.raises(ValueError, match="the one map of attribution_patching describes the whole model"):
         lm.input_map(model, prompt, layers=[0])
+
+
+def test_the_default_row_of_a_bidirectional_model():
+    tokenizer = toy_tokenizer()
+    tokenizer.mask_token = "w30"
+    model = build_or_skip(bridge, "bert", torch.float64, tokenizer=tokenizer)
+    prompt = torch.tensor([5, 9, tokenizer.mask_token_id, 7, 31])
+    assert lm.input_map(model, prompt).query_positions == [2]
+    target = lm.targets.masked_token(4)
+    assert lm.input_map(model, prompt, target=target).query_positions == [2]
+    assert lm.input_map(model, prompt, target=lm.targets.token(4, position=3)).query_positions == [3]
+    assert lm.input_map(model, prompt, queries=[-1]).query_positions == [4]
+    with pytest.raises(ValueError, match="queries: expected"):
+        lm.input_map(model, prompt, queries="last")
 
 
 def test_feed_forwards_that_are_not_written_down():

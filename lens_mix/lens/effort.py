@@ -76,7 +76,10 @@ def pair_passes(
 
 
 def row_passes(
-    blocks: Sequence[Block], each: float, reason: str, cheaper: str = "lm.input_map takes about five"
+    blocks: Sequence[Block],
+    each: float,
+    reason: str,
+    cheaper: str = "lm.input_map takes about five, without signs",
 ) -> Passes:
     """Return about how many forward passes the asked rows take.
 

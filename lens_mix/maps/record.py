@@ -686,8 +686,8 @@ class MixingMap:
 
     def top_heads(
         self,
-        query: int | str | None,
-        key: Span,
+        query: int | str | None = None,
+        key: Span | None = None,
         k: int = 5,
         unit: Literal["raw", "share"] = "raw",
     ) -> HeadScores:
@@ -700,7 +700,7 @@ class MixingMap:
             query: A position (negative: from the end of the prompt), or a token that occurs once. None: the
                 row of `default_query`.
             key: A position, a text of the prompt such as "Eiffel Tower", or several of these, whose scores
-                are added up.
+                are added up. It must be given.
             k: The number of heads, 1 or more.
             unit: "raw": heads are compared by `score`. "share": by `share`.
 
@@ -708,6 +708,8 @@ class MixingMap:
             ValueError: If the map has no heads, there is no such query or key, the query cannot see the key,
                 or `k` is below 1.
         """
+        if key is None:
+            raise TypeError('key: expected a position or a text of the prompt, as in key=" Paris", got None')
         k, row = check_whole_number("k", k, 1), self.row_index(query)
         check_choice("unit", unit, ("raw", "share"))
         self._require_heads("top_heads")

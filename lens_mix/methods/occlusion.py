@@ -109,7 +109,7 @@ class Occlusion(RowTargetMethod):
         counts = [each * (length if self.spans is None else len(self.spans)) for length in lengths]
         fewer = "fewer replacements (n_samples) take fewer, and " if each > 1 else ""
         reason = f"{each} for each {'token' if self.spans is None else 'group of tokens'}"
-        return Passes(counts, reason, f"{fewer}lm.input_map takes about five")
+        return Passes(counts, reason, f"{fewer}lm.input_map takes about five, without signs")
 
     @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:

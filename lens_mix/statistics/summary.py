@@ -87,7 +87,10 @@ def table(
         found = {label: _read(index, one, row, spans, unit) for label, one in of_prompt.items()}
         results = found if results is None else _append(index, results, found)
     if results is None:
-        raise ValueError("maps: expected at least one map, got none")
+        raise ValueError(
+            "maps: expected at least one map, got none; the maps of lm.run_many can be read once only, and "
+            "list(lm.run_many(...)) keeps them"
+        )
     count = len(next(iter(results.values())).by_prompt)
     for each in (rows, *entries.values()):
         each.require_end(count)
@@ -117,7 +120,7 @@ class _Entries:
         """Return the entry of the next prompt."""
         entry = next(self._values, _NO_ENTRY)
         if entry is _NO_ENTRY:
-            raise ValueError(f"{self.argument}: expected one entry per prompt, got {index} for more prompts")
+            raise ValueError(f"{self.argument}: expected one entry per prompt, got {index}, and more prompts")
         return entry
 
     def require_end(self, count: int) -> None:

@@ -626,6 +626,13 @@ def test_top_heads_with_wrong_arguments(wrong, message):
         make(scores=attention(heads=2)).top_heads(**wrong)
 
 
+def test_top_heads_needs_a_key_and_takes_the_default_row():
+    m = make(scores=attention(heads=2))
+    assert m.top_heads(key=0) == m.top_heads(None, 0)
+    with pytest.raises(TypeError, match="key: expected a position or a text"):
+        m.top_heads()
+
+
 def test_a_map_without_heads_says_how_to_get_them():
     with pytest.raises(ValueError, match=r"top_heads: expected a map with heads.*Weights\(per_head=True"):
         make().top_heads(None, 0)
