@@ -51,7 +51,9 @@ def _describe(problem: Exception) -> tuple[str, int]:
     if isinstance(problem, typer.Abort):
         return "interrupted", 1
     if isinstance(problem, (ValueError, OSError, ImportError)):
-        return str(problem) or type(problem).__name__, 2
+        text = str(problem) or type(problem).__name__
+        # An error of the library names the argument, which is an option here.
+        return f"--{text}" if text.startswith(("queries: ", "layers: ")) else text, 2
     return f"{type(problem).__name__}: {problem} (LENS_MIX_DEBUG=1 in the environment shows where)", 1
 
 

@@ -58,7 +58,15 @@ def _describe_row(m: MixingMap, query: int, is_explained: bool) -> list[str]:
         ending = ", the first token" if source in apart else ""
         key = f"{make_visible(source['token'])} ({source['position']}){ending}"
         lines.append(f"  {source['share']:7.1%}{largest}  {key}")
-    return lines
+    strongest = next((source for source in sources if source not in apart), None)
+    return [*lines, _describe_heads(m, query, strongest)] if m.has_heads and strongest else lines
+
+
+def _describe_heads(m: MixingMap, query: int, source: Mapping[str, Any]) -> str:
+    """Return the heads that take the largest shares of their rows from a source."""
+    heads = m.top_heads(query, source["position"], 3, unit="share")
+    named = ", ".join(f"layer {head.layer} head {head.head} {head.share:.1%}" for head in heads)
+    return f"  heads with the most of {make_visible(source['token'])} ({source['position']}): {named}"
 
 
 def _rank_sources(m: MixingMap, query: int) -> list[dict[str, Any]]:

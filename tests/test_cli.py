@@ -115,6 +115,12 @@ def test_map_of_chosen_positions_and_heads(folder):
     ]
 
 
+def test_positions_and_layers_that_do_not_exist_are_named_as_options(folder):
+    for option in ("--queries", "--layers"):
+        error = error_of("map", folder, "She left", "--method", "attention", option, "99")
+        assert error.startswith(f"lens-mix: {option}: ")
+
+
 def test_map_opens_a_page(folder, tmp_path, monkeypatch):
     from lens_mix.view.page import Page
 

@@ -53,6 +53,12 @@ def test_every_row_as_text_and_each_note_once():
     assert lines.count("note: take care") == 1
 
 
+def test_maps_with_heads_name_the_strongest_heads():
+    m = causal_map([[LAYERS[0], LAYERS[1]]])
+    lines = describe_maps({"attention": m}, every_row=False).splitlines()
+    assert lines[-1] == "  heads with the most of ⏎ (2): layer 0 head 1 70.0%, layer 0 head 0 20.0%"
+
+
 def test_input_maps_have_one_share_and_keep_their_sign():
     m = causal_map([[[1.0, 0, 0], [0.5, 0.5, 0], [3.0, -6.0, 1.0]]], kind="input")
     lines = describe_maps({"mine": m}, every_row=False).splitlines()
