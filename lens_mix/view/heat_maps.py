@@ -105,7 +105,7 @@ def draw_grid(
     for index, (scores, visible) in enumerate(panels):
         axes = picture.add_box(*grid.find_corner(index), grid.panel_width, grid.panel_height)
         image = draw_cells(axes, scores, visible, norm, cmap)
-        axes.set_title(grid.names[index], size=NAME_FONT, color=INK, pad=3, parse_math=False)
+        axes.set_title(grid.names[index], size=NAME_FONT, color=INK, pad=3, loc="center", parse_math=False)
         # Only the first column and the last row have labels, because inside there is no space for them.
         if index % grid.columns == 0:
             canvas.label_ticks(axes.yaxis, grid.row_labels, count_labels(grid.panel_height, FONT))

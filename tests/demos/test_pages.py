@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
 
@@ -145,8 +146,10 @@ def test_every_code_block_runs_from_a_clean_start(
     else:
         prompt, given = "My grandmother was born in Italy", GIVEN.get(page.name, {})
         names.update(lm=lm, model=request.getfixturevalue("model"), prompt=prompt, **given)
-    for example in examples(page.read_text(encoding="utf-8")):
-        exec(compile(example, page.name, "exec"), names)
+    # A page may choose a style for all later figures.
+    with matplotlib.rc_context():
+        for example in examples(page.read_text(encoding="utf-8")):
+            exec(compile(example, page.name, "exec"), names)
 
 
 def test_ways_to_load_that_the_pages_name_are_there() -> None:
