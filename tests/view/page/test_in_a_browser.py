@@ -268,6 +268,28 @@ def test_the_first_token_is_not_coloured_and_leaves_its_word(opened):
     assert not all_of(browser, "[data-map] .token.pale")
 
 
+@pytest.mark.parametrize(("query", "itself", "others"), [(7, [7], [3, 4, 5]), (5, [3, 4, 5], [1, 2])])
+def test_the_sentence_of_the_position_is_not_coloured(opened, query, itself, others):
+    """As for a single token: the caption has its share, and the scale ends at another sentence."""
+    m = map_of(random_attention(size=8) + 3 * torch.eye(8), tokens=SENTENCES)
+    browser = opened(m, f"view=text&by=sentence&query={query}&layer=0")
+    tokens = all_of(browser, "[data-map] .token")
+    pale = [key for key, token in enumerate(tokens) if "pale" in token.get_attribute("class")]
+    assert pale == [0, *itself]
+    share = m.normalized().scores[0, itself].mean(0)
+    below = browser.find_element("css selector", ".below").text
+    name = "sentence" if len(itself) > 1 else "position"
+    assert f"the {name} itself {percent(share[itself].sum())}, not coloured" in below
+    largest = max(share[unit].sum() for unit in ([1, 2], [3, 4, 5], [6]) if unit != itself)
+    expected = ramp(browser, share[others].sum() / largest)
+    said = tokens[others[0]].value_of_css_property("background-color")
+    assert [int(channel) for channel in re.findall(r"\d+", said)[:3]] == expected
+    # Its switch draws it as any other sentence.
+    doing(browser, browser.find_element("css selector", "button[data-option=diagonal]").click)
+    pale = [token.get_attribute("data-key") for token in all_of(browser, "[data-map] .token.pale")]
+    assert pale == ["0"]
+
+
 def geometry(canvas):
     """Return where the cells of a heat map are: the left and upper edge, and a cell's width and height."""
     found = json.loads(canvas.get_attribute("data-geometry"))
