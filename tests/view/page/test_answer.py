@@ -118,13 +118,24 @@ def test_another_position_is_explained_by_a_click(opened, maps):
     assert text(browser, "#asked") == "After “ t3” (token 3) the model continues with"
     assert text(browser, "#prediction") == "“ next3” 40 %"
     assert "explained:" not in text(browser, "#others")
-    # The recommended map has no such row, and a rollout has no score, so that the layer map colours the text.
-    mean = maps["attention"].merge_heads().normalized().scores[:, 3].mean(0)
-    assert "Attention, mean of the layers" in text(browser, "#text-legend")
+    # The recommended map has no such row, and a rollout has no score, so that a layer map colours the text.
+    mean = maps["value_zeroing"].normalized().scores[:, 3].mean(0)
+    legend = text(browser, "#text-legend")
+    assert "Value Zeroing, mean of the layers" in legend
+    assert legend.endswith(
+        " · the recommended map has only the last position: "
+        "lm.input_map(model, prompt, queries=[3]) computes this one"
+    )
     boxes = all_of(browser, "#tokens .token")
     assert_shares(browser, mean, 3)
     chosen = [box.get_attribute("aria-selected") for box in boxes]
     assert chosen == ["true" if key == 3 else "false" for key in range(6)]
+    # Attention colours the text only if there is no other layer map.
+    alti = map_of(random_attention(seed=2), method="alti", residual=0.0)
+    for name, others in (("ALTI", {"alti": alti}), ("Attention", {})):
+        browser = opened({"attention": maps["attention"], **others}, "query=3")
+        assert f"{name}, mean of the layers" in text(browser, "#text-legend")
+        assert "recommended" not in text(browser, "#text-legend")
     only = {"rollout": maps["rollout"]}
     browser = opened(only, "query=3")
     assert "rollout, up to layer 3" in text(browser, "#text-legend")
