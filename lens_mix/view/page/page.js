@@ -18,10 +18,14 @@ function press(key, names, label) {
   node.sync = () => { for (const button of node.children) button.setAttribute("aria-pressed", String(state[key] === button.dataset.value)); };
   return node;
 }
-function slide(key, text, attributes, read = x => x) {
-  const input = make("input", { type: "range", "data-option": key, ...attributes, oninput: event => set({ [key]: read(+event.target.value) }) });
+function slide(key, text, attributes, write = String) {
+  const input = make("input", { type: "range", "data-option": key, ...attributes, oninput: event => set({ [key]: +event.target.value }) });
   const output = make("output"), node = make("label", {}, `${text} `, input, " ", output);
-  node.sync = () => { input.value = state[key]; output.textContent = String(state[key]); };
+  node.sync = () => {
+    input.value = state[key];
+    output.textContent = write(state[key]);
+    input.setAttribute("aria-valuetext", output.textContent);
+  };
   return node;
 }
 const unitChoice = () => press("unit", [["share", "rows sum to 1"], ["raw", "raw scores"]], "unit");
