@@ -278,11 +278,16 @@ const idle = async () => {
 
 // ------------------------------------------------------------------ views: agreement of methods
 const isComparable = (m, base) => m.tokens.length === base.tokens.length && keysOf(m).length === keysOf(base).length;
+// Return a correlation in as few characters as possible, because a deep model has many columns: .89, −.12, 1.
+function correlation(x) {
+  const text = x.toFixed(2);
+  return Number.isNaN(x) ? "–" : +text % 1 === 0 ? minus(+text || 0) : minus(text.replace("0.", "."));
+}
 async function methodsView(view) {
-  const base = map(), others = ofText().filter(m => m !== base), table = make("table"), rows = [];
+  const base = map(), others = ofText().filter(m => m !== base), table = make("table", { class: "agreement" }), rows = [];
   // The score is that of the method's best input map, so a rollout or flow on the page does not get it.
   const score = m => m.provenance.aggregation ? undefined : SCORES.get(m.method);
-  const columns = [`agreement with ${base.title}`, ...base.names.map((_, place) => layerNumber(base, place) || base.layer_names[place]), "leaderboard"];
+  const columns = [`agreement with ${base.title}`, "leaderboard", ...base.names.map((_, place) => layerNumber(base, place) || base.layer_names[place])];
   table.append(make("tr", {}, ...columns.map(text => make("th", { scope: "col", text }))));
   for (const m of [base, ...others]) {
     const cells = [];
@@ -294,13 +299,13 @@ async function methodsView(view) {
         // Magnitudes are compared, as in lm.compare, because a sign is not part of how much was used.
         if (mine && theirs) value = spearman(mine.map(Math.abs), theirs.map(Math.abs));
       }
-      const cell = make("td", { text: Number.isNaN(value) ? "–" : value.toFixed(2), "data-layer": name });
+      const cell = make("td", { text: correlation(value), "data-layer": name });
       if (!Number.isNaN(value)) { cell.style.background = colour(value, 2); cell.style.color = inkOn(rgb(value, 2)); }
       cells.push(cell);
       rows.push({ map: base.label, with: m.label, layer: name, query: state.query, value: Number.isNaN(value) ? null : value });
     }
-    table.append(make("tr", { "data-map": m.label }, make("th", { scope: "row", text: m.title }), ...cells,
-      make("td", { text: score(m) === undefined ? "–" : score(m).toFixed(2) })));
+    table.append(make("tr", { "data-map": m.label }, make("th", { scope: "row", text: m.title }),
+      make("td", { text: score(m) === undefined ? "–" : score(m).toFixed(2), "data-score": "" }), ...cells));
   }
   view.append(make("div", { class: "headline" }, make("h2", { text: `Do the methods agree about ${positionName(state.query)}?` })),
     make("div", { class: "pane", tabindex: 0, role: "region", "aria-label": "rank agreement of the methods" }, table),
