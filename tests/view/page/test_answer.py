@@ -288,6 +288,23 @@ def test_the_pointer_links_the_text_and_the_panels(opened, maps):
     assert [box.get_attribute("data-key") for box in all_of(browser, "#tokens .linked")] == ["2"]
 
 
+def test_no_column_stays_marked_after_another_position_is_chosen(opened, maps):
+    browser = opened(maps, "query=5")
+    token = all_of(browser, "#tokens .token")[3]
+    shown = "return [...document.querySelectorAll('.guide')].map(guide => !guide.hidden)"
+    tip_of(browser, token)
+    assert browser.execute_script(shown) == [True, True]
+    doing(browser, lambda: browser.execute_script("arguments[0].click()", token))
+    assert browser.execute_script(shown) == [False, False]
+    # The pointer marks a column again at its next move, of the same token too.
+    tip_of(browser, all_of(browser, "#tokens .token")[2])
+    assert browser.execute_script(shown) == [True, True]
+    doing(browser, lambda: browser.execute_script("set({ unit: 'raw' })"))
+    assert browser.execute_script(shown) == [False, False]
+    tip_of(browser, all_of(browser, "#tokens .token")[2])
+    assert browser.execute_script(shown) == [True, True]
+
+
 @pytest.mark.parametrize(
     ("scale", "parts"), [("root", (0, 0.25)), ("linear", (0, 0.5)), ("log", (1e-4, 0.01))]
 )
