@@ -28,7 +28,9 @@ function slide(key, text, attributes, write = String) {
   };
   return node;
 }
-const unitChoice = () => press("unit", [["share", "rows sum to 1"], ["raw", "raw scores"]], "unit");
+// A row with negative scores is divided by the sum of its magnitudes, so it does not sum to 1.
+const unitChoice = () => press("unit", [["share", shownMaps().some(m => m.signed) ? "magnitudes of a row sum to 1" : "rows sum to 1"],
+  ["raw", "raw scores"]], "unit");
 const scaleChoice = () => choose("scale", "colours", [["root", "square root"], ["linear", "linear"], ["log", "logarithm"]]);
 // Two switches: is the first token drawn, and is the position itself?
 function numberChoices() {
@@ -203,13 +205,20 @@ function writeHeader() {
   const isInSight = tab.offsetLeft >= tabs.scrollLeft && tab.offsetLeft + tab.offsetWidth <= tabs.scrollLeft + tabs.clientWidth;
   if (!isInSight) tabs.scrollLeft = tab.offsetLeft - 20;
   $("panel").setAttribute("aria-labelledby", `tab-${state.view}`);
-  $("last-view").textContent = offered.length;
+  writeKeys(offered);
   const some = shownMaps(), error = Math.max(...some.flatMap(one => one.layers.map(layer => layer.error)));
   const which = some.length > 1 ? [some.map(one => one.label).join(", ")] : [m.label, m.kind === "input" ? "input map" : "layer map", `method ${m.method}`];
   $("about").textContent = [...which, record.model && `model ${record.model}`, record.dtype && `dtype ${record.dtype}`,
     record.engine && `engine ${record.engine}`, record.date, `stored with an error of at most ${shown(error)}`, `lens_mix ${DATA.version}`].filter(Boolean).join(" · ");
   $("notes").textContent = m.notes.length ? `Notes: ${m.notes.join("; ")}` : "";
   $("maximise").hidden = !document.fullscreenEnabled;
+}
+
+// List the keys that do something on this page.
+function writeKeys(offered) {
+  const all = ofText(), keys = [rowsThere().size > 1 && "← → token", all.some(m => m.names.length > 1) && "↑ ↓ layer", all.some(m => m.heads) && "h head",
+    offered.length > 1 && `1–${offered.length} view`].filter(Boolean);
+  $("keys").textContent = keys.length ? `Keys: ${keys.join(" · ")}` : "";
 }
 
 // ------------------------------------------------------------------ events

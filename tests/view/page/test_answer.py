@@ -454,6 +454,28 @@ def test_a_map_without_a_prediction_or_of_one_row(opened, maps):
     assert not browser.find_element("id", "views").is_displayed()
 
 
+def test_the_page_lists_only_keys_that_do_something(opened, maps):
+    everything = "Keys: ← → token · ↑ ↓ layer · h head · 1–5 view"
+    assert text(opened(maps, ""), "#keys") == everything
+    headless = {"value_zeroing": maps["value_zeroing"]}
+    assert text(opened(headless, ""), "#keys") == "Keys: ← → token · ↑ ↓ layer · 1–4 view"
+    assert text(opened({"recommended": maps["recommended"]}, ""), "#keys") == ""
+
+
+def test_the_unit_of_signed_rows_is_named_truly(opened, maps):
+    signed = map_of(random_attention() - 0.1 * torch.ones(6, 6).tril(), method="custom")
+    unit = "button[data-option=unit][data-value=share]"
+    for shown, name in (
+        (maps, "rows sum to 1"),
+        ({"a": maps["attention"], "s": signed}, "magnitudes of a row sum to 1"),
+    ):
+        browser = opened(shown, "view=layers")
+        assert browser.find_element("css selector", unit).text == name
+    # In a view of one map, it is that of the map.
+    browser = opened({"a": maps["attention"], "s": signed}, "view=grid&map=0")
+    assert browser.find_element("css selector", unit).text == "rows sum to 1"
+
+
 def test_words_that_are_merged(opened):
     tokens = ["The", " Ei", "ffel", " Tower", " is", " in"]
     m = map_of(random_attention(), tokens=tokens, explained=explained()).merge_words()
