@@ -89,6 +89,7 @@ function firstQuery() {
   return (wanted || map()).query;
 }
 
+// Change the state, and return a promise that is kept when the page is drawn.
 function set(changes) {
   // The chosen key belongs to the row of one position.
   if ("query" in changes && !("key" in changes)) state.key = null;
@@ -102,7 +103,7 @@ function set(changes) {
   const kept = Object.entries(state).map(([key, value]) => [key, value === null || (key === "map" && !isMapChosen) ? "" : String(value)]);
   // The frame of a notebook has no address, so that the state cannot be kept there.
   try { history.replaceState(null, "", "#" + new URLSearchParams(kept)); } catch { /* the state is not kept */ }
-  render();
+  return render();
 }
 
 // ------------------------------------------------------------------ numbers

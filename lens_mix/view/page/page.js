@@ -222,13 +222,20 @@ function writeKeys(offered) {
 }
 
 // ------------------------------------------------------------------ events
-$("views").addEventListener("click", event => event.target.dataset.view && set({ view: event.target.dataset.view }));
+// Show another view. If it starts below the middle of the window, scroll until the tabs are at the top.
+async function openView(view) {
+  await set({ view });
+  if ($("panel").getBoundingClientRect().top <= innerHeight / 2) return;
+  const isStill = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  scrollBy({ top: $("views").getBoundingClientRect().top, behavior: isStill ? "instant" : "smooth" });
+}
+$("views").addEventListener("click", event => event.target.dataset.view && openView(event.target.dataset.view));
 $("views").addEventListener("keydown", event => {
   const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key], offered = views();
   if (!step || event.ctrlKey || event.metaKey || event.altKey) return;
   event.preventDefault();
   event.stopPropagation();
-  set({ view: offered[(offered.indexOf(state.view) + step + offered.length) % offered.length] });
+  openView(offered[(offered.indexOf(state.view) + step + offered.length) % offered.length]);
   $(`tab-${state.view}`).focus();
 });
 $("prompt").addEventListener("change", event => {
@@ -259,16 +266,19 @@ addEventListener("keydown", event => {
   else if (event.key === "ArrowDown" && names.length) set({ layer: step(names, place + down) });
   else if (event.key === "ArrowUp" && names.length) set({ layer: step(names, place - down) });
   else if (event.key === "h" && heads) set({ head: state.head + 1 < heads ? state.head + 1 : -1 });
-  else if (views()[+event.key - 1]) set({ view: views()[+event.key - 1] });
+  else if (views()[+event.key - 1]) {
+    // What has the focus stays in sight, so the page scrolls only if nothing has it.
+    (document.activeElement === document.body ? openView : view => set({ view }))(views()[+event.key - 1]);
+  }
   else return;
   event.preventDefault();
 });
-// The explanation is shown until it is closed. A sandboxed frame has no storage, so that it is shown there each time.
+// The explanation is shown until it is closed, or until the first click anywhere in the page. A sandboxed frame has no storage, so that it is shown there each time.
 const TOUR = "lens_mix-tour-closed";
 try { $("tour").hidden = localStorage.getItem(TOUR) === "1"; } catch { $("tour").hidden = false; }
-$("close-tour").addEventListener("click", () => {
+addEventListener("click", () => {
   $("tour").hidden = true;
   try { localStorage.setItem(TOUR, "1"); } catch { /* the explanation is shown again next time */ }
-});
+}, { once: true });
 readHash();
 render();

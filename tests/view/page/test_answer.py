@@ -538,6 +538,72 @@ def test_the_explanation_stays_closed(opened, maps):
     browser.execute_script("localStorage.clear()")
 
 
+def test_the_first_click_closes_the_explanation(opened, maps):
+    browser = opened(maps, "")
+    try:
+        browser.execute_script("localStorage.clear(); location.reload()")
+        browser = opened(maps, "")
+        assert browser.find_element("id", "tour").is_displayed()
+        doing(browser, all_of(browser, "#tokens .token")[3].click)
+        assert not browser.find_element("id", "tour").is_displayed()
+        browser = opened(maps, "")
+        assert not browser.find_element("id", "tour").is_displayed()
+    finally:
+        browser.execute_script("localStorage.clear()")
+
+
+@pytest.fixture
+def low_window(browser):
+    """Make the window so low that the views start below its middle, and without motion."""
+    size = {"width": 1300, "height": 420, "deviceScaleFactor": 1, "mobile": False}
+    still = {"features": [{"name": "prefers-reduced-motion", "value": "reduce"}]}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", still)
+    yield
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+TABS = "const box = document.getElementById('views').getBoundingClientRect(); return [scrollY, box.top]"
+
+
+@pytest.mark.usefixtures("low_window")
+def test_another_view_starts_at_the_top_of_a_low_window(opened, browser, maps):
+    opened(maps, "view=layers")
+    # Nothing moves when the page opens.
+    assert browser.execute_script(TABS)[0] == 0
+    assert browser.execute_script(TABS)[1] > 210
+    for view in ("text", "grid"):
+        tab = browser.find_element("css selector", f"button[data-view={view}]")
+        browser.execute_script("scrollTo(0, 0)")
+        doing(browser, lambda tab=tab: browser.execute_script("arguments[0].click()", tab))
+        wait_until_tabs_are_at_the_top(browser)
+    # A digit moves the page, but not away from what has the focus.
+    body = browser.find_element("tag name", "body")
+    browser.execute_script("scrollTo(0, 0); document.activeElement.blur()")
+    doing(browser, lambda: body.send_keys("2"))
+    wait_until_tabs_are_at_the_top(browser)
+    browser.execute_script("scrollTo(0, 0)")
+    line = browser.find_element("id", "tokens")
+    doing(browser, lambda: line.send_keys("3"))
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    assert browser.execute_script(TABS)[0] == 0
+    assert browser.switch_to.active_element == line
+
+
+def wait_until_tabs_are_at_the_top(browser):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(browser, 10).until(lambda _: abs(browser.execute_script(TABS)[1]) < 1)
+
+
+def test_a_high_window_does_not_move(opened, browser, maps):
+    opened(maps, "view=layers")
+    doing(browser, browser.find_element("css selector", "button[data-view=text]").click)
+    browser.execute_async_script("setTimeout(arguments[0], 300)")
+    assert browser.execute_script(TABS)[0] == 0
+
+
 CONTROLS = "#options button, #options select, #options input"
 CHANGE = """
 const box = arguments[0];
