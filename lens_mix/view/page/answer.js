@@ -29,18 +29,29 @@ const rowsThere = () => new Set(ofText().flatMap(m => m.queries));
 
 // ------------------------------------------------------------------ the text, coloured by one map
 // Return the row that colours the text: that of the recommended input map, of the method's map with the best score, or the
-// mean of a layer map. A rollout has no score, because one through many layers may be all on the first token: it comes last.
+// mean of a layer map: Value Zeroing's if there is one, and attention's only if there is no other. A rollout has no score,
+// because one through many layers may be all on the first token: it comes last.
 async function textRow() {
   const all = ofText().filter(m => m.queries.includes(state.query)), input = all.filter(m => m.kind === "input");
   const score = m => m.provenance.aggregation ? -1 : SCORES.get(m.method) ?? 0, recommended = input.find(m => m.provenance.input_map);
-  const [best] = input.filter(m => score(m) >= 0).sort((a, b) => score(b) - score(a)), layered = compared().find(m => all.includes(m));
-  const m = recommended || best || layered || all[0];
+  const rank = m => m.method === "value_zeroing" ? 2 : m.method === "attention" ? 0 : 1;
+  const [best] = input.filter(m => score(m) >= 0).sort((a, b) => score(b) - score(a));
+  const [layerMap] = all.filter(m => m.kind === "layer").sort((a, b) => rank(b) - rank(a)), m = recommended || best || layerMap || all[0];
   if (!m) return null;
   if (m.kind === "input") return { m, row: sharesOf(await rowOf(m, m.names.length - 1, -1, state.query)),
     name: m === recommended ? `recommended map: ${m.method.replaceAll("_", " ")}` : `${m.title}, ${m.layer_names[m.names.length - 1]}` };
   const rows = (await rowsOf(m, headShown(m), state.query)).map(sharesOf);
   return { m, row: rows[0].map((_, key) => rows.reduce((sum, row) => sum + row[key] / rows.length, 0)),
     name: `${m.title}, ${rows.length > 1 ? "mean of the layers" : m.layer_names[0]}` };
+}
+
+// Return why the recommended map does not colour the text, and what to call; "" if it does, or if the page has none.
+function whyOther() {
+  const recommended = ofText().find(m => m.provenance.input_map);
+  if (!recommended || recommended.queries.includes(state.query)) return "";
+  const { queries } = recommended, some = queries.length > 1 ? `${queries.length} positions`
+    : isLast(queries[0]) ? "the last position" : positionName(queries[0]);
+  return ` · the recommended map has only ${some}: lm.input_map(model, prompt, queries=[${state.query}]) computes this one`;
 }
 
 // Return groups of neighbouring tokens between which a line may break: a token that starts with a space, or that
@@ -175,7 +186,7 @@ async function drawText() {
 }
 function writeTextLegend(found, keys, most, pale) {
   const box = $("text-legend");
-  if (!found) return box.replaceChildren("No map has the row of this position.");
+  if (!found) return box.replaceChildren("No map has the row of this position", whyOther(), ".");
   const order = [...found.row.keys()].filter(key => !Number.isNaN(found.row[key]) && !pale.has(key))
     .sort((a, b) => Math.abs(found.row[b]) - Math.abs(found.row[a])).slice(0, 3);
   const strongest = order.map(key => `${quotedToken(keys[key])} ${percent(found.row[key])}`).join(", ");
@@ -183,5 +194,5 @@ function writeTextLegend(found, keys, most, pale) {
   const unitName = `of the row${largestOf(found.row, pale) > most ? "; the position itself has more" : ""}`;
   box.replaceChildren(legend(most, found.m.signed, unitName, percent), " · ",
     make("span", { text: found.name, title: found.m.provenance.input_map?.figures || found.m.line }),
-    ` · most: ${strongest}`, left.length ? ` · ${sinkName(found.m)} ${sink}, not coloured` : "");
+    ` · most: ${strongest}`, left.length ? ` · ${sinkName(found.m)} ${sink}, not coloured` : "", whyOther());
 }

@@ -61,6 +61,7 @@ def pack(mixing_map: MixingMap, label: str, numbers: Numbers) -> dict[str, Any]:
         numbers: The numbers of the map are added to these; the description has their places.
     """
     scores, visible = mixing_map.scores.detach().cpu(), mixing_map.visible().cpu()
+    sinks = find_sinks(mixing_map)
     heads = scores.shape[1] if mixing_map.has_heads else 0
     # The details of a method, which has some for each block, can be larger than the map.
     kept = {name: value for name, value in mixing_map.provenance.items() if name != "details"}
@@ -77,7 +78,8 @@ def pack(mixing_map: MixingMap, label: str, numbers: Numbers) -> dict[str, Any]:
         "query": mixing_map.default_query_position,
         "explained": as_records(mixing_map.explained),
         "predicts_next": mixing_map.predicts_next,
-        "sinks": find_sinks(mixing_map),
+        "sinks": sinks,
+        "sink_share": _measure_sinks(mixing_map, sinks),
         "causal": mixing_map.causal,
         "residual": _find_residual(mixing_map),
         "heads": heads,
@@ -146,6 +148,17 @@ def _find_residual(mixing_map: MixingMap) -> float:
         return residual_weight(mixing_map, None)
     except ValueError:
         return 0.0
+
+
+def _measure_sinks(mixing_map: MixingMap, sinks: Sequence[int]) -> float:
+    """Return the share that the sinks take in one step of a rollout, as the mean over layers and heads.
+
+    It is that of the default row.
+    """
+    row = mixing_map.query_positions.index(mixing_map.default_query_position)
+    sizes = mixing_map.scores.detach().cpu()[..., row, :].abs().to(torch.float64)
+    shares = sizes[..., list(sinks)].sum(-1) / sizes.sum(-1).clamp(min=1e-12)
+    return (1 - _find_residual(mixing_map)) * float(shares.mean())
 
 
 def _find_starts(tokens: Sequence[str]) -> dict[str, list[int]]:

@@ -319,11 +319,14 @@ function besideLevels(m, layers, { reached, left }) {
 }
 const bold = text => make("b", { text });
 const inText = (tokens, position) => `${quotedToken(tokens[position])} (token ${position})`;
-function flowHeadline(m, { edges, top, query }) {
+// A whole that is almost 1 is not written as 100 %.
+const percentOfWhole = share => share > .999 ? "more than 99.9 %" : share > .95 ? `${(100 * share).toFixed(1)} %` : percent(share);
+function flowHeadline(m, { edges, top, query, whole }) {
   const step = edges.filter(edge => edge.row !== edge.key).sort((a, b) => b.weight - a.weight)[0];
   const finding = !step ? ["No step from another position is above the smallest share."] : ["The strongest step: in ", bold(`layer ${m.names[step.place]}`),
     `, ${step.row === query ? positionName(query) : inText(m.tokens, step.row)} takes `, bold(percent(step.weight)), " from ",
     bold(quotedToken(m.tokens[step.key])), ` (token ${step.key}).`];
+  if (whole > .95) finding.unshift(`Almost all of this rollout (${percentOfWhole(whole)}) is from the ${sinkName(m)}; the shares below are of the rest. `);
   return makeHeadline(`The flow to ${positionName(query)}${top < m.names.length - 1 ? `, up to layer ${m.names[top]}` : ""}`, finding);
 }
 const makeHeadline = (title, finding) => make("div", { class: "headline" }, make("h2", { text: title }),
@@ -335,12 +338,12 @@ function flowCaption(m, { edges, reached: [bottom], whole, top, query, left }) {
   const collects = m.causal && top > 4 && sources[0] < 2 && query > 1 && bottom[sources[0]] > .8;
   const text = [m !== chosen && `“${chosen.title}” has no layers to draw, so this is the flow of “${m.title}”.`,
     `Down to the input, most comes from ${sources.map(source).join(", ")}.`,
-    left.size && `These are shares of what is not from the ${sinkName(m)}, which ${left.size > 1 ? "have" : "has"} ${percent(whole)} of the whole; `
+    left.size && `These are shares of what is not from the ${sinkName(m)}, which ${left.size > 1 ? "have" : "has"} ${percentOfWhole(whole)} of the whole; `
       + "the numbers beside the layers are what each layer takes from there.",
     collects && "In causal models, a rollout through many layers collects at the first positions, so read its upper layers.",
     `${m.title}: a rollout${m.heads ? " of the mean over heads" : ""}${m.residual ? `, with a residual weight of ${m.residual}` : ""}`
       + `${m.residual && m.provenance.sink && !left.size ? " (more in rows that gave weight to an attention sink)" : ""}.`,
-    `Edges below ${percent(state.threshold)} are not drawn; at the input, ${percent(drawn)} is drawn.`].filter(Boolean).join(" ");
+    `Edges below ${percent(state.threshold)} are not drawn, and a path whose drawing ends continues below that share; at the input, ${percent(drawn)} is drawn.`].filter(Boolean).join(" ");
   return make("p", { class: "caption", "data-share": drawn, "data-left": whole, text });
 }
 const writeHeads = heads => heads.slice(0, 8).map(([head, score]) => `head ${head}: ${shown(score)}`);
@@ -358,7 +361,8 @@ function sinkChoice() {
   return node;
 }
 flowView.takes = flowIsOffered;
-flowView.options = () => [mapChoice(), layerSlider(), slide("threshold", "smallest share", { min: .005, max: .3, step: .005 }), sinkChoice()];
+flowView.options = () => [mapChoice(), layerSlider(), slide("threshold", "smallest share", { min: .005, max: .3, step: .005 },
+  share => `${+(100 * share).toFixed(1)} %`), sinkChoice()];
 flowView.isUpward = true;
 
 // ------------------------------------------------------------------ views: tree

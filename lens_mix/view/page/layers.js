@@ -103,6 +103,8 @@ async function layersView(view) {
     reading.classList.toggle("on-screen", !isChosen);
     reading.textContent = layer === null || key === null ? "" : isChosen ? await readingOf(found, layer, key, keys)
       : "Click a cell to read it by every method, or move to it with the arrow keys.";
+    // The columns may be others now, so a column is marked again only when the pointer moves.
+    linkPanels(null);
     for (const panel of panels) drawPanel(panel, found.find(one => one.m === panel.m), best, layer, same(keysOf(panel.m), keys) ? key : null);
     exported = () => ({ rows: found.flatMap(({ m, rows, shares }) => rows.flatMap((row, place) => [...row].map((x, key) => ({
       map: m.label, layer: m.names[place], head: headShown(m), query: state.query, query_token: m.tokens[state.query], key, token: keysOf(m)[key],

@@ -4,6 +4,15 @@ const UNITS = { token: "", word: "Words are found by the marks that tokenizers w
   + "after a token that ends in . ! ? 。 ！ ？ or a line break; each special token is a sentence of its own." };
 // Return the layer whose row the view shows of a map: the chosen one, or else the one of the strongest cell of all.
 const shownPlace = (m, layer) => layer === null ? m.names.length - 1 : sameLayer(m, layer);
+// Return a unit without some keys, each of which becomes a unit of its own.
+function apart(positions, keys) {
+  const units = [];
+  positions.forEach((key, i) => {
+    if (!i || keys.has(key) || keys.has(positions[i - 1])) units.push([]);
+    units[units.length - 1].push(key);
+  });
+  return units;
+}
 
 async function textView(view) {
   const table = [], best = strongestOf(await comparedRows()), layer = state.layer ?? (best ? best.m.names[best.place] : null);
@@ -17,10 +26,11 @@ async function textView(view) {
         make("span", { class: "note", text: ` · no layer ${layer} in this map` }))));
       continue;
     }
-    const { row, of, whole } = await unitRow(m, place, head, state.query), left = asNumbers(m, state.query);
-    let units = unitsOf(m.key_words || m.words, keys.length);
-    // A first token that is left out of the scale is left out of its word too.
-    if (left.has(0) && units[0].length > 1) units = [[0], units[0].slice(1), ...units.slice(1)];
+    const { row, of, whole } = await unitRow(m, place, head, state.query);
+    // A first token or a special token that is not coloured is left out of its word too.
+    const sinks = new Set(state.first ? [] : sinkKeys(m, state.query));
+    const units = unitsOf(m.key_words || m.words, keys.length).flatMap(positions => apart(positions, sinks));
+    const own = m.keys || state.diagonal ? [] : units.find(positions => positions.includes(state.query));
     const values = row && inUnit(summed(row, units)), each = new Float32Array(keys.length).fill(NaN);
     if (values) units.forEach((positions, i) => positions.forEach(key => { each[key] = values[i]; }));
     const title = make("h3", {}, make("b", { text: m.title }),
@@ -34,14 +44,15 @@ async function textView(view) {
     units.forEach(positions => positions.forEach(key => { placed[key] = positions; }));
     const { line, boxes } = tokenLine(keys, m.key_words || m.words, { role: "group", "aria-label": `${m.title}: the tokens` },
       { tell: i => spelled(keys, placed[i]) + score(i), choose: m.keys ? null : choosePosition });
-    const pale = new Set([...left].filter(key => key >= 0)), most = row ? largestOf(each, pale) : 0;
+    const pale = new Set([...sinks, ...own]), most = row ? largestOf(each, pale) : 0;
     colourBoxes(boxes, row && each, pale, most);
     if (!row) boxes.forEach(box => box.classList.remove("hidden"));
     boxes.forEach((box, i) => box.classList.toggle("chosen", !m.keys && of.includes(i)));
     const below = make("p", { class: "below" });
-    if (row) below.append(legend(most, m.signed, unit()));
-    const pointed = key => key === ownKey(m, state.query) ? "the position itself" : quotedToken(keys[key]);
-    for (const key of pale) if (row && each[key]) below.append(` · ${pointed(key)} ${shownUnit(each[key])}, not coloured`);
+    if (most) below.append(legend(most, m.signed, unit()));
+    const besides = [...[...sinks].map(key => [quotedToken(keys[key]), each[key]]),
+      [`the ${own.length > 1 ? state.by : "position"} itself`, own.length ? each[own[0]] : 0]];
+    for (const [name, x] of besides) if (row && x) below.append(` · ${name} ${shownUnit(x)}, not coloured`);
     view.append(make("div", { class: "row", "data-map": m.label }, title, line, below));
     if (row) units.forEach((positions, i) => table.push({ map: m.label, layer: m.names[place], head,
       query: of[0], last_query: of[of.length - 1], key: positions[0], last_key: positions[positions.length - 1],
@@ -267,11 +278,16 @@ const idle = async () => {
 
 // ------------------------------------------------------------------ views: agreement of methods
 const isComparable = (m, base) => m.tokens.length === base.tokens.length && keysOf(m).length === keysOf(base).length;
+// Return a correlation in as few characters as possible, because a deep model has many columns: .89, −.12, 1.
+function correlation(x) {
+  const text = x.toFixed(2);
+  return Number.isNaN(x) ? "–" : +text % 1 === 0 ? minus(+text || 0) : minus(text.replace("0.", "."));
+}
 async function methodsView(view) {
-  const base = map(), others = ofText().filter(m => m !== base), table = make("table"), rows = [];
+  const base = map(), others = ofText().filter(m => m !== base), table = make("table", { class: "agreement" }), rows = [];
   // The score is that of the method's best input map, so a rollout or flow on the page does not get it.
   const score = m => m.provenance.aggregation ? undefined : SCORES.get(m.method);
-  const columns = [`agreement with ${base.title}`, ...base.names.map((_, place) => layerNumber(base, place) || base.layer_names[place]), "leaderboard"];
+  const columns = [`agreement with ${base.title}`, "leaderboard", ...base.names.map((_, place) => layerNumber(base, place) || base.layer_names[place])];
   table.append(make("tr", {}, ...columns.map(text => make("th", { scope: "col", text }))));
   for (const m of [base, ...others]) {
     const cells = [];
@@ -283,13 +299,13 @@ async function methodsView(view) {
         // Magnitudes are compared, as in lm.compare, because a sign is not part of how much was used.
         if (mine && theirs) value = spearman(mine.map(Math.abs), theirs.map(Math.abs));
       }
-      const cell = make("td", { text: Number.isNaN(value) ? "–" : value.toFixed(2), "data-layer": name });
+      const cell = make("td", { text: correlation(value), "data-layer": name });
       if (!Number.isNaN(value)) { cell.style.background = colour(value, 2); cell.style.color = inkOn(rgb(value, 2)); }
       cells.push(cell);
       rows.push({ map: base.label, with: m.label, layer: name, query: state.query, value: Number.isNaN(value) ? null : value });
     }
-    table.append(make("tr", { "data-map": m.label }, make("th", { scope: "row", text: m.title }), ...cells,
-      make("td", { text: score(m) === undefined ? "–" : score(m).toFixed(2) })));
+    table.append(make("tr", { "data-map": m.label }, make("th", { scope: "row", text: m.title }),
+      make("td", { text: score(m) === undefined ? "–" : score(m).toFixed(2), "data-score": "" }), ...cells));
   }
   view.append(make("div", { class: "headline" }, make("h2", { text: `Do the methods agree about ${positionName(state.query)}?` })),
     make("div", { class: "pane", tabindex: 0, role: "region", "aria-label": "rank agreement of the methods" }, table),

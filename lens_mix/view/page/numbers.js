@@ -37,6 +37,8 @@ const WORDS = new Set(["view", "unit", "scale", "range", "by", "compare"]);
 const CHOICES = { unit: ["share", "raw"], scale: ["root", "linear", "log"], range: ["map", "row", "all"], by: ["token", "word", "sentence"] };
 const maps = () => DATA.prompts[state.prompt];
 const map = () => maps()[state.map];
+// Whether the user has chosen a map. Until then each view shows the one of `defaultMap`.
+let isMapChosen = false;
 const keysOf = m => m.keys || m.tokens;
 const trees = () => DATA.trees[state.prompt];
 const same = (a, b) => a === b || (a.length === b.length && a.every((token, i) => token === b[i]));
@@ -48,7 +50,8 @@ function readHash() {
   for (const [key, value] of new URLSearchParams(location.hash.slice(1)))
     if (Object.hasOwn(state, key)) state[key] = WORDS.has(key) ? value : value === "" ? null : +value;
   if (!inside(state.prompt, DATA.prompts.length)) state.prompt = 0;
-  if (!inside(state.map, maps().length)) state.map = firstMap(maps());
+  isMapChosen = inside(state.map, maps().length);
+  if (!isMapChosen) state.map = firstMap(maps());
   settle();
 }
 // Return the index of the map to show first: a layer map of a text whose prediction is known, if there is one.
@@ -57,10 +60,18 @@ function firstMap(all) {
   return all.reduce((best, m, i) => rank(m) > rank(all[best]) ? i : best, 0);
 }
 
+// Return the map that a view shows if the user has chosen none. The flow of a map whose rows go to the first token in most
+// layers shows little, so the flow starts with the layer map that gives it the smallest share.
+function defaultMap() {
+  const all = ofText(), chains = state.view === "flow" ? all.filter(isChain) : [];
+  return chains.length ? chains.reduce((least, m) => m.sink_share < least.sink_share ? m : least) : all[firstMap(all)];
+}
+
 // Replace every entry of the state that is not valid for this text by its default.
 function settle() {
   if (!views().includes(state.view)) state.view = views()[0];
   if (!inside(state.tree, trees().length)) state.tree = 0;
+  if (!isMapChosen) state.map = maps().indexOf(defaultMap());
   const of = state.view === "tree" ? maps().findIndex(m => m.label === trees()[state.tree].name) : -1;
   if (of >= 0) state.map = of;
   // A view shows a map that it can show.
@@ -78,18 +89,21 @@ function firstQuery() {
   return (wanted || map()).query;
 }
 
+// Change the state, and return a promise that is kept when the page is drawn.
 function set(changes) {
   // The chosen key belongs to the row of one position.
   if ("query" in changes && !("key" in changes)) state.key = null;
   Object.assign(state, changes);
+  // Another prompt comes with its first map.
+  if ("map" in changes) isMapChosen = !("prompt" in changes);
   // If the map has a tree of its own, it is the one to show.
   const own = "map" in changes || "view" in changes ? trees().findIndex(tree => tree.name === map().label) : -1;
   if (own >= 0) state.tree = own;
   settle();
-  const kept = Object.entries(state).map(([key, value]) => [key, value === null ? "" : String(value)]);
+  const kept = Object.entries(state).map(([key, value]) => [key, value === null || (key === "map" && !isMapChosen) ? "" : String(value)]);
   // The frame of a notebook has no address, so that the state cannot be kept there.
   try { history.replaceState(null, "", "#" + new URLSearchParams(kept)); } catch { /* the state is not kept */ }
-  render();
+  return render();
 }
 
 // ------------------------------------------------------------------ numbers

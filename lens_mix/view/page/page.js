@@ -18,13 +18,19 @@ function press(key, names, label) {
   node.sync = () => { for (const button of node.children) button.setAttribute("aria-pressed", String(state[key] === button.dataset.value)); };
   return node;
 }
-function slide(key, text, attributes, read = x => x) {
-  const input = make("input", { type: "range", "data-option": key, ...attributes, oninput: event => set({ [key]: read(+event.target.value) }) });
+function slide(key, text, attributes, write = String) {
+  const input = make("input", { type: "range", "data-option": key, ...attributes, oninput: event => set({ [key]: +event.target.value }) });
   const output = make("output"), node = make("label", {}, `${text} `, input, " ", output);
-  node.sync = () => { input.value = state[key]; output.textContent = String(state[key]); };
+  node.sync = () => {
+    input.value = state[key];
+    output.textContent = write(state[key]);
+    input.setAttribute("aria-valuetext", output.textContent);
+  };
   return node;
 }
-const unitChoice = () => press("unit", [["share", "rows sum to 1"], ["raw", "raw scores"]], "unit");
+// A row with negative scores is divided by the sum of its magnitudes, so it does not sum to 1.
+const unitChoice = () => press("unit", [["share", shownMaps().some(m => m.signed) ? "magnitudes of a row sum to 1" : "rows sum to 1"],
+  ["raw", "raw scores"]], "unit");
 const scaleChoice = () => choose("scale", "colours", [["root", "square root"], ["linear", "linear"], ["log", "logarithm"]]);
 // Two switches: is the first token drawn, and is the position itself?
 function numberChoices() {
@@ -199,7 +205,7 @@ function writeHeader() {
   const isInSight = tab.offsetLeft >= tabs.scrollLeft && tab.offsetLeft + tab.offsetWidth <= tabs.scrollLeft + tabs.clientWidth;
   if (!isInSight) tabs.scrollLeft = tab.offsetLeft - 20;
   $("panel").setAttribute("aria-labelledby", `tab-${state.view}`);
-  $("last-view").textContent = offered.length;
+  writeKeys(offered);
   const some = shownMaps(), error = Math.max(...some.flatMap(one => one.layers.map(layer => layer.error)));
   const which = some.length > 1 ? [some.map(one => one.label).join(", ")] : [m.label, m.kind === "input" ? "input map" : "layer map", `method ${m.method}`];
   $("about").textContent = [...which, record.model && `model ${record.model}`, record.dtype && `dtype ${record.dtype}`,
@@ -208,14 +214,28 @@ function writeHeader() {
   $("maximise").hidden = !document.fullscreenEnabled;
 }
 
+// List the keys that do something on this page.
+function writeKeys(offered) {
+  const all = ofText(), keys = [rowsThere().size > 1 && "← → token", all.some(m => m.names.length > 1) && "↑ ↓ layer", all.some(m => m.heads) && "h head",
+    offered.length > 1 && `1–${offered.length} view`].filter(Boolean);
+  $("keys").textContent = keys.length ? `Keys: ${keys.join(" · ")}` : "";
+}
+
 // ------------------------------------------------------------------ events
-$("views").addEventListener("click", event => event.target.dataset.view && set({ view: event.target.dataset.view }));
+// Show another view. If it starts below the middle of the window, scroll until the tabs are at the top.
+async function openView(view) {
+  await set({ view });
+  if ($("panel").getBoundingClientRect().top <= innerHeight / 2) return;
+  const isStill = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  scrollBy({ top: $("views").getBoundingClientRect().top, behavior: isStill ? "instant" : "smooth" });
+}
+$("views").addEventListener("click", event => event.target.dataset.view && openView(event.target.dataset.view));
 $("views").addEventListener("keydown", event => {
   const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key], offered = views();
   if (!step || event.ctrlKey || event.metaKey || event.altKey) return;
   event.preventDefault();
   event.stopPropagation();
-  set({ view: offered[(offered.indexOf(state.view) + step + offered.length) % offered.length] });
+  openView(offered[(offered.indexOf(state.view) + step + offered.length) % offered.length]);
   $(`tab-${state.view}`).focus();
 });
 $("prompt").addEventListener("change", event => {
@@ -246,16 +266,19 @@ addEventListener("keydown", event => {
   else if (event.key === "ArrowDown" && names.length) set({ layer: step(names, place + down) });
   else if (event.key === "ArrowUp" && names.length) set({ layer: step(names, place - down) });
   else if (event.key === "h" && heads) set({ head: state.head + 1 < heads ? state.head + 1 : -1 });
-  else if (views()[+event.key - 1]) set({ view: views()[+event.key - 1] });
+  else if (views()[+event.key - 1]) {
+    // What has the focus stays in sight, so the page scrolls only if nothing has it.
+    (document.activeElement === document.body ? openView : view => set({ view }))(views()[+event.key - 1]);
+  }
   else return;
   event.preventDefault();
 });
-// The explanation is shown until it is closed. A sandboxed frame has no storage, so that it is shown there each time.
+// The explanation is shown until it is closed, or until the first click anywhere in the page. A sandboxed frame has no storage, so that it is shown there each time.
 const TOUR = "lens_mix-tour-closed";
 try { $("tour").hidden = localStorage.getItem(TOUR) === "1"; } catch { $("tour").hidden = false; }
-$("close-tour").addEventListener("click", () => {
+addEventListener("click", () => {
   $("tour").hidden = true;
   try { localStorage.setItem(TOUR, "1"); } catch { /* the explanation is shown again next time */ }
-});
+}, { once: true });
 readHash();
 render();

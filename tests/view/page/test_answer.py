@@ -118,13 +118,24 @@ def test_another_position_is_explained_by_a_click(opened, maps):
     assert text(browser, "#asked") == "After “ t3” (token 3) the model continues with"
     assert text(browser, "#prediction") == "“ next3” 40 %"
     assert "explained:" not in text(browser, "#others")
-    # The recommended map has no such row, and a rollout has no score, so that the layer map colours the text.
-    mean = maps["attention"].merge_heads().normalized().scores[:, 3].mean(0)
-    assert "Attention, mean of the layers" in text(browser, "#text-legend")
+    # The recommended map has no such row, and a rollout has no score, so that a layer map colours the text.
+    mean = maps["value_zeroing"].normalized().scores[:, 3].mean(0)
+    legend = text(browser, "#text-legend")
+    assert "Value Zeroing, mean of the layers" in legend
+    assert legend.endswith(
+        " · the recommended map has only the last position: "
+        "lm.input_map(model, prompt, queries=[3]) computes this one"
+    )
     boxes = all_of(browser, "#tokens .token")
     assert_shares(browser, mean, 3)
     chosen = [box.get_attribute("aria-selected") for box in boxes]
     assert chosen == ["true" if key == 3 else "false" for key in range(6)]
+    # Attention colours the text only if there is no other layer map.
+    alti = map_of(random_attention(seed=2), method="alti", residual=0.0)
+    for name, others in (("ALTI", {"alti": alti}), ("Attention", {})):
+        browser = opened({"attention": maps["attention"], **others}, "query=3")
+        assert f"{name}, mean of the layers" in text(browser, "#text-legend")
+        assert "recommended" not in text(browser, "#text-legend")
     only = {"rollout": maps["rollout"]}
     browser = opened(only, "query=3")
     assert "rollout, up to layer 3" in text(browser, "#text-legend")
@@ -277,6 +288,23 @@ def test_the_pointer_links_the_text_and_the_panels(opened, maps):
     assert [box.get_attribute("data-key") for box in all_of(browser, "#tokens .linked")] == ["2"]
 
 
+def test_no_column_stays_marked_after_another_position_is_chosen(opened, maps):
+    browser = opened(maps, "query=5")
+    token = all_of(browser, "#tokens .token")[3]
+    shown = "return [...document.querySelectorAll('.guide')].map(guide => !guide.hidden)"
+    tip_of(browser, token)
+    assert browser.execute_script(shown) == [True, True]
+    doing(browser, lambda: browser.execute_script("arguments[0].click()", token))
+    assert browser.execute_script(shown) == [False, False]
+    # The pointer marks a column again at its next move, of the same token too.
+    tip_of(browser, all_of(browser, "#tokens .token")[2])
+    assert browser.execute_script(shown) == [True, True]
+    doing(browser, lambda: browser.execute_script("set({ unit: 'raw' })"))
+    assert browser.execute_script(shown) == [False, False]
+    tip_of(browser, all_of(browser, "#tokens .token")[2])
+    assert browser.execute_script(shown) == [True, True]
+
+
 @pytest.mark.parametrize(
     ("scale", "parts"), [("root", (0, 0.25)), ("linear", (0, 0.5)), ("log", (1e-4, 0.01))]
 )
@@ -426,6 +454,28 @@ def test_a_map_without_a_prediction_or_of_one_row(opened, maps):
     assert not browser.find_element("id", "views").is_displayed()
 
 
+def test_the_page_lists_only_keys_that_do_something(opened, maps):
+    everything = "Keys: ← → token · ↑ ↓ layer · h head · 1–5 view"
+    assert text(opened(maps, ""), "#keys") == everything
+    headless = {"value_zeroing": maps["value_zeroing"]}
+    assert text(opened(headless, ""), "#keys") == "Keys: ← → token · ↑ ↓ layer · 1–4 view"
+    assert text(opened({"recommended": maps["recommended"]}, ""), "#keys") == ""
+
+
+def test_the_unit_of_signed_rows_is_named_truly(opened, maps):
+    signed = map_of(random_attention() - 0.1 * torch.ones(6, 6).tril(), method="custom")
+    unit = "button[data-option=unit][data-value=share]"
+    for shown, name in (
+        (maps, "rows sum to 1"),
+        ({"a": maps["attention"], "s": signed}, "magnitudes of a row sum to 1"),
+    ):
+        browser = opened(shown, "view=layers")
+        assert browser.find_element("css selector", unit).text == name
+    # In a view of one map, it is that of the map.
+    browser = opened({"a": maps["attention"], "s": signed}, "view=grid&map=0")
+    assert browser.find_element("css selector", unit).text == "rows sum to 1"
+
+
 def test_words_that_are_merged(opened):
     tokens = ["The", " Ei", "ffel", " Tower", " is", " in"]
     m = map_of(random_attention(), tokens=tokens, explained=explained()).merge_words()
@@ -486,6 +536,72 @@ def test_the_explanation_stays_closed(opened, maps):
     browser = opened(maps, "")
     assert not browser.find_element("id", "tour").is_displayed()
     browser.execute_script("localStorage.clear()")
+
+
+def test_the_first_click_closes_the_explanation(opened, maps):
+    browser = opened(maps, "")
+    try:
+        browser.execute_script("localStorage.clear(); location.reload()")
+        browser = opened(maps, "")
+        assert browser.find_element("id", "tour").is_displayed()
+        doing(browser, all_of(browser, "#tokens .token")[3].click)
+        assert not browser.find_element("id", "tour").is_displayed()
+        browser = opened(maps, "")
+        assert not browser.find_element("id", "tour").is_displayed()
+    finally:
+        browser.execute_script("localStorage.clear()")
+
+
+@pytest.fixture
+def low_window(browser):
+    """Make the window so low that the views start below its middle, and without motion."""
+    size = {"width": 1300, "height": 420, "deviceScaleFactor": 1, "mobile": False}
+    still = {"features": [{"name": "prefers-reduced-motion", "value": "reduce"}]}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", still)
+    yield
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+TABS = "const box = document.getElementById('views').getBoundingClientRect(); return [scrollY, box.top]"
+
+
+@pytest.mark.usefixtures("low_window")
+def test_another_view_starts_at_the_top_of_a_low_window(opened, browser, maps):
+    opened(maps, "view=layers")
+    # Nothing moves when the page opens.
+    assert browser.execute_script(TABS)[0] == 0
+    assert browser.execute_script(TABS)[1] > 210
+    for view in ("text", "grid"):
+        tab = browser.find_element("css selector", f"button[data-view={view}]")
+        browser.execute_script("scrollTo(0, 0)")
+        doing(browser, lambda tab=tab: browser.execute_script("arguments[0].click()", tab))
+        wait_until_tabs_are_at_the_top(browser)
+    # A digit moves the page, but not away from what has the focus.
+    body = browser.find_element("tag name", "body")
+    browser.execute_script("scrollTo(0, 0); document.activeElement.blur()")
+    doing(browser, lambda: body.send_keys("2"))
+    wait_until_tabs_are_at_the_top(browser)
+    browser.execute_script("scrollTo(0, 0)")
+    line = browser.find_element("id", "tokens")
+    doing(browser, lambda: line.send_keys("3"))
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    assert browser.execute_script(TABS)[0] == 0
+    assert browser.switch_to.active_element == line
+
+
+def wait_until_tabs_are_at_the_top(browser):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(browser, 10).until(lambda _: abs(browser.execute_script(TABS)[1]) < 1)
+
+
+def test_a_high_window_does_not_move(opened, browser, maps):
+    opened(maps, "view=layers")
+    doing(browser, browser.find_element("css selector", "button[data-view=text]").click)
+    browser.execute_async_script("setTimeout(arguments[0], 300)")
+    assert browser.execute_script(TABS)[0] == 0
 
 
 CONTROLS = "#options button, #options select, #options input"

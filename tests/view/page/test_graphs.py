@@ -132,6 +132,59 @@ def test_the_flow_to_the_first_token_itself(opened):
     assert set(drawn_edges(browser)) == {((level, 0), (level + 1, 0)) for level in range(4)}
 
 
+def test_the_flow_starts_with_the_map_that_gives_the_first_token_least(opened):
+    collecting = random_attention() * 0.01
+    collecting[..., 0] = 1 - collecting[..., 1:].sum(-1)
+    attention, alti = map_of(collecting), map_of(random_attention(seed=1), method="alti", residual=0.0)
+    other = map_of(random_attention(seed=1) + 0.2 * torch.eye(6)[0], method="value_zeroing", residual=0.0)
+    maps = {"attention": attention, "value_zeroing": other, "alti": alti}
+    heading = "return document.querySelector('#view .caption').textContent"
+    browser = opened(maps, "view=layers&query=5")
+    doing(browser, browser.find_element("css selector", "button[data-view=flow]").click)
+    assert "ALTI: a rollout" in browser.execute_script(heading)
+    assert browser.find_element("id", "map").get_property("value") == "2"
+    # The default of the flow is not that of other views, and is not kept in the address.
+    assert "map=&" in browser.current_url
+    doing(browser, browser.find_element("css selector", "button[data-view=grid]").click)
+    assert browser.execute_script("return map().label") == "attention"
+    doing(browser, lambda: browser.execute_script("set({ map: 1 })"))
+    doing(browser, browser.find_element("css selector", "button[data-view=flow]").click)
+    assert "Value Zeroing: a rollout" in browser.execute_script(heading)
+    browser = opened(maps, "view=flow&map=0&query=5")
+    assert "Attention: a rollout" in browser.execute_script(heading)
+
+
+def test_the_flow_says_first_that_almost_all_is_from_the_first_token(opened):
+    scores = random_attention() * 0.1
+    scores[..., 0] = 1 - scores[..., 1:].sum(-1)
+    m = map_of(scores, residual=0.1)
+    browser = opened(m, "view=flow&query=5&first=0")
+    whole = lm.rollout(m).scores[-1, 5, 0].item()
+    assert whole > 0.95
+    said = "more than 99.9 %" if whole > 0.999 else f"{100 * whole:.1f} %"
+    finding = browser.find_element("css selector", ".finding").text
+    assert finding.startswith(
+        f"Almost all of this rollout ({said}) is from the first token; the shares below are of the rest. "
+    )
+    assert f"{said} of the whole" in browser.find_element("css selector", "p[data-left]").text
+    # With the first token drawn, the shares are of the whole.
+    browser = opened(m, "view=flow&query=5&first=1")
+    assert "Almost all" not in browser.find_element("css selector", ".finding").text
+    browser = opened(FLOWS["residual in the map"], "view=flow&query=5&first=0")
+    assert "Almost all" not in browser.find_element("css selector", ".finding").text
+
+
+def test_the_smallest_share_is_a_percentage(opened):
+    browser = opened(map_of(), "view=flow&query=5")
+    slider = browser.find_element("css selector", "input[data-option=threshold]")
+    output = browser.find_element("css selector", "#options label:has([data-option=threshold]) output")
+    assert (output.text, slider.get_attribute("aria-valuetext")) == ("4 %", "4 %")
+    doing(browser, lambda: browser.execute_script("set({ threshold: .125 })"))
+    assert (output.text, slider.get_attribute("aria-valuetext")) == ("12.5 %", "12.5 %")
+    caption = browser.find_element("css selector", "p[data-share]").text
+    assert "a path whose drawing ends continues below that share" in caption
+
+
 def test_the_flow_ends_at_the_chosen_layer(opened):
     m = FLOWS["residual in the map"]
     browser = opened(m, "view=flow&query=5&first=1&layer=1&threshold=0.000001")

@@ -268,6 +268,28 @@ def test_the_first_token_is_not_coloured_and_leaves_its_word(opened):
     assert not all_of(browser, "[data-map] .token.pale")
 
 
+@pytest.mark.parametrize(("query", "itself", "others"), [(7, [7], [3, 4, 5]), (5, [3, 4, 5], [1, 2])])
+def test_the_sentence_of_the_position_is_not_coloured(opened, query, itself, others):
+    """As for a single token: the caption has its share, and the scale ends at another sentence."""
+    m = map_of(random_attention(size=8) + 3 * torch.eye(8), tokens=SENTENCES)
+    browser = opened(m, f"view=text&by=sentence&query={query}&layer=0")
+    tokens = all_of(browser, "[data-map] .token")
+    pale = [key for key, token in enumerate(tokens) if "pale" in token.get_attribute("class")]
+    assert pale == [0, *itself]
+    share = m.normalized().scores[0, itself].mean(0)
+    below = browser.find_element("css selector", ".below").text
+    name = "sentence" if len(itself) > 1 else "position"
+    assert f"the {name} itself {percent(share[itself].sum())}, not coloured" in below
+    largest = max(share[unit].sum() for unit in ([1, 2], [3, 4, 5], [6]) if unit != itself)
+    expected = ramp(browser, share[others].sum() / largest)
+    said = tokens[others[0]].value_of_css_property("background-color")
+    assert [int(channel) for channel in re.findall(r"\d+", said)[:3]] == expected
+    # Its switch draws it as any other sentence.
+    doing(browser, browser.find_element("css selector", "button[data-option=diagonal]").click)
+    pale = [token.get_attribute("data-key") for token in all_of(browser, "[data-map] .token.pale")]
+    assert pale == ["0"]
+
+
 def geometry(canvas):
     """Return where the cells of a heat map are: the left and upper edge, and a cell's width and height."""
     found = json.loads(canvas.get_attribute("data-geometry"))
@@ -412,14 +434,44 @@ def test_methods_agree_as_spearman_says(opened, maps):
         cells = all_of(browser, f"tr[data-map={name}] td[data-layer]")
         for layer, cell in enumerate(cells):
             ours, theirs = (one.merge_heads().scores[layer, 5].abs() for one in (maps["attention"], m))
-            assert float(cell.text) == pytest.approx(spearmanr(ours, theirs).statistic, abs=0.051)
+            said = cell.text.replace("−", "-")
+            assert float(said) == pytest.approx(spearmanr(ours, theirs).statistic, abs=0.051)
+            assert not said.lstrip("-").startswith("0.")
     assert len(all_of(browser, ".row")) == 2
+
+
+def test_the_agreement_of_thirty_layers_fits_or_scrolls(opened, browser):
+    deep = {
+        name: map_of(random_attention(30, seed=seed), method=name)
+        for seed, name in enumerate(["attention", "alti"])
+    }
+    opened(deep, "view=methods&map=0&query=5")
+    table = browser.find_element("css selector", "table.agreement")
+    pane = browser.find_element("css selector", "#view .pane")
+    assert table.rect["width"] <= pane.rect["width"]
+    heads = [cell.text for cell in all_of(browser, ".agreement tr:first-child th")]
+    assert heads == ["agreement with Attention", "leaderboard", *map(str, range(30))]
+    # On a narrow screen the table scrolls, and the names stay.
+    size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        opened(deep, "view=methods&map=0&query=5")
+        browser.execute_script("document.querySelector('#view .pane').scrollLeft = 9999")
+        name, last = (
+            browser.find_element("css selector", f".agreement tr:last-child {cell}")
+            for cell in ("th", "td:last-child")
+        )
+        pane = browser.find_element("css selector", "#view .pane")
+        assert name.rect["x"] == pytest.approx(pane.rect["x"], abs=1)
+        assert last.rect["x"] + last.rect["width"] <= pane.rect["x"] + pane.rect["width"] + 1
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_the_leaderboards_score_is_a_methods_best_and_no_given_rollouts(opened, maps):
     rolled = lm.rollout(maps["alti"])
     browser = opened({"alti": maps["alti"], "rollout": rolled}, "view=methods&map=0&query=5")
-    said = [all_of(browser, f"tr[data-map={name}] td")[-1].text for name in ("alti", "rollout")]
+    said = [all_of(browser, f"tr[data-map={name}] td")[0].text for name in ("alti", "rollout")]
     assert said == [f"{best_of_methods()['alti'].value:.2f}", "–"]
 
 
@@ -518,7 +570,7 @@ def test_layers_of_input_maps_are_named_for_what_they_are(opened, maps):
     left, top, across, down = geometry(canvas)
     assert tip_of(browser, canvas, left + across / 2, top + down / 2).startswith("up to layer 0\n")
     browser = opened({"rolled": rolled, "whole": whole}, "view=methods&map=1&query=5")
-    assert [cell.text for cell in all_of(browser, "th")][1] == "whole model"
+    assert [cell.text for cell in all_of(browser, "th")][2] == "whole model"
     assert "difference of shares · whole model" in browser.find_element("id", "view").text
 
 
@@ -565,7 +617,7 @@ def test_names_that_every_object_has_are_names(opened, view):
     if view == "methods":
         for name in tokens:
             cells = all_of(browser, f"tr[data-map={name}] :is(th, td)")
-            assert (cells[0].text, cells[-1].text) == (name, "–")
+            assert (cells[0].text, cells[1].text) == (name, "–")
             assert len(cells) == 6
     elif view == "text":
         assert [row.get_attribute("data-map") for row in all_of(browser, ".row")] == tokens
