@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _HUES = ("#1c75ad", "#d1662c", "#3f8f5b", "#8a4fa3", "#b3902f", "#a33b52")
 _MARKS = "osD^vP"
 
+_PAGE = (5.7, 7.5)  # the largest width and height of a tree, which leave space for its labels on a page
+
 
 def tree_figure(
     tree: networkx.DiGraph,
@@ -30,7 +32,8 @@ def tree_figure(
 ) -> Figure:
     """Return a figure of an attribution tree above its sentence, with the root on top.
 
-    Each token is at the level at which it joined the tree.
+    Each token is at the level at which it joined the tree. The figure fits on a page; if there is no space
+    for all labels, the tokens of the tree have theirs first.
 
     Args:
         tree: a tree of `lens_mix.attribution_tree`.
@@ -51,7 +54,8 @@ def tree_figure(
     levels = sorted({level for level, _ in tree.nodes})
     height_of = {level: height for height, level in enumerate(levels)}
     bottom = 0.25 + canvas.measure_longest(tokens, FONT)
-    inner = (max(0.34 * len(tokens), 3.0), max(0.34 * len(levels), 1.0))
+    width, height = min(max(0.34 * len(tokens), 3.0), _PAGE[0]), min(max(0.34 * len(levels), 1.0), _PAGE[1])
+    inner = (width, height)
     panel = canvas.open_panel(1.05, bottom, inner, (0.2, 0.45), title, ax, figsize)
     axes = panel.axes
     axes.set(xlim=(-0.6, len(tokens) - 0.4), ylim=(-0.6, len(levels) - 0.4))
@@ -65,8 +69,10 @@ def tree_figure(
         axes.annotate(make_visible(values["token"]), point, xytext=offset, ha=side, **look)
     names = {level: values["layer"] for (level, _), values in tree.nodes(data=True)}
     rows = [f"after layer {names[level]}" if level else "input" for level in levels]
-    canvas.label_ticks(axes.yaxis, rows, colour=QUIET)
-    canvas.label_ticks(axes.xaxis, tokens, rotation=90)
+    width, height = canvas.measure_axes(axes)
+    canvas.label_ticks(axes.yaxis, rows, count_labels(height, FONT), colour=QUIET)
+    used = list(dict.fromkeys(position for _, position in tree.nodes))
+    canvas.label_ticks(axes.xaxis, tokens, count_labels(width, FONT), rotation=90, strongest=used)
     canvas.draw_thin_frame(axes, ticks=0)
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.grid(axis="y", color="#eeeeee", lw=0.6)

@@ -71,3 +71,18 @@ def test_pruning_figure(tmp_path):
     assert len(axes.collections) == 1
     assert axes.get_ylabel() == "accuracy"
     curves.show().savefig(tmp_path / "curves.png")
+
+
+def test_a_tree_of_a_long_prompt_fits_on_a_page():
+    tree = nx.DiGraph(tokens=[f" t{position}" for position in range(60)], root=(30, 59))
+    for level in range(31):
+        tree.add_node((level, 59), token=" t59", position=59, layer=level - 1)
+    tree.add_edges_from([((level, 59), (level + 1, 59)) for level in range(30)], weight=0.5)
+    tree.add_node((0, 7), token=" t7", position=7, layer=-1)
+    tree.add_edge((0, 7), (1, 59), weight=0.5)
+    figure = tree_figure(tree)
+    assert figure.get_size_inches()[0] <= 7.5
+    assert figure.get_size_inches()[1] <= 10
+    # The tokens of the tree have labels before others.
+    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert {"·t7", "·t59"} <= set(labels)
