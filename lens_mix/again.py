@@ -96,7 +96,7 @@ def _make_method(mixing_map: MixingMap) -> Method:
     """Return the method of a map with its parameters.
 
     Raises:
-        ValueError: If there is no such method, or if the map does not fully describe it.
+        ValueError: If the method does not exist, or if the map does not fully describe it.
     """
     known = all_methods()
     if mixing_map.method not in known:

@@ -18,7 +18,7 @@ def citation(name: str) -> str:
         name: The name of the method, as for `lm.run`, or "flow" or "rollout".
 
     Raises:
-        ValueError: If there is no such method or aggregation, or if the method does not cite a paper.
+        ValueError: If the method or aggregation does not exist, or if the method does not cite a paper.
     """
     check_instance("name", name, str, "the name of a method or an aggregation")
     key = _AGGREGATIONS.get(name) or getattr(find_method(name, "name"), "citation", "")

@@ -99,7 +99,7 @@ def find_label(model: PreTrainedModel, label: Any, name: str) -> int | None:
 
     Raises:
         TypeError: If the label is neither a number nor a name.
-        ValueError: If there is no such label.
+        ValueError: If the label does not exist.
     """
     names, count = _list_labels(model)
     if label is None and find_kind(model) != "question answering":

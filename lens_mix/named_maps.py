@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lens_mix import registry
-from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
-from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
-from lens_mix.recommended import input_map, recommended_method
+from lens_mix.recommended import find_default_row, input_map, recommended_method
 from lens_mix.runner import read_methods, run
 
 INPUT_MAP = "input_map"  # the name of `lens_mix.input_map`, beside the names of the methods
@@ -82,8 +81,7 @@ def compute_maps(
         prompt: As in `lm.run`.
         names: The names, as in `read_names`.
         queries: The positions of the rows to compute, as in `lm.run`. None: all rows, but a single one for
-            methods that need several forward passes for each row. It is the last one, or the first one
-            ([CLS]) of an encoder.
+            methods that need several forward passes for each row: that of `find_default_row`.
         all_rows: Whether these methods also compute all rows, if `queries` is None.
         layers: The layers, as in `lm.run`, for methods that have a map of each layer.
         per_head: Whether each head has a map of its own.
@@ -95,7 +93,7 @@ def compute_maps(
         UnsupportedModelError: As in `lm.run`.
     """
     methods = read_names(names, per_head=per_head)
-    default_row = _find_default_row(model)
+    default_row = find_default_row(model, prompt, **options)
     groups: dict[tuple[bool, bool], list[Method]] = {}
     maps: dict[str, MixingMap] = {}
     for name, method in methods.items():
@@ -109,13 +107,6 @@ def compute_maps(
         selection = {"queries": rows, "layers": None if is_of_model else layers}
         maps |= run(model, prompt, group, **{**options, **selection})
     return {name: maps[name] for name in methods}
-
-
-def _find_default_row(model: TransformerLensModel) -> int:
-    """Return the row that says most about a prompt: the last one, or the first one ([CLS]) of an encoder."""
-    model_class = model_class_of(model)
-    reads_everything = is_causal_model(model, model_class) or is_encoder_decoder(model, model_class)
-    return -1 if reads_everything else 0
 
 
 def find_methods(model: TransformerLensModel, names: Sequence[str]) -> dict[str, Method]:

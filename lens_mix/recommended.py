@@ -98,7 +98,7 @@ def input_map(
     options["part"] = part
     if isinstance(queries, str):
         check_choice("queries", queries, ("default",))
-        queries = _find_default_row(model, prompt, target, options)
+        queries = find_default_row(model, prompt, target, **options)
     method, name, mixing_map, reasons = _run_first(model, prompt, queries, target, options)
     evidence = {"recipe": method.name, "figures": _figures(name)}
     return mixing_map.replace(
@@ -120,22 +120,30 @@ def recommended_method(model: TransformerLensModel) -> Method:
     return _run_first(model, any_prompt(model), -1, None, {"part": part, "progress": None})[0]
 
 
-def _find_default_row(
-    model: TransformerLensModel, prompt: Any, target: TargetLike | None, options: Mapping[str, Any]
+def find_default_row(
+    model: TransformerLensModel, prompt: Any, target: TargetLike | None = None, **options: Any
 ) -> int:
-    """Return the position of the row that is computed if none is named."""
-    if options["part"] is not None or is_causal_model(model, model_class_of(model)):
+    """Return the position of the row that says most about a prompt.
+
+    It is the last one of a decoder, also with an encoder. In a bidirectional model it is the one that the
+    target reads, else that of the only mask, else 0, the position of [CLS].
+
+    Args:
+        model: As in `lm.run`.
+        prompt: As in `lm.run`.
+        target: The target, if there is one.
+        options: As in `lm.run`.
+    """
+    model_class = model_class_of(model)
+    if is_causal_model(model, model_class) or is_encoder_decoder(model, model_class):
         return -1
     position = getattr(target, "position", None)
     if isinstance(position, int):
         return position
-    names = ("prepend_bos", "attention_mask")
-    inputs = {
-        name: value for name, value in options.items() if name in further_inputs(model, model_class_of(model))
-    }
-    read = Session(model, {"attention": AttentionWeights()}).read(
-        prompt, **{name: options.get(name) for name in names}, inputs=inputs
-    )
+    reading = {name: options.get(name) for name in ("prepend_bos", "attention_mask")}
+    taken = further_inputs(model, model_class)
+    inputs = {name: value for name, value in options.items() if name in taken}
+    read = Session(model, {"attention": AttentionWeights()}).read(prompt, **reading, inputs=inputs)
     mask = getattr(getattr(model, "tokenizer", None), "mask_token_id", None)
     places = [] if mask is None else (read.tokens == mask).nonzero()[:, 0].tolist()
     return places[0] if len(places) == 1 else 0

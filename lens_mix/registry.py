@@ -111,7 +111,7 @@ def find_method(name: str, argument: str = "methods") -> type[Method]:
         argument: The name of the argument, for errors.
 
     Raises:
-        ValueError: If there is no such method. The error names the closest one.
+        ValueError: If the method does not exist. The error names the closest one.
     """
     known = all_methods()
     if name in known:

@@ -100,7 +100,7 @@ class Context:
 
         Raises:
             TypeError: If it is neither text nor a number.
-            ValueError: If there is no such token, the text is several tokens, or the model has no tokenizer.
+            ValueError: If the token does not exist, the text is several tokens, or there is no tokenizer.
         """
         if not isinstance(token, str):
             return check_whole_number(name, token, 0, self.output.shape[-1] - 1)
@@ -136,7 +136,7 @@ class Context:
 
         Raises:
             TypeError: If it is not a whole number.
-            ValueError: If there is no such position.
+            ValueError: If the position does not exist.
         """
         count = len(self.tokens)
         return check_whole_number("position", position, -count, count - 1) % count
@@ -176,11 +176,11 @@ class Target:
         return self.reads_position(context)
 
     def in_words(self, context: Context) -> str:
-        """Return the target in words: "log probability of ' Italian'"."""
+        """Return the target as text: "log probability of ' Italian'"."""
         return type(self).__name__.lstrip("_")
 
     def explain(self, context: Context, value: float) -> Explained:
-        """Return the target in words with its value, and the model's prediction where the target reads it."""
+        """Return the target, its value, and the model's prediction at the position that it reads."""
         return self.predict(context)._replace(target=self.in_words(context), value=value)
 
     def predict(self, context: Context) -> Explained:
@@ -636,7 +636,7 @@ def class_difference(
 
     Raises:
         TypeError: As in `hf_classifier`, or if a class is neither a number nor a name.
-        ValueError: As in `hf_classifier`, or if there is no such class, or both are the same.
+        ValueError: As in `hf_classifier`, or if a class does not exist, or both are the same.
     """
     if hf_model is None:
         if position is not None:

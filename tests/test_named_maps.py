@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import lens_mix as lm
 from lens_mix import named_maps
 from lens_mix.named_maps import compute_maps, find_methods, has_all_rows, read_names
 from tests.matrix import build_or_skip
-from tests.tiny_models import available, bridge, hooked_encoder, tokens
+from tests.tiny_models import available, bridge, hooked_encoder, tokens, toy_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,15 @@ def test_methods_that_cost_passes_for_each_row_have_the_last_row_only():
     assert {"input_map", "gim", "attribution_patching", "input_gradients"} <= few
     assert not few & {"attention", "value_zeroing", "alti", "decompx", "occlusion"}
     assert has_all_rows("somebody's own")
+
+
+def test_a_prompt_with_a_mask_has_the_row_of_the_mask():
+    tokenizer = toy_tokenizer()
+    tokenizer.mask_token = "w30"
+    model = build_or_skip(bridge, "bert", tokenizer=tokenizer)
+    prompt = torch.tensor([5, 9, tokenizer.mask_token_id, 7, 31])
+    maps = compute_maps(model, prompt, ["input_map", "gim"], progress=None)
+    assert [m.query_positions for m in maps.values()] == [[2], [2]]
 
 
 def test_maps_per_head(model):

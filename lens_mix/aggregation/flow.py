@@ -85,7 +85,7 @@ def flow(
 
     Raises:
         TypeError: As in `rollout`.
-        ValueError: As in `rollout`, or if there is no such query or solver, or fewer than 1 process.
+        ValueError: As in `rollout`, or if the query or solver does not exist, or for fewer than 1 process.
     """
     check_flags(normalize=normalize, receptive_field=receptive_field, drop_bos=drop_bos, progress=progress)
     stack, visible, weight, row_weights = capacity_stack(

@@ -50,7 +50,7 @@ def normalise_rollout(
         product: The product of two maps in float64.
 
     Raises:
-        ValueError: If there is no such arithmetic.
+        ValueError: If the arithmetic does not exist.
     """
     check_choice("arithmetic", arithmetic, ("auto", "float64", "log"))
     null = null_maps(visible, residual)

@@ -25,7 +25,7 @@ def rule_name(method: str) -> str:
     """Return the rule's name, which may be given in captum's spelling.
 
     Raises:
-        ValueError: There is no such rule.
+        ValueError: The rule does not exist.
     """
     name = _ALIASES.get(method, method) if isinstance(method, str) else method
     check_choice("method", name, RULES)
@@ -41,7 +41,7 @@ def quadrature(method: str, n_steps: int) -> tuple[Float[Tensor, " point"], Floa
     that its trapezoid weights sum to (n - 1)/n.)
 
     Raises:
-        ValueError: There is no such rule, or it needs more steps.
+        ValueError: The rule does not exist, or it needs more steps.
     """
     name = rule_name(method)
     least = 2 if name == "trapezoid" else 1

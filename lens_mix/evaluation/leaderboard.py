@@ -78,7 +78,7 @@ class Leaderboard:
             against: The method of the paired differences. None: no differences.
 
         Raises:
-            ValueError: There is no such method.
+            ValueError: The method does not exist.
         """
         from lens_mix.tables import Table
 

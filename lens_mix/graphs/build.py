@@ -100,7 +100,7 @@ def information_flow_graph(
         level.
 
     Raises:
-        ValueError: If there is no such query or key, no path is above the threshold (the message gives the
+        ValueError: If the query or key does not exist, no path is above the threshold (the message gives the
             largest threshold), or nothing flows from key to query.
     """
     check_choice("by", by, ("rollout", "flow", "weight"))
@@ -149,7 +149,7 @@ def prune_graph(
 
     Raises:
         TypeError: If `graph` is not a DiGraph.
-        ValueError: If the graph has a cycle, there is no such target, an edge lacks the attribute, the
+        ValueError: If the graph has a cycle, the target does not exist, an edge lacks the attribute, the
             threshold is below 0, or no edge is left.
     """
     threshold = check_number("threshold", threshold, 0)

@@ -51,7 +51,7 @@ def load_graph(path: str | os.PathLike[str]) -> nx.DiGraph:
     """Read a graph that `save_graph` wrote.
 
     Raises:
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If the file does not exist.
         ValueError: If the ending is not `.graphml` or `.json`, or if the file does not contain a graph.
     """
     ending = _read_ending(check_instance("path", path, (str, os.PathLike), "a path"))

@@ -40,7 +40,7 @@ class ComponentError:
         component: Its name.
         error: The largest relative error of any row; None if the component can't be rebuilt.
         tolerance: The largest accepted error in the model's dtype.
-        note: Why there is no error, or what was found.
+        note: The reason if `error` is None, or what was found.
     """
 
     layer: int
@@ -73,8 +73,8 @@ class Component(Generic[R]):
 
     Attributes:
         name: The component's name, a column of `lens_mix.check`.
-        formula: How it is rebuilt, in words.
-        recorded: What the rebuilt component is compared with, in words.
+        formula: The formula by which it is rebuilt, as text.
+        recorded: The name of the tensor that the rebuilt component is compared with.
         rebuild: Computes it from the recorded tensors, [batch row ...]; None if one of them is missing, or if
             the anatomy has no formula for it. It raises `_NotRebuilt` if the shapes are unexpected.
         compare_with: Returns the recorded tensor, [batch row ...]; None if it was not recorded.

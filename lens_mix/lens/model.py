@@ -158,7 +158,7 @@ class Lens:
 
         Raises:
             TypeError: If it is not a whole number.
-            ValueError: If there is no such layer.
+            ValueError: If the layer does not exist.
         """
         return check_whole_number("layer", layer, -self.n_layers, self.n_layers - 1) % self.n_layers
 

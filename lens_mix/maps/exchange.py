@@ -96,7 +96,7 @@ def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch
         device: The device of the map's tensors.
 
     Raises:
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If the file does not exist.
         ValueError: If the file does not contain a map, or if torch cannot use the device.
     """
     from safetensors import SafetensorError, safe_open

@@ -21,7 +21,7 @@ def as_position(value: object, count: int, argument: str = "query", also: str = 
 
     Raises:
         TypeError: If `value` is not a whole number.
-        ValueError: If there is no such position.
+        ValueError: If the position does not exist.
     """
     return check_whole_number(argument, value, -count, count - 1, f"{also}a position") % count
 
@@ -48,7 +48,7 @@ def find_query(tokens: Sequence[str], query: int | str, argument: str = "query")
     White space around a token counts only if the token occurs as it is written: "of" finds " of".
 
     Raises:
-        ValueError: If there is no such position, or if the token does not occur exactly once.
+        ValueError: If the position does not exist, or if the token does not occur exactly once.
     """
     if not isinstance(query, str):
         return as_position(query, len(tokens), argument)
@@ -73,7 +73,7 @@ def kept_positions(tokens: Sequence[str], dropped: Dropped, argument: str = "tok
 
     Raises:
         TypeError: If `dropped` is none of these.
-        ValueError: If there is no such position or token, or if no position remains.
+        ValueError: If a position or token does not exist, or if no position remains.
     """
     if callable(dropped):
         removed = {position for position, token in enumerate(tokens) if dropped(token)}

@@ -309,7 +309,7 @@ class MixingMap:
                 row of `default_query`.
 
         Raises:
-            ValueError: If there is no such query, or the map does not have its row.
+            ValueError: If the query does not exist, or the map does not have its row.
         """
         row = self.row_index(query)
         entry = Explained() if self.explained is None else self.explained[row]
@@ -342,7 +342,7 @@ class MixingMap:
             argument: The name of the argument, for errors.
 
         Raises:
-            ValueError: If there is no such position, the token does not occur exactly once, or the map does
+            ValueError: If the position does not exist, the token does not occur exactly once, or the map does
                 not have the row.
         """
         query = self.default_query_position if query is None else query
@@ -385,7 +385,7 @@ class MixingMap:
 
         Raises:
             TypeError: If `layer` is not a whole number.
-            ValueError: If there is no such layer.
+            ValueError: If the layer does not exist.
         """
         layer, labels = check_whole_number(argument, layer), self.layer_labels
         if -len(labels) <= layer < 0:
@@ -527,7 +527,7 @@ class MixingMap:
 
         Raises:
             TypeError: If `tokens` is none of these.
-            ValueError: If there is no such position or token, no token or no row would remain, or `axis` is
+            ValueError: If a position or token does not exist, no token or no row would remain, or `axis` is
                 "both" for a map with other keys than its tokens.
         """
         check_choice("axis", axis, ("both", "query", "key"))
@@ -670,7 +670,7 @@ class MixingMap:
             unit: "raw": scores as the method defines them. "share": divided by the row's sum of magnitudes.
 
         Raises:
-            ValueError: If there is no such query, layer or head, the map does not have the row, or `k` is
+            ValueError: If the query, layer or head does not exist, the map does not have the row, or `k` is
                 below 1.
         """
         k = check_whole_number("k", k, 1)
@@ -705,8 +705,8 @@ class MixingMap:
             unit: "raw": heads are compared by `score`. "share": by `share`.
 
         Raises:
-            ValueError: If the map has no heads, there is no such query or key, the query cannot see the key,
-                or `k` is below 1.
+            ValueError: If the map has no heads, the query or key does not exist, the query cannot see the
+                key, or `k` is below 1.
         """
         if key is None:
             raise TypeError('key: expected a position or a text of the prompt, as in key=" Paris", got None')
@@ -799,7 +799,7 @@ class MixingMap:
             options: The options of the figure, such as `query=`, `scale=`, `ax=`, `figsize=`, `cmap=`.
 
         Raises:
-            ValueError: If there is no such kind, if there are options for a page, or as in `show_position`
+            ValueError: If the kind is another one, if there are options for a page, or as in `show_position`
                 and `layer_maps`.
             ImportError: If a figure is asked for and matplotlib is not installed.
         """

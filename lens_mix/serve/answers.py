@@ -107,7 +107,7 @@ class Workshop:
         return Estimate(tokens, seconds)
 
     def describe(self, request: Request) -> str:
-        """Return the estimate of a request in words, and whether it is beyond the limits."""
+        """Return the estimate of a request as text, and whether it is beyond the limits."""
         if not request.text.strip():
             return ""
         expected = self.estimate(request)

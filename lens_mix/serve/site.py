@@ -208,7 +208,7 @@ class Site(ThreadingHTTPServer):
         return order
 
     def _make_state(self, order: _Order) -> dict[str, Any]:
-        """Return what an order does, in words and in numbers."""
+        """Return the state of an order as text and numbers."""
         job, before = order.job, self.jobs.count_before(order.job)
         seconds = f"{job.seconds:.0f} s"
         if job.started is None:

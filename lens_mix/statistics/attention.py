@@ -99,7 +99,7 @@ class AttentionStatistics:
         The head with the largest share is first.
 
         Raises:
-            ValueError: There is no such group.
+            ValueError: The group does not exist.
         """
         check_choice("group", group, self.groups)
         return self._select_above(self.groups[group], threshold)

@@ -77,7 +77,7 @@ class PositionView:
         numbers: The keys to write as a number beside each layer, by the number's heading: "first" is the
             first token of a decoder, "special" the special tokens of another text, "own" the position itself.
         title: What is explained, or which position is shown.
-        sentence: The largest score in words; "" if there is none. These keys (in cross-attention,
+        sentence: A sentence about the largest score; "" if there is none. These keys (in cross-attention,
             also the residual stream) do not count.
         best: The index of the map with this score, and the score.
         subtitle: The model, the prompt and the unit.
@@ -306,7 +306,7 @@ def _describe_best(panels: Sequence[Panel], best: tuple[int, Strongest], key: st
     Args:
         panels: The maps.
         best: A result of `_find_best`.
-        key: The key in words.
+        key: The key as text.
     """
     panel, strongest = panels[best[0]], best[1]
     layer = panel.layers[strongest.layer]
