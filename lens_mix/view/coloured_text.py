@@ -19,7 +19,7 @@ class TextBlock:
     """Compute the lines of a coloured text, and draw them.
 
     A token's box is coloured by its score and contains the space before it. The first token and the position
-    itself have an outline, and the end of the scale's colour if their score is beyond it. The predicted next
+    itself have an outline and no colour, because their scores are numbers in the heading. The predicted next
     token comes last, in a dashed box.
 
     Attributes:
@@ -74,11 +74,11 @@ class TextBlock:
             if index == self.prediction:
                 look |= {"lw": 0.9, "ec": canvas.DARK, "ls": (0, (3, 2))}
                 ink, weight = canvas.DARK, "bold"
+            elif index in self.outlined:
+                look |= {"lw": 0.9}
             else:
-                colour = colours(norm(self.scores[index]))
-                look["fc"] = colour
-                ink = "white" if canvas.is_dark(colour) else INK
-                look |= {"lw": 0.9, "ec": INK} if index in self.outlined else {}
+                look["fc"] = colours(norm(self.scores[index]))
+                ink = "white" if canvas.is_dark(look["fc"]) else INK
             corner = (left + place + 0.008, bottom)
             shape = "round,pad=0,rounding_size=0.025"
             axes.add_patch(FancyBboxPatch(corner, width - 0.016, _BOX, boxstyle=shape, **look))

@@ -145,8 +145,10 @@ def _draw_text(view: PositionView, panel: Panel) -> tuple[str, float, float]:
         else:
             step = colour_step(scores[key].item() / high, low < 0)
             is_dark = abs(step - len(colours) // 2) > 3 if low < 0 else step >= 9
-            outline = f' stroke="{INK}"' if key in view.number_keys else ""
-            look, ink = f'fill="{colours[step]}"{outline}', "#fff" if is_dark else INK
+            look, ink = f'fill="{colours[step]}"', "#fff" if is_dark else INK
+            if key in view.number_keys:
+                # Its score is a number in the heading.
+                look, ink = f'fill="#fff" stroke="{INK}"', INK
         parts.append(
             f'<rect x="{x + 0.5:.1f}" y="{y:.1f}" width="{width - 1:.1f}" height="20" rx="3" {look}/>'
             f'<text x="{x + width - inner - 3:.1f}" y="{y + 14.5:.1f}" fill="{ink}" '

@@ -88,6 +88,8 @@ def test_a_map_with_one_layer_is_a_coloured_text_above_the_others() -> None:
     shares = whole.normalized().scores[0, -1, 1:4]
     faces = torch.tensor([patch.get_facecolor()[:3] for patch in text.patches[1:4]]).sum(1)
     assert faces.argsort().tolist() == shares.argsort(descending=True).tolist()
+    # The first token and the position itself are numbers in the heading, so they have no colour.
+    assert [text.patches[place].get_facecolor()[:3] for place in (0, 4)] == [(1, 1, 1)] * 2
     heading = next(line for line in written(figure) if line.startswith("input, share of the row"))
     row = whole.normalized().scores[0, -1]
     assert f"first {100 * row[0]:.0f} %, own {100 * row[-1]:.0f} %" in heading
