@@ -2,7 +2,7 @@
 # make test     the suite on TransformerLens 4.x and on 3.9, without its slowest cases (.ci/run has all of them)
 # make test-oldest   a smoke test with the oldest release of every dependency that pyproject.toml allows
 # make bench    benchmarks on this machine: tables in benchmarks/RESULTS.md (BENCH=--full for all of them)
-# Each target makes the environment that it needs; see docs/development.md.
+# Each target makes the environment that it needs; see docs/development/index.md.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENVIRONMENTS := .environments

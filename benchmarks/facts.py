@@ -27,7 +27,7 @@ from lens_mix.methods import METHODS
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "lens_mix" / "measured.json"
 RECORD = ROOT / "benchmarks" / "LEADERBOARD.md"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 SMOLLM2, GEMMA3, MINILM = "SmolLM2-135M-Instruct", "Gemma 3 270M", "all-MiniLM-L6-v2"
 PARTIAL = "partial Spearman (controlled for position) with measured replacement of tokens"
@@ -86,7 +86,7 @@ def _leaderboard(name: str, heading: str, column: str, score: str, model: str, c
 
 def _search(heading: str, column: str, model: str, command: str, date: str, **options: Any) -> Table:
     options = {"cases": "held-out prompts", "release": RELEASE, "date": date, **options}
-    return Table("docs/input_map.md", heading, column, PLAIN, model, command=f"{RUN}{command}", **options)
+    return Table("docs/evidence/input_map.md", heading, column, PLAIN, model, command=f"{RUN}{command}", **options)
 
 
 def _alignment(heading: str, column: str) -> Table:
@@ -128,7 +128,7 @@ TABLES = {
         cases="of them with more than 20 tokens",
     ),
     "flan-t5-joint": Table(
-        "docs/encoder_decoder.md",
+        "docs/guides/encoder_decoder.md",
         "Input maps over source and prefix",
         "partial (position out)",
         PLAIN,

@@ -23,7 +23,7 @@ from lens_mix.runner import run
 from lens_mix.session import Session
 from lens_mix.targets import TargetLike, predicted
 
-# The evidence was measured with these replacements (docs/input_map.md).
+# The evidence was measured with these replacements (docs/evidence/input_map.md).
 _WORDS = (" thing", " green")
 
 # These are the names of each recipe's facts in `lens_mix/measured.json`. A recipe that is missing here was
@@ -63,7 +63,7 @@ def input_map(
     For an encoder-decoder the only recipe is the norm of `input_gradients`, unless you choose a `part`. The
     keys are the tokens of the source and then those of the target (part="joint").
 
-    The evidence is in docs/input_map.md, docs/encoder_decoder.md, and docs/leaderboard.md for encoders.
+    The evidence is in docs/evidence/input_map.md, docs/guides/encoder_decoder.md, and docs/evidence/leaderboard.md for encoders.
 
     Args:
         model: As in `lm.run`.

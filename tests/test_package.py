@@ -49,7 +49,7 @@ def test_a_name_like_no_other_has_no_suggestion():
 
 
 def test_both_names_of_a_method_are_in_the_tables():
-    documented = (ROOT / "docs" / "which_method.md").read_text()
+    documented = (ROOT / "docs" / "guides" / "choose_a_method.md").read_text()
     printed = str(lm.METHODS).splitlines()
     assert len(printed) == len(lm.METHODS)
     for (name, method), line in zip(lm.METHODS.items(), printed, strict=True):
@@ -84,7 +84,7 @@ def test_public_modules_say_what_is_public(name):
     assert all(getattr(module, public).__doc__ for public in module.__all__)
     assert not [public for public in module.__all__ if public.startswith("_")]
     # The public names include all that a page uses by the module's name.
-    text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     assert set(re.findall(rf"\blm\.{name}\.(\w+)\(", text)) <= set(module.__all__)
 
 

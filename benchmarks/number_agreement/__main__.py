@@ -85,7 +85,7 @@ def make(name: str, sizes: Sizes) -> str:
     facts = ", ".join(f"{fact} {value}" for fact, value in machine().items())
     heading = (
         f"# Number agreement: {name}\n\nWritten by `python -m benchmarks.number_agreement`, discussed in "
-        "[docs/number_agreement.md](../../../docs/number_agreement.md).\n\n"
+        "[docs/evidence/number_agreement.md](../../../docs/number_agreement.md).\n\n"
         f"Machine: {facts}; {time.perf_counter() - start:.0f} s."
     )
     return "\n\n".join([heading, *texts]) + "\n"

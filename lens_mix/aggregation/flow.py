@@ -1,6 +1,6 @@
 """Compute attention flow (Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020).
 
-`docs/flow.md` explains the definition, the receptive-field normalisation and the limits in deep stacks.
+`docs/evidence/flow.md` explains the definition, the receptive-field normalisation and the limits in deep stacks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def flow(
         queries: The positions from which to flow (negative: from the end). None: all.
         residual: The residual weight, as in `rollout`.
         receptive_field: Whether to divide by the flow of uniform attention under the same mask. The formula
-            is ours (docs/flow.md).
+            is ours (docs/evidence/flow.md).
         drop_bos: Whether to drop position 0 first, as in `rollout`.
         solver: "scipy" (exact to about 1e-8) or "networkx" (float64 throughout, far slower).
         processes: The number of processes. In a script, more than 1 needs `if __name__ == "__main__":`.
@@ -186,7 +186,7 @@ def _normalise_by_null(
     queries: list[int],
     work: dict[str, Any],
 ) -> Float[Tensor, "level asked key"]:
-    """Return flows · B0 / F0, with each row scaled back to its sum (docs/flow.md).
+    """Return flows · B0 / F0, with each row scaled back to its sum (docs/evidence/flow.md).
 
     All rows of a layer must have the same residual weight.
     """

@@ -13,7 +13,7 @@ def layer_mean(mixing_map: MixingMap, *, normalize: bool = False) -> MixingMap:
     The mean follows no path through several layers: it treats the score of a *position* in each layer as that
     of the token there, although deep layers have mixed this position with others. On the other hand, no row
     is divided by its sum, so layers that change little count little. On deep causal models, the mean orders
-    tokens better than a rollout of the same maps (docs/leaderboard.md).
+    tokens better than a rollout of the same maps (docs/evidence/leaderboard.md).
 
     Args:
         mixing_map: Layer maps `[layer, query, key]` of any sign, with all rows or some. Heads are averaged.

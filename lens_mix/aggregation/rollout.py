@@ -54,10 +54,10 @@ def rollout(
             whose diagonal contains the residual.
         total_mixing: The mixing over all layers together, instead of `residual`: w = 1 − total / L for L
             layers, at least 0. With a fixed w, the mixing grows with the depth until tokens are no longer
-            distinguished. docs/input_map.md compares values.
+            distinguished. docs/evidence/input_map.md compares values.
         receptive_field: Whether to normalise by the rollout of uniform attention, so that a key has no
             advantage because many paths reach it (in causal maps: because it is early). Uniform attention has
-            the same residual as the map. The paper gives no formula; docs/receptive_field.md derives ours.
+            the same residual as the map. The paper gives no formula; docs/evidence/receptive_field.md derives ours.
         per_head: Whether to return the variant of the paper's appendix: each head of layer l times the
             rollout, with heads merged, of the layers below.
         drop_bos: Whether to drop position 0 on both axes first, whatever its token. Rows sum to 1 without it.

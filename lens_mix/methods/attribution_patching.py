@@ -52,7 +52,7 @@ class AttributionPatching(RowTargetMethod):
     g is the gradient of a backward pass with changed rules (`lens_mix.lens.changed_backward`): norms are
     linear maps at the scale of the clean pass, the softmax has temperature 2, and activations and gates
     follow the rule "ratio" of `Gim`. The sum, the square root and the rules are a choice of this library,
-    made on data: docs/input_map.md has the measurements.
+    made on data: docs/evidence/input_map.md has the measurements.
 
     The result is one map [1, query, key], at least 0, in the target's unit. Each row takes one backward pass,
     and for every replacement a forward pass over N + 2 `n_exact` tokens, where N is the row's number of

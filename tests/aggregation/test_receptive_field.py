@@ -16,7 +16,7 @@ from lens_mix.aggregation import receptive_field, rollout
 from lens_mix.maps import MixingMap
 
 REFERENCE = Path(__file__).parents[1] / "reference" / "rfn_candidates.npz"
-PAGE = Path(__file__).parents[2] / "docs" / "receptive_field.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "receptive_field.md"
 WEIGHTS = [0.0, 0.3, 0.5, 0.9, 1.0]
 
 

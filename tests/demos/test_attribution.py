@@ -75,7 +75,7 @@ def test_the_whole_story(demo, model, monkeypatch, capsys, tmp_path):
 
 
 def test_the_examples_of_the_page_run(model):
-    text = (DEMOS.parent / "docs" / "attribution.md").read_text(encoding="utf-8")
+    text = (DEMOS.parent / "docs" / "evidence" / "attention_attribution.md").read_text(encoding="utf-8")
     found = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert len(found) == 2
     words = {"Raymond is selling this": "w5 w6 w7", " sketches": " w13", " sketch": " w12"}

@@ -24,8 +24,12 @@ from tests.tiny_models import available, bridge, toy_tokenizer
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-HOW_TO = (ROOT / "docs" / "how_to_add_a_method.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+HOW_TO = (ROOT / "docs" / "guides" / "add_a_method.md").read_text(encoding="utf-8")
+# The how-tos have tests of their own.
+PAGES = [
+    ROOT / "README.md",
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "how_to"),
+]
 
 
 def examples(text: str) -> list[str]:
@@ -69,12 +73,12 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 # Pages with a test of their own, which checks the results of the examples.
 ELSEWHERE = {
-    *("README.md", "attribution.md", "encoder_decoder.md", "how_to_add_a_method.md"),
+    *("README.md", "attention_attribution.md", "encoder_decoder.md", "add_a_method.md"),
     *("input_gradients.md", "scales.md"),
 }
 SLOW = {"receptive_field.md"}
 SELF_CONTAINED = {
-    *("quickstart.md", "which_method.md", "bert_and_classifiers.md", "many_prompts.md"),
+    *("tutorial.md", "choose_a_method.md", "encoders.md", "many_prompts.md"),
     *("saving_and_exporting.md", "troubleshooting.md"),
 }
 WITH_CODE = [
@@ -134,7 +138,7 @@ def hub(folders: dict[str, Path], stand_ins: dict[str, Any], monkeypatch: pytest
 def test_every_code_block_runs_from_a_clean_start(
     page: Path, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if page.name == "bert_and_classifiers.md" and not available(bridge, "bert"):
+    if page.name == "encoders.md" and not available(bridge, "bert"):
         pytest.skip("no BERT with a tokenizer in this TransformerLens")
     monkeypatch.chdir(tmp_path)
     # A dataclass needs its module in sys.modules.
@@ -167,7 +171,7 @@ def test_ways_to_load_that_the_pages_name_are_there() -> None:
 
 def test_the_examples_of_the_scales_run(model: Any) -> None:
     names: dict[str, Any] = {"model": model}
-    (example,) = examples((ROOT / "docs" / "scales.md").read_text(encoding="utf-8"))
+    (example,) = examples((ROOT / "docs" / "evidence" / "scales.md").read_text(encoding="utf-8"))
     exec(compile(example, "scales.md", "exec"), names)
     assert names["curves"]["value_zeroing"].exact
     assert set(names["cells"]) == {"value_zeroing", "attn_res_ln"}
@@ -195,7 +199,7 @@ def test_the_example_method_of_the_page_runs(model: Any, monkeypatch: pytest.Mon
     # The registered method must not remain for other tests.
     monkeypatch.setattr(registry, "_registered", {})
     for example in (method, use):
-        exec(compile(example, "how_to_add_a_method.md", "exec"), module.__dict__)
+        exec(compile(example, "add_a_method.md", "exec"), module.__dict__)
     found = module.__dict__["m"]
     largest = lm.run(model, prompt, lm.AttentionWeights(per_head=True)).scores.amax(1)
     assert found.parameters == {"floor": 0.1}
@@ -217,7 +221,7 @@ def test_the_page_names_all_that_a_block_offers() -> None:
 
 def test_the_example_of_the_page_on_gradients_runs(model: Any) -> None:
     names: dict[str, Any] = {"model": model}
-    for example in examples((ROOT / "docs" / "input_gradients.md").read_text(encoding="utf-8")):
+    for example in examples((ROOT / "docs" / "evidence" / "input_gradients.md").read_text(encoding="utf-8")):
         exec(compile(example, "input_gradients.md", "exec"), names)
     assert len(names["o"].key_tokens) == 2
     ((gap,),) = names["f"].provenance["details"]["conservation_gap"]
@@ -229,7 +233,7 @@ def test_the_examples_of_the_page_on_encoder_decoders_run_one_after_the_other() 
     model = build_or_skip(bridge, "bart")
     model.tokenizer = toy_tokenizer()
     names: dict[str, Any] = {"model": model}
-    found = examples((ROOT / "docs" / "encoder_decoder.md").read_text(encoding="utf-8"))
+    found = examples((ROOT / "docs" / "guides" / "encoder_decoder.md").read_text(encoding="utf-8"))
     assert len(found) == 6
     for number, example in enumerate(found):
         exec(compile(example, "encoder_decoder.md", "exec"), names)

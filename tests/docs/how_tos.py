@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-INDEX = ROOT / "docs" / "how_to" / "README.md"
+INDEX = ROOT / "docs" / "how_to" / "index.md"
 PAGES = sorted(path for path in INDEX.parent.glob("*.md") if path != INDEX)
 
 # A function from the name of a model on the hub to the folder of the model that replaces it.

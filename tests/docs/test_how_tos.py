@@ -170,9 +170,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
 def test_the_first_pages_link_to_the_index(page: str) -> None:
-    assert "how_to/README.md" in (ROOT / page).read_text(encoding="utf-8")
+    assert "how_to/index.md" in (ROOT / page).read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------- models

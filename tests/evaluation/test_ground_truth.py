@@ -287,7 +287,7 @@ def test_wrong_arguments():
 
 
 def test_the_example_of_the_page_runs():
-    page = Path(__file__).parents[2] / "docs" / "constructed_models.md"
+    page = Path(__file__).parents[2] / "docs" / "evidence" / "constructed_models.md"
     (example,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
     names = {}
     exec(compile(example, page.name, "exec"), names)

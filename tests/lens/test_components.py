@@ -244,7 +244,7 @@ def test_a_fault_in_what_the_final_norm_reads_is_found_by_its_row_alone(
 
 
 def test_the_table_is_in_its_docstring_and_its_names_are_in_the_docs() -> None:
-    page = (ROOT / "docs" / "lens.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "verification.md").read_text()
     for row in (*components.COMPONENTS, *components.END_COMPONENTS):
         assert f"{row.name:<13} {row.formula}, against {row.recorded}\n" in str(components.__doc__)
     for row in components.COMPONENTS:

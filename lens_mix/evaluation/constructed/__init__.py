@@ -5,7 +5,7 @@
     model.routes(prompt).layers     # [layer, query, key]: the cells that the answer depends on
     m = lm.run(model.model(), prompt, "value_zeroing")
 
-`docs/constructed_models.md` describes each model and how the methods score on it.
+`docs/evidence/constructed_models.md` describes each model and how the methods score on it.
 """
 
 from lens_mix.evaluation.constructed.by_hand import by_hand
