@@ -86,7 +86,8 @@ def _leaderboard(name: str, heading: str, column: str, score: str, model: str, c
 
 def _search(heading: str, column: str, model: str, command: str, date: str, **options: Any) -> Table:
     options = {"cases": "held-out prompts", "release": RELEASE, "date": date, **options}
-    return Table("docs/evidence/input_map.md", heading, column, PLAIN, model, command=f"{RUN}{command}", **options)
+    page = "docs/evidence/input_map.md"
+    return Table(page, heading, column, PLAIN, model, command=f"{RUN}{command}", **options)
 
 
 def _alignment(heading: str, column: str) -> Table:

@@ -133,9 +133,9 @@ token_bars(
 # %% [markdown]
 # ## Input maps
 # Rollout multiplies the layer maps. On a causal model its scores concentrate on the first token, whatever the
-# layer maps are. `receptive_field=True` divides by the rollout of even attention (docs/evidence/receptive_field.md has
-# the derivation and its limits). Over thirty layers neither finds " Italy", so compare such rows with the
-# layer maps.
+# layer maps are. `receptive_field=True` divides by the rollout of even attention
+# (docs/evidence/receptive_field.md has the derivation and its limits). Over thirty layers neither
+# finds " Italy", so compare such rows with the layer maps.
 
 # %%
 rows = {

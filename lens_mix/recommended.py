@@ -63,7 +63,7 @@ def input_map(
     For an encoder-decoder the only recipe is the norm of `input_gradients`, unless you choose a `part`. The
     keys are the tokens of the source and then those of the target (part="joint").
 
-    The evidence is in docs/evidence/input_map.md, docs/guides/encoder_decoder.md, and docs/evidence/leaderboard.md for encoders.
+    The evidence is in docs/evidence: input_map.md, encoder_decoder.md, and leaderboard.md for encoders.
 
     Args:
         model: As in `lm.run`.

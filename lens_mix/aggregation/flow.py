@@ -1,6 +1,6 @@
 """Compute attention flow (Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020).
 
-`docs/evidence/flow.md` explains the definition, the receptive-field normalisation and the limits in deep stacks.
+`docs/evidence/flow.md` explains the definition, the normalisation and the limits in deep stacks.
 """
 
 from __future__ import annotations

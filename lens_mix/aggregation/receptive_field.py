@@ -2,8 +2,8 @@
 
 Abnar & Zuidema (ACL 2020) write that rollout in causal decoders is biased to the first tokens, and that one
 should "first normalize based on the receptive field of attention". They give no formula; this one is ours
-(`docs/evidence/receptive_field.md` derives it). R is the rollout of L layers with the residual weight w. U_l is
-attention that is uniform over the visible keys of layer l, the null model:
+(`docs/evidence/receptive_field.md` derives it). R is the rollout of L layers with the residual weight w.
+U_l is attention that is uniform over the visible keys of layer l, the null model:
 
     R0 = rollout of the U_l with the same L and w                (the rollout of no preference)
     B0 = w^L I + (1 − w^L) U, U uniform over the reachable keys  (how no preference should look)

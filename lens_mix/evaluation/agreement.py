@@ -207,9 +207,10 @@ def bootstrap(
     interval's ends from the mean. Percentiles of the drawn means would be too narrow for few values, and
     misplaced for skewed ones.
 
-    docs/evidence/scales.md lists how often the interval contained the true mean of a few values. If a rare large value
-    may be missing from the sample, no interval that is computed from the sample does better. Values that are
-    all equal have an interval of length 0. The interval may exceed the range of a bounded measure.
+    docs/evidence/scales.md lists how often the interval contained the true mean of a few values. If a rare
+    large value may be missing from the sample, no interval that is computed from the sample does better.
+    Values that are all equal have an interval of length 0. The interval may exceed the range of a bounded
+    measure.
 
     Args:
         values: One number per prompt. NaN means that the measure is not defined.

@@ -38,8 +38,8 @@ class AttentionAttribution(TargetMethod):
     Each layer uses as many points as it needs: 3, then 7, 15 and 31 (Patterson's rules, each of which
     includes the points of the one before). It stops when the estimated error is at most the tolerance
     (`path_integral.Integral.error`). With ReLU or experts the gradient jumps along the path, the error falls
-    slowly, and many layers do not reach the tolerance (docs/evidence/attention_attribution.md has the measurements). A note
-    names these layers.
+    slowly, and many layers do not reach the tolerance (measured in docs/evidence/attention_attribution.md).
+    A note names these layers.
 
     `provenance["details"]` has for each layer: completeness_gap, target_value F(A), baseline_value F(B),
     steps, estimated_error and visible_share.

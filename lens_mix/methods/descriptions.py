@@ -25,8 +25,8 @@ GROUPS = (_RECOMMENDED, _ATTENTION, _LAYER, _INPUT, _ANSWER_BY_LAYER, _ANSWER_BY
 class Cost(NamedTuple):
     """Estimate the cost of a method in forward passes of the same prompt.
 
-    The numbers are rounded from benchmarks/RESULTS.md ("Every method") and docs/evidence/input_map.md. They differ
-    between models, by a factor of 2 and more.
+    The numbers are rounded from benchmarks/RESULTS.md ("Every method") and docs/evidence/input_map.md. They
+    differ between models, by a factor of 2 and more.
 
     Attributes:
         base: The passes that every map needs, the clean pass included.
