@@ -10,6 +10,7 @@ from typing import Any
 
 import regex
 
+from lens_mix.lens.model_names import strip_path
 from lens_mix.maps import MixingMap
 from lens_mix.maps.characters import join_tokens, split_number
 from lens_mix.maps.exchange import full_name
@@ -25,11 +26,6 @@ _LONGEST_PROMPT = 60  # the most characters of a prompt in a subtitle
 # SentencePiece (▁) instead.
 _VISIBLE = str.maketrans(
     {" ": "·", "Ġ": "·", "▁": "·", "\n": "⏎", "Ċ": "⏎", "\r": "␍", "\t": "⇥", "ĉ": "⇥", "\xa0": "⍽"}
-)
-
-# Names of folders that do not name a model: a hash, and those that tools give to every model's folder.
-_MEANS_NOTHING = regex.compile(
-    r"[0-9a-f]{16,}|snapshots|models?|weights|main|checkpoints?|transformers-\d+|[A-Za-z]:"
 )
 
 # The character that joins two emoji, which are then drawn as one.
@@ -79,24 +75,11 @@ def name_map(mixing_map: MixingMap) -> str:
 def name_model(provenance: Mapping[str, Any]) -> str:
     """Return the name of a map's model, never a path of this computer; "" if it is unknown.
 
-    A folder of the Hugging Face cache (`models--org--name/snapshots/…`) becomes `org/name`, and any other
-    folder its own name, or the nearest folder above it that has a meaningful one.
-
     Args:
         provenance: `MixingMap.provenance`.
     """
-    given = provenance.get("model")
-    name = given if isinstance(given, str) else ""
-    folders: list[str] = [
-        folder for folder in regex.split(r"[\\/]+", name) if folder not in ("", ".", "..", "~")
-    ]
-    cached = [folder for folder in folders if folder.startswith("models--")]
-    if cached:
-        return "/".join(cached[-1].split("--")[1:])
-    if len(folders) <= 2 and regex.match(r"[\w.-]+(/[\w.-]+)?$", name) and name[0] != ".":
-        return name
-    meaningful = [folder for folder in folders if not _MEANS_NOTHING.fullmatch(folder)]
-    return (meaningful or folders or [""])[-1]
+    model = provenance.get("model")
+    return strip_path(model) if isinstance(model, str) else ""
 
 
 def quote(token: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from lens_mix.lens.components import ComponentError
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
+from lens_mix.lens.model_names import strip_path
 from lens_mix.lens.prompts import device_of, is_encoder_decoder, read_prompt
 from lens_mix.lens.provenance import model_name
 from lens_mix.lens.raw_errors import LibraryErrors
@@ -50,7 +51,7 @@ class Support:
     def __str__(self) -> str:
         width = max(len(name) for name, _, _ in self.rows)
         lines = [f"{name:<{width}}  {self[name]}" for name, _, _ in self.rows]
-        return "\n".join([f"support for {self.model}", *lines])
+        return "\n".join([f"support for {strip_path(self.model)}", *lines])
 
     __repr__ = __str__
 
@@ -86,7 +87,7 @@ class Check:
         components = list(dict.fromkeys(entry.component for entry in self.verification.components))
         errors = {(entry.layer, entry.component): entry for entry in self.verification.components}
         lines = [
-            f"verification for {self.model}: largest relative error per block and component "
+            f"verification for {strip_path(self.model)}: largest relative error per block and component "
             f"(accepted: {self.verification.components[0].tolerance:.0e})",
             "block  " + "  ".join(f"{name:>12}" for name in components) + "  anatomy",
         ]
