@@ -1,23 +1,36 @@
-"""Measured facts: read from recorded tables, written into one JSON, and into the figures of the pages.
+"""Measured figures: read from recorded tables, and written into the library's JSON and into the pages.
 
     python -m benchmarks.leaderboard --facts
 
-A fact is named "table: row [column]", after the table that it is recorded in. Without a column it is that
-table's own score. "best of METHOD" is the best row of a method. A page quotes a fact as a figure followed by
-a comment with the fact's name, which readers do not see. Several names, divided by "; ", give the range of
-their values, and "[n]" after a name gives the number of cases:
+A recorded table is a Markdown table below a heading of a file in `benchmarks/`. It is named by a key of
+`TABLES`, or by the file's path below `benchmarks/`, "#", and the beginning of the heading. A fact is named
+"table: row [column]". The row is named by its cells before the first figure, joined by ", "; if several rows
+share these, by more of its cells. "best of METHOD" is the best row of a method. Without a column it is the
+one that the key of `TABLES` has.
+
+A page quotes a fact as a figure followed by a comment with the fact's name, which readers do not see. Several
+names, separated by "; ", give the range of their values. "[n]" after a name gives the number of cases:
 
     0.42 [0.35, 0.49]<!-- smollm2-importance: decompx -->
+    17.6<!-- alignment/results/hansards.md#Floors and published: best of all weights [AER] -->
 
-Facts are collected from the pages and from the library, so that the JSON has what is quoted and nothing else.
+A page quotes a table by a comment with its name, the columns, and the rows unless all are wanted. What
+follows, up to the closing comment, is written anew. The cells are copied as they are:
+
+    <!-- table alignment/results/hansards.md#Floors and published
+    columns: method as Method | AER as Error rate, %
+    rows: diagonal | random
+    -->
+    <!-- /table -->
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,215 +40,300 @@ from lens_mix.methods import METHODS
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "lens_mix" / "measured.json"
 RECORD = ROOT / "benchmarks" / "LEADERBOARD.md"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+# Pages of these folders are generated.
+GENERATED = ("docs/reference", "docs/courses")
+PAGES = (
+    ROOT / "README.md",
+    *(
+        page
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        if not page.relative_to(ROOT).as_posix().startswith(GENERATED)
+    ),
+)
 
-SMOLLM2, GEMMA3, MINILM = "SmolLM2-135M-Instruct", "Gemma 3 270M", "all-MiniLM-L6-v2"
-PARTIAL = "partial Spearman (controlled for position) with measured replacement of tokens"
-DRAWN, PLAIN = f"{PARTIAL} by drawn ones", f"{PARTIAL} by plain words"
-RELEASE = "TransformerLens 4.3, torch 2.13"
-RUN = "PYTHONPATH=.:demos python -m benchmarks."
-
-_FIGURE = re.compile(r"([-−]?\d+(?:\.\d+)?)(?: [\[(]([-−]?[\d.]+)(?:,| to) ([-−]?[\d.]+)[\])])?")
-_NAME = re.compile(r"(?P<table>[\w-]+): (?P<row>.+?)(?: \[(?P<column>[^\]]+)\])?")
-_QUOTED = re.compile(
-    r"(?P<figure>[-−]?\d+(?:\.\d+)?(?: \[[^\]\n]*\]| to [-−]?\d+(?:\.\d+)?)?)"
-    r"<!-- (?P<names>[\w-]+: [^>]*?) -->"
+_NUMBER = r"[-−+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?"
+_FIGURE = re.compile(rf"({_NUMBER})(?: [\[(]({_NUMBER})(?:,| to) ({_NUMBER})[\])]| ± ({_NUMBER}))?")
+# A comment is a quotation if it has a key or a path, ": ", and a row.
+_COMMENT = r"<!-- (?P<names>[\w./-]+(?:#[^>]*?)?:\s[^>]*?) -->"
+_NAMES = re.compile(_COMMENT)
+_QUOTED = re.compile(rf"(?P<figure>{_NUMBER}(?:\s\[[^\]]*\]|\s±\s{_NUMBER}|\sto\s{_NUMBER})?){_COMMENT}")
+_TABLE = re.compile(
+    r"^<!-- table (?P<source>[^\n]+)\n(?P<options>(?:(?!<!--).)*?)-->\n"
+    r"(?P<body>(?:(?!<!-- table).)*?)^<!-- /table -->",
+    re.MULTILINE | re.DOTALL,
 )
 _MEASURED = re.compile(r"^Measured (?P<date>.+?) with (?P<release>.+)\.$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A recorded table, and what its figures are of.
+    """A place of recorded tables: one heading of one file.
 
     Attributes:
-        page: its file, from the repository's root.
-        heading: how the heading above it begins.
-        column: the column of its score.
-        score, model, cases, command: as in `lens_mix.measured.Fact`.
-        n: the number of cases; None: a column "n" or "cases" has it.
-        date, release: as in `Fact`; "": a line "Measured ... with ..." below the heading has them.
-        digits: the number of decimals.
+        page: The file, from the repository's root.
+        heading: How the heading above the table begins.
+        column: The column of its score; "" if each fact names its own.
+        n: The number of cases; None if a column "n" or "cases" has it.
     """
 
     page: str
     heading: str
-    column: str
-    score: str
-    model: str
-    cases: str
-    command: str
+    column: str = ""
     n: int | None = None
-    date: str = ""
-    release: str = ""
-    digits: int = 2
 
 
-# Runs that are not called like their table.
-_RUNS = {
-    "rxnfp-importance": "encoder 24",
-    "gemma3-importance": "leaderboard gemma3 importance 25",
-    "gemma3-differences": "leaderboard gemma3 importance 25",
-}
-
-
-def _leaderboard(name: str, heading: str, column: str, score: str, model: str, cases: str) -> Table:
-    run = _RUNS.get(name, f"leaderboard {name.replace('-', ' ')}")
-    return Table("benchmarks/LEADERBOARD.md", heading, column, score, model, cases, f"{RUN}{run}")
-
-
-def _search(heading: str, column: str, model: str, command: str, date: str, **options: Any) -> Table:
-    options = {"cases": "held-out prompts", "release": RELEASE, "date": date, **options}
-    page = "docs/evidence/input_map.md"
-    return Table(page, heading, column, PLAIN, model, command=f"{RUN}{command}", **options)
-
-
-def _alignment(heading: str, column: str) -> Table:
-    score, cases = "alignment error rate in percent", "pairs of the Hansards"
-    command = "python -m benchmarks.alignment --only hansards"
-    page, when = "benchmarks/alignment/results/hansards.md", "2026-11-23"
-    return Table(page, heading, column, score, "flan-t5-small", cases, command, 447, when, RELEASE, 1)
-
-
-_RANK = "reciprocal rank of the token that decides"
-_DISTANCE = "distance of the answer's log probability from the whole model's, in nats"
-_DELETION = "deletion, normalised between the worst and the best order"
-_LEADERBOARD = (
-    ("smollm2-importance", "Importance: 40", "partial_spearman", DRAWN, SMOLLM2, "prompts"),
-    ("gemma3-importance", "Importance on Gemma 3", "partial_spearman", DRAWN, GEMMA3, "prompts"),
-    ("rxnfp-importance", "Importance on an encoder", "partial_spearman", DRAWN, "rxnfp", "reactions"),
-    ("smollm2-planted", "Planted facts: 11", "reciprocal_rank", _RANK, SMOLLM2, "prompts"),
-    ("gemma3-planted", "Planted facts on Gemma 3", "reciprocal_rank", _RANK, GEMMA3, "prompts"),
-    ("gemma3-differences", "Paired differences on", "partial_spearman", DRAWN, GEMMA3, "prompts"),
-    ("smollm2-cells", "Cells kept, values", "closeness", _DISTANCE, SMOLLM2, "prompts"),
-    ("gemma3-cells", "Cells kept on Gemma 3", "closeness", _DISTANCE, GEMMA3, "prompts"),
-    ("smollm2-removals", "Removals: 12", "deletion", _DELETION, SMOLLM2, "prompts"),
-    ("gemma3-removals", "Removals on Gemma 3", "deletion", _DELETION, GEMMA3, "prompts"),
-    ("minilm-removals", "Removals on all-MiniLM", "deletion", _DELETION, MINILM, "sentences"),
-)
+_HELD_OUT = "benchmarks/input_map/results"
+_LEADERBOARD = "benchmarks/LEADERBOARD.md"
+_HANSARDS = "benchmarks/alignment/results/hansards.md"
 TABLES = {
-    **{name: _leaderboard(name, *rest) for name, *rest in _LEADERBOARD},
-    "smollm2-held_out": _search(
-        "SmolLM2, held out", "partial, 95 %", SMOLLM2, "input_map.table smollm2 held_out", "2026-11-23"
+    "smollm2-importance": Table(_LEADERBOARD, "Importance: 40", "partial_spearman"),
+    "gemma3-importance": Table(_LEADERBOARD, "Importance on Gemma 3", "partial_spearman"),
+    "rxnfp-importance": Table(_LEADERBOARD, "Importance on an encoder", "partial_spearman"),
+    "smollm2-planted": Table(_LEADERBOARD, "Planted facts: 11", "reciprocal_rank"),
+    "gemma3-planted": Table(_LEADERBOARD, "Planted facts on Gemma 3", "reciprocal_rank"),
+    "gemma3-differences": Table(_LEADERBOARD, "Paired differences on", "partial_spearman"),
+    "smollm2-cells": Table(_LEADERBOARD, "Cells kept, values", "closeness"),
+    "gemma3-cells": Table(_LEADERBOARD, "Cells kept on Gemma 3", "closeness"),
+    "smollm2-removals": Table(_LEADERBOARD, "Removals: 12", "deletion"),
+    "gemma3-removals": Table(_LEADERBOARD, "Removals on Gemma 3", "deletion"),
+    "minilm-removals": Table(_LEADERBOARD, "Removals on all-MiniLM", "deletion"),
+    "smollm2-held_out": Table(f"{_HELD_OUT}/smollm2.md", "SmolLM2, held out", "partial, 95 %"),
+    "gemma3-held_out": Table(f"{_HELD_OUT}/gemma3.md", "Gemma 3, held out", "partial, 95 %"),
+    "smollm2-forms": Table(f"{_HELD_OUT}/forms.md", "Forms of the recipe", "held out", 105),
+    "smollm2-long": Table(f"{_HELD_OUT}/forms.md", "Rows of", "partial, 95 %"),
+    "flan-t5-joint": Table(f"{_HELD_OUT}/joint.md", "Input maps over", "partial (position out)", 30),
+    "hansards-layers": Table(_HANSARDS, "By layer, the end of the sentence competes", "layer 2"),
+    "hansards-weights": Table(_HANSARDS, "Weights and norms", "weights"),
+    "hansards-floors": Table(_HANSARDS, "Floors and published aligners", "AER"),
+}
+
+_PARTIAL = "partial Spearman (controlled for position) with measured replacement of tokens"
+_RUN = "PYTHONPATH=.:demos python -m benchmarks."
+_SMOLLM2 = "SmolLM2-135M-Instruct"
+# What the library says about the figures of a table: score, model, cases, and the command that measures it.
+_LIBRARY = {
+    "smollm2-importance": (
+        f"{_PARTIAL} by drawn ones",
+        _SMOLLM2,
+        "prompts",
+        "leaderboard smollm2 importance",
     ),
-    "gemma3-held_out": _search(
-        "Gemma 3, held out", "partial, 95 %", GEMMA3, "input_map.table gemma3 held_out", "2026-11-23"
+    "rxnfp-importance": (f"{_PARTIAL} by drawn ones", "rxnfp", "reactions", "encoder 24"),
+    "smollm2-held_out": (
+        *(f"{_PARTIAL} by plain words", _SMOLLM2),
+        *("held-out prompts", "input_map.table smollm2 held_out"),
     ),
-    "smollm2-forms": _search(
-        "In five forwards", "held out", SMOLLM2, "input_map.cheaper smollm2 held_out", "2026-11-24", n=105
+    "smollm2-forms": (
+        *(f"{_PARTIAL} by plain words", _SMOLLM2),
+        *("held-out prompts", "input_map.cheaper smollm2 held_out"),
     ),
-    "smollm2-long": _search(
-        *("In five forwards", "partial, 95 %", SMOLLM2, "input_map.library smollm2 held_out", "2026-11-24"),
-        cases="of them with more than 20 tokens",
+    "smollm2-long": (
+        *(f"{_PARTIAL} by plain words", _SMOLLM2),
+        *("of them with more than 20 tokens", "input_map.library smollm2 held_out"),
     ),
-    "flan-t5-joint": Table(
-        "docs/guides/encoder_decoder.md",
-        "Input maps over source and prefix",
-        "partial (position out)",
-        PLAIN,
-        "flan-t5-small",
-        "held-out pairs of English and French",
-        f"{RUN}input_map.joint held_out 30",
-        30,
-        "2026-11-23",
-        RELEASE,
+    "flan-t5-joint": (
+        *(f"{_PARTIAL} by plain words", "flan-t5-small"),
+        *("held-out pairs of English and French", "input_map.joint held_out 30"),
     ),
-    "hansards-layers": _alignment("By layer, the end of the sentence competes", "layer 2"),
-    "hansards-weights": _alignment("Weights and norms", "weights"),
-    "hansards-floors": _alignment("Floors and published aligners", "AER"),
 }
 
 
-def rows(table: Table, column: str) -> tuple[dict[str, tuple[str, str]], str]:
-    """Return the rows of a recorded table, label to (cell of the column, cell with n), and its section.
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """One recorded table: its header, its rows of cells, and the text of its section."""
+
+    place: str
+    header: list[str]
+    body: list[list[str]]
+    section: str
+
+    def column(self, name: str) -> int:
+        """Return the place of a column.
+
+        Raises:
+            LookupError: The table has no such column.
+        """
+        if name not in self.header:
+            raise LookupError(f"{self.place}: expected a column {name!r}, found {', '.join(self.header)}")
+        return self.header.index(name)
+
+    def rows(self, name: str) -> list[list[str]]:
+        """Return the rows with a name: by their cells before the first figure, else by more or fewer cells.
+
+        Raises:
+            LookupError: The table has no such row.
+        """
+        found = [cells for cells in self.body if label(cells) == name]
+        found = found or [cells for cells in self.body if name in _beginnings(cells)]
+        if not found:
+            labels = list(dict.fromkeys(label(cells) for cells in self.body))
+            near = difflib.get_close_matches(name, labels, n=5, cutoff=0.3) or labels[:5]
+            raise LookupError(f"{self.place}: expected a row {name!r}, found for example {'; '.join(near)}")
+        return found
+
+
+def label(cells: list[str]) -> str:
+    """Return the name of a row: its cells before the first figure (the first cell always), without marks."""
+    plain = [_plain(cell) for cell in cells]
+    figures = [i for i, cell in enumerate(plain) if i and _FIGURE.match(cell)]
+    return _joined(plain[: figures[0] if figures else None])
+
+
+def _beginnings(cells: list[str]) -> set[str]:
+    plain = [_plain(cell) for cell in cells]
+    return {_joined(plain[: count + 1]) for count in range(len(plain))}
+
+
+def _plain(cell: str) -> str:
+    return re.sub(r"[*`]", "", cell)
+
+
+def _joined(cells: list[str]) -> str:
+    return ", ".join(cell for cell in cells if cell not in ("-", ""))
+
+
+def place_of(name: str) -> Table:
+    """Return the place that a key of `TABLES`, or a path with the beginning of a heading, is the name of.
 
     Raises:
-        LookupError: no such heading, or no table below it with the column.
+        LookupError: It is neither, or there is no such file.
+    """
+    if name in TABLES:
+        return TABLES[name]
+    path, mark, heading = name.partition("#")
+    if not mark:
+        raise LookupError(f"expected PATH#HEADING or one of {', '.join(TABLES)}; got {name!r}")
+    if not (ROOT / "benchmarks" / path).is_file():
+        raise LookupError(f"expected a file below benchmarks/, got {path!r}")
+    return Table(f"benchmarks/{path}", heading.strip())
+
+
+def recorded(table: Table, *columns: str) -> Recorded:
+    """Return the first table below a heading that has all of these columns.
+
+    Raises:
+        LookupError: No heading begins so, or several do, or no table below it has these columns.
     """
     text = (ROOT / table.page).read_text(encoding="utf-8")
-    sections = re.split(r"^#+ ", text, flags=re.MULTILINE)
-    section = next((part for part in sections if part.startswith(table.heading)), None)
-    if section is None:
-        raise LookupError(f"{table.page}: expected a heading that begins with {table.heading!r}")
-    for block in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
-        lines = block.strip().split("\n")
-        header, _, *body = ([cell.strip() for cell in line.strip()[1:-1].split("|")] for line in lines)
-        if column in header:
-            place = header.index(column)
-            counts = [i for i, name in enumerate(header) if name in ("n", "cases")]
-            found = {_label(cells): (cells[place], cells[counts[0]] if counts else "") for cells in body}
-            return found, section
-    raise LookupError(f"{table.page}, {table.heading!r}: expected a table with a column {column!r}")
+    sections = re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]
+    headings = [section.split("\n")[0].strip() for section in sections]
+    found = [i for i, heading in enumerate(headings) if heading == table.heading]
+    found = found or [i for i, heading in enumerate(headings) if heading.startswith(table.heading)]
+    if len(found) != 1:
+        listed = "; ".join(headings[i] for i in found) if found else f"none of: {'; '.join(headings)}"
+        raise LookupError(
+            f"{table.page}: expected one heading that begins with {table.heading!r}, found {listed}"
+        )
+    section = sections[found[0]]
+    place, headers = f"{table.page}#{table.heading}", []
+    for block in re.findall(r"(?:^\|.*\n?)+", section, re.MULTILINE):
+        header, _, *body = (_cells(line) for line in block.strip().split("\n"))
+        if set(columns) <= set(header):
+            return Recorded(place, header, body, section)
+        headers.append(" | ".join(header))
+    raise LookupError(
+        f"{place}: expected a table with the columns {' | '.join(columns)!r}, found "
+        + ("; ".join(headers) or "no table")
+    )
 
 
-def _label(cells: list[str]) -> str:
-    """Return what a row is called: its cells before the first figure, without marks of Markdown."""
-    plain = [re.sub(r"[*`]", "", cell) for cell in cells]
-    figures = [i for i, cell in enumerate(plain) if _FIGURE.match(cell)]
-    return ", ".join(cell for cell in plain[: figures[0] if figures else None] if cell not in ("-", ""))
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def _figures(cell: str) -> list[float | int]:
-    """Return the figure that a cell begins with, and the ends of its interval if it has one."""
-    found = _FIGURE.match(re.sub(r"[*`]", "", cell))
-    if found is None:
-        raise LookupError(f"expected a figure, got {cell!r}")
-    texts = [text.replace("−", "-") for text in found.groups() if text]
-    return [float(text) if "." in text else int(text) for text in texts]
+def _split(name: str) -> tuple[Table, str, str]:
+    """Return the place, the row and the column that a fact is named by. A heading may have ": " too."""
+    asked = re.fullmatch(r"(?P<row>.+?)(?: \[(?P<column>[^\]]+)\])?", name)
+    assert asked is not None
+    *splits, row = asked["row"].split(": ")
+    errors = []
+    for count in range(1, len(splits) + 1):
+        try:
+            table = place_of(": ".join(splits[:count]))
+            column = asked["column"] or table.column
+            recorded(table, *([column] if column else []))
+        except LookupError as error:
+            errors.append(error)
+        else:
+            if not column:
+                raise LookupError(f"{name!r}: expected 'TABLE: row [column]' with a column")
+            return table, ": ".join([*splits[count:], row]), column
+    raise errors[0] if errors else LookupError(f"expected 'TABLE: row [column]', got {name!r}")
 
 
 def look_up(name: str) -> dict[str, Any]:
-    """Return one fact from its table, without what all facts of the table share.
+    """Return one fact: its value, the ends of its interval, all of these as they are written, and its cases.
 
     Raises:
-        LookupError: no such table, column or row.
+        LookupError: There is no such table, column or row, or the row has no figure.
     """
-    asked = _NAME.fullmatch(name)
-    if asked is None or asked["table"] not in TABLES:
-        raise LookupError(f"expected 'table: row [column]' with a table of {', '.join(TABLES)}; got {name!r}")
-    table = TABLES[asked["table"]]
-    found, _ = rows(table, asked["column"] or table.column)
-    row, more = asked["row"], {"score": asked["column"]} if asked["column"] else {}
+    table, row, column = _split(name)
+    found = recorded(table, column)
+    place = found.column(column)
     method = row.removeprefix("best of ")
-    named = [label for label in found if re.match(rf"{re.escape(method)}\b(?!.*randomised)", label)]
-    if named and method != row:
-        row = more["row"] = max(named, key=lambda label: _figures(found[label][0])[0])
-    if row not in found:
-        raise LookupError(f"{name!r}: no such row in {table.page}")
-    value, low, high = (*_figures(found[row][0]), None, None)[:3]
-    return {"value": value, "low": low, "high": high, "n": table.n or int(found[row][1]), **more}
+    named = [label(cells) for cells in found.body]
+    own = [each for each in named if re.match(rf"{re.escape(method)}\b(?!.*randomised)", each)]
+    if method != row and row not in named and own:
+        row = max(own, key=lambda each: _value(_texts(found.rows(each)[0][place], name)[0]))
+    rows = found.rows(row)
+    if len(rows) > 1:
+        raise LookupError(f"{name!r}: expected one row, found {len(rows)}; add more of its cells")
+    texts = _texts(rows[0][place], name)
+    counts = [i for i, each in enumerate(found.header) if each in ("n", "cases")]
+    counted = _FIGURE.match(rows[0][counts[0]]) if counts else None
+    return {
+        "texts": texts,
+        "row": row,
+        "n": table.n or (int(counted[1].replace(",", "")) if counted else None),
+    }
+
+
+def _texts(cell: str, name: str) -> list[str]:
+    """Return the figure that a cell begins with, and the ends of its interval or what follows ±."""
+    found = _FIGURE.match(_plain(cell))
+    if found is None:
+        raise LookupError(f"{name!r}: expected a cell that begins with a figure, got {cell!r}")
+    return [text for text in found.groups() if text]
+
+
+def _value(text: str) -> float | int:
+    plain = text.replace("−", "-").replace(",", "")
+    return float(plain) if re.search(r"[.e]", plain) else int(plain)
 
 
 def names_of_the_library() -> list[str]:
     """Return the names of the facts that the library quotes: of its recipes, and one per scored method."""
-    found, _ = rows(TABLES["smollm2-importance"], "method")
-    scored = {re.match(r"\w+", label)[0] for label in found}
+    scored = {
+        re.match(r"\w+", label(cells))[0] for cells in recorded(TABLES["smollm2-importance"], "method").body
+    }
     best = [f"smollm2-importance: best of {method}" for method in METHODS if method in scored]
     return [*best, *(name for names in recommended.EVIDENCE.values() for name in names)]
 
 
-def names_in(text: str) -> Iterator[str]:
-    """Yield the names of the facts that a page quotes."""
-    for quoted in _QUOTED.finditer(text):
-        yield from (name.removesuffix(" [n]") for name in quoted["names"].split("; "))
+def gather() -> dict[str, Any]:
+    """Return what the library's JSON has: its facts, and what all facts of one table share.
 
-
-def gather(pages: Iterable[Path] = PAGES) -> dict[str, Any]:
-    """Return what the JSON has: the tables with what their facts share, and every fact that is quoted."""
-    quoted = [name for page in pages for name in names_in(page.read_text(encoding="utf-8"))]
-    facts = {name: look_up(name) for name in sorted({*names_of_the_library(), *quoted})}
-    tables = {}
-    for key in sorted({name.split(":")[0] for name in facts}):
-        table = TABLES[key]
-        shared = {field: getattr(table, field) for field in ("score", "model", "cases", "command", "digits")}
-        dated = {"date": table.date, "release": table.release}
-        if not table.date:
-            line = _MEASURED.search(rows(table, table.column)[1])
-            if line is None:
-                raise LookupError(f"{table.page}, {table.heading!r}: expected a line 'Measured ... with ...'")
-            dated = line.groupdict()
-        tables[key] = {**shared, **dated, "recorded_in": table.page}
-    return {"tables": tables, "facts": facts}
+    Raises:
+        LookupError: A fact is not recorded, or its table has no line "Measured ... with ...".
+    """
+    found = {name: look_up(name) for name in sorted(set(names_of_the_library()))}
+    tables, facts = {}, {}
+    for name, fact in found.items():
+        key = name.split(":")[0]
+        score, model, cases, command = _LIBRARY[key]
+        measured = _MEASURED.search(recorded(TABLES[key], TABLES[key].column).section)
+        if measured is None:
+            raise LookupError(f"{key}: expected a line 'Measured ... with ...' below its heading")
+        tables[key] = {
+            **{"score": score, "model": model, "cases": cases, "command": f"{_RUN}{command}", "digits": 2},
+            **measured.groupdict(),
+            "recorded_in": TABLES[key].page,
+        }
+        value, low, high = (*(_value(text) for text in fact["texts"]), None, None)[:3]
+        facts[name] = {"value": value, "low": low, "high": high, "n": fact["n"]}
+        if name != f"{key}: {fact['row']}":
+            facts[name]["row"] = fact["row"]
+    return {"tables": dict(sorted(tables.items())), "facts": facts}
 
 
 def as_json(gathered: dict[str, Any]) -> str:
@@ -251,37 +349,90 @@ def as_json(gathered: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def render(text: str, gathered: dict[str, Any]) -> str:
-    """Return a page with the figure before each name of a fact written anew; an interval stays one."""
-
-    def figure(quoted: re.Match[str]) -> str:
-        names = list(names_in(quoted[0]))
-        facts = [gathered["facts"][name] for name in names]
-        if quoted["names"].endswith(" [n]"):
-            return f"{facts[0]['n']}<!-- {quoted['names']} -->"
-        digits = gathered["tables"][names[0].split(":")[0]]["digits"]
-        written = [_written(fact["value"], digits) for fact in facts]
-        shown = written[0]
-        if len(facts) > 1:
-            by_value = sorted(zip((fact["value"] for fact in facts), written, strict=True))
-            shown = " to ".join(dict.fromkeys((by_value[0][1], by_value[-1][1])))
-        elif "[" in quoted["figure"]:
-            shown += f" [{_written(facts[0]['low'], digits)}, {_written(facts[0]['high'], digits)}]"
-        return f"{shown}<!-- {quoted['names']} -->"
-
-    return _QUOTED.sub(figure, text)
+def names_in(text: str) -> Iterator[str]:
+    """Yield the names of the facts that a text quotes."""
+    for quoted in _NAMES.finditer(text):
+        names = " ".join(quoted["names"].split()).split("; ")
+        yield from (name.removesuffix(" [n]") for name in names)
 
 
-def _written(value: float | int, digits: int) -> str:
-    return (str(value) if isinstance(value, int) else f"{value:.{digits}f}").replace("-", "−")
+def render(text: str) -> str:
+    """Return a page with its quoted figures and tables written anew. A figure with an interval keeps one.
+
+    Raises:
+        LookupError: Something that is quoted is not recorded.
+    """
+    return _QUOTED.sub(_figure, _TABLE.sub(_table, text))
+
+
+def _figure(quoted: re.Match[str]) -> str:
+    names = list(names_in(quoted[0]))
+    facts = [look_up(name) for name in names]
+    if quoted["names"].endswith(" [n]"):
+        if facts[0]["n"] is None:
+            raise LookupError(f"{names[0]!r}: expected a column 'n' or 'cases', found none")
+        return f"{facts[0]['n']}<!-- {quoted['names']} -->"
+    shown, *ends = facts[0]["texts"]
+    if len(facts) > 1:
+        by_value = sorted((fact["texts"][0] for fact in facts), key=_value)
+        shown = " to ".join(dict.fromkeys((by_value[0], by_value[-1])))
+    elif re.search(r"[\[±]", quoted["figure"]):
+        if not ends:
+            raise LookupError(f"{names[0]!r}: expected an interval in the recorded table, found {shown!r}")
+        shown += f" [{', '.join(ends)}]" if len(ends) == 2 else f" ± {ends[0]}"
+    return f"{shown.replace('-', '−')}<!-- {quoted['names']} -->"
+
+
+def _table(quoted: re.Match[str]) -> str:
+    options = _options(quoted["options"])
+    if "columns" not in options or set(options) - {"columns", "rows"}:
+        got = ", ".join(options) or "nothing"
+        raise LookupError(f"table {quoted['source']}: expected 'columns:' and perhaps 'rows:', got {got}")
+    asked = [column.strip() for column in options["columns"].split(" | ")]
+    # A column may be recorded under a name that has " as " in it.
+    pairs = [column.partition(" as ")[::2] for column in asked]
+    columns = [(old.strip(), new.strip() or old.strip()) for old, new in pairs]
+    found = recorded(place_of(quoted["source"].strip()), *(old for old, _ in columns))
+    places = [found.column(old) for old, _ in columns]
+    wanted = [row.strip() for row in options["rows"].split(" | ")] if options.get("rows") else []
+    body = [cells for row in wanted for cells in found.rows(row)] if wanted else found.body
+    lines = [[new for _, new in columns], ["---"] * len(columns)]
+    lines += [[cells[place] for place in places] for cells in body]
+    opening = quoted[0].split("-->\n", 1)[0]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    # Markdown needs the empty lines: without them some renderers take the table for a part of the comment.
+    return f"{opening}-->\n\n{table}\n\n<!-- /table -->"
+
+
+def _options(text: str) -> dict[str, str]:
+    """Return the options of a quoted table. An option may go on in the next line."""
+    options: dict[str, str] = {}
+    key = ""
+    for line in text.strip().split("\n"):
+        found = re.match(r"(\w+):(?: |$)", line)
+        if found:
+            key, line = found[1], line[found.end() :]
+        options[key] = f"{options.get(key, '')} {line.strip()}".strip()
+    return options
+
+
+def render_page(page: Path) -> str:
+    """Return the text of a page with its quoted figures and tables written anew.
+
+    Raises:
+        LookupError: Something that the page quotes is not recorded.
+    """
+    try:
+        return render(page.read_text(encoding="utf-8"))
+    except LookupError as error:
+        raise LookupError(f"{page.relative_to(ROOT)}: {error}") from None
 
 
 def write() -> None:
-    """Write the JSON and the figures of all pages."""
-    gathered = gather()
-    FILE.write_text(as_json(gathered), encoding="utf-8")
+    """Write the library's JSON, and the figures and tables of all pages."""
+    FILE.write_text(as_json(gather()), encoding="utf-8")
     for page in PAGES:
-        page.write_text(render(page.read_text(encoding="utf-8"), gathered), encoding="utf-8")
+        page.write_text(render_page(page), encoding="utf-8")
 
 
 def record(name: str, table: str, measured: str) -> None:

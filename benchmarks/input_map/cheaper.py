@@ -1,4 +1,4 @@
-"""Score cheaper variants of the recipe, with fewer passes (docs/evidence/input_map.md, "In five forwards").
+"""Score cheaper variants of the recipe, with fewer passes (results/forms.md).
 
 python -m benchmarks.input_map.cheaper smollm2 choose       (or gemma3, held_out)
 """

@@ -1,4 +1,4 @@
-"""The JSON of measured facts, and the figures of the pages, are what the recorded tables have."""
+"""The JSON of measured facts, and the figures and tables of the pages, are what the recorded tables have."""
 
 from __future__ import annotations
 
@@ -13,80 +13,262 @@ from benchmarks import facts
 pytestmark = pytest.mark.once
 
 ANEW = "run: python -m benchmarks.leaderboard --facts"
-# Pages that record experiments of their own: their figures are typed there once, or in tables that are kept.
-RECORDS = {
-    *("alignment", "attention_attribution", "constructed_models", "encoder_decoder", "flow", "input_map"),
-    *("leaderboard", "norms", "number_agreement", "receptive_field", "scales", "speed"),
+
+# Pages whose prose has no measured figure without a source, apart from those that are to be rewritten.
+PROSE = [
+    page
+    for page in facts.PAGES
+    if page.parent.name in {facts.ROOT.name, "docs", "guides", "evidence", "neighbours"}
+]
+NOT_YET = {
+    "README.md",
+    "evidence/alignment.md",
+    "evidence/attention_attribution.md",
+    "evidence/constructed_models.md",
+    "evidence/flow.md",
+    "evidence/information_flow_routes.md",
+    "evidence/input_gradients.md",
+    "evidence/input_map.md",
+    "evidence/leaderboard.md",
+    "evidence/norms.md",
+    "evidence/number_agreement.md",
+    "evidence/receptive_field.md",
+    "evidence/scales.md",
+    "evidence/speed.md",
+    "guides/add_a_method.md",
+    "guides/encoder_decoder.md",
+    "guides/graphs.md",
+    "guides/read_the_page.md",
 }
-OTHERS = [page for page in facts.PAGES if page.stem not in RECORDS and page.parent.name != "how_to"]
-# Numbers of two decimals that are no figures: thresholds.
-THRESHOLDS = {"graphs": {"0.01"}, "information_flow_routes": {"0.04"}}
+# What a decimal number may be the version, the section or the identifier of.
+_VERSIONED = (
+    r"TransformerLens|lens_mix|torch|PyTorch|transformers|Python|CUDA|numpy|pandas|networkx|matplotlib|gradio|"
+    r"nnsight|inseq|captum|ferret|shap|pyvene|mkdocs|Zensical|CC BY|Apache|Version|version|release|releases"
+)
+_NUMBER = r"\d+(?:\.\d+)+"
+_ON = r"(?:\s\(?(?:tested )?(?:on|from))?"
+_NO_MEASUREMENT = re.compile(
+    # TransformerLens 2.18, 3.9 and 4.3; 0.1.0; arXiv:2601.03089; the 95 % of an interval
+    rf"(?:{_VERSIONED}){_ON}\s{_NUMBER}(?:(?:,|,? (?:and|or|to)){_ON}\s{_NUMBER})*"
+    r"|\d+\.\d+\.\d+"
+    r"|(?:arXiv:|[Ee]q\. |[Ee]quation |[Ss]ection |[Ff]igure |[Tt]able )\d+\.\d+"
+    r"|95 ?%"
+)
+_MEASURED = re.compile(r"(?<![\w.-])[-−+]?\d+\.\d+\b|(?<![\w.-])\d+ ?%|(?<![\w.-])\d+ times\b")
 
 
-@pytest.fixture(scope="module")
-def gathered() -> dict:
-    return facts.gather()
+def typed_figures(text: str) -> list[str]:
+    """Return what looks like a measured figure outside code, quoted facts, quoted tables and addresses."""
+    text = facts._TABLE.sub("", text)
+    text = re.sub(r"^( *)(```+|~~~+).*?^\1\2", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = facts._QUOTED.sub("", text)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"`+[^`]*`+", "", text)
+    text = re.sub(r"\]\([^)]*\)|https?://\S+", "", text)
+    return _MEASURED.findall(_NO_MEASUREMENT.sub("", text))
 
 
-def test_the_json_is_what_the_recorded_tables_have(gathered: dict) -> None:
+def test_the_json_is_what_the_recorded_tables_have() -> None:
+    gathered = facts.gather()
     assert facts.FILE.read_text(encoding="utf-8") == facts.as_json(gathered), ANEW
     assert json.loads(facts.as_json(gathered)) == gathered
 
 
+def test_the_json_has_what_the_library_quotes_and_nothing_else() -> None:
+    kept = json.loads(facts.FILE.read_text(encoding="utf-8"))["facts"]
+    assert set(kept) == set(facts.names_of_the_library())
+
+
 @pytest.mark.parametrize("page", facts.PAGES, ids=lambda page: page.name)
-def test_figures_of_a_page_are_those_of_the_json(page: Path, gathered: dict) -> None:
+def test_figures_and_tables_of_a_page_are_the_recorded_ones(page: Path) -> None:
+    assert facts.render_page(page) == page.read_text(encoding="utf-8"), ANEW
+
+
+def test_no_page_is_generated() -> None:
+    assert not {page.parent.name for page in facts.PAGES} & {"reference", "courses", "methods"}
+
+
+@pytest.mark.parametrize("page", facts.PAGES, ids=lambda page: page.name)
+def test_every_comment_in_a_page_is_rendered(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert facts.render(text, gathered) == text, ANEW
+    without_code = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    left = facts._QUOTED.sub("", facts._TABLE.sub("", re.sub(r"`+[^`]*`+", "", without_code)))
+    keys = "|".join(facts.TABLES)
+    assert re.findall(rf"<!-- (?:table .*|/table -->|[\w./-]+\.md#.*|(?:{keys}): .*)", left) == []
 
 
-def test_every_comment_in_a_page_is_after_a_figure() -> None:
-    for page in facts.PAGES:
-        text = page.read_text(encoding="utf-8")
-        asked = re.findall(rf"<!-- ((?:{'|'.join(facts.TABLES)}): .*?) -->", text)
-        assert len(asked) == len(facts._QUOTED.findall(text)), page.name
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_no_measured_figure_is_typed_by_hand(page: Path, request: pytest.FixtureRequest) -> None:
+    if page.relative_to(facts.ROOT / "docs" if page.stem != "README" else facts.ROOT).as_posix() in NOT_YET:
+        request.applymarker(pytest.mark.xfail(reason="is to be rewritten", strict=False))
+    assert typed_figures(page.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.name)
-def test_other_pages_quote_no_figure_of_their_own(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    left = re.findall(r"(?<![\d.])[-−]?[01]\.\d\d\b", facts._QUOTED.sub("", text))
-    assert set(left) <= THRESHOLDS.get(page.stem, set())
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("It has 0.42 on 40 prompts.", ["0.42"]),
+        ("It has 0.42 [0.35, 0.49]<!-- smollm2-importance: decompx --> on 40 prompts.", []),
+        ("It has 0.42\n[0.35, 0.49]<!-- smollm2-importance:\ndecompx -->.", []),
+        ("Between −0.07 and +1.25 nats", ["−0.07", "+1.25"]),
+        ("In 12 % of the heads, 3% of the rows, 31 times as fast", ["12 %", "3%", "31 times"]),
+        ("with a 95 % interval", []),
+        ("`residual=0.5` and ``0.25``", []),
+        ("```python\nx = 0.5\n```\nand 0.75", ["0.75"]),
+        ("- a list\n\n  ```python\n  x = 0.5\n  ```\n", []),
+        (
+            "TransformerLens (tested on 2.18, 3.9 and 4.3), torch 2.13, lens_mix 0.1.0, Python 3.11 to 3.13",
+            [],
+        ),
+        ("inseq 0.7.1 gave 0.71", ["0.71"]),
+        ("arXiv:2601.03089, Section 3.2, [a link](page-1.2.md), https://x.org/1.5", []),
+        ("SmolLM2-1.7B, Qwen2.5 and Llama-3.2", []),
+        (
+            "<!-- table LEADERBOARD.md#A\ncolumns: a\n-->\n\n| a |\n|---|\n| 0.42 |\n\n<!-- /table -->\n0.5",
+            ["0.5"],
+        ),
+        ("| a |\n|---|\n| 0.42 |", ["0.42"]),
+    ],
+)
+def test_what_counts_as_a_figure_typed_by_hand(text: str, found: list[str]) -> None:
+    assert typed_figures(text) == found
 
 
-def test_tables_of_the_leaderboard_page_have_recorded_figures() -> None:
-    recorded = facts.RECORD.read_text(encoding="utf-8")
-    page = (facts.ROOT / "docs" / "evidence" / "leaderboard.md").read_text(encoding="utf-8").replace("−", "-")
-    quoted = re.findall(r"-?\d\.\d\d \[-?\d\.\d\d, -?\d\.\d\d\]", page)
-    assert len(quoted) > 50
-    assert [figure for figure in quoted if figure not in recorded] == []
-
-
-def test_a_figure_is_written_anew_and_an_interval_stays_one(gathered: dict) -> None:
+def test_a_figure_is_written_anew_and_an_interval_stays_one() -> None:
     name = "smollm2-importance: decompx"
     text = f"9.99<!-- {name} --> and −9.99 [1, 2]<!-- {name} --> of 7<!-- {name} [n] -->"
-    assert facts.render(text, gathered) == (
+    assert facts.render(text) == (
         f"0.42<!-- {name} --> and 0.42 [0.35, 0.49]<!-- {name} --> of 40<!-- {name} [n] -->"
     )
     names = "smollm2-importance: attention, rollout; smollm2-importance: attn_res_ln, rollout"
-    assert facts.render(f"1 to 2<!-- {names} -->", gathered) == f"−0.07 to 0.05<!-- {names} -->"
+    assert facts.render(f"1 to 2<!-- {names} -->") == f"−0.07 to 0.05<!-- {names} -->"
+
+
+RECORDED = """# A run
+
+## Rows: the first
+
+| method | part | score | error | n |
+|---|---|---|---|---|
+| `alti` | mean | **0.50 [0.40, 0.60]** | 1,234 | 12 |
+| gim | - | -0.10 (-0.2 to 0.0) | 1.5e-06 | 12 |
+| 3 | x | 0.25 ± 0.05 | 7 | 12 |
+
+## Rows: the second, of lengths
+
+| model | length | time | [a] |
+|---|---|---|---|
+| small | 64 | 0.862 | 1 |
+| small | 128 | 1.20 | 2 |
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the path, below a folder benchmarks/, of a page with two recorded tables."""
+    (tmp_path / "benchmarks" / "a run").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "a run" / "of it.md").write_text(RECORDED, encoding="utf-8")
+    (tmp_path / "benchmarks" / "run.md").write_text(RECORDED, encoding="utf-8")
+    monkeypatch.setattr(facts, "ROOT", tmp_path)
+    return "run.md"
+
+
+@pytest.mark.parametrize(
+    ("figure", "name", "expected"),
+    [
+        ("9", "#Rows: the first: alti, mean [score]", "0.50"),
+        ("9 [1, 2]", "#Rows: the first: alti, mean [score]", "0.50 [0.40, 0.60]"),
+        ("9 [1, 2]", "#Rows: the first: gim [score]", "−0.10 [−0.2, 0.0]"),
+        ("9 ± 1", "#Rows: the first: 3, x [score]", "0.25 ± 0.05"),
+        ("9", "#Rows: the first: alti, mean [error]", "1,234"),
+        ("9", "#Rows: the first: gim [error]", "1.5e−06"),
+        ("9", "#Rows: the second, of: small, 128 [time]", "1.20"),
+    ],
+)
+def test_a_figure_is_found_by_path_and_heading(run: str, figure: str, name: str, expected: str) -> None:
+    comment = f"<!-- {run}{name} -->"
+    assert facts.render(f"It has {figure}{comment}.") == f"It has {expected}{comment}."
+
+
+def test_a_table_is_copied_with_its_columns_and_rows(run: str) -> None:
+    opening = (
+        f"<!-- table {run}#Rows: the first\ncolumns: method as Name of it | score\nrows: gim |\n 3, x\n-->"
+    )
+    body = "| Name of it | score |\n| --- | --- |\n| gim | -0.10 (-0.2 to 0.0) |\n| 3 | 0.25 ± 0.05 |"
+    page = f"Before.\n\n{opening}\n<!-- /table -->\n\nAfter."
+    written = facts.render(page)
+    assert written == f"Before.\n\n{opening}\n\n{body}\n\n<!-- /table -->\n\nAfter."
+    assert facts.render(written) == written
+
+
+def test_a_table_without_rows_has_all_and_a_name_may_be_that_of_several(run: str) -> None:
+    for rows in ("", "rows: small\n"):
+        page = f"<!-- table {run}#Rows: the second\ncolumns: length | time\n{rows}-->\nold\n<!-- /table -->"
+        assert facts.render(page).count("\n| ") == 4
+
+
+def test_paths_may_contain_spaces_in_tables(run: str) -> None:
+    page = "<!-- table a run/of it.md#Rows: the second\ncolumns: time\n-->\n<!-- /table -->"
+    assert "| 0.862 |" in facts.render(page)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no name", "expected 'TABLE: row [column]', got 'no name'"),
+        ("nowhere: decompx", "expected PATH#HEADING or one of smollm2-importance"),
+        ("smollm2-importance: nobody", "expected a row 'nobody', found for example"),
+        (
+            "smollm2-importance: decompx [nothing]",
+            "expected a table with the columns 'nothing', found method",
+        ),
+        ("nothing.md#A: b [c]", "expected a file below benchmarks/, got 'nothing.md'"),
+        ("LEADERBOARD.md#Importance: decompx [cases]", "found Importance: 40"),
+        ("LEADERBOARD.md#Nothing: decompx [cases]", "found none of: The leaderboard"),
+        ("LEADERBOARD.md#Planted facts on: random", "with a column"),
+        ("LEADERBOARD.md#Importance: 40: decompx [aggregation]", "a cell that begins with a figure, got '-'"),
+    ],
+)
+def test_a_name_without_a_figure_is_an_error(name: str, said: str) -> None:
+    with pytest.raises(LookupError, match=re.escape(said)):
+        facts.look_up(name)
+
+
+@pytest.mark.parametrize(
+    ("quoted", "said"),
+    [
+        (
+            "7<!-- run.md#Rows: the second: small [time] -->",
+            "expected one row, found 2; add more of its cells",
+        ),
+        (
+            "7 [1, 2]<!-- run.md#Rows: the second: small, 64 [time] -->",
+            "expected an interval in the recorded",
+        ),
+        ("7<!-- run.md#Rows: the second: small, 64 [time]; x: y [n] -->", "expected PATH#HEADING"),
+        ("<!-- table run.md#Rows: the first\nrows: gim\n-->\n<!-- /table -->", "expected 'columns:'"),
+        ("<!-- table run.md#Rows: the first\ncolumns: no\n-->\n<!-- /table -->", "with the columns 'no'"),
+        ("<!-- table run.md#Rows: the first\ncolumns: n\nrows: no\n-->\n<!-- /table -->", "a row 'no'"),
+        (
+            "<!-- table run.md#Rows\ncolumns: n\n-->\n<!-- /table -->",
+            "found Rows: the first; Rows: the second",
+        ),
+    ],
+)
+def test_an_error_names_the_page_and_what_was_expected(run: str, quoted: str, said: str) -> None:
+    page = facts.ROOT / "page.md"
+    page.write_text(quoted, encoding="utf-8")
+    with pytest.raises(LookupError, match=rf"^page\.md: .*{re.escape(said)}"):
+        facts.render_page(page)
 
 
 def test_the_best_row_of_a_method_is_one_of_its_own_and_of_the_trained_model() -> None:
     found = facts.look_up("smollm2-importance: best of alti")
     assert found["row"].startswith("alti,")
-    rows, _ = facts.rows(facts.TABLES["smollm2-importance"], "partial_spearman")
-    own = [cell for label, (cell, _) in rows.items() if re.fullmatch(r"alti, (?!random).*", label)]
-    values = [facts._figures(cell)[0] for cell in own]
-    assert found["value"] == max(values)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["no name", "nowhere: decompx", "smollm2-importance: nobody", "smollm2-importance: decompx [nothing]"],
-)
-def test_a_name_without_a_figure_is_an_error(name: str) -> None:
-    with pytest.raises(LookupError):
-        facts.look_up(name)
+    table = facts.recorded(facts.TABLES["smollm2-importance"], "partial_spearman")
+    place = table.column("partial_spearman")
+    own = [cells[place] for cells in table.body if re.fullmatch(r"alti, (?!random).*", facts.label(cells))]
+    assert float(found["texts"][0]) == max(float(cell.split()[0]) for cell in own)
 
 
 def test_a_finished_run_takes_the_place_of_the_recorded_table(
