@@ -1,0 +1,1 @@
+"""Measure what docs/evidence/scales.md says about the scales themselves."""
