@@ -74,7 +74,8 @@ def main(model_name: str, *counts: str) -> None:
     described = ", ".join(f"{key} {value}" for key, value in machine().items() if value is not None)
     command = f"python -m benchmarks.input_map.forwards {' '.join([model_name, *counts])}"
     page = (
-        f"# Cost of input maps\n\nWritten by `PYTHONPATH=.:demos {command}`; processor time on one thread, medians of "
+        f"# Cost of input maps\n\nWritten by `PYTHONPATH=.:demos {command}`; "
+        "processor time on one thread, medians of "
         f"{REPEATS} runs in turns.\n\n"
         f"Machine: {described}.\n\n## Forward passes of {model_name}\n\n"
         f"Measured {time.strftime('%Y-%m-%d', time.gmtime())} with {releases}.\n\n{markdown_table(rows)}\n"

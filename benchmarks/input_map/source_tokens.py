@@ -30,9 +30,7 @@ def main() -> None:
         logits = {
             "transformers": original(input_ids=own, decoder_input_ids=start).logits,
             "TransformerLens, with the tokens of the tokenizer's files": model(own, decoder_input=start),
-            "TransformerLens, with `model.to_tokens`": model(
-                model.to_tokens(SOURCE), decoder_input=start
-            ),
+            "TransformerLens, with `model.to_tokens`": model(model.to_tokens(SOURCE), decoder_input=start),
         }
     first = int(logits["transformers"][0, -1].argmax())
     rows = [
@@ -45,7 +43,8 @@ def main() -> None:
     ]
     releases = f"TransformerLens {version('transformer-lens')}, torch {version('torch')}"
     page = (
-        "# Tokens of a source\n\nWritten by `PYTHONPATH=.:demos python -m benchmarks.input_map.source_tokens`.\n\n"
+        "# Tokens of a source\n\n"
+        "Written by `PYTHONPATH=.:demos python -m benchmarks.input_map.source_tokens`.\n\n"
         "## Probability of the first token\n\n"
         f'flan-t5-small, tuned by others to write titles; source: "{SOURCE}"\n\n'
         f"Measured {time.strftime('%Y-%m-%d', time.gmtime())} with {releases}.\n\n{markdown_table(rows)}\n"

@@ -33,7 +33,7 @@ def percentile_interval(values: np.ndarray, generator: np.random.Generator) -> t
 
 
 def share_that_contain(name: str, size: int) -> dict[str, str]:
-    """Return, for each kind of interval, the share of samples of one size whose interval has the true mean."""
+    """Return the share of samples of one size whose interval has the true mean, for each kind of it."""
     draw, mean = DISTRIBUTIONS[name]
     generator = np.random.default_rng(size)
     kinds = {"studentised": 0, "percentiles of the mean": 0}

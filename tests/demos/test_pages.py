@@ -74,7 +74,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 # Pages with a test of their own, which checks the results of the examples.
 ELSEWHERE = {
     *("README.md", "attention_attribution.md", "encoder_decoder.md", "add_a_method.md"),
-    *("input_gradients.md", "scales.md"),
+    *("input_gradients.md", "score_a_map.md"),
 }
 SLOW = {"receptive_field.md"}
 SELF_CONTAINED = {
@@ -169,10 +169,13 @@ def test_ways_to_load_that_the_pages_name_are_there() -> None:
         assert callable(HookedTransformer.from_pretrained)
 
 
-def test_the_examples_of_the_scales_run(model: Any) -> None:
-    names: dict[str, Any] = {"model": model}
-    (example,) = examples((ROOT / "docs" / "evidence" / "scales.md").read_text(encoding="utf-8"))
-    exec(compile(example, "scales.md", "exec"), names)
+@pytest.mark.usefixtures("hub")
+def test_the_examples_of_the_guide_on_scores_run() -> None:
+    names: dict[str, Any] = {}
+    with matplotlib.rc_context():
+        for example in examples((ROOT / "docs" / "guides" / "score_a_map.md").read_text(encoding="utf-8")):
+            exec(compile(example, "score_a_map.md", "exec"), names)
+    assert "attention, randomised model" in {record["method"] for record in names["board"].records}
     assert names["curves"]["value_zeroing"].exact
     assert set(names["cells"]) == {"value_zeroing", "attn_res_ln"}
     assert names["soft"]["random"].retained == 0.5
