@@ -26,6 +26,7 @@ follows, up to the closing comment, is written anew. The cells are copied as the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -102,9 +103,9 @@ TABLES = {
     "smollm2-forms": Table(f"{_HELD_OUT}/forms.md", "Forms of the recipe", "held out", 105),
     "smollm2-long": Table(f"{_HELD_OUT}/forms.md", "Rows of", "partial, 95 %"),
     "flan-t5-joint": Table(f"{_HELD_OUT}/joint.md", "Input maps over", "partial (position out)", 30),
-    "hansards-layers": Table(_HANSARDS, "By layer, the end of the sentence competes", "layer 2"),
-    "hansards-weights": Table(_HANSARDS, "Weights and norms", "weights"),
-    "hansards-floors": Table(_HANSARDS, "Floors and published aligners", "AER"),
+    "hansards-layers": Table(_HANSARDS, "By layer, the end of the sentence competes", "layer 2", 447),
+    "hansards-weights": Table(_HANSARDS, "Weights and norms", "weights", 447),
+    "hansards-floors": Table(_HANSARDS, "Floors and published aligners", "AER", 447),
 }
 
 _PARTIAL = "partial Spearman (controlled for position) with measured replacement of tokens"
@@ -367,11 +368,9 @@ def render(text: str) -> str:
 
 def _figure(quoted: re.Match[str]) -> str:
     names = list(names_in(quoted[0]))
-    facts = [look_up(name) for name in names]
     if quoted["names"].endswith(" [n]"):
-        if facts[0]["n"] is None:
-            raise LookupError(f"{names[0]!r}: expected a column 'n' or 'cases', found none")
-        return f"{facts[0]['n']}<!-- {quoted['names']} -->"
+        return f"{_cases(names[0])}<!-- {quoted['names']} -->"
+    facts = [look_up(name) for name in names]
     shown, *ends = facts[0]["texts"]
     if len(facts) > 1:
         by_value = sorted((fact["texts"][0] for fact in facts), key=_value)
@@ -381,6 +380,19 @@ def _figure(quoted: re.Match[str]) -> str:
             raise LookupError(f"{names[0]!r}: expected an interval in the recorded table, found {shown!r}")
         shown += f" [{', '.join(ends)}]" if len(ends) == 2 else f" ± {ends[0]}"
     return f"{shown.replace('-', '−')}<!-- {quoted['names']} -->"
+
+
+def _cases(name: str) -> int:
+    """Return the number of cases of a fact, which needs no column for that."""
+    found = None
+    for asked in (name, f"{name} [n]", f"{name} [cases]"):
+        with contextlib.suppress(LookupError):
+            found = found or look_up(asked)["n"]
+    if found is None:
+        # An error about the name itself says more.
+        look_up(name)
+        raise LookupError(f"{name!r}: expected a column 'n' or 'cases', found none")
+    return int(found)
 
 
 def _table(quoted: re.Match[str]) -> str:
@@ -429,10 +441,20 @@ def render_page(page: Path) -> str:
 
 
 def write() -> None:
-    """Write the library's JSON, and the figures and tables of all pages."""
+    """Write the library's JSON, and the figures and tables of all pages.
+
+    Raises:
+        LookupError: Some pages quote what is not recorded. The others are written all the same.
+    """
     FILE.write_text(as_json(gather()), encoding="utf-8")
+    errors = []
     for page in PAGES:
-        page.write_text(render_page(page), encoding="utf-8")
+        try:
+            page.write_text(render_page(page), encoding="utf-8")
+        except LookupError as error:
+            errors.append(str(error))
+    if errors:
+        raise LookupError("\n".join(errors))
 
 
 def record(name: str, table: str, measured: str) -> None:

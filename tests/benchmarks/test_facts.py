@@ -259,6 +259,23 @@ def test_an_error_names_the_page_and_what_was_expected(run: str, quoted: str, sa
         facts.render_page(page)
 
 
+def test_one_page_with_an_error_does_not_keep_the_others_from_being_written(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = [facts.ROOT / name for name in ("a.md", "b.md", "c.md")]
+    comment = f"<!-- {run}#Rows: the first: gim [n] -->"
+    for page, text in zip(
+        pages, ("1<!-- x.md#y: z [n] -->", f"1{comment}", "2<!-- nowhere: z -->"), strict=True
+    ):
+        page.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(facts, "PAGES", pages)
+    monkeypatch.setattr(facts, "FILE", facts.ROOT / "measured.json")
+    monkeypatch.setattr(facts, "gather", dict)
+    with pytest.raises(LookupError, match=r"(?s)a\.md: .*c\.md: "):
+        facts.write()
+    assert pages[1].read_text(encoding="utf-8") == f"12{comment}"
+
+
 def test_the_best_row_of_a_method_is_one_of_its_own_and_of_the_trained_model() -> None:
     found = facts.look_up("smollm2-importance: best of alti")
     assert found["row"].startswith("alti,")
