@@ -242,7 +242,7 @@ def test_a_name_without_a_figure_is_an_error(name: str, said: str) -> None:
             "7 [1, 2]<!-- run.md#Rows: the second: small, 64 [time] -->",
             "expected an interval in the recorded",
         ),
-        ("7<!-- run.md#Rows: the second: small, 64 [time]; x: y [n] -->", "expected PATH#HEADING"),
+        ("7<!-- run.md#Rows: the second: small, 64 [time]; x: y -->", "expected PATH#HEADING"),
         ("<!-- table run.md#Rows: the first\nrows: gim\n-->\n<!-- /table -->", "expected 'columns:'"),
         ("<!-- table run.md#Rows: the first\ncolumns: no\n-->\n<!-- /table -->", "with the columns 'no'"),
         ("<!-- table run.md#Rows: the first\ncolumns: n\nrows: no\n-->\n<!-- /table -->", "a row 'no'"),
