@@ -1,6 +1,6 @@
-"""Check what the builders do not: the built site fetches nothing, and links of pages outside it lead somewhere.
+"""Check what the builders do not: what the built site fetches, links of pages outside it, and lists.
 
-    python -m docs.make.check
+`make docs` runs it: `python -m docs.make.check`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 SITES = (ROOT / "outputs" / "site", ROOT / "outputs" / "zensical")
 PAGES = ("README.md", "CONTRIBUTING.md")
 
-# The attributes by which a page loads something. A link (`a`) is only followed by the reader, and a `link` only
-# loads if its `rel` says so.
+# The attributes by which a page loads something. Only the reader follows an `a`, and a `link` loads something
+# only if its `rel` says so.
 _LOADS = {
     "img": ("src", "srcset"),
     "script": ("src",),
@@ -88,7 +88,8 @@ def find_glued_lists(page: Path) -> Iterator[str]:
         if is_item.match(line):
             # Below a heading, a list needs no empty line.
             if above.strip() and not above.startswith("#") and not in_list:
-                yield f"{page.name}, line {number}: expected an empty line above the list, got {above.strip()!r}"
+                place = f"{page.relative_to(ROOT)}, line {number}"
+                yield f"{place}: expected an empty line above the list, got {above.strip()!r}"
             in_list = True
         elif not line.strip() or not line.startswith(" "):
             # A line that continues an item is indented; after an empty line a new list can begin.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import re
 import unicodedata
-from types import ModuleType
 
 import lens_mix as lm
 from docs.make import scores
@@ -70,23 +67,12 @@ def write_pages() -> dict[str, str]:
     return {"methods/index.md": _write_index(), **pages}
 
 
-def docstring_of_constant(module: ModuleType, name: str) -> str:
-    """Return the string that follows the assignment of a constant in its module, "" if there is none."""
-    body = ast.parse(inspect.getsource(module)).body
-    for node, after in zip(body, body[1:], strict=False):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        is_documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        if is_documented and any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            return str(after.value.value).partition("\n")[0]
-    return ""
-
-
 def _write_page(name: str, method: type[Method]) -> str:
     described = describe(name, method)
     parts = [
         f"# {name}",
         f"{described.line[0].upper()}{described.line[1:]}.",
-        _table(("", ""), _facts_of(name, method, described)),
+        _table(*_facts_of(name, method, described)),
         "## Formula and parameters",
         f"::: lens_mix.{method.__name__}\n    options:\n      heading_level: 3",
         "## Paper",
@@ -102,14 +88,17 @@ def _write_page(name: str, method: type[Method]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _facts_of(name: str, method: type[Method], described: Description) -> list[tuple[str, str]]:
+def _facts_of(
+    name: str, method: type[Method], described: Description
+) -> tuple[tuple[str, str], list[tuple[str, ...]]]:
+    """Return the header and the rows of the table at the head of a page."""
     fields = {field.name for field in dataclasses.fields(method)}
     shape = _SHAPES[method.scope]
     if "per_head" in fields:
         shape += "; with `per_head=True` `[layer, head, query, key]`"
     conditions = [text for need, text in _CONDITIONS.items() if need in method.needs]
+    header = ("Pass to `lm.run`", f'`"{name}"` or `lm.{method.__name__}(...)`')
     rows = [
-        ("Use", f'`lm.run(model, prompt, "{name}")` or `lm.run(model, prompt, lm.{method.__name__}(...))`'),
         ("Group", described.group),
         ("Map", shape),
         ("Rows", "sum to 1" if method.has_unit_rows else "do not sum to 1; `m.normalized()` scales them"),
@@ -122,7 +111,7 @@ def _facts_of(name: str, method: type[Method], described: Description) -> list[t
     ]
     if method.scope != "layer":
         rows = [row for row in rows if not row[0].startswith("Residual")]
-    return rows
+    return header, rows
 
 
 def _engines(method: type[Method]) -> str:
@@ -133,12 +122,12 @@ def _engines(method: type[Method]) -> str:
             rows.append((f"`{engine}`", does, "no", ""))
             continue
         place = method.engines.index(engine)
-        chosen = "yes" if len(method.engines) == 1 else "yes, first choice" if place == 0 else "yes, otherwise"
+        chosen = (
+            "yes" if len(method.engines) == 1 else "yes, first choice" if place == 0 else "yes, otherwise"
+        )
         names = ", ".join(f"`{each}`" for each in _verified_for(method, engine))
         rows.append((f"`{engine}`", does, chosen, names))
-    components = {
-        each for engine in method.engines for each in _verified_for(method, engine)
-    }
+    components = {each for engine in method.engines for each in _verified_for(method, engine)}
     formulas = [
         f"- `{each.name}`: {each.formula}, against {each.recorded}"
         for each in (*COMPONENTS, LOGITS)
@@ -146,7 +135,7 @@ def _engines(method: type[Method]) -> str:
     ]
     sentences = "Every run first rebuilds these components on your model and compares them:"
     limits = (
-        "Some kinds of blocks have no formula for this method. `lm.support(model)` shows whether yours has one."
+        "Some kinds of blocks have no formula for this method. `lm.support(model)` shows whether yours has."
         if method.unsupported_block is not Method.unsupported_block
         else "`lm.support(model)` shows which engine your model gets, and `lm.check(model)` the errors."
     )
@@ -182,7 +171,8 @@ def _bibtex_fields(entry: str) -> dict[str, str]:
 
 def _plain(latex: str) -> str:
     """Return text without LaTeX's accents and braces."""
-    marks = {"'": "\u0301", "`": "\u0300", '"': "\u0308", "^": "\u0302", "~": "\u0303", "v": "\u030c", "c": "\u0327"}
+    # Each command, and the combining character that it stands for.
+    marks = dict(zip("'`\"^~vc", "\u0301\u0300\u0308\u0302\u0303\u030c\u0327", strict=True))
     strokes = {"\\l": "ł", "\\o": "ø", "\\ss": "ß", "\\aa": "å", "\\i": "i"}
 
     def accented(found: re.Match[str]) -> str:
@@ -200,7 +190,10 @@ def _links(method: type[Method]) -> list[str]:
     links = []
     if module in _COURSES:
         links.append(f"[The course that computes it by hand](../../courses/{_COURSES[module]}.md)")
-    links += [f"[Evidence: {page.replace('_', ' ')}](../../evidence/{page}.md)" for page in _EVIDENCE.get(module, ())]
+    links += [
+        f"[Evidence: {page.replace('_', ' ')}](../../evidence/{page}.md)"
+        for page in _EVIDENCE.get(module, ())
+    ]
     links += ["[All scores of the leaderboard](../../evidence/leaderboard.md)"]
     links += ["[How to choose a method](../../guides/choose_a_method.md)"]
     return links
@@ -209,14 +202,17 @@ def _links(method: type[Method]) -> list[str]:
 def _write_index() -> str:
     parts = [
         "# Methods",
-        "Every method, by what its map shows. The name goes to `lm.run`; the page has the formula, the parameters, "
-        "the engines and the scores. The cost is an estimate for a prompt of 64 tokens.",
+        "Every method, by what its map shows. Pass the name to `lm.run`. The page of a method has its "
+        "formula, parameters, engines and scores. The cost is an estimate.",
     ]
     for group in GROUPS:
         names = [name for name, each in DESCRIPTIONS.items() if each.group == group and name in lm.METHODS]
         if not names:
             continue
-        rows = [(f"[`{name}`]({name}.md)", DESCRIPTIONS[name].line, str(DESCRIPTIONS[name].cost)) for name in names]
+        rows = [
+            (f"[`{name}`]({name}.md)", DESCRIPTIONS[name].line, str(DESCRIPTIONS[name].cost))
+            for name in names
+        ]
         parts += [f"## {group}", _table(("name", "what a score is", "cost"), rows)]
     parts += ["## All methods by name", "::: lens_mix.METHODS\n    options:\n      heading_level: 3"]
     return "\n\n".join(parts) + "\n"

@@ -1,14 +1,15 @@
 """Write the pages of the reference: every public name once, with a directive that mkdocstrings replaces.
 
-mkdocstrings reads the signature and the docstring from the source; only the names are listed here, by importing
-lens_mix.
+mkdocstrings reads the signature and the docstring from the source. Only the names are listed here.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -44,8 +45,21 @@ PAGES = (
         "running",
         "Run methods",
         "Compute maps of one prompt or of many, and find out which methods a model supports.",
-        ("run", "run_many", "run_again", "input_map", "support", "check", "citation", "UnsupportedModelError"),
-        others=("lens_mix.lens.verification.support.Support", "lens_mix.lens.verification.support.Check"),
+        (
+            "run",
+            "run_many",
+            "run_again",
+            "input_map",
+            "support",
+            "check",
+            "citation",
+            "UnsupportedModelError",
+        ),
+        others=(
+            "lens_mix.lens.prompts.read_prompt",
+            "lens_mix.lens.verification.support.Support",
+            "lens_mix.lens.verification.support.Check",
+        ),
     ),
     Page(
         "maps",
@@ -63,7 +77,7 @@ PAGES = (
     Page(
         "targets",
         "Explain a target",
-        "Choose the number that a map explains: the logit or probability of a token or class, a loss, or your own.",
+        "Choose the number that a map explains: a logit, a probability, a loss, or a function of your own.",
         modules=("targets",),
     ),
     Page(
@@ -135,12 +149,25 @@ def find(path: str) -> Any:
 
 
 def first_line(path: str) -> str:
-    """Return the first line of the docstring of a name; for a constant, of the comment in its module."""
+    """Return the first line of the docstring of a name; for a constant, of the string below it."""
     thing = find(path)
-    if inspect.isclass(thing) or inspect.isroutine(thing):
-        return (inspect.getdoc(thing) or "").partition("\n")[0]
+    is_constant = not (inspect.isclass(thing) or inspect.isroutine(thing))
+    documented = _docstring_of_constant(path) if is_constant else inspect.getdoc(thing)
+    return (documented or "").partition("\n")[0]
+
+
+def _docstring_of_constant(path: str) -> str:
+    """Return the string that follows the assignment of a constant, in the module that assigns it."""
     module, _, name = path.rpartition(".")
-    return methods.docstring_of_constant(sys.modules[module], name)
+    body = ast.parse(inspect.getsource(importlib.import_module(module))).body
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+            return _docstring_of_constant(f"{node.module}.{name}")
+    for node, after in itertools.pairwise(body):
+        is_string = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        if is_string and isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return str(after.value.value)
+    return ""
 
 
 def _sections_of(module: ModuleType, described: set[int]) -> Iterator[tuple[str, list[str]]]:
@@ -164,7 +191,9 @@ def _check_complete() -> None:
     listed |= {"METHODS", *(method.__name__ for method in lm.METHODS.values())}
     missing = sorted(set(lm.__all__) - listed)
     if missing:
-        raise LookupError(f"expected every public name of lens_mix in PAGES of {__file__}, got none of {missing}")
+        raise LookupError(
+            f"PAGES of {__file__}: expected every public name of lens_mix, got none of {missing}"
+        )
 
 
 def _write_page(page: Page) -> str:
@@ -181,8 +210,8 @@ def _write_page(page: Page) -> str:
 def _write_index() -> str:
     parts = [
         "# Reference",
-        "Every public name of `lens_mix`, by what you want to do. `import lens_mix as lm` makes them available as "
-        "`lm.run` or `lm.hooks.zero_values`. The shapes name the axes of tensors: `layer`, `head`, `query` (the "
+        "Every public name of `lens_mix`, by what you want to do. After `import lens_mix as lm` they are "
+        "`lm.run` or `lm.hooks.zero_values`. Shapes name the axes of tensors: `layer`, `head`, `query` (the "
         "position that reads) and `key` (the position that is read).",
         "The methods have [pages of their own](methods/index.md): formula, parameters, engines and scores.",
     ]
