@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import json
 import re
 import unicodedata
 
@@ -67,6 +69,19 @@ def write_pages() -> dict[str, str]:
     return {"methods/index.md": _write_index(), **pages}
 
 
+def write_directive(path: str, level: int, **options: object) -> str:
+    """Return the directive that mkdocstrings replaces by a signature and a docstring.
+
+    Args:
+        path: The full path of the object.
+        level: The level of its heading.
+        options: Options of mkdocstrings; those that are None are left out.
+    """
+    given = {"heading_level": level, **options}
+    lines = [f"      {name}: {json.dumps(value)}" for name, value in given.items() if value is not None]
+    return "\n".join([f"::: {path}", "    options:", *lines])
+
+
 def _write_page(name: str, method: type[Method]) -> str:
     described = describe(name, method)
     parts = [
@@ -74,7 +89,9 @@ def _write_page(name: str, method: type[Method]) -> str:
         f"{described.line[0].upper()}{described.line[1:]}.",
         _table(*_facts_of(name, method, described)),
         "## Formula and parameters",
-        f"::: lens_mix.{method.__name__}\n    options:\n      heading_level: 3",
+        write_directive(
+            f"lens_mix.{method.__name__}", 3, show_bases=False, members=_own_members(method) or False
+        ),
         "## Paper",
         _paper(name),
         "## Engines",
@@ -86,6 +103,13 @@ def _write_page(name: str, method: type[Method]) -> str:
     if links:
         parts += ["## See also", "\n".join(f"- {link}" for link in links)]
     return "\n\n".join(parts) + "\n"
+
+
+def _own_members(method: type[Method]) -> list[str]:
+    """Return the functions of a method that are its own, and not what every method defines for the runner."""
+    shared = {name for name in vars(Method) if name not in ("hooks", "interventions")}
+    functions = [name for name, member in vars(method).items() if inspect.isfunction(member)]
+    return [name for name in functions if name[0] != "_" and name not in shared]
 
 
 def _facts_of(
@@ -214,7 +238,7 @@ def _write_index() -> str:
             for name in names
         ]
         parts += [f"## {group}", _table(("name", "what a score is", "cost"), rows)]
-    parts += ["## All methods by name", "::: lens_mix.METHODS\n    options:\n      heading_level: 3"]
+    parts += ["## All methods by name", write_directive("lens_mix.METHODS", 3, show_attribute_values=False)]
     return "\n\n".join(parts) + "\n"
 
 

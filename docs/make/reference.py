@@ -66,7 +66,14 @@ PAGES = (
         "Use the record",
         "Read, combine, save and export a map, and average the maps of many prompts.",
         ("MixingMap", "table"),
-        others=("lens_mix.tables.Table", "lens_mix.tables.read_csv", "lens_mix.maps.characters.join_tokens"),
+        others=(
+            "lens_mix.maps.record.Source",
+            "lens_mix.maps.record.HeadScore",
+            "lens_mix.maps.explained.Explained",
+            "lens_mix.maps.characters.join_tokens",
+            "lens_mix.tables.Table",
+            "lens_mix.tables.read_csv",
+        ),
     ),
     Page(
         "aggregation",
@@ -138,7 +145,7 @@ def list_directives(page: Page) -> list[tuple[str, list[str]]]:
         module = getattr(lm, name)
         sections += [(title, paths) for title, paths in _sections_of(module, described)]
     if page.others:
-        sections.append(("Returned and received objects", list(page.others)))
+        sections.append(("Objects that these functions take or return", list(page.others)))
     return [(title, paths) for title, paths in sections if paths]
 
 
@@ -203,8 +210,21 @@ def _write_page(page: Page) -> str:
             parts.append(f"## {title}")
         # Without a title above them, names are the second level of the page.
         level = 3 if title else 2
-        parts += [f"::: {path}\n    options:\n      heading_level: {level}" for path in paths]
+        parts += [directive for path in paths for directive in _write_directives(path, level)]
     return "\n\n".join(parts) + "\n"
+
+
+def _write_directives(path: str, level: int) -> Iterator[str]:
+    """Yield the directive of a name, and those of a class's methods that are functions of another module."""
+    thing = find(path)
+    # A function with the name of its module: mkdocstrings would describe the module.
+    place = f"{thing.__module__}.{thing.__name__}" if path in sys.modules else path
+    yield methods.write_directive(place, level, heading=path if place != path else None)
+    for name, member in vars(thing).items() if inspect.isclass(thing) else ():
+        function = getattr(member, "__func__", member)
+        if inspect.isfunction(function) and function.__module__ != thing.__module__ and name[0] != "_":
+            place = f"{function.__module__}.{function.__name__}"
+            yield methods.write_directive(place, level + 1, heading=f"{path}.{name}")
 
 
 def _write_index() -> str:
@@ -217,7 +237,7 @@ def _write_index() -> str:
     ]
     for page in PAGES:
         rows = [
-            f"| [`{path.removeprefix('lens_mix.')}`]({page.file}.md#{path}) | {_cell(first_line(path))} |"
+            f"| [`{_short(path, page)}`]({page.file}.md#{_anchor(path)}) | {_cell(first_line(path))} |"
             for _, paths in list_directives(page)
             for path in paths
         ]
@@ -227,6 +247,15 @@ def _write_index() -> str:
             "\n".join(["| name | what it does |", "|---|---|", *rows]),
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def _short(path: str, page: Page) -> str:
+    return path.rpartition(".")[2] if path in page.others else path.removeprefix("lens_mix.")
+
+
+def _anchor(path: str) -> str:
+    """Return the name of a directive's anchor, which is the path that mkdocstrings describes."""
+    return next(_write_directives(path, 2)).partition("\n")[0].removeprefix("::: ")
 
 
 def _cell(text: str) -> str:

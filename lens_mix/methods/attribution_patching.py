@@ -38,9 +38,9 @@ class AttributionPatching(RowTargetMethod):
     target F, read at the position of the query:
 
         score[query, j] = between + direct
-        between = sqrt(Σ_i E[i, j]²)          over the positions i between key j and the query
-        direct  = mean of |F' - F|            over the replacements of token j
-        E[i, j] = Σ g · dz                    over layers and heads
+        between = sqrt(Σ_i E[i, j]²)    over positions i between j and the query
+        direct  = mean of |F' - F|      over the replacements of token j
+        E[i, j] = Σ g · dz              over layers and heads
         dz      = (z - p v_j) / (1 - p) - z
 
     - Between: E[i, j] is the first-order change of F when i no longer sees j. g is the gradient of F with

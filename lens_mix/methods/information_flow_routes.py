@@ -32,7 +32,7 @@ class InformationFlowRoutes(VectorMethod):
     key (with b_V), and the residual stream x_i.
 
         proximity(p)   = max(0, ‖s‖₁ - ‖s - p‖₁)
-        importance(p)  = proximity(p) / Σ_q proximity(q)          over all components q of s
+        importance(p)  = proximity(p) / Σ_q proximity(q)    over all components q of s
         score[l, i, j] = Σ_h importance(a_ijh u_jh) + δ_ij importance(x_i)
 
     Shape [layer, query, key], or [layer, head, query, key] with `per_head`, values in 0..1. Rows, summed over

@@ -33,12 +33,13 @@ class InputGradients(RowTargetMethod):
 
     Papers: Simonyan et al., 2014; Sundararajan et al., ICML 2017.
 
-        score[query, j] = ‖∂F/∂x_j‖₂                                          score="norm"
-        score[query, j] = ∂F/∂x_j · x_j                                       score="times_input"
-        score[query, j] = (x_j − x'_j) · ∫₀¹ ∂F(x' + α (x − x'))/∂x_j dα      score="integrated"
+        score[query, j] = ‖∂F/∂x_j‖₂                                        "norm"
+        score[query, j] = ∂F/∂x_j · x_j                                     "times_input"
+        score[query, j] = (x_j − x'_j) · ∫₀¹ ∂F(x' + α (x − x'))/∂x_j dα    "integrated"
 
     F is the target at the position of the row. x is the residual stream that enters the first block: the
-    embeddings, with position embeddings and an embedding norm if the model has them.
+    embeddings, with position embeddings and an embedding norm if the model has them. `score` chooses the
+    formula:
 
     - "norm" (Li et al., NAACL 2016) is at least 0.
     - "times_input" is signed, in the target's unit.
