@@ -69,6 +69,11 @@ def write_pages() -> dict[str, str]:
     return {"methods/index.md": _write_index(), **pages}
 
 
+def list_pages() -> list[str]:
+    """Return the paths of the pages of methods in `docs/reference`."""
+    return ["methods/index.md", *(f"methods/{name}.md" for name in lm.METHODS)]
+
+
 def write_directive(path: str, level: int, **options: object) -> str:
     """Return the directive that mkdocstrings replaces by a signature and a docstring.
 

@@ -137,6 +137,11 @@ def write_pages() -> dict[str, str]:
     return {"index.md": _write_index(), **pages, **methods.write_pages()}
 
 
+def list_pages() -> list[str]:
+    """Return the paths of all pages in `docs/reference`."""
+    return ["index.md", *(f"{page.file}.md" for page in PAGES), *methods.list_pages()]
+
+
 def list_directives(page: Page) -> list[tuple[str, list[str]]]:
     """Return the sections of a page: a title ("" for none), and the full paths of its names."""
     sections = [("", [f"lens_mix.{name}" for name in page.names])]

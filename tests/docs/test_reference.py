@@ -113,7 +113,7 @@ def test_scores_are_those_of_the_recorded_tables(pages):
 def test_the_navigation_has_every_page(pages):
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r"- reference/(\S+\.md)$", navigation, re.MULTILINE)
-    assert sorted(listed) == sorted(pages)
+    assert sorted(listed) == sorted(pages) == sorted(reference.list_pages())
 
 
 def test_the_generator_writes_the_same_again_and_deletes_what_is_no_page(pages, tmp_path: Path):
