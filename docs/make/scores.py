@@ -6,11 +6,11 @@ from benchmarks import facts
 
 # The keys of `facts.TABLES` are a model and a task. What the score of each task is:
 _TASKS = {
-    "importance": "rank agreement with measured replacement of tokens, controlled for position, −1 to 1",
+    "importance": "rank agreement with measured token replacement, controlled for position, −1 to 1",
     "planted": "reciprocal rank of the token that decides, in prompts with one planted fact, up to 1",
-    "removals": "fall of the target when tokens are removed in the map's order, from 0 (the worst order) to 1",
-    "cells": "distance to the whole model's log probability if only the highest cells of layer maps are kept, "
-    "in nats, with a minus sign; 0 is the best",
+    "removals": "how soon the target falls if tokens are removed in the map's order, 0 (worst order) to 1",
+    "cells": "minus the distance in nats to the whole model's log probability, if only the highest cells of "
+    "the layer maps are kept; 0 is the best",
 }
 _MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
