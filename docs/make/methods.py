@@ -131,7 +131,7 @@ def _facts_of(
         ("Group", described.group),
         ("Map", shape),
         ("Rows", "sum to 1" if method.has_unit_rows else "do not sum to 1; `m.normalized()` scales them"),
-        ("Residual stream", "in the map" if method.includes_residual else "not in the map as a vector"),
+        ("Residual stream", "on the diagonal" if method.includes_residual else "not on the diagonal"),
         ("Residual weight in `lm.rollout`", f"{method.residual:g}, unless you pass `residual=`"),
         ("Target", "needs one: `target=`, by default the prediction" if "target" in fields else "needs none"),
         ("Needs", ", ".join(conditions) or "nothing beyond the verification below"),

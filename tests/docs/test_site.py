@@ -32,7 +32,7 @@ Text with `code`.
 {WIDE}
 
 ```python
-logits, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_pattern"), return_type="logits")
+logits, cache = model.run_with_cache(tokens, names_filter=lambda name: "pattern" in name, return_type=None)
 ```
 """
 
@@ -57,8 +57,9 @@ def test_lists_are_lists_on_the_site_too(page):
 
 def test_the_checks_find_what_is_wrong(tmp_path: Path):
     (tmp_path / "index.html").write_text(
-        '<link rel="stylesheet" href="https://fonts.example/a.css"><link rel="canonical" href="https://a.example/">'
-        '<img src="picture.png"><script src="//cdn.example/a.js"></script><a href="https://a.example">A link</a>'
+        '<link rel="stylesheet" href="https://fonts.example/a.css"><img src="picture.png">'
+        '<link rel="canonical" href="https://a.example/"><a href="https://a.example">A link</a>'
+        '<script src="//cdn.example/a.js"></script>'
         "<style>p { background: url(https://a.example/b.png) }</style>"
     )
     (tmp_path / "extra.css").write_text('@import "https://a.example/c.css"; p { background: url(own.png) }')
