@@ -1,6 +1,7 @@
 # make demo     the main job on a real model: prints the result and the path of the picture
 # make test     the suite on TransformerLens 4.x and on 3.9, without its slowest cases (.ci/run has all of them)
 # make test-oldest   a smoke test with the oldest release of every dependency that pyproject.toml allows
+# make docs     the site in outputs/site, with the generated reference and the executed pages
 # make bench    benchmarks on this machine: tables in benchmarks/RESULTS.md (BENCH=--full for all of them)
 # Each target makes the environment that it needs; see docs/development/index.md.
 
@@ -10,6 +11,7 @@ TL4 := $(ENVIRONMENTS)/tl4
 TL3 := $(ENVIRONMENTS)/tl3
 TL2 := $(ENVIRONMENTS)/tl2
 OLDEST := $(ENVIRONMENTS)/oldest
+DOCS := $(ENVIRONMENTS)/docs
 # Arguments for pytest: make test-tl4 PYTEST="tests/view -x"
 PYTEST ?=
 # Which tests: CASES= for all of them, slow ones included.
@@ -25,7 +27,7 @@ UNCHECKED = JAXTYPING_DISABLE=1
 # Nor is anything found twice by the tests marked `once` (tests/conftest.py); CASES= runs these too.
 test-tl3 test-tl2: CASES = -m "not slow and not once"
 
-.PHONY: help demo test test-tl4 test-tl3 test-tl2 test-oldest browser lint format types stub wheel clean bench peers
+.PHONY: help demo docs test test-tl4 test-tl3 test-tl2 test-oldest browser lint format types stub wheel clean bench peers
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -67,6 +69,17 @@ browser:
 		(timeout 120 apt-get update && timeout 300 apt-get install --yes --no-install-recommends \
 		chromium chromium-driver) >/dev/null 2>&1; } || echo "no chromium here: the page's browser tests are skipped"
 
+# The pages are generated where lens_mix can be imported, and built where mkdocs and Zensical are. Both build the
+# same pages from mkdocs.yml, and both stop at a broken link.
+docs: $(TL4)/.ready $(DOCS)/.ready
+	@echo "== reference and executed pages"
+	@OMP_NUM_THREADS=1 $(TL4)/bin/python -m docs.make
+	@echo "== site by mkdocs, in outputs/site"
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	@echo "== site by Zensical, in outputs/zensical"
+	@SITE=outputs/zensical NO_COLOR=1 $(DOCS)/bin/zensical build --strict
+	@$(DOCS)/bin/python -m docs.make.check
+
 # One thread, so that ratios say something about the code and not about the machine's cores.
 bench: $(TL4)/.ready
 	@OMP_NUM_THREADS=1 $(TL4)/bin/python -m benchmarks.run $(BENCH)
@@ -98,6 +111,9 @@ wheel: $(TL4)/.ready
 clean:
 	rm -rf $(ENVIRONMENTS) dist outputs .mypy_cache .ruff_cache
 
+# The site needs no torch, and the library is read there without being imported.
+$(DOCS)/.ready: PACKAGES = --requirement constraints/docs.txt
+
 # `-qq` leaves errors on the screen and keeps warnings about the machine's own pip settings off it.
 # Compiling every file of torch and transformers would take half of the time; what is imported compiles itself.
 # The stamp is written last: an interrupted build starts again.
@@ -105,5 +121,5 @@ $(ENVIRONMENTS)/%/.ready: constraints/%.txt constraints/common.txt constraints/t
 	@echo "Preparing $(@D) (the first time takes minutes)"
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install -qq --no-compile --disable-pip-version-check \
-		--constraint constraints/$*.txt --editable '.[dev]'
+		--constraint constraints/$*.txt $(or $(PACKAGES),--editable '.[dev]')
 	@touch $@

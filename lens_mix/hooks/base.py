@@ -17,6 +17,7 @@ from torch import Tensor
 from lens_mix.arguments import check_whole_number, describe_value
 
 DEFAULT_ATTENTION = "blocks.{layer}.attn"
+"""The name of the attention module in models with one stack, with `{layer}`."""
 
 # TransformerBridge calls a hook with its own name of the hook point. The other classes, and the bridge in
 # compatibility mode, use HookedTransformer's name.
@@ -50,7 +51,9 @@ class HookFunction(abc.ABC):
 
 
 HookName = str | Callable[[str], bool]
-HookPair = tuple[HookName, HookFunction]  # one entry of `fwd_hooks=`
+"""The name of a hook point, or a function that returns whether a name is meant."""
+HookPair = tuple[HookName, HookFunction]
+"""One entry of `fwd_hooks=`: a name and a hook function."""
 
 
 @contextmanager

@@ -47,3 +47,4 @@ def _find_methods() -> _MethodTable:
 
 
 METHODS = _find_methods()
+"""The classes of the library's methods by their names; `print(lm.METHODS)` lists them."""

@@ -27,8 +27,11 @@ Distance = Literal["l1", "l2"]
 class Alti(VectorMethod):
     """Compute the contributions of ALTI (Ferrando et al., EMNLP 2022, eq. 9-11).
 
-    score[l, i, j] = c_ij / Σ_k c_ik with c_ij = max(0, ‖y_i‖ - ‖y_i - T_ij‖). y_i is the true representation
-    after the attention branch, biases included. T_ij is the vector that key j contributes to it.
+        score[l, i, j] = c_ij / Σ_k c_ik
+        c_ij = max(0, ‖y_i‖ - ‖y_i - T_ij‖)
+
+    y_i is the true representation after the attention branch, biases included. T_ij is the vector that key j
+    contributes to it.
 
     Shape [layer, query, key], values in 0..1, and rows sum to 1. A row in which no key brings y_i closer is
     zero. The map contains the residual stream, so roll-outs add no identity.

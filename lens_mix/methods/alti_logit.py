@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 class AltiLogit(VectorMethod):
     """Compute ALTI-Logit, an input map of logits (Ferrando et al., ACL 2023, eq. 6 and 9).
 
-    score[l, i, s] = Σ_k Δ_ik M_ks. Δ_ik is what the attention of block l, from key k, adds to the logit that
-    is explained at position i. The final norm is applied as a linear map, at the scale of the clean pass.
-    M is the product of the ALTI maps of the blocks below block l.
+        score[l, i, s] = Σ_k Δ_ik M_ks
+
+    Δ_ik is what the attention of block l, from key k, adds to the logit that is explained at position i. The
+    final norm is applied as a linear map, at the scale of the clean pass. M is the product of the ALTI maps
+    of the blocks below block l.
 
     Shape [layer, query, key], in units of the logit, of either sign. The sum over layers is the share of each
     input token in the logit. As in the paper, it leaves out the feed-forwards, the biases and the residual

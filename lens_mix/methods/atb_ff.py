@@ -29,10 +29,12 @@ _PASSES_PER_ROW = 0.1
 class AtbFf(VectorMethod):
     """Compute the output of the feed-forward by key, ATBFF (Kobayashi et al., ICLR 2024, section 4).
 
-    score[l, i, j] = ‖F^FF_ij‖ with F^FF_ij = ((F_ij W_in) ⊙ m_i) W_out. F_ij is the vector of key j in what
-    the feed-forward reads at query i. m_i are the integrated gradients through the activation, in closed
-    form. For gated feed-forwards, each neuron has one integral, which is computed by quadrature
-    (`lens_mix.algebra.activations`).
+        score[l, i, j] = ‖F^FF_ij‖
+        F^FF_ij = ((F_ij W_in) ⊙ m_i) W_out
+
+    F_ij is the vector of key j in what the feed-forward reads at query i. m_i are the integrated gradients
+    through the activation, in closed form. For gated feed-forwards, each neuron has one integral, which is
+    computed by quadrature (`lens_mix.algebra.activations`).
 
     Shape [layer, query, key], at least 0, in the units of the feed-forward's output. In parallel blocks, the
     feed-forward reads the block's input, so that only the diagonal differs from zero.
@@ -76,9 +78,12 @@ class AtbFf(VectorMethod):
 class AtbFfRes(AtbFf):
     """Compute the feed-forward with its residual connection, ATBFFRES (Kobayashi et al., 2024, section 4).
 
-    score[l, i, j] = ‖F_ij + F^FF_ij‖. F_ij is the vector of key j in the residual stream before the
-    feed-forward. F^FF_ij is as in `atb_ff`, after the norm and the multiplier of the feed-forward's branch
-    if there are any. Shape [layer, query, key], at least 0.
+        score[l, i, j] = ‖F_ij + F^FF_ij‖
+
+    F_ij is the vector of key j in the residual stream before the feed-forward. F^FF_ij is as in `atb_ff`,
+    after the norm and the multiplier of the feed-forward's branch if there are any.
+
+    Shape [layer, query, key], at least 0.
 
     Args:
         biases: As in `atb_ff`.
@@ -97,10 +102,15 @@ class AtbFfRes(AtbFf):
 class AtbFfResLn(AtbFf):
     """Compute the map of the whole block, ATBFFRESLN (Kobayashi et al., ICLR 2024, section 4).
 
-    score[l, i, j] is the norm of a vector of `atb_ff_res` after the norm on the residual stream at the end of
-    the block. That norm is applied as a linear map, at the scale of the clean pass, and its β is in no
-    vector. Shape [layer, query, key], at least 0. Only post-norm blocks have that norm. In all other blocks
-    the map equals `atb_ff_res`, unless `next_norm` is set.
+        score[l, i, j] = ‖γ ⊙ (G_ij - mean G_ij) / s_i‖
+        G_ij = F_ij + F^FF_ij
+
+    G_ij are the vectors of `atb_ff_res`. The norm on the residual stream at the end of the block is applied
+    to them as a linear map. s_i is its scale in the clean pass, γ its weight, and its β is in no vector.
+    RMSNorm has no mean.
+
+    Shape [layer, query, key], at least 0. Only post-norm blocks have that norm. In all other blocks the map
+    equals `atb_ff_res`, unless `next_norm` is set.
 
     Args:
         biases: As in `atb_ff`.

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 class AttentionWeights(Method):
     """Return attention weights as a map (Clark et al., BlackboxNLP 2019).
 
-    Shape [layer, query, key], the mean over heads, or [layer, head, query, key] with `per_head`. Values are
-    in 0..1, and rows sum to 1. On models with attention sinks that are not tokens they sum to less, and a
-    note says so.
+        score[l, i, j] = mean_h a_ijh
+
+    a_ijh is the attention weight of key j at query i in head h, after the softmax.
+
+    Shape [layer, query, key], or [layer, head, query, key] with `per_head`. Values are in 0..1, and rows sum
+    to 1. On models with attention sinks that are not tokens they sum to less, and a note says so.
 
     A weight measures how much a query attends to a key, not how much it receives: a key with a small value
     vector can have most of the weight (Kobayashi et al., EMNLP 2020).
@@ -54,9 +57,13 @@ class AttentionWeights(Method):
 class AttnResWeights(Method):
     """Average attention weights and the identity, AttnRes-W.
 
-    score[l, i, j] = 0.5 Ā_ij + 0.5 δ_ij, where Ā is the mean over heads (Abnar and Zuidema, ACL 2020). This
-    is the counterpart by weights in Kobayashi et al. (EMNLP 2021, section 4). Shape [layer, query, key],
-    values in 0..1, and rows sum to 1. On models with attention sinks that are not tokens they sum to less.
+        score[l, i, j] = 0.5 Ā_ij + 0.5 δ_ij
+
+    Ā is the mean over heads, and δ_ij is 1 for the position itself (Abnar and Zuidema, ACL 2020). This is the
+    counterpart by weights in Kobayashi et al. (EMNLP 2021, section 4).
+
+    Shape [layer, query, key], values in 0..1, and rows sum to 1. On models with attention sinks that are not
+    tokens they sum to less.
     """
 
     name: ClassVar[str] = "attn_res_w"

@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 class AttentionAttribution(TargetMethod):
     """Compute self-attention attribution (Hao et al., AAAI 2021, eq. 3-4).
 
-    Attr_h(A) = (A_h - B_h) ⊙ ∫₀¹ ∂F(B + α (A - B)) / ∂A_h dα. A is the pattern of one layer, B the baseline
-    and F the target. All heads of the layer move together from B to A, and the layers above run again.
+        score[l] = Σ_h Attr_h(A)
+        Attr_h(A) = (A_h - B_h) ⊙ ∫₀¹ ∂F(B + α (A - B)) / ∂A_h dα
 
-    Shape [layer, query, key], the sum over heads, or [layer, head, query, key] with `per_head`. Scores are
-    signed, in the target's unit. Except for the error of the quadrature, the scores of a layer sum to
+    A is the pattern of layer l, B the baseline and F the target. All heads of the layer move together from B
+    to A, and the layers above run again.
+
+    Shape [layer, query, key], or Attr_h in [layer, head, query, key] with `per_head`. Scores are signed, in
+    the target's unit. Except for the error of the quadrature, the scores of a layer sum to
     F(A) - F(B) (completeness).
 
     Each layer uses as many points as it needs: 3, then 7, 15 and 31 (Patterson's rules, each of which

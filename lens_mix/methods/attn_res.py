@@ -23,8 +23,13 @@ if TYPE_CHECKING:
 class AttnRes(VectorMethod):
     """Compute attention with the residual stream, AttnRes-N (Kobayashi et al., EMNLP 2021, eq. 8).
 
-    score[l, i, j] = ‖F_ij‖ with F_ij = Σ_h a_ijh u_jh + δ_ij x_i: what query i receives from key j. The
-    diagonal includes the query's own residual stream. Shape [layer, query, key], at least 0.
+        score[l, i, j] = ‖F_ij‖
+        F_ij = Σ_h a_ijh u_jh + δ_ij x_i
+
+    F_ij is what query i receives from key j: the vectors u_jh = v_jh W_O^h of `value_norm`, weighted by the
+    pattern a. The diagonal includes x_i, the query's own residual stream (δ_ij is 1 there and 0 elsewhere).
+
+    Shape [layer, query, key], at least 0.
 
     A norm on the attention branch (sandwich and branch-norm blocks) is applied as a linear map, at the scale
     of the clean pass. A residual multiplier is applied too. The sum of F_ij over keys is the residual stream
@@ -46,9 +51,12 @@ class AttnRes(VectorMethod):
 class AttnResLn(AttnRes):
     """Compute attention, residual stream and norm, AttnResLn-N (Kobayashi et al., EMNLP 2021, eq. 11).
 
-    score[l, i, j] = ‖γ ⊙ (F_ij - mean F_ij) / s_i‖ with the F_ij of `attn_res`. s_i is the standard deviation
-    of the true sum. RMSNorm has no mean, and its s_i is the root mean square. β is in no vector. Shape
-    [layer, query, key], at least 0.
+        score[l, i, j] = ‖γ ⊙ (F_ij - mean F_ij) / s_i‖
+
+    F_ij is as in `attn_res`. s_i is the standard deviation of the true sum. RMSNorm has no mean, and its s_i
+    is the root mean square. β is in no vector.
+
+    Shape [layer, query, key], at least 0.
 
     Only post-norm blocks have this norm. In all other blocks the map equals `attn_res`, unless `next_norm`
     is set.

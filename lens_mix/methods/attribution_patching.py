@@ -34,16 +34,20 @@ if TYPE_CHECKING:
 class AttributionPatching(RowTargetMethod):
     """Estimate what replacing each token would do to the output, from a few passes per row.
 
-    Measuring it takes one pass per token (`Occlusion`). score[query, key] adds two estimates of the change of
-    the target F, read at the query's position:
+    Measuring it takes one pass per token (`Occlusion`). A score adds two estimates of the change of the
+    target F, read at the position of the query:
 
-    - Between: sqrt(Σ_i E[i, j]²), a sum over the positions i between key j and the query. E[i, j] is the
-      first-order change of F when i no longer sees j: the sum of g · dz over layers and heads. g is the
-      gradient of F with respect to the mixed values z_i of a head. dz is their change when the softmax is
-      computed without j: dz = (z - p v_j) / (1 - p) - z, where p is the weight of j. This is attribution
-      patching of edges (Syed et al., 2023) with an exact softmax, as in the "QK fix" of AtP* (Kramár et al.,
-      2024, arXiv 2403.00745).
-    - Direct: the mean over replacements of |F' - F|. F' is the target when the query's token sees the
+        score[query, j] = between + direct
+        between = sqrt(Σ_i E[i, j]²)    over positions i between j and the query
+        direct  = mean of |F' - F|      over the replacements of token j
+        E[i, j] = Σ g · dz              over layers and heads
+        dz      = (z - p v_j) / (1 - p) - z
+
+    - Between: E[i, j] is the first-order change of F when i no longer sees j. g is the gradient of F with
+      respect to the mixed values z_i of a head. dz is their change when the softmax is computed without j,
+      where p is the weight of j. This is attribution patching of edges (Syed et al., 2023) with an exact
+      softmax, as in the "QK fix" of AtP* (Kramár et al., 2024, arXiv 2403.00745).
+    - Direct: F' is the target when the query's token sees the
       replacement of j instead of j, in every layer. One pass over copies of the query's token computes it.
       For the query's own token, that token itself is replaced. Since attention is causal and the replacement
       sees the tokens before j, the term is exact. It is computed for the `n_exact` keys that are strongest to

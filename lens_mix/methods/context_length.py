@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 class ContextLength(RowTargetMethod):
     """Compute context length probing (Cífka & Liutkus, ACL 2023, eq. 5), for causal models.
 
-    score[query, key] = F(key..query) − F(key+1..query), where F is the target at the position of the row. It
-    is what F gains when a context that is cut on the left gets one more token. Scores are signed, in the
+        score[query, key] = F(key..query) − F(key+1..query)
+
+    F is the target at the position of the row. The score is what F gains when a context that is cut on the
+    left gets one more token. Scores are signed, in the
     target's unit. A row sums to F(whole prompt) − F(the query alone), and its own key has 0.
 
     The result is one map [1, query, key]. One forward pass per token is enough for all rows. Tokens after the

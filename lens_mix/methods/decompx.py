@@ -38,10 +38,18 @@ _PASSES_PER_ROW, _PASSES_PER_LOCAL_ROW = 0.35, 0.3
 class DecompX(VectorMethod):
     """Compute DecompX, an input map that needs no roll-out (Modarressi et al., ACL 2023).
 
-    score[l, i, s] = ‖X_is‖ after block l. X_is is the share of input token s in the residual stream at
-    position i, propagated through every block (`decompx` has the formula). If every bias is distributed over
-    the tokens, the shares sum to the true residual stream. Shape [layer, query, key], at least 0. `vectors`
-    returns the shares themselves, and `lens_mix.methods.decompx_logits` their shares of the logits.
+        score[l, i, s] = ‖X_is‖ after block l
+        attention_is = Σ_h Σ_j a_hij LN(X_js) W_V^h W_O^h
+        mid_is       = LN(X_is + attention_is)
+        output_is    = LN(mid_is + ((LN(mid_is) W_in) ⊙ m_i) W_out)
+
+    X_is is the share of input token s in the residual stream at position i. The output shares of a block are
+    the X of the next. LN is the norm at that place, if the block has one, as a linear map. m_i is the slope
+    of the line that replaces the activation. If every bias is distributed over the tokens, the shares sum to
+    the true residual stream.
+
+    Shape [layer, query, key], at least 0. `vectors` returns the shares themselves, and
+    `lens_mix.methods.decompx_logits` their shares of the logits.
 
     The computation stores query × key × d_model numbers. It multiplies the vector of every pair with a share
     by every weight matrix. `max_memory` has to allow about twice these numbers, plus one query's chunk.
@@ -117,7 +125,11 @@ class DecompX(VectorMethod):
 class DecompXLocal(DecompX):
     """Compute DecompX of each block alone, where every position of the block's input is one vector.
 
-    score[l, i, j] = ‖X_ij‖, the share of the input at position j of block l in its output at position i.
+        score[l, i, j] = ‖X_ij‖
+
+    X_ij is the share of the input at position j of block l in its output at position i (the formula of
+    `DecompX` for one block).
+
     Shape [layer, query, key], at least 0. The map contains the residual stream. With `biases="drop"` it
     equals `atb_ff_res_ln`.
 

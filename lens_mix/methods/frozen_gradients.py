@@ -18,10 +18,11 @@ from lens_mix.methods.changed_gradients import ChangedGradients
 class FrozenGradients(ChangedGradients):
     """Compute gradient × input with attention patterns and norm scales frozen (Ali et al., ICML 2022).
 
-    score[query, key] = g · x at the position of the key. x is the residual stream that enters the first
-    block. g is the gradient of the target F, read at the row's position, with the paper's two rules:
-    attention patterns (AH-rule) and the scales that LayerNorm or RMSNorm divide by (LN-rule) are constants in
-    the backward pass.
+        score[query, key] = g_key · x_key
+
+    x is the residual stream that enters the first block, at the position of the key. g is the gradient with
+    respect to it of the target F, read at the row's position, with the paper's two rules: attention patterns
+    (AH-rule) and the scales that LayerNorm or RMSNorm divide by (LN-rule) are constants in the backward pass.
 
     With `activations="ratio"` an activation is z times the constant act(z)/z, as in DecompX, and each factor
     of a gated feed-forward gets half of the gradient. The rest of the model is linear, so a row conserves the

@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 class GlobEnc(VectorMethod):
     """Compute N_Enc of GlobEnc (Modarressi et al., NAACL 2022, eq. 9-12).
 
-    score[l, i, j] = ‖γ₂ ⊙ (F_ij - mean F_ij) / s₂_i‖, where F_ij are the vectors of `attn_res_ln`. The second
-    norm of the block is applied to them as a linear map, at the scale of the true state, which includes the
-    output of the feed-forward. The feed-forward itself is left out. Shape [layer, query, key], at least 0.
+        score[l, i, j] = ‖γ₂ ⊙ (F_ij - mean F_ij) / s₂_i‖
+
+    F_ij are the vectors of `attn_res_ln`. The second norm of the block is applied to them as a linear map, at
+    the scale s₂_i of the true state, which includes the output of the feed-forward. The feed-forward itself
+    is left out.
+
+    Shape [layer, query, key], at least 0.
 
     Only post-norm blocks have a norm on the residual stream. For all other blocks, the second norm is the one
     that reads the block's output: the first norm of the next block, and for the last block the final norm.

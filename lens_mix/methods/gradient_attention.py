@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 class GradientAttention(TargetMethod):
     """Compute attention weighted by its gradient (Chefer et al., ICCV 2021, eq. 5).
 
-    score[l] = mean_h (∂F/∂A_h ⊙ A_h)⁺, where A is the pattern of layer l and F the target. The gradient is
-    total: it passes through all layers above. One forward and one backward pass serve all layers.
+        score[l] = mean_h (∂F/∂A_h ⊙ A_h)⁺
+
+    A is the pattern of layer l, F the target, and ⁺ sets negative numbers to 0. The gradient is total: it
+    passes through all layers above. One forward and one backward pass serve all layers.
 
     Shape [layer, query, key], or [layer, head, query, key] with `per_head`. Scores are at least 0, in the
     target's unit, and rows do not sum to 1. `lm.gradient_rollout` combines the maps into the paper's

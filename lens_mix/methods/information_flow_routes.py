@@ -27,14 +27,17 @@ if TYPE_CHECKING:
 class InformationFlowRoutes(VectorMethod):
     """Compute the importance of edges in the information-flow graph (Ferrando & Voita, 2024, section 2).
 
-    A component p of a state s has the proximity max(0, ‖s‖₁ - ‖s - p‖₁). Its importance is its share of the
-    proximities of all components. Here s is the residual stream after the attention branch. Its components
-    are a_ijh u_jh, what each head adds from each key (with b_V), and the residual stream x_i.
+    A component p of a state s is important if it brings the state closer to its true value. Here s is the
+    residual stream after the attention branch. Its components are a_ijh u_jh, what each head adds from each
+    key (with b_V), and the residual stream x_i.
 
-    score[l, i, j] = Σ_h importance(a_ijh u_jh), and on the diagonal also the importance of x_i. Shape [layer,
-    query, key], or [layer, head, query, key] with `per_head`, values in 0..1. Rows, summed over heads, sum to
-    1. A row is zero if no component brings s closer. The map contains the residual stream, so roll-outs add
-    no identity.
+        proximity(p)   = max(0, ‖s‖₁ - ‖s - p‖₁)
+        importance(p)  = proximity(p) / Σ_q proximity(q)    over all components q of s
+        score[l, i, j] = Σ_h importance(a_ijh u_jh) + δ_ij importance(x_i)
+
+    Shape [layer, query, key], or [layer, head, query, key] with `per_head`, values in 0..1. Rows, summed over
+    heads, sum to 1. A row is zero if no component brings s closer. The map contains the residual stream, so
+    roll-outs add no identity.
 
     The residual stream after the block has two components: the output of the feed-forward, and what it was
     added to. `lens_mix.methods.component_shares.part_shares(m)` returns their importance, and that of x_i

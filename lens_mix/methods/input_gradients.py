@@ -31,16 +31,21 @@ Score = Literal["norm", "times_input", "integrated"]
 class InputGradients(RowTargetMethod):
     """Compute gradients with respect to the embeddings.
 
-    Papers: Simonyan et al., 2014; Sundararajan et al., ICML 2017. F is the target at the position of the row.
-    x is the residual stream that enters the first block: the embeddings, with position embeddings and an
-    embedding norm if the model has them. `score` chooses the number for token j:
+    Papers: Simonyan et al., 2014; Sundararajan et al., ICML 2017.
 
-    - "norm": ‖∂F/∂x_j‖₂ (Li et al., NAACL 2016), at least 0.
-    - "times_input": ∂F/∂x_j · x_j, signed, in the target's unit.
-    - "integrated": (x_j − x'_j) · ∫₀¹ ∂F(x' + α (x − x'))/∂x_j dα (Sundararajan et al., eq. 1), signed, where
-      x' is the baseline. Except for the error of the quadrature, a row sums to F(x) − F(x').
-      `provenance["details"]["convergence_delta"]` has Σ − (F(x) − F(x')) for each row (captum's name). A note
-      says if it is more than 10 % of that difference.
+        score[query, j] = ‖∂F/∂x_j‖₂                                        "norm"
+        score[query, j] = ∂F/∂x_j · x_j                                     "times_input"
+        score[query, j] = (x_j − x'_j) · ∫₀¹ ∂F(x' + α (x − x'))/∂x_j dα    "integrated"
+
+    F is the target at the position of the row. x is the residual stream that enters the first block: the
+    embeddings, with position embeddings and an embedding norm if the model has them. `score` chooses the
+    formula:
+
+    - "norm" (Li et al., NAACL 2016) is at least 0.
+    - "times_input" is signed, in the target's unit.
+    - "integrated" (Sundararajan et al., eq. 1) is signed. x' is the baseline. Except for the error of the
+      quadrature, a row sums to F(x) − F(x'). `provenance["details"]["convergence_delta"]` has Σ − (F(x) −
+      F(x')) for each row (captum's name). A note says if it is more than 10 % of that difference.
 
     The baseline 0 is degenerate if a norm follows: for all but the smallest α, αx and x have the same norm
     output. F then changes only near α = 0, where no rule has enough points, and the gradient along the rest

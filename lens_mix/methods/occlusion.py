@@ -31,11 +31,13 @@ Measure = Literal["difference", "absolute", "kl"]
 
 @dataclasses.dataclass(frozen=True)
 class Occlusion(RowTargetMethod):
-    """The change of a target without each token (Zeiler & Fergus, ECCV 2014; Li et al., 2016).
+    """Measure the change of a target without each token (Zeiler & Fergus, ECCV 2014; Li et al., 2016).
 
-    score[query, key] = F(x) − F(x without key), where F is the target at the row's position, in the target's
-    unit. There is one map of the whole model, [1, query, key]. It needs one forward pass per token (and
-    replacement) for all rows. There are three removals:
+        score[query, key] = F(x) − F(x without key)
+
+    F is the target at the row's position. Scores are in the target's unit. There is one map of the whole
+    model, [1, query, key]. It needs one forward pass per token (and replacement) for all rows. There are
+    three removals:
 
     - "replace": the token is replaced by another one, and scores are means over several replacements;
     - "mask": no position attends to the token, in any layer, as if the attention mask hid it;

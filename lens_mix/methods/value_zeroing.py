@@ -37,9 +37,12 @@ _PASSES_PER_ROW, _PASSES_PER_HEAD_ROW = 0.11, 0.07
 class ValueZeroing(Method):
     """Compute Value Zeroing (Mohebbi et al., EACL 2023, eq. 3-5).
 
-    score[l, i, j] is the distance between the output of block l at position i, and the same output when the
-    value vector of position j is zeroed in block l alone. The block's input, its queries and its keys stay as
-    in the clean pass, and so does the pattern.
+        score[l, i, j] = 1 - cos(y_i, y_i(v_j = 0))     metric="cosine"
+        score[l, i, j] = ‖y_i - y_i(v_j = 0)‖           metric="euclidean"
+
+    y_i is the output of block l at position i. y_i(v_j = 0) is the same output when the value vector of
+    position j is zeroed in block l alone. The block's input, its queries and its keys stay as in the clean
+    pass, and so does the pattern.
 
     Shape [layer, query, key], or [layer, head, query, key] with `per_head`. Cosine distances are in 0..2,
     euclidean ones at least 0. The map contains the effect of the residual stream, because a large residual

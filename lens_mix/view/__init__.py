@@ -9,9 +9,11 @@ from lens_mix.view.figures import layer_maps, token_bars
 from lens_mix.view.graph_figures import information_flow
 from lens_mix.view.position_figure import show_position
 
-# The path of a style sheet of matplotlib that makes other axes look like these figures:
-# `plt.style.use(lens_mix.view.STYLE)`.
 STYLE = str(Path(__file__).with_name("lens_mix.mplstyle"))
+"""The path of a matplotlib style sheet that makes other axes look like these figures.
+
+Use it with `plt.style.use(lens_mix.view.STYLE)`.
+"""
 
 __all__ = ["STYLE", "information_flow", "layer_maps", "show_position", "token_bars"]
 

@@ -1,0 +1,1 @@
+"""Make the pages of the site that are not written by hand."""

@@ -1,0 +1,252 @@
+"""Write one page per method, from its class, its description and the recorded tables of the leaderboard."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import unicodedata
+
+import lens_mix as lm
+from docs.make import scores
+from lens_mix.lens.components import COMPONENTS, LOGITS, UNEMBEDDING, VALUE, names_needed_for
+from lens_mix.method import Method
+from lens_mix.methods.descriptions import DESCRIPTIONS, GROUPS, Description, describe
+
+# What the engines do, in the words of `lens_mix.method.Method`.
+_ENGINES = {
+    "recorded": "reads the clean pass",
+    "algebra": "computes the number in closed form from the verified components of a block",
+    "hooks": "runs the definition: blocks or passes again, with interventions or gradients",
+}
+_SHAPES = {
+    "layer": "a map of each block, `[layer, query, key]`",
+    "stack": "an input map after each block, from there down to the tokens, `[layer, query, key]`",
+    "model": "one input map of the whole model, `[1, query, key]`",
+}
+_PARTS = {
+    "encoder": "the encoder, and models with one stack",
+    "decoder": "the decoder, and models with one stack",
+    "cross": "the cross-attention",
+    "joint": "source and target tokens together",
+}
+# What `Method.needs` lists besides components of a block.
+_CONDITIONS = {
+    "causal": "a causal model",
+    "gradients": "gradients with respect to tensors inside the model",
+    "position_ids": "a TransformerBridge whose model takes `position_ids`",
+}
+# The course that computes the methods of a module by hand, and the page with the evidence on them.
+_COURSES = {
+    "attention": "rollout_and_flow",
+    "value_norms": "norms",
+    "attn_res": "norms",
+    "atb_ff": "norms",
+    "attention_attribution": "attention_attribution",
+    "value_zeroing": "value_zeroing",
+}
+_EVIDENCE = {
+    "attention": ("flow", "receptive_field"),
+    "value_norms": ("norms",),
+    "attn_res": ("norms",),
+    "atb_ff": ("norms",),
+    "globenc": ("norms",),
+    "value_zeroing": ("value_zeroing",),
+    "attention_attribution": ("attention_attribution",),
+    "gradient_attention": ("attention_attribution",),
+    "information_flow_routes": ("information_flow_routes",),
+    "attribution_patching": ("input_map",),
+    "gim": ("input_map", "input_gradients"),
+    "frozen_gradients": ("input_gradients",),
+    "input_gradients": ("input_gradients",),
+}
+
+
+def write_pages() -> dict[str, str]:
+    """Return the text of the page of every method and of their index, by its path in `docs/reference`."""
+    pages = {f"methods/{name}.md": _write_page(name, method) for name, method in lm.METHODS.items()}
+    return {"methods/index.md": _write_index(), **pages}
+
+
+def list_pages() -> list[str]:
+    """Return the paths of the pages of methods in `docs/reference`."""
+    return ["methods/index.md", *(f"methods/{name}.md" for name in lm.METHODS)]
+
+
+def write_directive(path: str, level: int, **options: object) -> str:
+    """Return the directive that mkdocstrings replaces by a signature and a docstring.
+
+    Args:
+        path: The full path of the object.
+        level: The level of its heading.
+        options: Options of mkdocstrings; those that are None are left out.
+    """
+    given = {"heading_level": level, **options}
+    lines = [f"      {name}: {json.dumps(value)}" for name, value in given.items() if value is not None]
+    return "\n".join([f"::: {path}", "    options:", *lines])
+
+
+def _write_page(name: str, method: type[Method]) -> str:
+    described = describe(name, method)
+    parts = [
+        f"# {name}",
+        f"{described.line[0].upper()}{described.line[1:]}.",
+        _table(*_facts_of(name, method, described)),
+        "## Formula and parameters",
+        write_directive(
+            f"lens_mix.{method.__name__}", 3, show_bases=False, members=_own_members(method) or False
+        ),
+        "## Paper",
+        _paper(name),
+        "## Engines",
+        _engines(method),
+        "## Scores",
+        scores.write_table(name),
+    ]
+    links = _links(method)
+    if links:
+        parts += ["## See also", "\n".join(f"- {link}" for link in links)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _own_members(method: type[Method]) -> list[str]:
+    """Return the functions of a method that are its own, and not what every method defines for the runner."""
+    shared = {name for name in vars(Method) if name not in ("hooks", "interventions")}
+    functions = [name for name, member in vars(method).items() if inspect.isfunction(member)]
+    return [name for name in functions if name[0] != "_" and name not in shared]
+
+
+def _facts_of(
+    name: str, method: type[Method], described: Description
+) -> tuple[tuple[str, str], list[tuple[str, ...]]]:
+    """Return the header and the rows of the table at the head of a page."""
+    fields = {field.name for field in dataclasses.fields(method)}
+    shape = _SHAPES[method.scope]
+    if "per_head" in fields:
+        shape += "; with `per_head=True` `[layer, head, query, key]`"
+    conditions = [text for need, text in _CONDITIONS.items() if need in method.needs]
+    header = ("Pass to `lm.run`", f'`"{name}"` or `lm.{method.__name__}(...)`')
+    rows = [
+        ("Group", described.group),
+        ("Map", shape),
+        ("Rows", "sum to 1" if method.has_unit_rows else "do not sum to 1; `m.normalized()` scales them"),
+        ("Residual stream", "on the diagonal" if method.includes_residual else "not on the diagonal"),
+        ("Residual weight in `lm.rollout`", f"{method.residual:g}, unless you pass `residual=`"),
+        ("Target", "needs one: `target=`, by default the prediction" if "target" in fields else "needs none"),
+        ("Needs", ", ".join(conditions) or "nothing beyond the verification below"),
+        ("Encoder-decoders", "; ".join(f"`{part}`" for part in _PARTS if part in method.parts)),
+        ("Cost", str(described.cost) if described.cost else "unknown"),
+    ]
+    if method.scope != "layer":
+        rows = [row for row in rows if not row[0].startswith("Residual")]
+    return header, rows
+
+
+def _engines(method: type[Method]) -> str:
+    """Return the table of engines: which compute the method, and which components they need verified."""
+    rows = []
+    for engine, does in _ENGINES.items():
+        if engine not in method.engines:
+            rows.append((f"`{engine}`", does, "no", ""))
+            continue
+        place = method.engines.index(engine)
+        chosen = (
+            "yes" if len(method.engines) == 1 else "yes, first choice" if place == 0 else "yes, otherwise"
+        )
+        names = ", ".join(f"`{each}`" for each in _verified_for(method, engine))
+        rows.append((f"`{engine}`", does, chosen, names))
+    components = {each for engine in method.engines for each in _verified_for(method, engine)}
+    formulas = [
+        f"- `{each.name}`: {each.formula}, against {each.recorded}"
+        for each in (*COMPONENTS, LOGITS)
+        if each.name in components
+    ]
+    sentences = "Every run first rebuilds these components on your model and compares them:"
+    limits = (
+        "Some kinds of blocks have no formula for this method. `lm.support(model)` shows whether yours has."
+        if method.unsupported_block is not Method.unsupported_block
+        else "`lm.support(model)` shows which engine your model gets, and `lm.check(model)` the errors."
+    )
+    header = ("engine", "what it does", "computes this method", "verified first")
+    return "\n\n".join([_table(header, rows), sentences, "\n".join(formulas), limits])
+
+
+def _verified_for(method: type[Method], engine: str) -> list[str]:
+    """Return the components that have to be verified before an engine computes a method."""
+    needed = set(names_needed_for("hooks"))
+    if engine == "algebra":
+        needed |= method.needs & {*names_needed_for("algebra"), VALUE, UNEMBEDDING}
+    return [each.name for each in (*COMPONENTS, LOGITS) if each.name in needed]
+
+
+def _paper(name: str) -> str:
+    entry = lm.citation(name)
+    fields = {key: _plain(value) for key, value in _bibtex_fields(entry).items()}
+    where = next((fields[key] for key in ("booktitle", "journal") if key in fields), "")
+    if "eprint" in fields:
+        where = where or f"arXiv:{fields['eprint']}"
+    title = f"[{fields['title']}]({fields['url']})" if "url" in fields else fields["title"]
+    authors = fields["author"].replace(" and ", "; ")
+    line = f"{authors} ({fields['year']}). {title}.{f' {where}.' if where else ''}"
+    return f'{line}\n\n`lm.citation("{name}")` returns:\n\n```bibtex\n{entry}\n```'
+
+
+def _bibtex_fields(entry: str) -> dict[str, str]:
+    """Return the fields of a BibTeX entry whose values are in braces."""
+    found = re.findall(r"^  (\w+) = \{(.*?)\},?\s*$(?=\n  \w+ = |\n\})", entry, re.MULTILINE | re.DOTALL)
+    return {key: " ".join(value.split()) for key, value in found}
+
+
+def _plain(latex: str) -> str:
+    """Return text without LaTeX's accents and braces."""
+    # Each command, and the combining character that it stands for.
+    marks = dict(zip("'`\"^~vc", "\u0301\u0300\u0308\u0302\u0303\u030c\u0327", strict=True))
+    strokes = {"\\l": "ł", "\\o": "ø", "\\ss": "ß", "\\aa": "å", "\\i": "i"}
+
+    def accented(found: re.Match[str]) -> str:
+        return unicodedata.normalize("NFC", found["letter"].replace("\\i", "i") + marks[found["mark"]])
+
+    letter = r"\{?(?P<letter>\\i|\w)\}?"
+    text = re.sub(rf"\\(?P<mark>['`\"^~]|[vc](?=[ {{])) ?{letter}", accented, latex)
+    for command, stroke in strokes.items():
+        text = re.sub(rf"{re.escape(command)}(?![A-Za-z]) ?", stroke, text)
+    return re.sub(r"[{}]", "", text).replace("--", "–")
+
+
+def _links(method: type[Method]) -> list[str]:
+    module = method.__module__.rpartition(".")[2]
+    links = []
+    if module in _COURSES:
+        links.append(f"[The course that computes it by hand](../../courses/{_COURSES[module]}.md)")
+    links += [
+        f"[Evidence: {page.replace('_', ' ')}](../../evidence/{page}.md)"
+        for page in _EVIDENCE.get(module, ())
+    ]
+    links += ["[All scores of the leaderboard](../../evidence/leaderboard.md)"]
+    links += ["[How to choose a method](../../guides/choose_a_method.md)"]
+    return links
+
+
+def _write_index() -> str:
+    parts = [
+        "# Methods",
+        "Every method, by what its map shows. Pass the name to `lm.run`. The page of a method has its "
+        "formula, parameters, engines and scores. The cost is an estimate.",
+    ]
+    for group in GROUPS:
+        names = [name for name, each in DESCRIPTIONS.items() if each.group == group and name in lm.METHODS]
+        if not names:
+            continue
+        rows = [
+            (f"[`{name}`]({name}.md)", DESCRIPTIONS[name].line, str(DESCRIPTIONS[name].cost))
+            for name in names
+        ]
+        parts += [f"## {group}", _table(("name", "what a score is", "cost"), rows)]
+    parts += ["## All methods by name", write_directive("lens_mix.METHODS", 3, show_attribute_values=False)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

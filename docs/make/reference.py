@@ -1,0 +1,267 @@
+"""Write the pages of the reference: every public name once, with a directive that mkdocstrings replaces.
+
+mkdocstrings reads the signature and the docstring from the source. Only the names are listed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import lens_mix as lm
+from docs.make import methods
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """Describe a page of the reference.
+
+    Attributes:
+        file: The name of the file, without its ending.
+        title: What a user wants to do.
+        line: One sentence on what the page contains.
+        names: The names of `lens_mix` that it describes.
+        modules: The public modules of `lens_mix` of which it describes every name.
+        others: Names that a user meets but does not import from `lens_mix`, with their full path.
+    """
+
+    file: str
+    title: str
+    line: str
+    names: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+PAGES = (
+    Page(
+        "running",
+        "Run methods",
+        "Compute maps of one prompt or of many, and find out which methods a model supports.",
+        (
+            "run",
+            "run_many",
+            "run_again",
+            "input_map",
+            "support",
+            "check",
+            "citation",
+            "UnsupportedModelError",
+        ),
+        others=(
+            "lens_mix.lens.prompts.read_prompt",
+            "lens_mix.lens.verification.support.Support",
+            "lens_mix.lens.verification.support.Check",
+        ),
+    ),
+    Page(
+        "maps",
+        "Use the record",
+        "Read, combine, save and export a map, and average the maps of many prompts.",
+        ("MixingMap", "table"),
+        others=(
+            "lens_mix.maps.record.Source",
+            "lens_mix.maps.record.HeadScore",
+            "lens_mix.maps.explained.Explained",
+            "lens_mix.maps.characters.join_tokens",
+            "lens_mix.tables.Table",
+            "lens_mix.tables.read_csv",
+        ),
+    ),
+    Page(
+        "aggregation",
+        "Aggregate layer maps",
+        "Compute input maps, from each position down to the input tokens, from the maps of single layers.",
+        ("rollout", "flow", "gradient_rollout", "layer_mean", "joint", "attribution_tree", "tree_text"),
+    ),
+    Page(
+        "targets",
+        "Explain a target",
+        "Choose the number that a map explains: a logit, a probability, a loss, or a function of your own.",
+        modules=("targets",),
+    ),
+    Page(
+        "figures",
+        "Look at maps",
+        "Draw maps as figures, or as one HTML page.",
+        ("page", "show_position"),
+        ("view",),
+        others=("lens_mix.view.page.Page",),
+    ),
+    Page(
+        "evaluation",
+        "Compare and score",
+        "Compare maps, measure how far to trust them, and use them to prune heads and find triggers.",
+        ("compare", "evaluate"),
+        ("evaluation",),
+    ),
+    Page(
+        "statistics",
+        "Compute statistics",
+        "Describe patterns, vectors and maps by numbers.",
+        modules=("statistics",),
+    ),
+    Page("graphs", "Build graphs", "Build graphs from maps, prune and save them.", modules=("graphs",)),
+    Page(
+        "hooks",
+        "Use the hooks",
+        "Record and change what a model computes, in your own `run_with_hooks`.",
+        modules=("hooks",),
+    ),
+    Page(
+        "extending",
+        "Extend the library",
+        "Write a method of your own, from the data of one block, and test it.",
+        ("Method", "register", "Lens", "block_parts", "BlockParts"),
+        ("testing",),
+        others=("lens_mix.lens.block.Block", "lens_mix.lens.anatomy.BlockAnatomy"),
+    ),
+)
+
+
+def write_pages() -> dict[str, str]:
+    """Return the text of every page of the reference, by its path in `docs/reference`.
+
+    Raises:
+        LookupError: If a public name is on no page.
+    """
+    _check_complete()
+    pages = {f"{page.file}.md": _write_page(page) for page in PAGES}
+    return {"index.md": _write_index(), **pages, **methods.write_pages()}
+
+
+def list_pages() -> list[str]:
+    """Return the paths of all pages in `docs/reference`."""
+    return ["index.md", *(f"{page.file}.md" for page in PAGES), *methods.list_pages()]
+
+
+def list_directives(page: Page) -> list[tuple[str, list[str]]]:
+    """Return the sections of a page: a title ("" for none), and the full paths of its names."""
+    sections = [("", [f"lens_mix.{name}" for name in page.names])]
+    described = {id(getattr(lm, name)) for name in page.names}
+    for name in page.modules:
+        module = getattr(lm, name)
+        sections += [(title, paths) for title, paths in _sections_of(module, described)]
+    if page.others:
+        sections.append(("Objects that these functions take or return", list(page.others)))
+    return [(title, paths) for title, paths in sections if paths]
+
+
+def find(path: str) -> Any:
+    """Return the object of a full path."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def first_line(path: str) -> str:
+    """Return the first line of the docstring of a name; for a constant, of the string below it."""
+    thing = find(path)
+    is_constant = not (inspect.isclass(thing) or inspect.isroutine(thing))
+    documented = _docstring_of_constant(path) if is_constant else inspect.getdoc(thing)
+    return (documented or "").partition("\n")[0]
+
+
+def _docstring_of_constant(path: str) -> str:
+    """Return the string that follows the assignment of a constant, in the module that assigns it."""
+    module, _, name = path.rpartition(".")
+    body = ast.parse(inspect.getsource(importlib.import_module(module))).body
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+            return _docstring_of_constant(f"{node.module}.{name}")
+    for node, after in itertools.pairwise(body):
+        is_string = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        if is_string and isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return str(after.value.value)
+    return ""
+
+
+def _sections_of(module: ModuleType, described: set[int]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the names of a public module, by the file that defines them if there are many."""
+    paths = [
+        f"{module.__name__}.{name}" for name in module.__all__ if id(getattr(module, name)) not in described
+    ]
+    if len(paths) < 40:
+        yield "", paths
+        return
+    by_file: dict[str, list[str]] = {}
+    for path in paths:
+        by_file.setdefault(find(path).__module__, []).append(path)
+    for file, names in sorted(by_file.items()):
+        yield (inspect.getdoc(sys.modules[file]) or file).partition("\n")[0].rstrip("."), names
+
+
+def _check_complete() -> None:
+    """Raise a LookupError if a public name of lens_mix is on no page."""
+    listed = {name for page in PAGES for name in (*page.names, *page.modules)}
+    listed |= {"METHODS", *(method.__name__ for method in lm.METHODS.values())}
+    missing = sorted(set(lm.__all__) - listed)
+    if missing:
+        raise LookupError(
+            f"PAGES of {__file__}: expected every public name of lens_mix, got none of {missing}"
+        )
+
+
+def _write_page(page: Page) -> str:
+    parts = [f"# {page.title}", page.line]
+    for title, paths in list_directives(page):
+        if title:
+            parts.append(f"## {title}")
+        # Without a title above them, names are the second level of the page.
+        level = 3 if title else 2
+        parts += [directive for path in paths for directive in _write_directives(path, level)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _write_directives(path: str, level: int) -> Iterator[str]:
+    """Yield the directive of a name, and those of a class's methods that are functions of another module."""
+    thing = find(path)
+    # A function with the name of its module: mkdocstrings would describe the module.
+    place = f"{thing.__module__}.{thing.__name__}" if path in sys.modules else path
+    yield methods.write_directive(place, level, heading=path if place != path else None)
+    for name, member in vars(thing).items() if inspect.isclass(thing) else ():
+        function = getattr(member, "__func__", member)
+        if inspect.isfunction(function) and function.__module__ != thing.__module__ and name[0] != "_":
+            place = f"{function.__module__}.{function.__name__}"
+            yield methods.write_directive(place, level + 1, heading=f"{path}.{name}")
+
+
+def _write_index() -> str:
+    parts = [
+        "# Reference",
+        "Every public name of `lens_mix`, by what you want to do. After `import lens_mix as lm` they are "
+        "`lm.run` or `lm.hooks.zero_values`. Shapes name the axes of tensors: `layer`, `head`, `query` (the "
+        "position that reads) and `key` (the position that is read).",
+        "The methods have [pages of their own](methods/index.md): formula, parameters, engines and scores.",
+    ]
+    for page in PAGES:
+        rows = [
+            f"| [`{_short(path, page)}`]({page.file}.md#{_anchor(path)}) | {_cell(first_line(path))} |"
+            for _, paths in list_directives(page)
+            for path in paths
+        ]
+        parts += [
+            f"## [{page.title}]({page.file}.md)",
+            page.line,
+            "\n".join(["| name | what it does |", "|---|---|", *rows]),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _short(path: str, page: Page) -> str:
+    return path.rpartition(".")[2] if path in page.others else path.removeprefix("lens_mix.")
+
+
+def _anchor(path: str) -> str:
+    """Return the name of a directive's anchor, which is the path that mkdocstrings describes."""
+    return next(_write_directives(path, 2)).partition("\n")[0].removeprefix("::: ")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
