@@ -35,14 +35,16 @@
 # `TransformerBridge.boot_transformers("HuggingFaceTB/SmolLM2-135M-Instruct")`.
 
 # %%
+import warnings
+
 import matplotlib.pyplot as plt
 import networkx as nx
 import numpy as np
 import pandas as pd
 import torch
-from demos import models
 
 import lens_mix as lm
+from demos import models
 from lens_mix.evaluation import partial_spearman, spearman
 from lens_mix.graphs import layered_graph
 from lens_mix.view import STYLE, information_flow, layer_maps, token_bars
@@ -63,9 +65,8 @@ attention = lm.run(encoder, sentence, "attention").merge_heads()
 layer_maps(attention, columns=3)
 
 # %% [markdown]
-# The rows of the first layers are mostly spread evenly or stay close to the position. In later layers, nearly
-# every row is directed at `[CLS]`, `[SEP]` or the full stop. Does the model then forget what the sentence
-# says? It does not: the next section shows what the map of a late layer is a map of.
+# In the first layer, rows are spread over the sentence. From the next layer on, most of nearly every row is
+# on `[CLS]`, and little is on the position itself. Do the vectors of the words then forget their words?
 
 # %% [markdown]
 # ## Why is a layer map not an input map?
@@ -102,11 +103,16 @@ token_bars(
 )
 
 # %% [markdown]
-# In the first layer, the word's own position changes most by far. In the last layer, many other positions have
-# changed too: they contain information about "sara". A row of a late layer that is directed at `[SEP]`
-# therefore reads what *position* `[SEP]` contains by then, which is more than the token `[SEP]`. Two steps
-# are missing: what the layers below have mixed, and the residual stream, which carries each position's
-# own vector past the attention.
+# They do not: in every layer, the word's own position changes most by far. The map and the measurement differ
+# for two reasons.
+#
+# - **The residual stream.** Each block adds to a vector and does not replace it. A position keeps what it
+#   had, whatever its attention weights are. The map of attention leaves this out.
+# - **The layers below.** Layer by layer, other positions change too, first the neighbours, at last most of
+#   the sentence. Whoever reads the position of "to" in a late layer also reads "sara". The map of the late
+#   layer shows the position, and not what has been mixed into it.
+#
+# An input map has to account for both.
 
 # %% [markdown]
 # ## Rollout: multiply the layers
@@ -131,8 +137,9 @@ print("largest difference from lm.rollout:", np.abs(by_hand - rolled.scores[-1].
 layer_maps(rolled, columns=3)
 
 # %% [markdown]
-# The diagonal stays visible in every layer, unlike in the attention maps. The column of `[CLS]` gets darker
-# from layer to layer. Keep this in mind: it is harmless here, and it is the whole picture in a deep decoder.
+# In the first layers the diagonal is visible, unlike in the maps of attention. It fades with every layer, and
+# the column of `[CLS]` gets darker: half of each vector is replaced six times. The section on the residual
+# weight comes back to this.
 
 # %% [markdown]
 # ## Flow: the narrowest edge decides
@@ -158,14 +165,14 @@ graph = layered_graph(toy)
 information_flow(graph, by="capacity", title="Capacities: half attention, half residual")
 
 # %% [markdown]
-# networkx computes the largest flow of each pair. `normalize=False` gives the flows of the library before each
-# row is divided by its sum.
+# networkx computes the largest flow of each pair. `normalize=False` gives the flows of the library before
+# each row is divided by its sum.
 
 # %%
 flows = np.zeros((3, 3))
 for query in range(3):
     for key in range(3):
-        flows[query, key] = nx.maximum_flow_value(graph, (2, query), (0, key))
+        flows[query, key] = nx.maximum_flow_value(graph, (0, key), (2, query))
 
 print(pd.DataFrame(flows, index=toy.tokens, columns=toy.tokens))
 library = lm.flow(toy, layer=-1, normalize=False).scores[0].numpy()
@@ -176,23 +183,28 @@ print("largest difference from lm.flow:", np.abs(flows - library).max())
 
 # %%
 flowed = lm.flow(attention)
-token_bars({"attention, last layer": attention, "rollout": rolled, "flow": flowed}, attention.tokens, query=0)
+token_bars(
+    {"attention, last layer": attention, "rollout": rolled, "flow": flowed},
+    attention.tokens,
+    title="What the position of [CLS] contains, by three maps",
+    query=0,
+)
 
 # %% [markdown]
-# Flow gives nearly the same score to all tokens. The reason is in the record of the map: the share of pairs
-# whose flow equals what the *first* layer alone lets through.
+# Flow gives nearly the same score to all tokens but `[CLS]`. The record of the map has the reason: the share
+# of pairs whose flow equals what the *first* layer alone lets through.
 
 # %%
-for label, share in zip(flowed.layer_labels, flowed.provenance["aggregation"]["first_layer_share"]):
+for layer, share in enumerate(flowed.provenance["aggregation"]["first_layer_share"]):
     print(
-        f"layer {label}:",
+        f"layer {layer}:",
         "-" if share is None else f"{share:.2f} of the pairs are at the first layer's bound",
     )
 
 # %% [markdown]
-# With several layers there is nearly always a way around a narrow edge. Only the first layer cannot be
-# avoided, because a token has one column of edges there. The deeper the model, the less flow depends on its
-# upper layers.
+# With several layers there is nearly always a way around a narrow edge. The first layer cannot be avoided,
+# because every path begins with one of its edges. The share grows with depth: the deeper a model is, the less
+# its flow depends on the upper layers.
 
 # %% [markdown]
 # ## The residual weight
@@ -217,15 +229,16 @@ for residual in (0.0, 0.25, 0.5, 0.75, 0.9):
 
 # %%
 measured = lm.run(encoder, sentence, "attention", residual_shares=True).merge_heads()
-print("measured weight, mean over positions, by layer:", measured.residual_shares.mean(-1))
+for layer, weights in enumerate(measured.residual_shares):
+    print(f"layer {layer}: measured residual weight {weights.mean():.2f}, mean over the positions")
 
 # %% [markdown]
 # ## Does it predict what the model does?
 #
 # We already have the answer key: `measure_changes` says how much each position of each layer changes without
 # each word. For each position and layer we rank the other words by the map and by the measured change, and
-# compare the ranks (Spearman; 1 is the same order, 0 is no relation). The paper makes the same comparison
-# and calls it blank-out.
+# compare the ranks (Spearman; 1 is the same order, 0 is no relation). The paper makes the same comparison and
+# calls it blank-out.
 
 # %%
 SENTENCES = [
@@ -277,16 +290,16 @@ axes.legend(loc="lower left", fontsize=8)
 plt.show()
 
 # %% [markdown]
-# Four things to read off the picture:
+# What the picture shows:
 #
-# - In the first layer, positions still are tokens, and the maps of attention have the same rows.
 # - In the middle of the model, rollout agrees better than the attention of the layer itself. This is the
 #   paper's result.
-# - Flow is lower than rollout from the second layer on.
-# - In the last layer the rollout of attention weights falls. The rollout of `attn_res_ln`, a map that contains
-#   the residual stream as it is in this model, does not.
-#
-# [The course on norms](norms.md) explains `attn_res_ln`.
+# - Flow is below rollout from the second layer on.
+# - In the last layer, rollout with a weight of one half falls far below the attention. The guess of the
+#   weight is to blame: with the measured weights, the same maps have the best agreement in nearly every
+#   layer.
+# - `attn_res_ln` is a map that contains the residual stream as it is in this model. Its rollout needs no
+#   weight, and does not fall either. [The course on norms](norms.md) explains it.
 
 # %% [markdown]
 # ## Thirty layers and a causal mask
@@ -296,11 +309,13 @@ plt.show()
 # %%
 prompt = "My grandmother was born in Italy. All her life she cooked the food of her home and sang to us in"
 maps = lm.run(decoder, prompt, ["attention", "value_zeroing"], residual_shares=True)
+long = maps["attention"]
 lm.show_position(maps)
 
 # %% [markdown]
-# The layer maps differ from layer to layer, and one of the last layers of Value Zeroing points at " Italy".
-# Now the rollout of the same maps, at several depths:
+# The layer maps differ from layer to layer. The heading names the strongest source: in one of the late
+# layers, nearly the whole row of Value Zeroing is on " Italy", and the model is about to answer " Italian".
+# Now the rollout of the attention, at several depths:
 
 # %%
 rolled = lm.rollout(maps["attention"])
@@ -324,8 +339,7 @@ for depth in (1, 4, 12, 30):
         f"even attention, {depth} layers: {lm.rollout(even).scores[depth - 1, -1, 0]:.3f} on the first token"
     )
 print(maps["attention"].method, "of the decoder:", f"{rolled.scores[-1, -1, 0]:.3f}")
-for note in rolled.notes:
-    print("note:", note)
+print("note of the rollout:", rolled.notes[-1])
 
 # %% [markdown]
 # The first token is visible to every position, and the last token to one. Many more paths end at the early
@@ -335,9 +349,10 @@ for note in rolled.notes:
 # %% [markdown]
 # ## What helps: less mixing
 #
-# With weight one half, thirty layers replace a vector's content thirty times. In a real model the residual
-# stream is long, and each block adds little. Two options of `rollout` use this: `residual="measured"`, and
-# `total_mixing=t`, which chooses the weight so that the mixing of all layers adds up to t.
+# With a weight of one half, every layer replaces half of a vector, and after thirty layers nothing of it is
+# left. In a real model the residual stream is long, and each block adds little. Two options of `rollout` use
+# this: `residual="measured"`, and `total_mixing=t`, which chooses one weight for all layers so that their
+# mixing adds up to t.
 #
 # ## What helps less: division by the receptive field
 #
@@ -372,57 +387,73 @@ PROMPTS = [
     "The doctor asked the nurse to bring her",
     "At night the sky is dark and the stars are",
     "He opened the door with his old",
+    "The farmer sold his milk and cheese at the",
+    "My brother broke his leg and went to the",
+    "The capital of Japan is",
 ]
+# Each prompt takes some forty short passes, which is meant here.
+warnings.filterwarnings("ignore", "occlusion takes")
+
+
+def compare(row, truth):
+    """Return both columns; a row in the exact order of the positions knows nothing beyond the position."""
+    partial = partial_spearman(row, truth)
+    return {
+        "Spearman": spearman(row, truth),
+        "controlled for position": 0.0 if np.isnan(partial) else partial,
+    }
+
+
 rows = []
 for text in PROMPTS:
     truth = lm.run(decoder, text, lm.Occlusion(measure="absolute"), queries=-1).scores[0, 0, 1:]
-    layer = lm.run(decoder, text, ["attention", "value_zeroing"], residual_shares=True)
-    last_rows = {"position alone": torch.arange(len(truth))}
-    for name, one in layer.items():
-        one = one.merge_heads() if one.has_heads else one
-        last_rows[f"{name}, last layer"] = one.scores[-1, -1, 1:]
-        last_rows[f"{name}, rollout"] = lm.rollout(one).scores[-1, -1, 1:]
-        last_rows[f"{name}, flow"] = lm.flow(one, layer=-1, queries=-1).scores[0, 0, 1:]
-        last_rows[f"{name}, rollout, receptive field"] = lm.rollout(one, receptive_field=True).scores[
-            -1, -1, 1:
-        ]
-        last_rows[f"{name}, rollout, weight measured"] = lm.rollout(one, residual="measured").scores[
-            -1, -1, 1:
-        ]
-        last_rows[f"{name}, rollout, total mixing 1.5"] = lm.rollout(one, total_mixing=1.5).scores[-1, -1, 1:]
-    for name, row in last_rows.items():
-        partial = 0.0 if name == "position alone" else partial_spearman(row, truth)
-        rows.append({"map": name, "Spearman": spearman(row, truth), "controlled for position": partial})
+    maps = lm.run(decoder, text, ["attention", "value_zeroing"], residual_shares=True)
+    rows.append({"map": "position alone", **compare(torch.arange(len(truth)), truth)})
+    for name, mixing_map in maps.items():
+        mixing_map = mixing_map.merge_heads()
+        candidates = {
+            "last layer": mixing_map,
+            "flow": lm.flow(mixing_map, layer=-1),
+            "rollout": lm.rollout(mixing_map),
+            "rollout, receptive field": lm.rollout(mixing_map, receptive_field=True),
+            "rollout, total mixing 1.5": lm.rollout(mixing_map, total_mixing=1.5),
+            "rollout, weight measured": lm.rollout(mixing_map, residual="measured"),
+        }
+        for aggregation, candidate in candidates.items():
+            row = candidate.scores[-1, -1, 1:]
+            rows.append({"map": f"{name}, {aggregation}", **compare(row, truth)})
 
 pd.DataFrame(rows).groupby("map", sort=False).mean().round(2)
 
 # %% [markdown]
-# Rollout orders the tokens the wrong way round, and flow does no better. The receptive field turns the order,
-# mostly up to that of the position. With less mixing, the same maps agree with the model beyond the position.
-# Five prompts are an illustration. [The evaluation on more than a hundred prompts and two models](../evidence/input_map.md)
-# has the same order, and shows that even these rollouts are not the best input maps.
+# Plain rollout and flow order the tokens the wrong way round. The receptive field turns the order, but adds
+# nothing beyond the position. With less mixing, the same maps agree with the model beyond the position.
+#
+# A few short prompts are an illustration, in which late tokens matter most. [The evaluation on many prompts
+# and two models](../evidence/input_map.md) confirms the order, and compares these rollouts with better input
+# maps.
 
 # %% [markdown]
 # ## Exercises
 #
-# 1. **Order.** Matrix products do not commute. Compute the rollout of the encoder in the wrong order (the first
-#    layer leftmost). Do rows still sum to 1? Is the result a map from the last layer to the input?
-# 2. **One path.** In the toy graph, take the query "sat" and the input "the". List the three paths, with the
-#    product and with the smallest weight of each. Which sums are the rollout and the flow?
-# 3. **Shuffled weights.** Permute each row of the encoder's attention at random and compute the agreement again.
-#    How much of it is left for attention, and how much for its rollout?
-# 4. **The bound.** Cut the encoder's maps to the first two layers and compute the flow. Is the first layer still
-#    all that counts?
-# 5. **Depth.** Find the smallest depth at which the rollout of the decoder has more than nine tenths of the last
-#    row on the first token, for the residual weights 0.5, 0.9 and 0.97.
+# 1. **Order.** Matrix products do not commute. Compute the rollout of the encoder in the wrong order (the
+#    first layer leftmost). Do rows still sum to 1? Is the result a map from the last layer to the input?
+# 2. **Paths.** In the toy graph, take the input "the" and the query "sat". List the three paths between them,
+#    with the product and with the smallest weight of each. Which sums are the rollout and the flow?
+# 3. **Shuffled weights.** Permute each row of the encoder's attention at random and compute the agreement
+#    again. How much of it is left for attention, and how much for its rollout?
+# 4. **The bound.** Cut the encoder's maps to the first two layers and compute the flow. Is the first layer
+#    still all that counts?
+# 5. **Depth.** Find the smallest depth at which the rollout of the decoder has more than nine tenths of the
+#    last row on the first token, for the residual weights of `(0.5, 0.9, 0.97)`.
 #
 # Try them before you read on.
 
 # %% [markdown]
 # ## Answers
 #
-# **1.** Rows sum to 1 in any order, because each matrix has such rows. The sum alone is no check: the result is
-# another map, since paths now run through the layers in the wrong order.
+# **1.** Rows sum to 1 in any order, because each matrix has such rows. The sum alone is no check: the result
+# is another map, since paths now run through the layers in the wrong order.
 
 # %%
 wrong = identity
@@ -431,24 +462,23 @@ for layer in A:
 print("row sums:", wrong.sum(-1).round(6)[:3], " largest difference:", np.abs(wrong - by_hand).max().round(3))
 
 # %% [markdown]
-# **2.** The sum of the products is the rollout. The smallest weights add up to the flow here, because the three
-# paths share no edge, which is always so in two layers.
+# **2.** The sum of the products is the rollout. The smallest weights add up to the flow here, because the
+# three paths share no edge, which is always so in two layers.
 
 # %%
-paths = [((2, 2), (1, middle), (0, 0)) for middle in range(3)]
-weights = [
-    [graph.edges[path[1], path[0]]["weight"], graph.edges[path[2], path[1]]["weight"]]
-    if graph.has_edge(path[1], path[0])
-    else [graph.edges[path[0], path[1]]["weight"], graph.edges[path[1], path[2]]["weight"]]
-    for path in paths
-]
-for path, pair in zip(paths, weights):
-    print(f"through {toy.tokens[path[1][1]]!r}: product {np.prod(pair):.3f}, smallest {min(pair):.3f}")
-print(f"sums {sum(np.prod(pair) for pair in weights):.3f} and {sum(map(min, weights)):.3f}")
-print(f"rollout {lm.rollout(toy).scores[-1, 2, 0]:.3f}, flow {flows[2, 0]:.3f}")
+products, smallest = [], []
+for middle in range(3):
+    lower = graph.edges[(0, 0), (1, middle)]["weight"]
+    upper = graph.edges[(1, middle), (2, 2)]["weight"]
+    products.append(lower * upper)
+    smallest.append(min(lower, upper))
+    print(f"through {toy.tokens[middle]!r}: product {products[-1]:.3f}, smallest {smallest[-1]:.3f}")
+print(f"rollout {lm.rollout(toy).scores[-1, 2, 0]:.3f} = {sum(products):.3f}")
+print(f"flow {flows[2, 0]:.3f} = {sum(smallest):.3f}")
 
 # %% [markdown]
-# **3.** A control of this kind belongs to every evaluation of maps.
+# **3.** Nothing is left of either. The agreement comes from the weights, and not from the sentence's form. A
+# control of this kind belongs to every evaluation of maps.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -463,7 +493,8 @@ for text in SENTENCES:
 pd.DataFrame({name: np.mean(values, axis=0) for name, values in controls.items()}).round(2)
 
 # %% [markdown]
-# **4.** In two layers each path has its own edges, so the flow is a sum of minima, in which both layers count.
+# **4.** In two layers each path has its own edges, so the flow is a sum of minima, in which both layers
+# count.
 
 # %%
 two = attention.select_layers([0, 1])
@@ -471,11 +502,11 @@ minima = np.minimum((0.5 * A[1] + 0.5 * identity)[:, :, None], (0.5 * A[0] + 0.5
 print("largest difference:", np.abs(lm.flow(two, layer=-1, normalize=False).scores[0].numpy() - minima).max())
 
 # %% [markdown]
-# **5.**
+# **5.** The smaller the weight of the residual, the sooner the first token has everything.
 
 # %%
 for residual in (0.5, 0.9, 0.97):
-    first = lm.rollout(maps["attention"], residual=residual).scores[:, -1, 0]
+    first = lm.rollout(long, residual=residual).scores[:, -1, 0]
     deep = [depth + 1 for depth, share in enumerate(first) if share > 0.9]
     print(
         f"residual weight {residual}: {f'{deep[0]} layers' if deep else 'not within thirty layers'}, "
