@@ -1,0 +1,297 @@
+"""Run the courses, and write each one as a page and as a notebook with outputs.
+
+    python -m docs.make.courses            every course
+    python -m docs.make.courses norms      one of them
+
+A course is a jupytext source (py:percent) in docs/courses/. `NAME.py` becomes `NAME.md`, `NAME.ipynb` and the
+pictures in `NAME_files/`, beside the source. The executed notebook is kept in .cache/courses/ until the
+source, a file of the repository that it imports, or the release of torch or TransformerLens changes.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import html
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jupytext
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parents[2]
+COURSES = ROOT / "docs" / "courses"
+CACHE = ROOT / ".cache" / "courses"
+# Packages whose results a course shows; another release may give other outputs.
+RELEASES = ("torch", "transformer-lens")
+# A course should run within a minute; a cell that needs longer than this hangs.
+SECONDS_PER_CELL = 600
+# Colab opens notebooks from a branch. The built site, which has the notebooks, is published on this one.
+PUBLISHED_BRANCH = "gh-pages"
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_IMAGE = re.compile(
+    r'<img alt="(?P<alt>[^"]*)" src="data:image/(?P<kind>[a-z]+)[^,"]*;base64,(?P<data>[^"]*)">'
+)
+_STYLE = re.compile(r"<style.*?</style>", re.DOTALL)
+
+
+class CourseError(Exception):
+    """Report a course that cannot be rendered: the cell and what happened in it."""
+
+
+def render_courses(folder: Path = COURSES, names: Sequence[str] = (), cache: Path = CACHE) -> list[Path]:
+    """Run every course in a folder, or the named ones, and return the pages that are written beside them.
+
+    Raises:
+        CourseError: A name without a source, or a cell that raises an error or does not end.
+    """
+    sources = {source.stem: source for source in sorted(folder.glob("*.py"))}
+    unknown = [name for name in names if name not in sources]
+    if unknown:
+        raise CourseError(f"expected names of courses ({', '.join(sources)}), got {', '.join(unknown)}")
+    return [write_page(sources[name], execute(sources[name], cache)) for name in names or sources]
+
+
+# ---------------------------------------------------------------------- execution
+
+
+def execute(source: Path, cache: Path = CACHE) -> NotebookNode:
+    """Return the notebook of a course with its outputs, from the cache if nothing has changed.
+
+    Raises:
+        CourseError: A cell raises an error or does not end.
+    """
+    kept = cache / f"{source.stem}-{cache_key(source)}.ipynb"
+    if not kept.exists():
+        start = time.perf_counter()
+        notebook = run_cells(source)
+        print(f"{source.name}: run in {time.perf_counter() - start:.0f} s", flush=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        for outdated in cache.glob(f"{source.stem}-*.ipynb"):
+            outdated.unlink()
+        # An interrupted build must not leave half a notebook behind.
+        unfinished = kept.with_suffix(".unfinished")
+        nbformat.write(notebook, unfinished)
+        unfinished.replace(kept)
+    return nbformat.read(kept, as_version=4)
+
+
+def cache_key(source: Path) -> str:
+    """Return a key that changes with the source, the folders that it imports from, and the releases."""
+    key = hashlib.sha256(source.read_bytes())
+    for package in imported_packages(source.read_text(encoding="utf-8")):
+        for file in sorted(path for path in package.rglob("*") if path.is_file()):
+            if "__pycache__" not in file.parts:
+                key.update(f"\n{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    for name in RELEASES:
+        key.update(f"\n{name} {importlib.metadata.version(name)}".encode())
+    return key.hexdigest()[:16]
+
+
+def imported_packages(source: str) -> list[Path]:
+    """Return the folders of the repository from which a course imports (lens_mix, demos, benchmarks)."""
+    modules = {"lens_mix"}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.add(node.module.split(".")[0])
+    return sorted(ROOT / name for name in modules if (ROOT / name).is_dir())
+
+
+def run_cells(source: Path) -> NotebookNode:
+    """Return the notebook of a course after running all its cells in a new kernel of this interpreter.
+
+    Raises:
+        CourseError: A cell raises an error or does not end.
+    """
+    notebook = jupytext.read(source)
+    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    # Without folders to search, the only kernel is that of the running interpreter.
+    kernels = KernelSpecManager(kernel_dirs=[])
+    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=kernels)
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(
+            notebook,
+            km=manager,
+            timeout=SECONDS_PER_CELL,
+            interrupt_on_timeout=True,
+            record_timing=False,
+            extra_arguments=["--log-level=ERROR"],
+            resources={"metadata": {"path": folder}},
+        )
+        try:
+            client.execute(env=kernel_environment(), cleanup_kc=True)
+        except (CellExecutionError, DeadKernelError) as error:
+            raise CourseError(describe_failure(source, notebook, error)) from error
+    for number, cell in enumerate(notebook.cells):
+        # jupytext gives cells random names, and a second run should write the same file.
+        cell.id = f"cell-{number}"
+    return notebook
+
+
+def kernel_environment() -> dict[str, str]:
+    """Return the variables of a kernel: the repository can be imported, and nothing is fetched."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # A page has no use for progress bars, so their widgets are not installed, and tqdm warns about it.
+    quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"]))
+    return {
+        **os.environ,
+        **{"PYTHONPATH": path, "PYTHONWARNINGS": quiet, "PYTHONIOENCODING": "utf-8", "HF_HUB_OFFLINE": "1"},
+    }
+
+
+def describe_failure(source: Path, notebook: NotebookNode, error: Exception) -> str:
+    """Return the source and the error of the cell that failed, which is the last one that was started."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    started = [cell for cell in cells if cell.execution_count or cell.outputs] or cells[:1]
+    failed = next((cell for cell in cells if _has_error(cell)), started[-1])
+    reason = f"{type(error).__name__}: {error}"
+    for output in failed.outputs:
+        if output.output_type == "error":
+            reason = _ANSI.sub("", "\n".join(output.traceback)) or f"{output.ename}: {output.evalue}"
+    number = cells.index(failed) + 1
+    return f"{source}: code cell {number} of {len(cells)} failed.\n\n{failed.source}\n\n{reason}"
+
+
+def _has_error(cell: NotebookNode) -> bool:
+    return any(output.output_type == "error" for output in cell.outputs)
+
+
+# ---------------------------------------------------------------------- pages
+
+
+def write_page(source: Path, notebook: NotebookNode, address: str | None = None) -> Path:
+    """Write the page, the pictures and the notebook of an executed course, and return the page.
+
+    Args:
+        source: The course; the files are written beside it.
+        notebook: The course with its outputs.
+        address: The address of the repository on GitHub. None: that of pyproject.toml, if it has one.
+    """
+    address = address or repository_address()
+    page = source.with_suffix(".md")
+    nbformat.write(notebook, source.with_suffix(".ipynb"))
+    files = source.with_name(f"{source.stem}_files")
+    shutil.rmtree(files, ignore_errors=True)
+    first, *rest = notebook.cells
+    title, _, text = first.source.partition("\n")
+    links = f"[Download the notebook]({source.stem}.ipynb)"
+    colab = colab_link(source, address)
+    links += f" · [Open in Colab]({colab})" if colab else ""
+    blocks = [title, links, text.strip()]
+    for number, cell in enumerate(rest, 1):
+        blocks += render_cell(cell, files, f"cell_{number}")
+    page.write_text("\n\n".join(block for block in blocks if block) + "\n", encoding="utf-8")
+    return page
+
+
+def render_cell(cell: NotebookNode, files: Path, name: str) -> Iterator[str]:
+    """Yield the Markdown of a cell: its text, or its code and its outputs."""
+    if cell.cell_type != "code":
+        yield cell.source
+        return
+    if cell.source:
+        yield fence(cell.source, "python")
+    for number, output in enumerate(cell.outputs):
+        yield from render_output(output, files, f"{name}_{number}")
+
+
+def render_output(output: NotebookNode, files: Path, name: str) -> Iterator[str]:
+    """Yield the Markdown of one output: a picture, HTML or text."""
+    if output.output_type == "stream":
+        yield fence(output.text, "text")
+        return
+    data = output.data
+    for kind, ending in (("image/svg+xml", "svg"), ("image/png", "png")):
+        if kind in data:
+            content = data[kind].encode() if ending == "svg" else base64.b64decode(data[kind])
+            yield write_picture(files / f"{name}.{ending}", content, "The figure drawn by the cell above")
+            return
+    if "text/html" in data:
+        yield from render_html(data["text/html"], files, name)
+    elif "text/markdown" in data:
+        yield data["text/markdown"]
+    elif "text/plain" in data:
+        yield fence(data["text/plain"], "text")
+
+
+def render_html(text: str, files: Path, name: str) -> Iterator[str]:
+    """Yield the HTML of an output, with its pictures as files.
+
+    The pictures become Markdown images, because the site rewrites relative links in Markdown and not in HTML.
+    """
+    start = 0
+    for number, image in enumerate(_IMAGE.finditer(text)):
+        yield tidy_html(text[start : image.start()])
+        ending = {"svg": "svg", "png": "png"}[image["kind"]]
+        picture = files / f"{name}_{number}.{ending}"
+        yield write_picture(picture, base64.b64decode(image["data"]), html.unescape(image["alt"]))
+        start = image.end()
+    yield tidy_html(text[start:])
+
+
+def tidy_html(text: str) -> str:
+    """Return HTML as one block of Markdown: without styles, borders and empty lines."""
+    text = _STYLE.sub("", text).replace(' border="1"', "").replace(' style="text-align: right;"', "")
+    return "\n".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def write_picture(file: Path, content: bytes, alt: str) -> str:
+    """Write a picture, and return the Markdown that shows it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+    quiet = re.sub(r"[\[\]\n]", " ", alt)
+    return f"![{quiet}]({file.parent.name}/{file.name})"
+
+
+def fence(text: str, language: str) -> str:
+    """Return text in a code block whose fence is longer than any in the text."""
+    ticks = "`" * max(3, *(len(run) + 1 for run in re.findall(r"^`{3,}", text, re.MULTILINE)), 3)
+    return f"{ticks}{language}\n{_ANSI.sub('', text).rstrip()}\n{ticks}"
+
+
+# ---------------------------------------------------------------------- the repository's address
+
+
+def repository_address(project: Path = ROOT / "pyproject.toml") -> str | None:
+    """Return the address in `[project.urls] Repository`, the one place that has it, or None."""
+    urls = tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("urls", {})
+    return urls.get("Repository") or None
+
+
+def colab_link(source: Path, address: str | None) -> str | None:
+    """Return the link that opens the published notebook in Colab; None without an address on GitHub."""
+    found = re.fullmatch(r"https://github\.com/([^/]+/[^/]+?)(?:\.git)?/?", address or "")
+    if found is None:
+        return None
+    place = f"{found[1]}/blob/{PUBLISHED_BRANCH}/courses/{source.stem}.ipynb"
+    return f"https://colab.research.google.com/github/{place}"
+
+
+def main() -> None:
+    """Render the courses that the command line names, or all."""
+    try:
+        for page in render_courses(names=sys.argv[1:]):
+            print(page.relative_to(ROOT))
+    except CourseError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
