@@ -56,11 +56,12 @@ print(f"right answers in new sentences: {encoder.accuracy(sentences):.3f}")
 
 # %%
 sentence = sentences[48]
-words, tokens = [CLS, *sentence.words], torch.tensor([token_ids(sentence)])
+words = [CLS, *(f" {word}" for word in sentence.words)]
+tokens = torch.tensor([token_ids(sentence)])
 target = encoder.probability(int(sentence.plural))
 answer = target(model(tokens)).item()
-print(" ".join(words), "…")
-print(f"F = P(plural verb) = {answer:.3f}; the subject is {words[sentence.subject + 1]!r}")
+print("".join(words), "…")
+print(f"F = P(plural verb) = {answer:.3f}; the subject is {sentence.words[sentence.subject]!r}")
 
 # %% [markdown]
 # ## By hand
@@ -138,7 +139,7 @@ for number in range(len(m.scores)):
 # probability of the answer. In the picture, rows are queries and columns are keys, and heads are summed.
 
 # %%
-lm.view.layer_maps(m, normalize=False, title=f"Attribution of P(plural) = {answer:.2f}")
+lm.view.layer_maps(m, normalize=False, title=f"Attribution of P(plural verb) = {answer:.3f}")
 
 # %% [markdown]
 # ## A tree
@@ -178,10 +179,10 @@ tree_figure(tree, title="Attribution tree from [CLS]")
 explained, others = sentences[:12], sentences[200:400]
 prompts = [torch.tensor(token_ids(one)) for one in explained]
 targets = [encoder.probability(int(one.plural)) for one in explained]
-per_head = [
-    lm.run(model, p, lm.AttentionAttribution(target=t, per_head=True)) for p, t in zip(prompts, targets)
-]
-mean_of_largest = torch.stack([one.scores.amax((-2, -1)) for one in per_head]).double().mean(0)
+largest = []
+for prompt, one in zip(prompts, targets, strict=True):
+    maps = lm.run(model, prompt, lm.AttentionAttribution(target=one, per_head=True))
+    largest.append(maps.scores.amax((-2, -1)))
 
 losses = [encoder.loss(int(one.plural)) for one in explained]
 rankings = {
@@ -189,7 +190,7 @@ rankings = {
     "attention": evaluation.head_importance(model, prompts, "attention"),
     "Taylor": evaluation.head_importance(model, prompts, "taylor", targets=losses),
 }
-torch.testing.assert_close(rankings["attribution"].scores, mean_of_largest)
+torch.testing.assert_close(rankings["attribution"].scores, torch.stack(largest).double().mean(0))
 for name, importance in rankings.items():
     strongest = ", ".join(f"head {head} of layer {layer}" for layer, head, _ in importance.top(3))
     print(f"{name:12s} {strongest}")
@@ -277,37 +278,36 @@ for trigger, label, _, before, after in sorted(report.rows, key=lambda row: row[
 #    does not change F: the gradient is almost zero (it is saturated). This is why the method integrates.
 # 3. Few: compare the numbers with the curve above.
 # 4. As many random words at the same places are a fair control. They lower the accuracy of both classes,
-#    because they are noise. The trigger lowers that of the other answer more, and that of its own answer less.
+#    because they are noise. The trigger lowers that of the other answer more, and that of its own answer
+#    less.
 
 # %%
 import dataclasses
+import random
 
 wrong = lm.run(model, tokens, lm.AttentionAttribution(target=encoder.probability(0)))
 print(f"1. largest difference from the opposite: {(wrong.scores + m.scores).abs().max():.1e}")
 
 leaf = pattern.clone().requires_grad_()
 one_point = (pattern * torch.autograd.grad(answer_with(leaf), leaf)[0])[0]
-order = evaluation.spearman(one_point.flatten(), by_hand.flatten())
-print(f"2. sum {one_point.sum():+.4f} instead of {change:+.4f}; rank correlation {order:.2f}")
+agreement = evaluation.spearman(one_point.flatten(), by_hand.flatten())
+print(f"2. sum {one_point.sum():+.4f} instead of {change:+.4f}; rank correlation {agreement:.2f}")
 
-most = evaluation.pruning_curves(
-    model, accuracy, rankings, fractions=(0.1, 0.2, 0.4), remove="most", random=0
-)
-values = ", ".join(f"{value:.2f}" for value in most.values["attribution"])
-print(f"3. accuracy without the 10, 20 and 40 % most important heads: {values}")
+shares = (0.1, 0.2, 0.4)
+most = evaluation.pruning_curves(model, accuracy, rankings, fractions=shares, remove="most", random=0)
+left = ", ".join(f"{value:.2f}" for value in most.values["attribution"])
+print(f"3. accuracy without the 10, 20 and 40 % most important heads: {left}")
 
-draw = torch.Generator().manual_seed(0)
-other_words = [token for example in examples for token in example.tokens if token not in special]
-pick = lambda: other_words[int(torch.randint(len(other_words), (1,), generator=draw))]
-noise = [
-    dataclasses.replace(one, pieces=tuple(dataclasses.replace(piece, token=pick()) for piece in one.pieces))
-    for one in triggers
-]
+draw = random.Random(0)
+pool = [token for example in examples for token in example.tokens if token not in special]
+noise = []
+for trigger in triggers:
+    pieces = [dataclasses.replace(piece, token=draw.choice(pool)) for piece in trigger.pieces]
+    noise.append(dataclasses.replace(trigger, pieces=tuple(pieces)))
 for name, inserted in {"triggers": triggers, "random words": noise}.items():
-    rows = evaluation.trigger_report(examples, inserted, predict, special=special).rows
-    lost = {
-        own: [b - a for t, label, _, b, a in rows if (label == t.source.label) == own]
-        for own in (True, False)
-    }
-    own, other = (sum(lost[which]) / len(lost[which]) for which in (True, False))
-    print(f"4. {name}: accuracy lost with the own answer {own:.2f}, with the other answer {other:.2f}")
+    report = evaluation.trigger_report(examples, inserted, predict, special=special)
+    lost = {"own": [], "other": []}
+    for trigger, label, _, before, after in report.rows:
+        lost["own" if label == trigger.source.label else "other"].append(before - after)
+    means = ", ".join(f"{sum(each) / len(each):.2f} with the {whose} answer" for whose, each in lost.items())
+    print(f"4. {name}: accuracy lost {means}")
