@@ -265,8 +265,8 @@ for trigger, label, _, before, after in sorted(report.rows, key=lambda row: row[
 # ## Exercises
 #
 # 1. Explain the *wrong* answer of the sentence. How do its scores relate to those of the right answer?
-# 2. A gradient at one point costs a fraction of the integral. Compare A · ∂F/∂A, taken at A itself, with the
-#    integral: does it keep completeness? Does it keep the order of the entries?
+# 2. A gradient at one point costs a fraction of the integral. Compare A · ∂F/∂A, taken at A itself, with
+#    the integral: does it keep completeness? Does it keep the order of the entries?
 # 3. Remove the most important heads first (`remove="most"`). How many heads are enough to destroy the answer?
 # 4. Insert random words at the places of the trigger. Is the trigger's effect more than that of any words?
 

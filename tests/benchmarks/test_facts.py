@@ -22,8 +22,6 @@ PROSE = [
 ]
 NOT_YET = {
     "README.md",
-    "evidence/alignment.md",
-    "evidence/attention_attribution.md",
     "evidence/constructed_models.md",
     "evidence/flow.md",
     "evidence/information_flow_routes.md",
@@ -31,7 +29,6 @@ NOT_YET = {
     "evidence/input_map.md",
     "evidence/leaderboard.md",
     "evidence/norms.md",
-    "evidence/number_agreement.md",
     "evidence/receptive_field.md",
     "evidence/scales.md",
     "evidence/speed.md",
