@@ -85,7 +85,7 @@ def make(name: str, sizes: Sizes) -> str:
     facts = ", ".join(f"{fact} {value}" for fact, value in machine().items())
     heading = (
         f"# Number agreement: {name}\n\nWritten by `python -m benchmarks.number_agreement`, discussed in "
-        "[docs/evidence/number_agreement.md](../../../docs/number_agreement.md).\n\n"
+        "[docs/evidence/number_agreement.md](../../../docs/evidence/number_agreement.md).\n\n"
         f"Machine: {facts}; {time.perf_counter() - start:.0f} s."
     )
     return "\n\n".join([heading, *texts]) + "\n"
@@ -213,7 +213,7 @@ def _yield_heads(sizes: Sizes) -> Iterator[str]:
     strongest, means = heads.triggers(found, examples, others)
     yield (
         "### Triggers\n\nAccuracy lost in sentences with the answer of the trigger's own sentence, and in "
-        f"the others.\n\n{_format_markdown(strongest)}\n\nMean over all.\n\n"
+        f"the others.\n\n{_format_markdown(strongest)}\n\n### Triggers, mean over all\n\n"
         + _format_markdown(means.reset_index(names="inserted"))
     )
 

@@ -25,6 +25,7 @@ from lens_mix.evaluation.identity import digest_identity, identity, identity_of_
 from lens_mix.evaluation.tasks import Case, Task
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.model_names import strip_path
 from lens_mix.lens.provenance import model_name
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
@@ -153,7 +154,10 @@ class Leaderboard:
         chosen = self.metrics[0] if metric is None else metric
         check_choice("metric", chosen, self.metrics)
         return leaderboard_figure(
-            self.table(None).sort_values(chosen), chosen, f"{self.model}: {self.task['task']}", **options
+            self.table(None).sort_values(chosen),
+            chosen,
+            f"{strip_path(self.model)}: {self.task['task']}",
+            **options,
         )
 
 

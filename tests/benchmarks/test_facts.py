@@ -22,14 +22,11 @@ PROSE = [
 ]
 NOT_YET = {
     "README.md",
-    "evidence/alignment.md",
-    "evidence/attention_attribution.md",
     "evidence/constructed_models.md",
     "evidence/flow.md",
     "evidence/information_flow_routes.md",
     "evidence/input_gradients.md",
     "evidence/norms.md",
-    "evidence/number_agreement.md",
     "evidence/receptive_field.md",
     "evidence/speed.md",
     "guides/add_a_method.md",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import lens_mix as lm
 from tests.tiny_models import bridge_or_hooked, toy_tokenizer
 
 pytest.importorskip("matplotlib")
@@ -72,24 +70,3 @@ def test_the_whole_story(demo, model, monkeypatch, capsys, tmp_path):
         "attribution_heads.png",
         "attribution_pruning.png",
     }
-
-
-def test_the_examples_of_the_page_run(model):
-    text = (DEMOS.parent / "docs" / "evidence" / "attention_attribution.md").read_text(encoding="utf-8")
-    found = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(found) == 2
-    words = {"Raymond is selling this": "w5 w6 w7", " sketches": " w13", " sketch": " w12"}
-    names = {
-        "model": model,
-        "prompts": ["w5 w6 w7", "w10 w11"],
-        "targets": [lm.targets.logit("w12"), lm.targets.logit("w4")],
-        "metric": lambda model: model(model.to_tokens("w5 w6 w7"))[0, -1, 12].item(),
-    }
-    for example in found:
-        for word, toy in words.items():
-            example = example.replace(word, toy)
-        exec(compile(example, "attribution.md", "exec"), names)
-    gaps = names["m"].provenance["details"]["completeness_gap"]
-    assert len(gaps) == len(names["m"].scores) == model.cfg.n_layers
-    assert set(names["curves"].values) == {"attribution", "taylor", "random"}
-    assert names["importance"].scores.shape == (model.cfg.n_layers, model.cfg.n_heads)

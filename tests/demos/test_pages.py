@@ -11,7 +11,6 @@ from typing import Any
 
 import matplotlib
 import pytest
-import torch
 
 import lens_mix as lm
 from benchmarks import facts
@@ -60,20 +59,9 @@ def test_the_readmes_examples_run_one_after_the_other(model: Any) -> None:
 
 # ---------------------------------------------------------------------- pages from a clean start
 
-# Names that the examples of a page need. The other pages load their models, or need only `model`.
-GIVEN: dict[str, dict[str, Any]] = {
-    "number_agreement.md": {
-        "prompts": [f"She {verb} the country" for verb in ("left", "cooked", "sang", "born", "live", "was")]
-        * 4,
-        "numbers": [0, 1, 0, 1, 0, 1] * 4,
-        "cue_words": ["left", "cooked", "sang", "born", "live", "was"] * 4,
-        "mixed": torch.rand(3, 24, generator=torch.Generator().manual_seed(0)),
-    },
-}
 # Pages with a test of their own, which checks the results of the examples.
 ELSEWHERE = {
-    *("README.md", "attention_attribution.md", "encoder_decoder.md", "add_a_method.md"),
-    *("input_gradients.md", "score_a_map.md"),
+    *("README.md", "encoder_decoder.md", "add_a_method.md", "input_gradients.md", "score_a_map.md"),
 }
 SLOW = {"receptive_field.md"}
 SELF_CONTAINED = {
@@ -147,8 +135,8 @@ def test_every_code_block_runs_from_a_clean_start(
     if page.name in SELF_CONTAINED:
         request.getfixturevalue("hub")
     else:
-        prompt, given = "My grandmother was born in Italy", GIVEN.get(page.name, {})
-        names.update(lm=lm, model=request.getfixturevalue("model"), prompt=prompt, **given)
+        prompt = "My grandmother was born in Italy"
+        names.update(lm=lm, model=request.getfixturevalue("model"), prompt=prompt)
     # A page may choose a style for all later figures.
     with matplotlib.rc_context():
         for example in examples(page.read_text(encoding="utf-8")):
