@@ -72,7 +72,7 @@ def _list_areas(part: pd.DataFrame) -> list[dict[str, Any]]:
     methods = dict.fromkeys(part.method)
     areas = {(row.model, row.method): row for row in part.itertuples()}
     return [
-        {"model": f"`{model}`", **{name: _format_area(areas.get((model, name))) for name in methods}}
+        {"model": model, **{name: _format_area(areas.get((model, name))) for name in methods}}
         for model in dict.fromkeys(part.model)
     ]
 

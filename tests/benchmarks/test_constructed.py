@@ -17,8 +17,8 @@ def test_the_page_has_every_area_and_every_reason() -> None:
     sections = {part.split("\n")[0]: part for part in page.split("\n## ")[1:]}
     assert list(sections) == [*TITLES.values(), "Methods that do not run"]
     layers = frame[(frame.model == "copy") & (frame.aggregation == "layers")].set_index("method").area
-    expected = f"| `copy` | {layers['position']:.2f} | {layers['attention']:.2f} | – |"
+    expected = f"| copy | {layers['position']:.2f} | {layers['attention']:.2f} | – |"
     assert expected in sections["Layer maps"]
-    assert "| `rasp_fraction` |" in sections["Gradient rollouts"]
+    assert "| rasp_fraction |" in sections["Gradient rollouts"]
     (reason,) = [line for line in sections["Methods that do not run"].split("\n") if "atb_ff" in line]
     assert reason.startswith("| `atb_ff` | `copy` | expected a plain or gated feed-forward")
