@@ -102,7 +102,7 @@ TABLES = {
     "smollm2-forms": Table(f"{_HELD_OUT}/forms.md", "Forms of the recipe", "held out", 105),
     "smollm2-long": Table(f"{_HELD_OUT}/forms.md", "Rows of", "partial, 95 %"),
     "flan-t5-joint": Table(f"{_HELD_OUT}/joint.md", "Input maps over", "partial (position out)", 30),
-    "hansards-layers": Table(_HANSARDS, "By layer, the end of the sentence competes", "layer 2"),
+    "hansards-layers": Table(_HANSARDS, "By layer, the end of the sentence competes", "layer 2", 447),
     "hansards-weights": Table(_HANSARDS, "Weights and norms", "weights"),
     "hansards-floors": Table(_HANSARDS, "Floors and published aligners", "AER"),
 }
