@@ -18,7 +18,7 @@ import torch
 
 import lens_mix as lm
 from benchmarks import common
-from lens_mix.lens.verification import verifications
+from lens_mix.lens.verification import kept
 
 TEXT = "The Eiffel Tower is in the city of Paris, and the Colosseum is in the city of Rome, which lies"
 
@@ -41,7 +41,7 @@ def overheads(repeats: int = 5) -> Iterator[dict[str, Any]]:
     layers = int(model.cfg.n_layers)
 
     def first_call() -> None:
-        verifications._verifications.clear()
+        kept._verifications.clear()
         lm.run(model, tokens[0], "attention")
 
     forward = least_seconds(lambda: _run_forward(model, tokens), repeats)

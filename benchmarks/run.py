@@ -56,7 +56,8 @@ def all_methods(
             forward[size] = row.pop("forward")
             seconds[size] = row["seconds"]
             if len(seconds) > 1:
-                row["grows as n^"] = common.growth_exponent(list(seconds)[-2:], list(seconds.values())[-2:])
+                lengths, times = list(seconds)[-2:], list(seconds.values())[-2:]
+                row["growth exponent"] = common.growth_exponent(lengths, times)
             yield {"model": name, "positions": size, "method": method, **row}
             if row["seconds"] > patience:
                 break

@@ -115,7 +115,7 @@ def find_label(model: PreTrainedModel, label: Any, name: str) -> int | None:
 
 
 def name_label(model: PreTrainedModel, number: int) -> str:
-    """Return the name of a label by its number, or the number as text if the label has no name."""
+    """Return the name of a label, or its number as a string if it has no name."""
     names, _ = _list_labels(model)
     return next((label for label, own in names.items() if own == number), str(number))
 

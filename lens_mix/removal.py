@@ -66,7 +66,7 @@ class Removal(abc.ABC):
     """How a group of positions of the mapped part is removed from a pass.
 
     Class attributes:
-        keeps_target: whether the position that the target reads can't be removed.
+        keeps_target: Whether the position that the target reads can't be removed.
     """
 
     keeps_target: ClassVar[bool] = False
@@ -89,7 +89,7 @@ class Removal(abc.ABC):
 
         Raises:
             UnsupportedModelError: The model can't be changed in this way.
-            RuntimeError: a hook did not act in the pass.
+            RuntimeError: A hook did not act in the pass.
         """
 
     def interventions(
@@ -124,7 +124,7 @@ class OtherTokens(Removal):
         """Return the token that replaces each token of a prompt, for each sample.
 
         Raises:
-            TypeError, ValueError: a given token is not in the model's vocabulary.
+            TypeError, ValueError: A given token is not in the model's vocabulary.
         """
 
     @override
@@ -159,7 +159,7 @@ class ReplaceTokens(OtherTokens):
     difference from these tokens, so a token that is as good as its replacement has the score 0.
 
     Attributes:
-        tokens: a token (its text with any leading space, or its number) or several. Each one replaces all
+        tokens: A token (its text with any leading space, or its number) or several. Each one replaces all
             removed tokens, and the target is averaged over them.
         own: The replacement of a token that is itself the given one: "kept" for the token itself, or "next"
             for the next number of the vocabulary, as in `lens_mix.Occlusion`.

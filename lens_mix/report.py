@@ -20,7 +20,7 @@ _SOURCES = 5  # the number of keys that are listed for a row
 
 
 def describe_maps(maps: Mapping[str, MixingMap], every_row: bool) -> str:
-    """Return what the maps of one prompt explain, and the strongest sources of their rows, as text.
+    """Return lines of text: what the maps of one prompt explain, and the strongest keys of their rows.
 
     Args:
         maps: The maps by their labels.

@@ -176,7 +176,7 @@ class Target:
         return self.reads_position(context)
 
     def in_words(self, context: Context) -> str:
-        """Return the target as text: "log probability of ' Italian'"."""
+        """Return a description of the target, such as "log probability of ' Italian'"."""
         return type(self).__name__.lstrip("_")
 
     def explain(self, context: Context, value: float) -> Explained:
@@ -498,25 +498,46 @@ def token(token: str | int, position: int = -1, of: Measure = "probability") -> 
 
 
 def probability(token: str | int | None = None, position: int = -1) -> Target:
-    """Return the target for the probability, 0 to 1, of a token, or of the predicted token if it is None."""
+    """Return the target for the probability of a token, 0 to 1.
+
+    Args:
+        token: The text of the token, with its leading space, or its number. None: the predicted token.
+        position: The position of the prediction (negative: from the end).
+    """
     return _Token(
         _check_optional_token("token", token), check_whole_number("position", position), "probability"
     )
 
 
 def logit(token: str | int | None = None, position: int = -1) -> Target:
-    """Return the target for the logit of a token, or of the predicted token if it is None."""
+    """Return the target for the logit of a token.
+
+    Args:
+        token: The text of the token, with its leading space, or its number. None: the predicted token.
+        position: The position of the prediction (negative: from the end).
+    """
     return _Token(_check_optional_token("token", token), check_whole_number("position", position), "logit")
 
 
 def logit_difference(good: str | int, bad: str | int, position: int = -1) -> Target:
-    """Return the target logit(good) - logit(bad), which is positive if the model prefers `good`."""
+    """Return the target logit(good) - logit(bad), which is positive if the model prefers `good`.
+
+    Args:
+        good: The text of a token, with its leading space, or its number.
+        bad: Another token, in the same form.
+        position: The position of the prediction (negative: from the end).
+    """
     position = check_whole_number("position", position)
     return _LogitDifference(_check_token("good", good), _check_token("bad", bad), position)
 
 
 def class_(k: int | None = None, of: Measure = "probability") -> Target:
-    """Return the target for class `k` (None: the predicted class) of a model with output `[batch, class]`."""
+    """Return the target for a class of a model with output `[batch, class]`.
+
+    Args:
+        k: The number of the class, from 0. None: the predicted class.
+        of: The measure: "probability" (0 to 1), "log_probability" or "logit".
+    """
     return _Class(None if k is None else check_whole_number("k", k, 0), _check_measure(of))
 
 
@@ -690,7 +711,7 @@ def as_target(target: TargetLike) -> Target:
 
 
 def describe(target: Target) -> dict[str, Any]:
-    """Return the target's name and parameters as text and numbers, for records."""
+    """Return the target's name and parameters as strings and numbers, for records."""
     fields = {field.name: getattr(target, field.name) for field in dataclasses.fields(target)}
     plain = {
         name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value

@@ -40,7 +40,10 @@ def make(name: str, pairs: int | None) -> str:
     heading = f"# Word alignment: {name}\n\nWritten by `python -m benchmarks.alignment --only {name}`; see "
     return (
         "\n\n".join(
-            [f"{heading}[the page](../../../docs/alignment.md).\n\nMachine: {facts}; {took}.", *texts]
+            [
+                f"{heading}[the page](../../../docs/evidence/alignment.md).\n\nMachine: {facts}; {took}.",
+                *texts,
+            ]
         )
         + "\n"
     )

@@ -28,7 +28,7 @@ def split_bias(
         rule: Shares in proportion to |v · b| ("absdot", the paper's), |cos(v, b)| ("abssim"), ‖v‖ ("norm") or
             v · b ("dot"); equal shares for every vector that is not zero ("equal"); the whole bias for the
             first token ("first", `cls` in the released code); no shares ("drop").
-        out: a tensor for the result, which may be `vectors`.
+        out: A tensor for the result, which may be `vectors`.
     """
     if bias is None or rule == "drop":
         return vectors

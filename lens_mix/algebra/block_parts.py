@@ -62,7 +62,7 @@ def block_parts(block: Block) -> BlockParts:
     uses in `needs`.
 
     Raises:
-        UnsupportedModelError: a norm follows a feed-forward without a formula, or the block is mapped by its
+        UnsupportedModelError: A norm follows a feed-forward without a formula, or the block is mapped by its
             cross-attention.
     """
     if block.stack.is_cross:

@@ -160,7 +160,7 @@ def feed_forward_maps(block: Block, biases: Variant, reading: Norm | None = None
     """Return the three maps of one block, which the methods of one run share.
 
     Args:
-        block: a block whose feed-forward is plain or gated.
+        block: A block whose feed-forward is plain or gated.
         biases: "on_path" or "fixed", see `AtbFf`.
         reading: The norm that reads the block's output, applied if the block does not end in a norm.
 

@@ -47,7 +47,7 @@ class LinearBlock:
     """One block from the attention's output on, with its norms and its activation linearised.
 
     Args:
-        block: a block with "pattern" and "value" recorded, and its attention verified.
+        block: A block with "pattern" and "value" recorded, and its attention verified.
         slope: The linearisation of the activation, as in `DecompX`.
         alone: Whether every position's vector is its own share; b_V belongs to the key then.
 

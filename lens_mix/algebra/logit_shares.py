@@ -69,7 +69,7 @@ def token_directions(
         against: As in `AltiLogit`.
 
     Raises:
-        ValueError: a token is not in the vocabulary.
+        ValueError: A token is not in the vocabulary.
     """
     unembedding = last.unembedding()
     columns = unembedding.W_U.T[last.rows_of(_tokens(last, unembedding, token))]

@@ -70,7 +70,7 @@ def norms_by_factors(
     """Compute the norms of all pairs, those of the heads' vectors, and the vectors of the diagonal.
 
     Args:
-        pattern: a.
+        pattern: The pattern a.
         heads: The heads' vectors.
         chain: The norms to apply to these.
         own_weights: a_jjh in the vectors' dtype; None if the diagonal is not requested.

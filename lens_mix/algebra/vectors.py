@@ -44,7 +44,7 @@ class Pairs:
     """The vectors Σ_h a_ijh w_jh of all pairs, as factors.
 
     Attributes:
-        pattern: a.
+        pattern: The pattern a.
         heads: u.
         queries: The positions of the rows; None for all positions in order.
         chain: The norms whose linear parts map u to w.

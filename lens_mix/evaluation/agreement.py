@@ -53,7 +53,7 @@ def partial_spearman(
 
     (r_xy − r_xz r_yz) / √((1 − r_xz²)(1 − r_yz²)), where r are rank correlations. It is the agreement that
     remains after removing from both rows, in ranks, what a straight line of z explains. A row that follows
-    the position exactly, as many roll-outs do, has no partial correlation.
+    the position exactly, as many rollouts do, has no partial correlation.
 
     It is NaN if a row is constant, in the order of `given` or its reverse, or has fewer than three keys.
 

@@ -56,7 +56,7 @@ def candidate_rows(
     """Return a map's row for one position, for each aggregation by its name, in float64.
 
     An input map needs no aggregation: its row is that of the last layer, or the sum over layers if they are
-    shares of one number (`alti_logit`). An aggregation that is not defined for the map (a roll-out of signed
+    shares of one number (`alti_logit`). An aggregation that is not defined for the map (a rollout of signed
     scores) is left out.
 
     Args:

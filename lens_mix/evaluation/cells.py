@@ -1,4 +1,4 @@
-"""Measure the faithfulness of a layer map without a roll-out, by removing all but its highest cells."""
+"""Measure the faithfulness of a layer map without a rollout, by removing all but its highest cells."""
 
 from __future__ import annotations
 

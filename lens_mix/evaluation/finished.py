@@ -77,7 +77,7 @@ class FinishedCases:
             self._append({"case": number, "records": records})
 
     def note_refused(self, refused: Mapping[str, str]) -> None:
-        """Store why methods were left out, so that a resumed run knows it."""
+        """Store why methods were left out, for a resumed run."""
         if refused and dict(refused) != self.refused:
             self._append({"refused": dict(refused)})
 

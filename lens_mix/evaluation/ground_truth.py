@@ -97,7 +97,7 @@ def _round_to_ties(scores: Tensor) -> Tensor:
 
 
 def _list_aggregations(method: Method) -> dict[str, Aggregation]:
-    """Return the aggregations of a method's layer maps: mean, roll-out, flow, and Chefer's own roll-out."""
+    """Return the aggregations of a method's layer maps: mean, rollout, flow, and Chefer's own rollout."""
     functions: dict[str, Aggregation] = {"mean": layer_mean, "rollout": rollout}
     functions["flow"] = functools.partial(flow, layer=-1)
     return (
@@ -125,8 +125,8 @@ def score_constructed(
     Args:
         methods: Names or methods. None: all.
         models: The constructed models. None: all of `constructed_models()`.
-        aggregations: Functions from layer maps to an input map, by name. None: the mean over layers, roll-out
-            and flow, and for Chefer's maps their own roll-out.
+        aggregations: Functions from layer maps to an input map, by name. None: the mean over layers, rollout
+            and flow, and for Chefer's maps their own rollout.
         seed: The seed of the prompts of each model.
         count: The number of prompts of each model.
         progress: Whether a bar over models and methods is shown.

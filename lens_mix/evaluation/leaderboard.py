@@ -268,7 +268,7 @@ class _Evaluation:
     def _make_map(self, case: Case, method: Method) -> MixingMap:
         """Return a map of one case, with measured shares of the residual stream if that is possible.
 
-        Roll-outs need these shares.
+        Rollouts need these shares.
         """
         # Only one row of an input map is scored, but an aggregation needs all rows of layer maps.
         asked: dict[str, Any] = {"queries": [case.query]} if method.scope != "layer" else {}

@@ -274,7 +274,7 @@ class Removals(_PromptTask):
 
 @dataclasses.dataclass(frozen=True)
 class Cells(_PromptTask):
-    """Score whether the highest cells of a layer map are enough for the target, without a roll-out.
+    """Score whether the highest cells of a layer map are enough for the target, without a rollout.
 
     `closeness` is −∫ abs(F(1) − F(k)) dk over the share k of cells that are kept (`keep_cells`). `area` is
     ∫ F(k) dk. Both are in the target's unit, so that means over prompts do not divide by a number that may be

@@ -27,6 +27,10 @@ def save_graph(graph: nx.DiGraph, path: str | os.PathLike[str]) -> None:
     JSON keeps all values. GraphML contains only strings and numbers: nodes and lists are written as JSON
     (`[3, 0]`), None is left out, and characters that XML forbids are written as in Python (`\x00`).
 
+    Args:
+        graph: A networkx graph.
+        path: The file, which is replaced if it exists.
+
     Raises:
         TypeError: If `graph` is not a networkx graph, or contains a value that JSON cannot represent.
         ValueError: If the ending is another one, or values have too many levels of nesting for JSON.

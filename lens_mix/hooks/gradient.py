@@ -75,7 +75,7 @@ def scale_pattern_gradient(
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: a number is not finite or out of bounds.
+        ValueError: A number is not finite or out of bounds.
 
     Example:
         ```python
@@ -143,7 +143,7 @@ def hold_activation_ratio(
         act: Its activation function; the pass checks that its result is what `hook_post` shows.
         gated: Whether the feed-forward has a gate. `hook_pre` then shows the gate's pre-activation, and
             `hook_pre_linear` the vector that the gate multiplies.
-        bias: a bias that is added after the activation and before the last matrix, if there is one.
+        bias: A bias that is added after the activation and before the last matrix, if there is one.
 
     Returns:
         One pair per hook point, in the order of a pass.

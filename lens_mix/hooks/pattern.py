@@ -34,7 +34,7 @@ def scale_pattern(
 
     Args:
         layer: The layer, counted from 0.
-        factor: a number, or one per query head [head]. A tensor that requires grad gets its gradient. For a
+        factor: A number, or one per query head [head]. A tensor that requires grad gets its gradient. For a
             factor per query and key use `replace_pattern`.
         attention: The module's name, as in `zero_values`.
 
@@ -153,7 +153,7 @@ def freeze_pattern(
         layer: The layer, counted from 0.
         source: What contains the pattern [batch head query key]: a dict filled by `record`, a TransformerLens
             ActivationCache, or the tensor itself.
-        edit: a function of the frozen pattern that returns the pattern to use instead. For example,
+        edit: A function of the frozen pattern that returns the pattern to use instead. For example,
             `lambda pattern: pattern * kept` keeps some cells only. It is called in the pass, so that only one
             layer's new pattern is in memory at a time. None: the frozen pattern is used.
         attention: The module's name, as in `zero_values`.

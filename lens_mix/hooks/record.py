@@ -48,7 +48,7 @@ def record(
         name: The hook point, as `"blocks.0.hook_resid_pre"`.
         detach: Whether to detach the tensor from the autograd graph. Use False to differentiate with respect
             to it.
-        select: a function that returns the piece of the tensor to store, as `lambda pattern:
+        select: A function that returns the piece of the tensor to store, as `lambda pattern:
             pattern[:, :, -1]` for the last query's row. A view is copied, so that the whole tensor can be
             freed. The pass does not continue with the piece: to differentiate with respect to an activation,
             record all of it. None: the whole tensor.
@@ -214,7 +214,7 @@ def watch_pattern(
 
     Args:
         layer: The layer, counted from 0.
-        watch: a function that is called in each pass with the pattern [batch head query key], detached from
+        watch: A function that is called in each pass with the pattern [batch head query key], detached from
             its gradient. Its result is ignored.
         attention: The module's name, as in `zero_values`.
 

@@ -68,7 +68,7 @@ class AutogradGraph:
 
         Raises:
             ValueError: The number has no gradient.
-            UnsupportedModelError: a layer or a changed rule gets no gradient, or the mixed values of a layer
+            UnsupportedModelError: A layer or a changed rule gets no gradient, or the mixed values of a layer
                 are not pattern @ values.
         """
         if not value.requires_grad:

@@ -75,7 +75,7 @@ def changed_backward(
         below: For the joint part, the anatomies of the encoder's blocks; gradients propagate through them
             too.
         after: Numbers of blocks, each 1 or more; the residual stream after so many blocks is kept.
-        constants: a leaf with a 1 per example of the passes. With rules that conserve, its gradient is the
+        constants: A leaf with a 1 per example of the passes. With rules that conserve, its gradient is the
             share of the target that comes from no token: from biases and, in a decoder alone, from the
             encoder.
         logits: Whether the passes compute logits.
@@ -84,7 +84,7 @@ def changed_backward(
         number of blocks -> the residual stream after them, once a pass has run.
 
     Raises:
-        UnsupportedModelError: a rule got no gradient, or a component differs from its anatomy.
+        UnsupportedModelError: A rule got no gradient, or a component differs from its anatomy.
     """
     changed = ChangedRules(
         lens, anatomies, rules, below=below, after=after, constants=constants, logits=logits

@@ -163,8 +163,8 @@ def clean_pass(
         predict_at: The positions of the logits at which to read the model's predictions; None for none.
 
     Raises:
-        ValueError: a hook point is missing, an input is out of range, or a block's output is not finite.
-        UnsupportedModelError: a hook never fired, or the model's own forward pass fails (`_explain`).
+        ValueError: A hook point is missing, an input is out of range, or a block's output is not finite.
+        UnsupportedModelError: A hook never fired, or the model's own forward pass fails (`_explain`).
     """
     last = lens.layer_index(stop_after)
     recorded = {} if recorded is None else recorded

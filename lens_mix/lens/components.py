@@ -73,7 +73,7 @@ class Component(Generic[R]):
 
     Attributes:
         name: The component's name, a column of `lens_mix.check`.
-        formula: The formula by which it is rebuilt, as text.
+        formula: The written formula by which it is rebuilt.
         recorded: The name of the tensor that the rebuilt component is compared with.
         rebuild: Computes it from the recorded tensors, [batch row ...]; None if one of them is missing, or if
             the anatomy has no formula for it. It raises `_NotRebuilt` if the shapes are unexpected.
@@ -434,7 +434,7 @@ def names_needed_for(need: str) -> tuple[str, ...]:
 
 
 def describe() -> str:
-    """Return the table as text, with one line per component."""
+    """Return the table with one line of text per component."""
     table: tuple[Component[Any], ...] = (*COMPONENTS, *END_COMPONENTS)
     return "\n".join(f"    {each.name:<13} {each.formula}, against {each.recorded}" for each in table)
 

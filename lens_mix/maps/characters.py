@@ -52,7 +52,7 @@ def _split_at(count: int, alone: Collection[int]) -> list[tuple[int, int]]:
 
 
 def spell_tokens(tokens: Sequence[str | bytes], alone: Collection[int] = ()) -> list[str]:
-    """Return each token as text.
+    """Return one string per token.
 
     Tokens that share a character are written as the text that they spell together, with a number. A byte that
     belongs to no character is written like `<0xE2>`.

@@ -41,6 +41,10 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     The tensors are written as tensors, and all other fields as JSON in the metadata. The file is written
     under another name and is moved to `path` when it is complete.
 
+    Args:
+        mixing_map: The map.
+        path: The file, which is replaced if it exists.
+
     Raises:
         TypeError: If `parameters` or `provenance` contain something that JSON cannot represent.
         ValueError: If the fields that are written as JSON are too long.

@@ -22,7 +22,8 @@ class Explained(NamedTuple):
             a classifier, the name of the class. None: unknown.
         probability: The probability of `prediction`, 0 to 1. None: unknown.
         others: The next most probable tokens with their probabilities, the most probable one first.
-        target: The target as text, such as "log probability of ' Italian'". None: the method has no target.
+        target: A description of the target, such as "log probability of ' Italian'". None: the method has no
+            target.
         value: The value of the target, in its own unit. None: the method has no target.
     """
 

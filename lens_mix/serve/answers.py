@@ -107,7 +107,7 @@ class Workshop:
         return Estimate(tokens, seconds)
 
     def describe(self, request: Request) -> str:
-        """Return the estimate of a request as text, and whether it is beyond the limits."""
+        """Return a sentence with the estimate of a request, which says if it is beyond the limits."""
         if not request.text.strip():
             return ""
         expected = self.estimate(request)

@@ -106,7 +106,7 @@ def estimate(pace: Pace, tokens: int, names: Sequence[str], all_rows: bool) -> E
 
 
 def in_words(seconds: float) -> str:
-    """Return an estimated time as text."""
+    """Return an estimated time in words, such as "less than a second"."""
     if seconds < 1:
         return "less than a second"
     if seconds < 100:

@@ -108,8 +108,8 @@ class Site(ThreadingHTTPServer):
 
         Args:
             model: Any TransformerLens model.
-            announce: a function that shows one line with the address.
-            until: a function that returns True when the server has to end.
+            announce: A function that shows one line with the address.
+            until: A function that returns True when the server has to end.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed.
@@ -186,7 +186,7 @@ class Site(ThreadingHTTPServer):
         )
 
     def estimate(self, request: Request) -> Answer:
-        """Return the length and the expected time of a prompt as text; empty while a page is computed."""
+        """Return a sentence with the length and the expected time of a prompt; empty during a computation."""
         if not self.jobs.is_idle:
             return Answer(200, "", kind="text/plain")
         try:
@@ -208,7 +208,7 @@ class Site(ThreadingHTTPServer):
         return order
 
     def _make_state(self, order: _Order) -> dict[str, Any]:
-        """Return the state of an order as text and numbers."""
+        """Return the state of an order as JSON can represent it: strings and numbers."""
         job, before = order.job, self.jobs.count_before(order.job)
         seconds = f"{job.seconds:.0f} s"
         if job.started is None:

@@ -65,8 +65,8 @@ def no_op_table(table: pd.DataFrame, kind: TokenKind = token_kind) -> pd.DataFra
     """Return the means of a table by layer and kind of token (Kobayashi et al., 2020, fig. 5).
 
     Args:
-        table: a table of `weights_and_norms`.
-        kind: a function from a token to the name of its kind.
+        table: A table of `weights_and_norms`.
+        kind: A function from a token to the name of its kind.
     """
     check_columns("table", table, ("layer", "token", "weight", "norm", "weighted_norm"))
     token_kinds = table["token"].map(kind).rename("kind")
@@ -77,7 +77,7 @@ def correlations(table: pd.DataFrame, by: Sequence[str] = ("layer",)) -> pd.Data
     """Return Spearman's correlation of attention weight and norm; far below 0 means a cancel effect.
 
     Args:
-        table: a table of `weights_and_norms`.
+        table: A table of `weights_and_norms`.
         by: The columns that define the groups, as ("layer",) or ("layer", "head").
     """
     by = check_items("by", by, "names of columns", least=1)
@@ -93,7 +93,7 @@ def cancelled_tokens(table: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     The rows are sorted by weight · (1 - norm / others_norm), which is positive if there is a cancel effect.
 
     Args:
-        table: a table of `weights_and_norms`.
+        table: A table of `weights_and_norms`.
         count: How many tokens to return, 1 or more.
 
     Returns:

@@ -52,7 +52,7 @@ def changes(maps: Mapping[str, MixingMap]) -> pd.DataFrame:
         A table with one row per layer and one column per component.
 
     Raises:
-        ValueError: a map is missing.
+        ValueError: A map is missing.
     """
     check_instance("maps", maps, Mapping, "a dict of MixingMaps")
     missing = [name for name in METHODS if name not in maps]
@@ -90,7 +90,7 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
     """Return the pairs that are amplified most, over all layers, the largest first.
 
     Args:
-        amplified: a map of `amplification`.
+        amplified: A map of `amplification`.
         count: How many pairs to return, 1 or more.
         diagonal: Whether to include pairs of a position with itself.
 

@@ -30,7 +30,7 @@ def expansion_rates(model: TransformerLensModel, part: str | None = None) -> pd.
         A table with the columns layer, head (a number, or "all") and rate.
 
     Raises:
-        ValueError: a block has no such matrices.
+        ValueError: A block has no such matrices.
         UnsupportedModelError: The values or outputs of the model are not those of its matrices (under an
             adapter, or a hook).
     """

@@ -50,7 +50,7 @@ def mixing_ratios(
 
     Raises:
         ValueError: An unknown stage.
-        UnsupportedModelError: a given stage cannot be computed for the model.
+        UnsupportedModelError: A given stage cannot be computed for the model.
     """
     expected = f"some of {list(_STAGES)}"
     names = tuple(_STAGES if stages is None else check_items("stages", stages, expected, least=1))
@@ -106,7 +106,7 @@ def block_mixing_ratios(
     """Return the mixing ratios of one block by stage, without a vector for each pair of positions.
 
     Args:
-        block: a block whose clean pass recorded "pattern" and "value".
+        block: A block whose clean pass recorded "pattern" and "value".
         stages: As in `mixing_ratios`.
     """
     vectors = attention_vectors(block)
@@ -159,8 +159,8 @@ def by_kind(table: pd.DataFrame, kind: TokenKind = token_kind) -> pd.DataFrame:
     """Return the mean ratio per kind of token and stage, and the number of tokens of each kind.
 
     Args:
-        table: a table of `mixing_ratios`.
-        kind: a function from a token to the name of its kind.
+        table: A table of `mixing_ratios`.
+        kind: A function from a token to the name of its kind.
     """
     check_columns("table", table, ("layer", "stage", "ratio", "token"))
     token_kinds = table["token"].map(kind).rename("kind")
@@ -177,7 +177,7 @@ def by_rank(
     """Return Spearman's correlation of the mixing ratio with the token's frequency rank, by layer and stage.
 
     Args:
-        table: a table of `mixing_ratios`.
+        table: A table of `mixing_ratios`.
         ranks: The frequency rank of each token, 1 for the most frequent. Tokens without a rank are left out.
             None: ranks are counted in the prompts of the table.
     """

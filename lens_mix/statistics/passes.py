@@ -92,7 +92,7 @@ def iterate_prompts(
 
     Args:
         model: Any TransformerLens model.
-        prompts: a string, a pair or a token tensor is one prompt; a list of these is several.
+        prompts: A string, a pair or a token tensor is one prompt; a list of these is several.
         methods: As in `run_prompt`.
         **options: Further arguments of `run_prompt`.
     """

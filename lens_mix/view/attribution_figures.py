@@ -36,7 +36,7 @@ def tree_figure(
     for all labels, the tokens of the tree have theirs first.
 
     Args:
-        tree: a tree of `lens_mix.attribution_tree`.
+        tree: A tree of `lens_mix.attribution_tree`.
         title: The title above the figure; None: no title.
         ax: matplotlib axes to draw in; None: a new figure.
         figsize: The width and height of the figure in inches; None: as the content needs.
@@ -102,7 +102,7 @@ def head_map(
     """Return a heat map of head importance, layer x head, with the first layer at the bottom.
 
     Args:
-        importance: a result of `lens_mix.evaluation.head_importance`.
+        importance: A result of `lens_mix.evaluation.head_importance`.
         title: The title above the figure; None: how the importance was measured.
         highest: The score of the last colour. Larger scores have the same colour, and the colour bar then
             ends in a point. None: the largest score.
@@ -161,7 +161,7 @@ def pruning_figure(
     """Return a figure of all pruning curves; the range of the random draws is shaded.
 
     Args:
-        curves: a result of `lens_mix.evaluation.pruning_curves`.
+        curves: A result of `lens_mix.evaluation.pruning_curves`.
         title: The title above the figure; None: "pruning curves".
         metric: The name of the vertical axis.
         ax: matplotlib axes to draw in; None: a new figure.

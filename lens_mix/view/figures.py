@@ -87,7 +87,7 @@ def layer_maps(
     prompt and the unit, as far as the map's record contains them.
 
     Args:
-        mixing_map: a map with scores `[layer, query, key]` or `[layer, head, query, key]`.
+        mixing_map: A map with scores `[layer, query, key]` or `[layer, head, query, key]`.
         layers: The labels of the layers to draw (negative: from the end); None: all.
         head: One head; "all": one heat map per head; None: the mean over heads.
         columns: The largest number of heat maps side by side, 1 or more.
@@ -109,7 +109,7 @@ def layer_maps(
 
     Raises:
         TypeError: `mixing_map` is not a MixingMap.
-        ValueError: a layer, head, row or key that the map does not have; no layers; `columns` below 1;
+        ValueError: A layer, head, row or key that the map does not have; no layers; `columns` below 1;
             negative scores with `normalize=True`; several heat maps or `figsize` with `ax`; a `figsize` that
             is too small for the labels.
     """
@@ -200,7 +200,7 @@ def token_bars(
         figsize: The width and height of the figure in inches; None: as the content needs.
 
     Raises:
-        TypeError: a row that is neither a vector nor a MixingMap.
+        TypeError: A row that is neither a vector nor a MixingMap.
         ValueError: No rows; a row with another length than `tokens`; an infinite score; `words` with tokens
             that do not show where words begin; several rows or `figsize` with `ax`; a `figsize` that is too
             small for the labels.

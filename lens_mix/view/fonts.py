@@ -108,7 +108,7 @@ def _search(character: str, base: tuple[str, ...], preferred: tuple[str, ...]) -
 
 
 def _list_fonts(preferred: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Return the upright fonts that matplotlib knows, with their files: first the preferred, then by name."""
+    """Return the upright fonts that matplotlib finds, with their files: first the preferred, then by name."""
     rank = {name: index for index, name in enumerate(preferred)}
     usable = (
         (font.name, font.fname)

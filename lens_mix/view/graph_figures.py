@@ -41,7 +41,7 @@ def information_flow(
     of a node shows its `share`, if it has one. A legend explains these, and says how many edges were pruned.
 
     Args:
-        graph: a graph with nodes `(level, position)`, their `token` if known, and edges from source to
+        graph: A graph with nodes `(level, position)`, their `token` if known, and edges from source to
             destination: of `lens_mix.graphs` (`information_flow_graph`, `information_flow_routes`, or
             `layered_graph`, best with a threshold), or a tree.
         by: The edge attribute shown as width, 0 or more; None: `share` if all edges have it, else `weight`.

@@ -24,7 +24,7 @@ def leaderboard_figure(
     """Return a figure with one horizontal bar per method and aggregation, the last row of the table on top.
 
     Args:
-        table: a table with the columns method, aggregation, `metric`, and `metric` with `_low` and `_high`.
+        table: A table with the columns method, aggregation, `metric`, and `metric` with `_low` and `_high`.
         metric: The column to draw.
         title: The title above the bars.
         ax: matplotlib axes to draw in; None: a new figure.

@@ -47,7 +47,7 @@ def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer
     which have no norm on the residual stream.
 
     Args:
-        table: a table of `mixing_ratios`.
+        table: A table of `mixing_ratios`.
         title: The title above the figure.
         **look: `ax=`, `figsize=`.
     """
@@ -88,8 +88,8 @@ def mixing_by_kind(
     """Return a figure of the mean mixing ratio per kind of token, with one bar per stage.
 
     Args:
-        table: a table of `mixing_ratios`.
-        kind: a function from a token to the name of its kind.
+        table: A table of `mixing_ratios`.
+        kind: A function from a token to the name of its kind.
         title: The title above the figure.
         **look: `ax=`, `figsize=`.
     """
@@ -120,8 +120,8 @@ def weights_against_norms(
     There is one dot per token and layer, coloured by the kind of token.
 
     Args:
-        table: a table of `weights_and_norms`.
-        kind: a function from a token to the name of its kind.
+        table: A table of `weights_and_norms`.
+        kind: A function from a token to the name of its kind.
         named: How many dots get a ring and a label with their token and layer: those with most weight. Dots
             of the same token share one label.
         title: The title above the figure.
@@ -155,7 +155,7 @@ def expansion_rates(
     """Return a heat map of expansion rates, layer × head.
 
     Args:
-        table: a table of `lens_mix.statistics.expansion_rate.expansion_rates`.
+        table: A table of `lens_mix.statistics.expansion_rate.expansion_rates`.
         title: The title above the figure.
         **look: `ax=`, `figsize=`, `cmap=`.
     """
@@ -176,7 +176,7 @@ def contextualisation(
     """Return a figure of the contextualisation change per layer, with one line per component of the block.
 
     Args:
-        table: a table of `lens_mix.statistics.contextualisation.changes`.
+        table: A table of `lens_mix.statistics.contextualisation.changes`.
         title: The title above the figure.
         **look: `ax=`, `figsize=`.
     """

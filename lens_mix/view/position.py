@@ -62,7 +62,7 @@ class Panel:
         return self.scores[:, list(keys)].sum(-1)
 
     def write_score(self, score: float) -> str:
-        """Return a score as text: a share in per cent, another score with two digits."""
+        """Return a score as a string: a share in per cent, another score with two digits."""
         return f"{100 * score:.0f} %" if self.is_share else f"{score:.2g}"
 
 
@@ -306,7 +306,7 @@ def _describe_best(panels: Sequence[Panel], best: tuple[int, Strongest], key: st
     Args:
         panels: The maps.
         best: A result of `_find_best`.
-        key: The key as text.
+        key: The text of the key.
     """
     panel, strongest = panels[best[0]], best[1]
     layer = panel.layers[strongest.layer]

@@ -71,7 +71,7 @@ def show_position(
     each if there is space beside the labels before it. Keys that the position cannot see are left out.
 
     Args:
-        maps: a map, a dict of maps by name, or a list of maps, all over the same tokens. Maps with more than
+        maps: A map, a dict of maps by name, or a list of maps, all over the same tokens. Maps with more than
             one layer have the same layers.
         query: The position (negative: from the end), or a token that occurs once; each map must have its
             row. None: the default row of the first map that has one (`MixingMap.default_query`), else the
@@ -153,7 +153,7 @@ class _Frame:
     """Compute the places of the figure, in inches from the top left corner.
 
     Attributes:
-        blocks: The maps with one layer, as text.
+        blocks: The maps with one layer, which are drawn as coloured text.
         grid: The indices of the other maps.
         size: The width and height of the figure.
         panel: The width and height of a heat map.

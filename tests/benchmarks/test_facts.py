@@ -22,13 +22,11 @@ PROSE = [
 ]
 NOT_YET = {
     "README.md",
-    "evidence/constructed_models.md",
     "evidence/flow.md",
     "evidence/information_flow_routes.md",
     "evidence/input_gradients.md",
     "evidence/norms.md",
     "evidence/receptive_field.md",
-    "evidence/speed.md",
     "guides/add_a_method.md",
     "guides/encoder_decoder.md",
     "guides/graphs.md",

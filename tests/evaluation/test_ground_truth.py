@@ -286,11 +286,14 @@ def test_wrong_arguments():
         score_constructed("attention", [COPY], count=0)
 
 
-def test_the_example_of_the_page_runs():
-    page = Path(__file__).parents[2] / "docs" / "evidence" / "constructed_models.md"
-    (example,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+def test_the_examples_of_the_guide_have_the_results_that_it_states():
+    page = Path(__file__).parents[2] / "docs" / "guides" / "constructed_models.md"
+    first, prompt, last = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
     names = {}
-    exec(compile(example, page.name, "exec"), names)
+    exec(compile(first, page.name, "exec"), names)
     assert names["built"].name == "induction"
-    assert _compute_layer_area(names["m"], names["built"].routes(names["prompt"])) > 0.9
     assert set(names["frame"].method) == {"position", "attention", "value_zeroing"}
+    exec(compile(prompt, page.name, "exec"), names)
+    assert _compute_layer_area(names["m"], names["routes"]) > 0.9
+    exec(compile(last, page.name, "exec"), names)
+    assert "last layer" in set(names["frame"].aggregation)

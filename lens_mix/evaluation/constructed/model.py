@@ -110,5 +110,13 @@ class ConstructedModel:
         return Routes(layers, inputs, (answer,))
 
     def replacements(self, prompt: Int[Tensor, " pos"], position: int) -> list[int]:
-        """Return the tokens that may replace the one at a position without opening another route."""
+        """Return the tokens that may replace the one at a position without opening another route.
+
+        Args:
+            prompt: One of `prompts`.
+            position: A position of the prompt, from 0.
+
+        Raises:
+            ValueError: The position does not exist.
+        """
         return self.spare(prompt.tolist(), check_whole_number("position", position, 0, len(prompt) - 1))

@@ -41,7 +41,7 @@ def verification_of(
         again: Whether to ignore a stored verification.
 
     Raises:
-        RuntimeError: a hook calls this during a pass of lens_mix through this model.
+        RuntimeError: A hook calls this during a pass of lens_mix through this model.
     """
     _require_no_open_pass(lens)
     # The state is read inside the context, because no other thread's run has hooks on the model then.

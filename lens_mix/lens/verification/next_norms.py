@@ -23,7 +23,7 @@ def next_norm_failures(clean: CleanPass, anatomy: Mapping[int, BlockAnatomy]) ->
     """Return, by layer, why it is unknown which norm reads the block's output; known layers are left out.
 
     Args:
-        clean: a pass that reached the last block.
+        clean: A pass that reached the last block.
         anatomy: Layer -> the anatomy of every block that has attention.
     """
     last = clean.lens.n_layers - 1

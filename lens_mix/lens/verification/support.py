@@ -133,8 +133,8 @@ def check(
     """Verify a model: rebuild every block from its components on the first tokens of a prompt.
 
     Args:
-        model: a TransformerLens model.
-        prompt: a string, tokens, or a pair for an encoder-decoder; None for eight tokens of the vocabulary.
+        model: A TransformerLens model.
+        prompt: A string, tokens, or a pair for an encoder-decoder; None for eight tokens of the vocabulary.
         part: "encoder" (default), "decoder" or "cross" of an encoder-decoder.
         prepend_bos: As in TransformerLens.
         **inputs: Further model inputs by name.

@@ -81,7 +81,7 @@ def verify(lens: Lens, prompt: Prompt) -> Verification:
     """Verify every block of the lens's stack on the first tokens of a prompt.
 
     Raises:
-        UnsupportedModelError: a block has no hooks on its values, patterns or mixed values.
+        UnsupportedModelError: A block has no hooks on its values, patterns or mixed values.
     """
     batch = short_batch(lens, prompt)
     layers = lens.stack.attention_layers

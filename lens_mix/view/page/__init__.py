@@ -105,7 +105,7 @@ def page(
     each, and the page shows the largest error.
 
     Args:
-        maps: a map; several of one prompt, as `lm.run` returns them; or a list with one of these per prompt.
+        maps: A map; several of one prompt, as `lm.run` returns them; or a list with one of these per prompt.
         path: The file to write; None: no file is written.
         trees: Graphs of `attribution_tree` or `lens_mix.graphs`: one, several by name, or a list with one of
             these per prompt; {}: none. None: for each map that has all rows, the attribution tree of

@@ -1,0 +1,1 @@
+"""Score every method on the models whose routes are known, and record the tables."""
