@@ -73,12 +73,12 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 # Pages with a test of their own, which checks the results of the examples.
 ELSEWHERE = {
-    *("README.md", "attention_attribution.md", "encoder_decoder.md", "add_a_method.md"),
+    *("README.md", "tutorial.md", "attention_attribution.md", "encoder_decoder.md", "add_a_method.md"),
     *("input_gradients.md", "scales.md"),
 }
 SLOW = {"receptive_field.md"}
 SELF_CONTAINED = {
-    *("tutorial.md", "choose_a_method.md", "encoders.md", "many_prompts.md"),
+    *("choose_a_method.md", "encoders.md", "many_prompts.md"),
     *("saving_and_exporting.md", "troubleshooting.md"),
 }
 WITH_CODE = [
