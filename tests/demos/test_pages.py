@@ -78,7 +78,7 @@ ELSEWHERE = {
 }
 SLOW = {"receptive_field.md"}
 SELF_CONTAINED = {
-    *("choose_a_method.md", "encoders.md", "many_prompts.md"),
+    *("choose_a_method.md", "classifiers.md", "encoders.md", "many_prompts.md"),
     *("saving_and_exporting.md", "troubleshooting.md"),
 }
 WITH_CODE = [
@@ -138,7 +138,7 @@ def hub(folders: dict[str, Path], stand_ins: dict[str, Any], monkeypatch: pytest
 def test_every_code_block_runs_from_a_clean_start(
     page: Path, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if page.name == "encoders.md" and not available(bridge, "bert"):
+    if page.name in {"classifiers.md", "encoders.md"} and not available(bridge, "bert"):
         pytest.skip("no BERT with a tokenizer in this TransformerLens")
     monkeypatch.chdir(tmp_path)
     # A dataclass needs its module in sys.modules.
