@@ -234,7 +234,7 @@ def test_the_examples_of_the_page_on_encoder_decoders_run_one_after_the_other() 
     model.tokenizer = toy_tokenizer()
     names: dict[str, Any] = {"model": model}
     found = examples((ROOT / "docs" / "guides" / "encoder_decoder.md").read_text(encoding="utf-8"))
-    assert len(found) == 6
+    assert len(found) == 4
     for number, example in enumerate(found):
         exec(compile(example, "encoder_decoder.md", "exec"), names)
         if number == 0:
