@@ -74,6 +74,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 # Pages with a test of their own, which checks the results of the examples.
 ELSEWHERE = {
     *("README.md", "tutorial.md", "attention_attribution.md", "encoder_decoder.md", "add_a_method.md"),
+    "hooks.md",
     *("input_gradients.md", "scales.md"),
 }
 SLOW = {"receptive_field.md"}
