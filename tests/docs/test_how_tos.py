@@ -150,6 +150,21 @@ def test_outputs_that_differ_are_noticed() -> None:
             assert_same_output(wrong, shown)
 
 
+@each_page
+def test_figures_of_the_text_are_those_of_the_output(page: Path) -> None:
+    text = re.sub(
+        r"^```.*?^```$|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    quoted = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)( %)|(?<![\w.])(?<!Python )(\d+\.\d+)(?! %)", text)
+    printed = [float(number) for step in read_steps(page) for number in _NUMBER.findall(step.output or "")]
+    for percentage, percent_sign, decimal in quoted:
+        # The share of an interval is not measured.
+        if percentage != "95":
+            digits = len((percentage or decimal).partition(".")[2])
+            rounded = {f"{number * (100 if percent_sign else 1):.{digits}f}" for number in printed}
+            assert (percentage or decimal) in rounded, percentage or decimal
+
+
 # ---------------------------------------------------------------------- the form of the pages
 
 
