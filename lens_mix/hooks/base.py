@@ -1,6 +1,6 @@
 """Define the base classes of hooks, the pair for `fwd_hooks=`, and the check that hooks had an effect.
 
-Subclass `AttentionHook` for an intervention of your own; the cookbook, `hooks/README.md`, has an example.
+Subclass `AttentionHook` for an intervention of your own; `docs/guides/hooks.md` has an example.
 Nothing in this file depends on a TransformerLens release: every layout that a model class uses is accepted.
 """
 

@@ -37,11 +37,11 @@ def record(
 ) -> HookPair:
     """Store one activation of a pass in a dict, under the given name.
 
-    Names are those of TransformerLens's `run_with_cache`; hooks/README.md lists which tensor each name means
-    on which model class. A name may be an alias (`hook_resid_pre`), and is then the key in the dict too. The
-    tensor is not copied, as in TransformerLens's own cache, so a hook that changes it in place changes the
-    recorded tensor. `calls` stays 0 if a TransformerBridge of TransformerLens 3 ignores an unknown name, or
-    computes no pattern.
+    Names are those of TransformerLens's `run_with_cache`; docs/guides/hooks.md lists which tensor each name
+    means on which model class. A name may be an alias (`hook_resid_pre`), and is then the key in the dict
+    too. The tensor is not copied, as in TransformerLens's own cache, so a hook that changes it in place
+    changes the recorded tensor. `calls` stays 0 if a TransformerBridge of TransformerLens 3 ignores an
+    unknown name, or computes no pattern.
 
     Args:
         store: The dict to fill; each pass overwrites the tensors of the last one.

@@ -15,10 +15,12 @@ pytestmark = pytest.mark.once
 ANEW = "run: python -m benchmarks.leaderboard --facts"
 
 # Pages whose prose has no measured figure without a source, apart from those that are to be rewritten.
+# tests/docs compares the figures of the tutorial and of the how-tos with what their code prints.
 PROSE = [
     page
     for page in facts.PAGES
     if page.parent.name in {facts.ROOT.name, "docs", "guides", "evidence", "neighbours"}
+    and page.name != "tutorial.md"
 ]
 NOT_YET = {
     "README.md",
@@ -27,10 +29,6 @@ NOT_YET = {
     "evidence/input_gradients.md",
     "evidence/norms.md",
     "evidence/receptive_field.md",
-    "guides/add_a_method.md",
-    "guides/encoder_decoder.md",
-    "guides/graphs.md",
-    "guides/read_the_page.md",
 }
 # What a decimal number may be the version, the section or the identifier of.
 _VERSIONED = (

@@ -61,11 +61,12 @@ def test_the_readmes_examples_run_one_after_the_other(model: Any) -> None:
 
 # Pages with a test of their own, which checks the results of the examples.
 ELSEWHERE = {
-    *("README.md", "encoder_decoder.md", "add_a_method.md", "input_gradients.md", "score_a_map.md"),
+    *("README.md", "tutorial.md", "encoder_decoder.md", "add_a_method.md", "hooks.md"),
+    *("input_gradients.md", "score_a_map.md"),
 }
 SLOW = {"receptive_field.md"}
 SELF_CONTAINED = {
-    *("tutorial.md", "choose_a_method.md", "encoders.md", "many_prompts.md"),
+    *("choose_a_method.md", "classifiers.md", "encoders.md", "many_prompts.md"),
     *("saving_and_exporting.md", "troubleshooting.md"),
 }
 WITH_CODE = [
@@ -125,7 +126,7 @@ def hub(folders: dict[str, Path], stand_ins: dict[str, Any], monkeypatch: pytest
 def test_every_code_block_runs_from_a_clean_start(
     page: Path, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if page.name == "encoders.md" and not available(bridge, "bert"):
+    if page.name in {"classifiers.md", "encoders.md"} and not available(bridge, "bert"):
         pytest.skip("no BERT with a tokenizer in this TransformerLens")
     monkeypatch.chdir(tmp_path)
     # A dataclass needs its module in sys.modules.
@@ -224,7 +225,7 @@ def test_the_examples_of_the_page_on_encoder_decoders_run_one_after_the_other() 
     model.tokenizer = toy_tokenizer()
     names: dict[str, Any] = {"model": model}
     found = examples((ROOT / "docs" / "guides" / "encoder_decoder.md").read_text(encoding="utf-8"))
-    assert len(found) == 6
+    assert len(found) == 4
     for number, example in enumerate(found):
         exec(compile(example, "encoder_decoder.md", "exec"), names)
         if number == 0:
@@ -232,6 +233,17 @@ def test_the_examples_of_the_page_on_encoder_decoders_run_one_after_the_other() 
     assert names["whole"].key_tokens[-1] == "[RESIDUAL]"
     assert names["rows"].query_labels == names["m"].tokens
     assert float(names["rows"].scores.sum(-1).min()) == pytest.approx(1)
+
+
+def test_messages_that_the_page_on_failures_names_are_in_the_code() -> None:
+    page = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
+    tables = page[page.index("## Errors") : page.index("## Results")]
+    messages = re.findall(r"^\| `([^`]+)` \|", tables, re.MULTILINE)
+    assert len(messages) > 20
+    # A message is written on several lines, so their quotation marks are taken out.
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lens_mix").rglob("*.py"))
+    code = re.sub(r'"\s*f?"', "", code)
+    assert [message for message in messages if message not in code] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

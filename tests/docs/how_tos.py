@@ -1,4 +1,4 @@
-"""Read the how-tos, and run their code with models from this machine.
+"""Read the tutorial and the how-tos, and run their code with models from this machine.
 
 `python -m tests.docs.how_tos` runs them on the demo models and writes what they print into the pages.
 """
@@ -21,53 +21,58 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 INDEX = ROOT / "docs" / "how_to" / "index.md"
-PAGES = sorted(path for path in INDEX.parent.glob("*.md") if path != INDEX)
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+HOW_TOS = sorted(path for path in INDEX.parent.glob("*.md") if path != INDEX)
+PAGES = [TUTORIAL, *HOW_TOS]
+
+# A block of Python, or of what the block of Python before it prints.
+_BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # A function from the name of a model on the hub to the folder of the model that replaces it.
 Find = Callable[[str], Path]
 
 
+class Step(NamedTuple):
+    """A block of Python of a page, and what the page says that it prints; None if it says nothing."""
+
+    code: str
+    output: str | None
+
+
 class Result(NamedTuple):
-    """What a page's code printed, and the value of its last line if that is an expression."""
+    """What a step printed, and the value of its last line if that is an expression."""
 
     printed: str
     value: Any
 
 
+def read_steps(page: Path) -> list[Step]:
+    """Return the steps of a page, in order. A how-to has one."""
+    steps: list[Step] = []
+    for language, content in _BLOCK.findall(page.read_text(encoding="utf-8")):
+        if language == "python":
+            steps.append(Step(content, None))
+        else:
+            steps[-1] = steps[-1]._replace(output=content)
+    return steps
+
+
 def read_code(page: Path) -> str:
-    """Return the code of a page, which has one block of Python."""
-    (code,) = _find_blocks(page, "python")
-    return code
+    """Return all code of a page."""
+    return "".join(step.code for step in read_steps(page))
 
 
-def read_output(page: Path) -> str | None:
-    """Return what a page says that its code prints; None if it prints nothing."""
-    return next(iter(_find_blocks(page, "text")), None)
-
-
-def _find_blocks(page: Path, language: str) -> list[str]:
-    text = page.read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-def run(page: Path, find: Find, folder: Path) -> Result:
-    """Run the code of a page as it is written, with other models and without a browser.
+def run(page: Path, find: Find, folder: Path) -> list[Result]:
+    """Run the steps of a page one after another, with other models and without a browser.
 
     Args:
         page: the page.
         find: returns the folder of the model to load instead of one of the hub.
         folder: the working folder.
     """
-    tree = ast.parse(read_code(page))
-    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-    printed, value = io.StringIO(), None
     # A class looks for the module that it is defined in.
     module = types.ModuleType("how_to")
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(printed),
-    ):
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.chdir(folder)
         patch.setitem(sys.modules, module.__name__, module)
         patch.setattr("webbrowser.open", lambda *_, **__: True)
@@ -75,9 +80,17 @@ def run(page: Path, find: Find, folder: Path) -> Result:
         _replace_loaders(patch, find)
         # These warnings are estimates of the work, for people.
         warnings.filterwarnings("ignore", message=".*takes about .* forward passes", category=UserWarning)
-        exec(compile(tree, page.name, "exec"), module.__dict__)
+        return [_run_step(step.code, page.name, module.__dict__) for step in read_steps(page)]
+
+
+def _run_step(code: str, name: str, names: dict[str, Any]) -> Result:
+    tree = ast.parse(code)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    printed, value = io.StringIO(), None
+    with contextlib.redirect_stdout(printed):
+        exec(compile(tree, name, "exec"), names)
         if last is not None:
-            value = eval(compile(ast.Expression(last.value), page.name, "eval"), module.__dict__)
+            value = eval(compile(ast.Expression(last.value), name, "eval"), names)
     return Result(printed.getvalue(), value)
 
 
@@ -146,28 +159,33 @@ def find_demo_model(name: str, folder: Path) -> Path:
         return trained if trained.is_dir() else save_sentiment_classifier(models.minilm_folder(), trained)
 
 
-def write_output(page: Path, printed: str) -> None:
-    """Replace what a page says that its code prints."""
-    text = page.read_text(encoding="utf-8")
-    new = re.sub(
-        r"^```text\n.*?^```$", lambda _: f"```text\n{printed}```", text, flags=re.MULTILINE | re.DOTALL
-    )
-    page.write_text(new, encoding="utf-8")
+def write_outputs(page: Path, results: list[Result]) -> None:
+    """Replace what a page says that its steps print."""
+    number = -1
+
+    def replace(block: re.Match[str]) -> str:
+        nonlocal number
+        if block[1] == "python":
+            number += 1
+            return block[0]
+        return f"```text\n{results[number].printed}```"
+
+    page.write_text(_BLOCK.sub(replace, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def main() -> None:
     """Run the pages that are named, or all, and write what they print into them.
 
-    The files that they write, with the picture of `compare.md`, are in outputs/how_to.
+    The files that they write, with the pictures of `tutorial.md` and `compare.md`, are in outputs/how_to.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     folder = ROOT / "outputs" / "how_to"
     prepare(folder)
     for page in PAGES:
         if not sys.argv[1:] or page.stem in sys.argv[1:]:
-            printed = run(page, lambda model: find_demo_model(model, folder), folder).printed
-            print(f"== {page.stem}\n{printed}")
-            write_output(page, printed)
+            results = run(page, lambda model: find_demo_model(model, folder), folder)
+            print(f"== {page.stem}", *(result.printed for result in results), sep="\n")
+            write_outputs(page, results)
 
 
 def prepare(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Test that every how-to runs as it is written, is short, and prints what its page shows.
+"""Test that the tutorial and every how-to run as they are written, and print what the page shows.
 
 The pages run on tiny models in the usual loop. Their output is compared on the demo models, if these are on
 this machine (`python -m tests.docs.how_tos` downloads them).
@@ -17,7 +17,7 @@ import pytest
 
 from tests.demos.tiny_folder import save_tiny_classifier, save_tiny_llama, save_tiny_t5
 from tests.docs import how_tos
-from tests.docs.how_tos import INDEX, PAGES, ROOT, Result, read_code, read_output
+from tests.docs.how_tos import HOW_TOS, INDEX, PAGES, ROOT, Result, read_code, read_steps
 from tests.tiny_models import available, bridge
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?")
@@ -27,6 +27,7 @@ _SECONDS, _SECONDS_TINY = 150, 30
 # They take as long as all other pages together.
 _LONG = {"many_sentences", "long_page"}
 
+each_how_to = pytest.mark.parametrize("page", HOW_TOS, ids=lambda page: page.stem)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -59,14 +60,15 @@ def folder(tmp_path: Path) -> Path:
 def test_the_code_runs_as_it_is_written(page: Path, tiny_folders: dict[str, Path], folder: Path) -> None:
     skip_without_the_model(page)
     began = time.process_time()
-    result = how_tos.run(page, lambda name: find(tiny_folders, name), folder)
+    results = how_tos.run(page, lambda name: find(tiny_folders, name), folder)
     assert time.process_time() - began < _SECONDS_TINY
     # A random model prints other numbers, but as many lines.
-    shown = read_output(page)
-    if shown is not None:
-        assert len(result.printed.splitlines()) == len(shown.splitlines())
+    for result, step in zip(results, read_steps(page), strict=True):
+        # The notebook prints a picture, which its page does not show as text.
+        if page.stem != "notebook":
+            assert len(result.printed.splitlines()) == len((step.output or "").splitlines())
     if (check := CHECKS.get(page.stem)) is not None:
-        check(result, folder)
+        check(results[-1], folder)
 
 
 def test_the_code_leaves_the_loaders_as_they_were(tiny_folders: dict[str, Path], folder: Path) -> None:
@@ -98,6 +100,7 @@ def check_files(result: Result, folder: Path, files: tuple[str, ...]) -> None:
 
 # What a page makes besides its output.
 CHECKS: dict[str, Callable[[Result, Path], None]] = {
+    "tutorial": functools.partial(check_files, files=("italian.png", "italian.safetensors", "italian.html")),
     "notebook": check_notebook,
     "long_page": check_long_page,
     "save": functools.partial(check_files, files=("paris.pdf", "paris.safetensors")),
@@ -119,10 +122,11 @@ def test_it_prints_what_the_page_shows(page: Path, folder: Path, trained: Path) 
     skip_without_the_model(page)
     skip_without_the_demo_model(page)
     began = time.process_time()
-    result = how_tos.run(page, lambda name: how_tos.find_demo_model(name, trained), folder)
+    results = how_tos.run(page, lambda name: how_tos.find_demo_model(name, trained), folder)
     assert time.process_time() - began < _SECONDS
-    if (shown := read_output(page)) is not None:
-        assert_same_output(result.printed, shown)
+    for result, step in zip(results, read_steps(page), strict=True):
+        if step.output is not None:
+            assert_same_output(result.printed, step.output)
 
 
 def assert_same_output(printed: str, shown: str) -> None:
@@ -146,19 +150,35 @@ def test_outputs_that_differ_are_noticed() -> None:
             assert_same_output(wrong, shown)
 
 
+@each_page
+def test_figures_of_the_text_are_those_of_the_output(page: Path) -> None:
+    text = re.sub(
+        r"^```.*?^```$|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    quoted = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)( %)|(?<![\w.])(?<!Python )(\d+\.\d+)(?! %)", text)
+    printed = [float(number) for step in read_steps(page) for number in _NUMBER.findall(step.output or "")]
+    for percentage, percent_sign, decimal in quoted:
+        # The share of an interval is not measured.
+        if percentage != "95":
+            digits = len((percentage or decimal).partition(".")[2])
+            rounded = {f"{number * (100 if percent_sign else 1):.{digits}f}" for number in printed}
+            assert (percentage or decimal) in rounded, percentage or decimal
+
+
 # ---------------------------------------------------------------------- the form of the pages
 
 
-@each_page
+@each_how_to
 def test_the_page_is_short(page: Path) -> None:
-    text, lines = page.read_text(encoding="utf-8"), read_code(page).splitlines()
+    (step,) = read_steps(page)
+    text, lines = page.read_text(encoding="utf-8"), step.code.splitlines()
     assert len(lines) <= 15
     assert max(map(len, lines)) <= 110
     assert text.startswith("# ")
     assert text.partition("**If it fails, or next.**")[2].count("](") in (1, 2)
 
 
-@each_page
+@each_how_to
 def test_the_index_names_the_page(page: Path) -> None:
     assert f"({page.name})" in INDEX.read_text(encoding="utf-8")
 

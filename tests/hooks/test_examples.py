@@ -1,4 +1,4 @@
-"""Test that the examples of the docstrings and of hooks/README.md run unchanged."""
+"""Test that the examples of the docstrings and of the guide on hooks run unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiny_models import (
     tokens,
 )
 
-PAGE = Path(__file__).parents[2] / "hooks" / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "hooks.md"
 FUNCTIONS = [name for name in lens_mix.hooks.__all__ if inspect.isfunction(getattr(lens_mix.hooks, name))]
 MODELS: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
     (hooked_transformer, ("LN",)),
