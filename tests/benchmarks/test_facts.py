@@ -23,7 +23,6 @@ PROSE = [
     and page.name != "tutorial.md"
 ]
 NOT_YET = {
-    "README.md",
     "evidence/flow.md",
     "evidence/information_flow_routes.md",
     "evidence/input_gradients.md",

@@ -1,4 +1,4 @@
-"""Read the tutorial and the how-tos, and run their code with models from this machine.
+"""Read the README, the tutorial and the how-tos, and run their code with models from this machine.
 
 `python -m tests.docs.how_tos` runs them on the demo models and writes what they print into the pages.
 """
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 INDEX = ROOT / "docs" / "how_to" / "index.md"
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 HOW_TOS = sorted(path for path in INDEX.parent.glob("*.md") if path != INDEX)
-PAGES = [TUTORIAL, *HOW_TOS]
+PAGES = [ROOT / "README.md", TUTORIAL, *HOW_TOS]
 
 # A block of Python, or of what the block of Python before it prints.
 _BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
