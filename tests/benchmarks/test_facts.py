@@ -197,6 +197,40 @@ def test_a_table_without_rows_has_all_and_a_name_may_be_that_of_several(run: str
         assert facts.render(page).count("\n| ") == 4
 
 
+COMPARED = """# Compared
+
+## Small
+
+| method | part | score |
+|---|---|---|
+| alti | mean | 0.5 |
+| alti, shuffled | mean | 0.1 |
+| random | - | 0.0 |
+
+## Large
+
+| method | part | score |
+|---|---|---|
+| random | - | 0.2 |
+| alti, shuffled | mean | 0.3 |
+| alti | mean | 0.7 |
+"""
+
+
+def test_a_column_may_be_of_other_rows_and_of_another_table(run: str) -> None:
+    (facts.ROOT / "benchmarks" / "c.md").write_text(COMPARED, encoding="utf-8")
+    columns = "method | score as Small | score + shuffled as Control | score + shuffled @ c.md#Large as Large"
+    page = f"<!-- table c.md#Small\ncolumns: {columns}\nrows: random | alti, mean\n-->\n<!-- /table -->"
+    body = "| random | 0.0 |  |  |\n| alti | 0.5 | 0.1 | 0.3 |"
+    assert f"| method | Small | Control | Large |\n| --- | --- | --- | --- |\n{body}" in facts.render(page)
+    same = page.replace("score + shuffled @", "score @")
+    assert "| random | 0.0 |  | 0.2 |\n| alti | 0.5 | 0.1 | 0.7 |" in facts.render(same)
+    with pytest.raises(
+        LookupError, match=r"c\.md#Small: expected one of the rows random, other; alti, other"
+    ):
+        facts.render(page.replace("score + shuffled as", "score + other as"))
+
+
 def test_paths_may_contain_spaces_in_tables(run: str) -> None:
     page = "<!-- table a run/of it.md#Rows: the second\ncolumns: time\n-->\n<!-- /table -->"
     assert "| 0.862 |" in facts.render(page)
