@@ -23,7 +23,6 @@ PROSE = [
     and page.name != "tutorial.md"
 ]
 NOT_YET = {
-    "README.md",
     "evidence/flow.md",
     "evidence/information_flow_routes.md",
     "evidence/input_gradients.md",
@@ -47,15 +46,25 @@ _NO_MEASUREMENT = re.compile(
 _MEASURED = re.compile(r"(?<![\w.-])[-−+]?\d+\.\d+\b|(?<![\w.-])\d+ ?%|(?<![\w.-])\d+ times\b")
 
 
+_FENCED = re.compile(r"^( *)(```+|~~~+)(?P<language>[^\n]*)\n(?P<code>.*?)^\1\2", re.MULTILINE | re.DOTALL)
+# Releases that a page is about, without their name.
+RELEASES = {"transformer_bridge.md": {"4.3", "3.9"}}
+
+
 def typed_figures(text: str) -> list[str]:
-    """Return what looks like a measured figure outside code, quoted facts, quoted tables and addresses."""
+    """Return what looks like a measured figure outside code, quoted facts, quoted tables and addresses.
+
+    A figure that an example on the page prints may be repeated: the block with the output is its source.
+    """
     text = facts._TABLE.sub("", text)
-    text = re.sub(r"^( *)(```+|~~~+).*?^\1\2", "", text, flags=re.MULTILINE | re.DOTALL)
+    outputs = [block["code"] for block in _FENCED.finditer(text) if block["language"] in ("", "text")]
+    printed = {figure for output in outputs for figure in _MEASURED.findall(output)}
+    text = _FENCED.sub("", text)
     text = facts._QUOTED.sub("", text)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"`+[^`]*`+", "", text)
     text = re.sub(r"\]\([^)]*\)|https?://\S+", "", text)
-    return _MEASURED.findall(_NO_MEASUREMENT.sub("", text))
+    return [found for found in _MEASURED.findall(_NO_MEASUREMENT.sub("", text)) if found not in printed]
 
 
 def test_the_json_is_what_the_recorded_tables_have() -> None:
@@ -91,7 +100,8 @@ def test_every_comment_in_a_page_is_rendered(page: Path) -> None:
 def test_no_measured_figure_is_typed_by_hand(page: Path, request: pytest.FixtureRequest) -> None:
     if page.relative_to(facts.ROOT / "docs" if page.stem != "README" else facts.ROOT).as_posix() in NOT_YET:
         request.applymarker(pytest.mark.xfail(reason="is to be rewritten", strict=False))
-    assert typed_figures(page.read_text(encoding="utf-8")) == []
+    found = typed_figures(page.read_text(encoding="utf-8"))
+    assert [figure for figure in found if figure not in RELEASES.get(page.name, ())] == []
 
 
 @pytest.mark.parametrize(
@@ -105,6 +115,7 @@ def test_no_measured_figure_is_typed_by_hand(page: Path, request: pytest.Fixture
         ("with a 95 % interval", []),
         ("`residual=0.5` and ``0.25``", []),
         ("```python\nx = 0.5\n```\nand 0.75", ["0.75"]),
+        ("```python\nx = 0.5\n```\n```\n0.66\n```\nfrom 0.66 to 0.5", ["0.5"]),
         ("- a list\n\n  ```python\n  x = 0.5\n  ```\n", []),
         (
             "TransformerLens (tested on 2.18, 3.9 and 4.3), torch 2.13, lens_mix 0.1.0, Python 3.11 to 3.13",
