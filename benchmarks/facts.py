@@ -22,6 +22,11 @@ follows, up to the closing comment, is written anew. The cells are copied as the
     rows: diagonal | random
     -->
     <!-- /table -->
+
+A column may be of other rows. "NAME + VARIANT" is of the rows whose first cell ends with ", VARIANT", and
+"NAME @ TABLE" of the same rows in another table:
+
+    columns: method | closeness | closeness + randomised model as Shuffled | closeness @ gemma3-cells
 """
 
 from __future__ import annotations
@@ -395,21 +400,69 @@ def _cases(name: str) -> int:
     return int(found)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """One column of a quoted table.
+
+    Attributes:
+        name: Its recorded name.
+        title: Its name in the page.
+        variant: What is added to the first cell of a row, to copy from that row instead: "randomised model".
+        table: The other table with the same rows that is copied from; "": the quoted one.
+    """
+
+    name: str
+    title: str
+    variant: str
+    table: str
+
+    @classmethod
+    def of(cls, text: str) -> _Column:
+        """Read "name + variant @ table as title"; all but the name may be missing."""
+        rest, _, title = (part.strip() for part in text.partition(" as "))
+        rest, _, table = (part.strip() for part in rest.partition(" @ "))
+        name, _, variant = (part.strip() for part in rest.partition(" + "))
+        return cls(name, title or name, variant, table)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the cells are not those of the quoted rows."""
+        return bool(self.variant or self.table)
+
+    def cells(self, quoted: Recorded, body: list[list[str]]) -> list[str]:
+        """Return the cell of each quoted row. It is empty if the other row is not recorded.
+
+        Raises:
+            LookupError: None of the other rows is recorded.
+        """
+        if not self.elsewhere:
+            return [cells[quoted.column(self.name)] for cells in body]
+        other = recorded(place_of(self.table), self.name) if self.table else quoted
+        by_label = {label(cells): cells[other.column(self.name)] for cells in other.body}
+        names = [label(cells) for cells in body]
+        if self.variant:
+            firsts = [_plain(cells[0]) for cells in body]
+            names = [
+                f"{first}, {self.variant}{name[len(first) :]}"
+                for first, name in zip(firsts, names, strict=True)
+            ]
+        if not set(names) & set(by_label):
+            raise LookupError(f"{other.place}: expected one of the rows {'; '.join(names)}, found none")
+        return [by_label.get(name, "") for name in names]
+
+
 def _table(quoted: re.Match[str]) -> str:
     options = _options(quoted["options"])
     if "columns" not in options or set(options) - {"columns", "rows"}:
         got = ", ".join(options) or "nothing"
         raise LookupError(f"table {quoted['source']}: expected 'columns:' and perhaps 'rows:', got {got}")
-    asked = [column.strip() for column in options["columns"].split(" | ")]
-    # A column may be recorded under a name that has " as " in it.
-    pairs = [column.partition(" as ")[::2] for column in asked]
-    columns = [(old.strip(), new.strip() or old.strip()) for old, new in pairs]
-    found = recorded(place_of(quoted["source"].strip()), *(old for old, _ in columns))
-    places = [found.column(old) for old, _ in columns]
+    columns = [_Column.of(text) for text in options["columns"].split(" | ")]
+    own = [column.name for column in columns if not column.elsewhere]
+    found = recorded(place_of(quoted["source"].strip()), *own)
     wanted = [row.strip() for row in options["rows"].split(" | ")] if options.get("rows") else []
     body = [cells for row in wanted for cells in found.rows(row)] if wanted else found.body
-    lines = [[new for _, new in columns], ["---"] * len(columns)]
-    lines += [[cells[place] for place in places] for cells in body]
+    copied = [column.cells(found, body) for column in columns]
+    lines = [[column.title for column in columns], ["---"] * len(columns), *zip(*copied, strict=True)]
     opening = quoted[0].split("-->\n", 1)[0]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     # Markdown needs the empty lines: without them some renderers take the table for a part of the comment.

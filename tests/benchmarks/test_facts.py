@@ -46,15 +46,25 @@ _NO_MEASUREMENT = re.compile(
 _MEASURED = re.compile(r"(?<![\w.-])[-−+]?\d+\.\d+\b|(?<![\w.-])\d+ ?%|(?<![\w.-])\d+ times\b")
 
 
+_FENCED = re.compile(r"^( *)(```+|~~~+)(?P<language>[^\n]*)\n(?P<code>.*?)^\1\2", re.MULTILINE | re.DOTALL)
+# Releases that a page is about, without their name.
+RELEASES = {"transformer_bridge.md": {"4.3", "3.9"}}
+
+
 def typed_figures(text: str) -> list[str]:
-    """Return what looks like a measured figure outside code, quoted facts, quoted tables and addresses."""
+    """Return what looks like a measured figure outside code, quoted facts, quoted tables and addresses.
+
+    A figure that an example on the page prints may be repeated: the block with the output is its source.
+    """
     text = facts._TABLE.sub("", text)
-    text = re.sub(r"^( *)(```+|~~~+).*?^\1\2", "", text, flags=re.MULTILINE | re.DOTALL)
+    outputs = [block["code"] for block in _FENCED.finditer(text) if block["language"] in ("", "text")]
+    printed = {figure for output in outputs for figure in _MEASURED.findall(output)}
+    text = _FENCED.sub("", text)
     text = facts._QUOTED.sub("", text)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"`+[^`]*`+", "", text)
     text = re.sub(r"\]\([^)]*\)|https?://\S+", "", text)
-    return _MEASURED.findall(_NO_MEASUREMENT.sub("", text))
+    return [found for found in _MEASURED.findall(_NO_MEASUREMENT.sub("", text)) if found not in printed]
 
 
 def test_the_json_is_what_the_recorded_tables_have() -> None:
@@ -90,7 +100,8 @@ def test_every_comment_in_a_page_is_rendered(page: Path) -> None:
 def test_no_measured_figure_is_typed_by_hand(page: Path, request: pytest.FixtureRequest) -> None:
     if page.relative_to(facts.ROOT / "docs" if page.stem != "README" else facts.ROOT).as_posix() in NOT_YET:
         request.applymarker(pytest.mark.xfail(reason="is to be rewritten", strict=False))
-    assert typed_figures(page.read_text(encoding="utf-8")) == []
+    found = typed_figures(page.read_text(encoding="utf-8"))
+    assert [figure for figure in found if figure not in RELEASES.get(page.name, ())] == []
 
 
 @pytest.mark.parametrize(
@@ -104,6 +115,7 @@ def test_no_measured_figure_is_typed_by_hand(page: Path, request: pytest.Fixture
         ("with a 95 % interval", []),
         ("`residual=0.5` and ``0.25``", []),
         ("```python\nx = 0.5\n```\nand 0.75", ["0.75"]),
+        ("```python\nx = 0.5\n```\n```\n0.66\n```\nfrom 0.66 to 0.5", ["0.5"]),
         ("- a list\n\n  ```python\n  x = 0.5\n  ```\n", []),
         (
             "TransformerLens (tested on 2.18, 3.9 and 4.3), torch 2.13, lens_mix 0.1.0, Python 3.11 to 3.13",
@@ -194,6 +206,40 @@ def test_a_table_without_rows_has_all_and_a_name_may_be_that_of_several(run: str
     for rows in ("", "rows: small\n"):
         page = f"<!-- table {run}#Rows: the second\ncolumns: length | time\n{rows}-->\nold\n<!-- /table -->"
         assert facts.render(page).count("\n| ") == 4
+
+
+COMPARED = """# Compared
+
+## Small
+
+| method | part | score |
+|---|---|---|
+| alti | mean | 0.5 |
+| alti, shuffled | mean | 0.1 |
+| random | - | 0.0 |
+
+## Large
+
+| method | part | score |
+|---|---|---|
+| random | - | 0.2 |
+| alti, shuffled | mean | 0.3 |
+| alti | mean | 0.7 |
+"""
+
+
+def test_a_column_may_be_of_other_rows_and_of_another_table(run: str) -> None:
+    (facts.ROOT / "benchmarks" / "c.md").write_text(COMPARED, encoding="utf-8")
+    columns = "method | score as Small | score + shuffled as Control | score + shuffled @ c.md#Large as Large"
+    page = f"<!-- table c.md#Small\ncolumns: {columns}\nrows: random | alti, mean\n-->\n<!-- /table -->"
+    body = "| random | 0.0 |  |  |\n| alti | 0.5 | 0.1 | 0.3 |"
+    assert f"| method | Small | Control | Large |\n| --- | --- | --- | --- |\n{body}" in facts.render(page)
+    same = page.replace("score + shuffled @", "score @")
+    assert "| random | 0.0 |  | 0.2 |\n| alti | 0.5 | 0.1 | 0.7 |" in facts.render(same)
+    with pytest.raises(
+        LookupError, match=r"c\.md#Small: expected one of the rows random, other; alti, other"
+    ):
+        facts.render(page.replace("score + shuffled as", "score + other as"))
 
 
 def test_paths_may_contain_spaces_in_tables(run: str) -> None:
