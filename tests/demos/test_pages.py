@@ -53,7 +53,7 @@ ELSEWHERE = {
 }
 SLOW = {"receptive_field.md"}
 SELF_CONTAINED = {
-    *("choose_a_method.md", "classifiers.md", "encoders.md", "many_prompts.md"),
+    *("index.md", "choose_a_method.md", "classifiers.md", "encoders.md", "many_prompts.md"),
     *("saving_and_exporting.md", "troubleshooting.md"),
 }
 WITH_CODE = [
