@@ -1,11 +1,11 @@
 """Say what is missing for a release, and write CITATION.cff: `python -m tests.release`.
 
-    python -m tests.release           writes CITATION.cff; prints what is missing
-    python -m tests.release v0.1.0    checks for the release with this tag; exits with 1 if something is missing
+    python -m tests.release           write CITATION.cff, and print what is missing
+    python -m tests.release v0.1.0    check for the release with this tag; exit with 1 if something is missing
 
 `pyproject.toml` has the authors and the repository's address, `lens_mix/version.py` the version, and
-`CHANGELOG.md` the releases with their dates. Only the standard library is used: the release workflow runs this
-file before it installs anything.
+`CHANGELOG.md` the releases with their dates. Only the standard library is used, because the release workflow
+runs this file before it installs anything.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def find_missing(root: Path, tag: str | None = None) -> Iterator[str]:
     if not read_authors(root):
         yield "- pyproject.toml, [project] authors: expected at least one with a name, got none"
     if read_repository(root) is None:
-        yield "- pyproject.toml, [project.urls] Repository: expected an address that starts with https://, got none"
+        yield "- pyproject.toml, [project.urls] Repository: expected an address with https://, got none"
     if tag is not None and tag != f"v{version}":
         yield f"- the tag: expected v{version}, as in lens_mix/version.py, got {tag}"
     if read_date(root, version) is None:

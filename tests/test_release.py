@@ -61,7 +61,7 @@ def test_a_release_without_authors_address_and_date_is_refused(
     assert printed == [
         "Not ready for a release:",
         "- pyproject.toml, [project] authors: expected at least one with a name, got none",
-        "- pyproject.toml, [project.urls] Repository: expected an address that starts with https://, got none",
+        "- pyproject.toml, [project.urls] Repository: expected an address with https://, got none",
         f"- CHANGELOG.md: expected the heading '## {__version__} - YYYY-MM-DD', found none",
     ]
 
@@ -164,10 +164,48 @@ def test_issue_forms_have_what_the_site_of_the_repository_needs() -> None:
     assert "lm.check(model" in (GITHUB / "ISSUE_TEMPLATE" / "wrong_map.yml").read_text()
 
 
+PAPER = (ROOT / "paper.md").read_text(encoding="utf-8")
+
+
+def test_the_paper_has_the_authors_and_the_length_of_its_journal() -> None:
+    _, header, text = PAPER.split("---\n", 2)
+    fields = yaml.safe_load(header)
+    assert [author["name"] for author in fields["authors"]] == release.read_authors(ROOT)
+    assert {"title", "tags", "authors", "affiliations", "date", "bibliography"} == fields.keys()
+    words = len(re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL).split())
+    assert 750 <= words <= 1750
+    for section in ("Summary", "Statement of need", "State of the field", "References"):
+        assert f"\n# {section}\n" in text
+
+
+def test_the_paper_cites_what_its_bibliography_has() -> None:
+    cited = set(re.findall(r"@([\w-]+)", PAPER))
+    entries = bib_entries(ROOT / "paper.bib")
+    assert cited == entries.keys()
+    library = bib_entries(ROOT / "lens_mix" / "references.bib")
+    assert {key: entries[key] for key in cited & library.keys()} == {
+        key: library[key] for key in cited & library.keys()
+    }
+
+
+def bib_entries(path: Path) -> dict[str, str]:
+    text = path.read_text(encoding="utf-8")
+    return {
+        found[1]: found[0] for found in re.finditer(r"^@\w+\{([\w-]+),.*?^\}", text, re.DOTALL | re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md"])
+def test_links_of_the_pages_for_contributors_lead_somewhere(name: str) -> None:
+    targets = re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
 def test_no_page_invents_the_address() -> None:
     """Check that the address is in pyproject.toml, and in files that are generated from it, alone."""
     if release.read_repository(ROOT) is not None:
         pytest.skip("the address is known")
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *GITHUB.rglob("*.md"), *GITHUB.rglob("*.yml")]
-    found = [path for path in pages if re.search(r"(github|gitlab)\.com/[\w-]+/lens[_-]mix", path.read_text())]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *GITHUB.rglob("*.[my]*")]
+    address = re.compile(r"(github|gitlab)\.com/[\w-]+/lens[_-]mix")
+    found = [path for path in pages if path.is_file() and address.search(path.read_text())]
     assert found == []

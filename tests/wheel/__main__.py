@@ -1,10 +1,10 @@
 """Install the wheel in clean environments and use it there: `make test-wheel`.
 
-    wheel -> one environment without extras -> for each extra, an environment on top of it with this extra alone
+    wheel -> an environment without extras -> for each extra, an environment on top with this extra alone
 
-Torch and the other dependencies are installed once, in the first environment. The others see its packages through
-a .pth file. Everything is in a temporary folder outside the checkout. Only the standard library is used, so that
-any Python can run this file.
+Torch and the other dependencies are installed once, in the first environment. The others see its packages
+through a .pth file. Everything is in a temporary folder outside the checkout. Only the standard library is
+used, so that any Python can run this file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def main() -> None:
     parser.add_argument("--constraints", type=Path, help="a file for pip; default: the newest releases")
     options = parser.parse_args()
     version = ".".join(map(str, sys.version_info[:3]))
-    print(f"== the wheel on Python {version}, with {options.constraints or 'the newest releases'}", flush=True)
+    releases = options.constraints or "the newest releases"
+    print(f"== the wheel on Python {version}, with {releases}", flush=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try_wheel(Path(folder), options.wheel, options.constraints)
