@@ -22,8 +22,8 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# These are for the checkout alone: the tests and the site are not in the wheel.
-OF_THE_CHECKOUT = {"dev", "docs"}
+# This extra is for work on a checkout: the tests are not in the wheel.
+OF_THE_CHECKOUT = "dev"
 # What smoke.py imports beside the installed library.
 PROGRAM = ("tests/wheel/smoke.py", "tests/demos/tiny_folder.py", "demos/models.py")
 
@@ -67,7 +67,7 @@ def try_wheel(folder: Path, wheel: Path | None, constraints: Path | None) -> Non
 def extras() -> list[str]:
     """Return the extras of pyproject.toml that are for users of the wheel."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return [name for name in project["optional-dependencies"] if name not in OF_THE_CHECKOUT]
+    return [name for name in project["optional-dependencies"] if name != OF_THE_CHECKOUT]
 
 
 def make_environment(folder: Path, below: Path | None = None) -> Path:
