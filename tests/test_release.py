@@ -17,6 +17,8 @@ from tests.source_tree import ROOT
 
 FILES = ("pyproject.toml", "lens_mix/version.py", "CHANGELOG.md", "CITATION.cff")
 GITHUB = ROOT / ".github"
+
+pytestmark = pytest.mark.once
 needs_github = pytest.mark.skipif(not GITHUB.is_dir(), reason="a source distribution has no .github")
 
 

@@ -105,7 +105,7 @@ def check_extra(extra: str, installed: list[str], model: Any, folder: Path) -> s
 
 
 def main(*installed: str) -> None:
-    """Use the library, then each extra."""
+    """Use the library, if no extra is installed, then each extra."""
     print(f"lens_mix {lm.__version__} in {Path(lm.__file__).parent}, torch {torch.__version__}")
     assert Path(lm.__file__).is_relative_to(sys.prefix), "not the installed library"
     with tempfile.TemporaryDirectory() as name:
@@ -113,7 +113,8 @@ def main(*installed: str) -> None:
         with _without_progress_bars():
             save_tiny_llama(folder / "model")
         model = load(folder / "model")
-        use_library(model, folder)
+        if not installed:
+            use_library(model, folder)
         for extra in FEATURES:
             print(f"   {extra}: {check_extra(extra, list(installed), model, folder)}", flush=True)
 
