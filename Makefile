@@ -2,6 +2,7 @@
 # make test     the suite on TransformerLens 4.x and on 3.9, without its slowest cases (.ci/run has all of them)
 # make test-oldest   a smoke test with the oldest release of every dependency that pyproject.toml allows
 # make docs     the site in outputs/site, with the generated reference and the executed pages
+# make test-wheel    the wheel and each extra in clean environments (PYTHON=python3.12 for another Python)
 # make bench    benchmarks on this machine: tables in benchmarks/RESULTS.md (BENCH=--full for all of them)
 # Each target makes the environment that it needs; see docs/development/index.md.
 
@@ -27,7 +28,8 @@ UNCHECKED = JAXTYPING_DISABLE=1
 # Nor is anything found twice by the tests marked `once` (tests/conftest.py); CASES= runs these too.
 test-tl3 test-tl2: CASES = -m "not slow and not once"
 
-.PHONY: help demo docs test test-tl4 test-tl3 test-tl2 test-oldest browser lint format types stub wheel clean bench peers
+.PHONY: help demo docs test test-tl4 test-tl3 test-tl2 test-oldest test-wheel \
+	browser lint format types stub wheel clean bench peers
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -61,6 +63,12 @@ SMOKE = tests/test_oldest.py tests/test_package.py tests/test_cli.py tests/test_
 test-oldest: $(OLDEST)/.ready
 	@echo "== smoke test with the oldest dependencies"
 	@$(UNCHECKED) $(call RUN_TESTS,$(OLDEST)) $(SMOKE)
+
+# CONSTRAINTS= installs the newest releases, as users get them; WHEEL=FILE tries a wheel that was built before.
+CONSTRAINTS ?= constraints/tl4.txt
+WHEEL ?=
+test-wheel:
+	@$(PYTHON) -m tests.wheel $(CONSTRAINTS:%=--constraints %) $(WHEEL:%=--wheel %)
 
 # The page's tests want a browser; where none can be installed (no Debian, no rights) they are skipped.
 browser:

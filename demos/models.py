@@ -300,6 +300,7 @@ def _join_gemma3(folder: Path) -> None:
 
 def _convert(gguf: Path, folder: Path) -> None:
     """Save the model of a GGUF file with unquantised weights, and its tokenizer."""
+    _check_installed("gguf")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     print("Converting it to float32 (once) ...", flush=True)
@@ -314,6 +315,12 @@ def _convert(gguf: Path, folder: Path) -> None:
         unquantised.load_state_dict(packed.state_dict())
         unquantised.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def _check_installed(package: str) -> None:
+    """Raise an error if a package that reads the weights is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f"the models of the demos need {package}: pip install 'lens_mix[demos]'")
 
 
 def _add_unembedding(package: Path, folder: Path) -> None:
@@ -374,6 +381,7 @@ def _onnx_weights(path: Path, prefix: str, instead: str) -> dict[str, torch.Tens
 
     `prefix` at the start of a name is replaced by `instead`.
     """
+    _check_installed("onnx")
     import onnx
 
     graph = onnx.load(str(path)).graph
