@@ -12,11 +12,14 @@ import inspect
 import itertools
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import lens_mix as lm
 from docs.make import methods
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +137,14 @@ def write_pages() -> dict[str, str]:
     """
     _check_complete()
     pages = {f"{page.file}.md": _write_page(page) for page in PAGES}
-    return {"index.md": _write_index(), **pages, **methods.write_pages()}
+    # Links of the changelog begin at the root of the repository.
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](../")
+    return {"index.md": _write_index(), "changelog.md": changelog, **pages, **methods.write_pages()}
 
 
 def list_pages() -> list[str]:
     """Return the paths of all pages in `docs/reference`."""
-    return ["index.md", *(f"{page.file}.md" for page in PAGES), *methods.list_pages()]
+    return ["index.md", "changelog.md", *(f"{page.file}.md" for page in PAGES), *methods.list_pages()]
 
 
 def list_directives(page: Page) -> list[tuple[str, list[str]]]:
