@@ -78,15 +78,17 @@ browser:
 		chromium chromium-driver) >/dev/null 2>&1; } || echo "no chromium here: the page's browser tests are skipped"
 
 # The pages are generated where lens_mix can be imported, and built where mkdocs and Zensical are. Both build the
-# same pages from mkdocs.yml, and both stop at a broken link.
+# same pages from mkdocs.yml, and both stop at a broken link. With `--quiet`, mkdocs would not count warnings.
 docs: $(TL4)/.ready $(DOCS)/.ready
 	@echo "== reference and executed pages"
-	@OMP_NUM_THREADS=1 $(TL4)/bin/python -m docs.make
+	@mkdir -p outputs && OMP_NUM_THREADS=1 $(TL4)/bin/python -m docs.make
 	@echo "== site by mkdocs, in outputs/site"
-	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(call SHOW_IF_FAILED,$(DOCS)/bin/mkdocs build --strict)
 	@echo "== site by Zensical, in outputs/zensical"
-	@SITE=outputs/zensical NO_COLOR=1 $(DOCS)/bin/zensical build --strict
+	@SITE=outputs/zensical $(call SHOW_IF_FAILED,$(DOCS)/bin/zensical build --strict)
 	@$(DOCS)/bin/python -m docs.make.check
+
+SHOW_IF_FAILED = $(1) >outputs/docs.log 2>&1 || { sed 's/\x1b\[[0-9;]*m//g' outputs/docs.log; exit 1; }
 
 # One thread, so that ratios say something about the code and not about the machine's cores.
 bench: $(TL4)/.ready

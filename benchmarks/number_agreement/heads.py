@@ -117,10 +117,10 @@ def trees(
 ) -> tuple[pd.DataFrame, dict[str, str], pd.DataFrame]:
     """Return the edges of the trees, drawings of the first trees, and what the trees contain.
 
-    The root of "from [CLS]" is the position at which the answer is read. The root of "released code" is the
+    The root of "from CLS" is the position at which the answer is read. The root of "released code" is the
     token with the strongest row.
     """
-    kinds: dict[str, dict[str, Any]] = {"from [CLS]": {"root": 0}, "released code": RELEASED_CODE}
+    kinds: dict[str, dict[str, Any]] = {"from CLS": {"root": 0}, "released code": RELEASED_CODE}
     edges, shown, held = [], {}, []
     for number, (example, ids, answer) in enumerate(
         zip(examples, prompts(examples), answers(examples), strict=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from docs.make import reference
+from docs.make import courses, reference
 
 DOCS = Path(__file__).parents[1]
 
@@ -31,12 +31,7 @@ def write_reference(folder: Path) -> None:
 def main() -> None:
     """Write the reference and the executed pages."""
     write_reference(DOCS / "reference")
-    try:
-        from docs.make.courses import render_courses
-    except ModuleNotFoundError:
-        print("no docs/make/courses.py: the executed pages are left out")
-    else:
-        render_courses(DOCS / "courses")
+    courses.render_courses()
 
 
 if __name__ == "__main__":

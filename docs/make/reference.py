@@ -12,11 +12,14 @@ import inspect
 import itertools
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import lens_mix as lm
 from docs.make import methods
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,23 +137,25 @@ def write_pages() -> dict[str, str]:
     """
     _check_complete()
     pages = {f"{page.file}.md": _write_page(page) for page in PAGES}
-    return {"index.md": _write_index(), **pages, **methods.write_pages()}
+    # Links of the changelog begin at the root of the repository.
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](../")
+    return {"index.md": _write_index(), "changelog.md": changelog, **pages, **methods.write_pages()}
 
 
 def list_pages() -> list[str]:
     """Return the paths of all pages in `docs/reference`."""
-    return ["index.md", *(f"{page.file}.md" for page in PAGES), *methods.list_pages()]
+    return ["index.md", "changelog.md", *(f"{page.file}.md" for page in PAGES), *methods.list_pages()]
 
 
 def list_directives(page: Page) -> list[tuple[str, list[str]]]:
-    """Return the sections of a page: a title ("" for none), and the full paths of its names."""
+    """Return the sections of a page: a heading with its text ("" for none), and the paths of its names."""
     sections = [("", [f"lens_mix.{name}" for name in page.names])]
     described = {id(getattr(lm, name)) for name in page.names}
     for name in page.modules:
         module = getattr(lm, name)
         sections += [(title, paths) for title, paths in _sections_of(module, described)]
     if page.others:
-        sections.append(("Objects that these functions take or return", list(page.others)))
+        sections.append(("## Objects that these functions take or return", list(page.others)))
     return [(title, paths) for title, paths in sections if paths]
 
 
@@ -183,18 +188,23 @@ def _docstring_of_constant(path: str) -> str:
 
 
 def _sections_of(module: ModuleType, described: set[int]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the names of a public module, by the file that defines them if there are many."""
+    """Yield the names of a public module, by topic if there are many."""
     paths = [
         f"{module.__name__}.{name}" for name in module.__all__ if id(getattr(module, name)) not in described
     ]
     if len(paths) < 40:
         yield "", paths
         return
-    by_file: dict[str, list[str]] = {}
+    by_topic: dict[str, list[str]] = {}
     for path in paths:
-        by_file.setdefault(find(path).__module__, []).append(path)
-    for file, names in sorted(by_file.items()):
-        yield (inspect.getdoc(sys.modules[file]) or file).partition("\n")[0].rstrip("."), names
+        # The file, or the folder of files, that defines the name.
+        below = find(path).__module__.removeprefix(f"{module.__name__}.").removeprefix("lens_mix.")
+        by_topic.setdefault(below.partition(".")[0], []).append(path)
+    for topic, names in sorted(by_topic.items()):
+        defined_in = sys.modules.get(f"{module.__name__}.{topic}") or sys.modules[f"lens_mix.{topic}"]
+        title = f"{topic[0].upper()}{topic[1:]}".replace("_", " ")
+        line = (inspect.getdoc(defined_in) or "").partition("\n")[0]
+        yield f"## {title}\n\n{line}", names
 
 
 def _check_complete() -> None:
@@ -212,8 +222,8 @@ def _write_page(page: Page) -> str:
     parts = [f"# {page.title}", page.line]
     for title, paths in list_directives(page):
         if title:
-            parts.append(f"## {title}")
-        # Without a title above them, names are the second level of the page.
+            parts.append(title)
+        # Without a heading above them, names are the second level of the page.
         level = 3 if title else 2
         parts += [directive for path in paths for directive in _write_directives(path, level)]
     return "\n\n".join(parts) + "\n"
