@@ -39,7 +39,7 @@ def causal_map(logits: Float[Tensor, "layer query key"]) -> lm.MixingMap:
 def make_logits(
     generator: torch.Generator, noise: float, gain: float = 0.0, sink: float = 0.0
 ) -> tuple[Float[Tensor, "layer query key"], int]:
-    """Return random logits, and the key that every layer prefers by `gain`; the first token has `sink` more."""
+    """Return random logits, and the key that every layer prefers by `gain`."""
     key = int(torch.randint(2, TOKENS - 1, (1,), generator=generator))
     logits = noise * torch.randn(LAYERS, TOKENS, TOKENS, generator=generator, dtype=torch.float64)
     logits[:, :, key] += gain
@@ -81,7 +81,7 @@ def preferred_key() -> list[Row]:
         for residual in (0.5, 0.0):
             rows.append(
                 {
-                    "maps": f"noise {noise:g} and gain {gain:g} and residual weight {residual:g}",
+                    "maps": f"noise {noise:g}, gain {gain:g}, residual weight {residual:g}",
                     "rollout": count_found({"residual": residual}, noise=noise, gain=gain),
                     "with receptive field": count_found(
                         {"residual": residual, "receptive_field": True}, noise=noise, gain=gain
@@ -145,7 +145,7 @@ def preferred_key_by_flow() -> list[Row]:
                 slopes.append(spearman(row[others], others.double()))
             rows.append(
                 {
-                    "maps": f"{name} and gain {gain:g}",
+                    "maps": f"{name}, gain {gain:g}",
                     "found": f"{hits}",
                     "n": FLOW_TRIALS,
                     "correlation with position": f"{sum(slopes) / len(slopes):.2f}",
@@ -160,7 +160,7 @@ def pairs_at_the_bound() -> list[Row]:
     for mask, causal in (("all positions", False), ("causal", True)):
         for layers in (3, 4, 6, 12):
             found = lm.flow(random_map(layers, TOKENS, causal), layer=-1)
-            rows.append({"maps": f"{mask} and {layers} layers", "pairs": _percent(found)})
+            rows.append({"maps": f"{mask}, {layers} layers", "pairs": _percent(found)})
     return rows
 
 
