@@ -23,11 +23,8 @@ PROSE = [
     and page.name != "tutorial.md"
 ]
 NOT_YET = {
-    "evidence/flow.md",
     "evidence/information_flow_routes.md",
     "evidence/input_gradients.md",
-    "evidence/norms.md",
-    "evidence/receptive_field.md",
 }
 # What a decimal number may be the version, the section or the identifier of.
 _VERSIONED = (

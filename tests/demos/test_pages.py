@@ -51,13 +51,12 @@ ELSEWHERE = {
     *("README.md", "tutorial.md", "encoder_decoder.md", "add_a_method.md", "hooks.md"),
     *("input_gradients.md", "score_a_map.md"),
 }
-SLOW = {"receptive_field.md"}
 SELF_CONTAINED = {
     *("index.md", "choose_a_method.md", "classifiers.md", "encoders.md", "many_prompts.md"),
     *("saving_and_exporting.md", "troubleshooting.md"),
 }
 WITH_CODE = [
-    pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else (), id=page.name)
+    pytest.param(page, id=page.name)
     for page in PAGES
     if "```python" in page.read_text(encoding="utf-8") and page.name not in ELSEWHERE
 ]
