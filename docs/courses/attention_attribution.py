@@ -253,8 +253,8 @@ for trigger, label, _, before, after in sorted(report.rows, key=lambda row: row[
 # ## What to keep in mind
 #
 # - A score is about one target. Another target has other scores.
-# - Each layer is explained alone. What a position contains was mixed by the layers below, so a high score of
-#   a key in the last layer does not name a word of the input.
+# - Each layer is explained alone. The layers below have mixed what a position contains. So a high score of a
+#   key in the last layer does not name a word of the input.
 # - The baseline is a layer without attention, which no trained model has seen.
 # - Check `completeness_gap` before you read a layer. On deep models the first layers often need more points.
 #   [The evidence](../evidence/attention_attribution.md) has figures for several models.

@@ -61,9 +61,9 @@ print(f"the model predicts {model.tokenizer.decode([answer])!r}, probability {cl
 #
 #     C[l, i, j] = 1 − cos(output of block l at i, the same output with j's value vector zeroed in block l)
 #
-# The input of the block, its queries and its keys do not change, so its attention pattern does not change
-# either. `zero_values(layer, position)` is the hook. With a tensor of positions, each example of a batch has
-# another position zeroed. So one pass over copies of the prompt gives all columns.
+# The input of the block, its queries and its keys stay as they are, and so does its attention pattern.
+# `zero_values(layer, position)` is the hook. With a tensor of positions, each example of a batch has another
+# position zeroed. So one pass over copies of the prompt gives all columns.
 
 # %%
 layer, length = 23, tokens.shape[1]
