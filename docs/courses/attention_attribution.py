@@ -14,16 +14,17 @@
 # %% [markdown]
 # # Self-attention attribution: which attention mattered for the answer?
 #
+# **Level:** you know what an attention head and a gradient are. **Time:** 40 minutes with the exercises.
+# **Paper:** Hao et al., "Self-Attention Attribution", AAAI 2021.
+#
 # An attention weight says how much a position reads from another one. It does not say whether the answer
-# depends on it. Self-attention attribution (Hao et al., AAAI 2021) multiplies each weight by the gradient of
-# the answer, integrated along a path from no attention to the model's own attention. You compute it by hand
-# in ten lines and check that its scores sum to the change of the answer. Then you use it as the paper does:
-# to draw a tree, to prune heads, and to find words that change the answer of other sentences.
+# depends on it. Self-attention attribution multiplies each weight by the gradient of the answer, integrated
+# along a path from no attention to the model's own attention. In this course you will
 #
-# **Level:** you know what an attention head and a gradient are. **Time:** 40 minutes.
-#
-# The code needs TransformerLens 4, and a checkout of the repository, because the model comes from its
-# benchmarks. Start Jupyter in the root of the checkout with `PYTHONPATH=. jupyter lab`.
+# 1. compute it by hand in ten lines, and check that its scores sum to the change of the answer,
+# 2. draw the tree of a sentence,
+# 3. find the heads that can be removed,
+# 4. find words that change the answers of other sentences.
 
 # %% [markdown]
 # ## The model
@@ -32,9 +33,10 @@
 # plural. Abnar and Zuidema (ACL 2020) used the same task. Between the subject and the verb there is at least
 # one noun of the other number, so the model has to find the subject.
 #
-# The first call trains the model, which takes about a minute, and stores the weights in the cache folder.
-# For a model of a hub, write `model = TransformerBridge.boot_transformers("gpt2")`. All that follows works
-# with it too, except that tokens then have names by themselves.
+# The first call trains the model, which takes about a minute, and stores the weights in the cache folder. The
+# code comes from the benchmarks of the repository, so the next cell works in its folder, with
+# TransformerLens 4. A model of a hub is loaded by `TransformerBridge.boot_transformers("gpt2")`. With it,
+# targets are written as `lm.targets.token(" are")`, and maps contain the texts of their tokens.
 
 # %%
 import torch
@@ -44,6 +46,7 @@ from benchmarks.number_agreement.encoder import Recipe, classifier, held_out
 from benchmarks.number_agreement.sentences import CLS, token_ids, vocabulary
 from lens_mix import evaluation
 from lens_mix.hooks import prune_heads, record, replace_pattern
+from lens_mix.view.attribution_figures import tree_figure
 
 encoder = classifier("verb", Recipe(layers=4, d_model=64, steps=600, learning_rate=1e-3))
 model = encoder.model
@@ -162,10 +165,6 @@ for number in reversed(range(len(m.scores))):
 tree = lm.attribution_tree(m, root=0)
 assert {child[1]: parent[1] for child, parent in tree.edges} == {k: q for k, q in parents.items() if k}
 print(lm.tree_text(tree))
-
-# %%
-from lens_mix.view.attribution_figures import tree_figure
-
 tree_figure(tree, title="Attribution tree from [CLS]")
 
 # %% [markdown]
@@ -225,6 +224,9 @@ curves.show(metric="accuracy", title=f"{len(others)} other sentences")
 # The strongest entries of a sentence name a few words. The paper copies these words, called a trigger, into
 # other sentences at the same relative positions. If they decide, the other sentences change their answer.
 # `extract_triggers` takes the two strongest entries of the strongest head, and `insert_trigger` copies them.
+#
+# The report has the accuracy before and after, for the sentences with the trigger's own answer and for those
+# with the other answer. A trigger that decides lowers the accuracy of the latter.
 
 # %%
 special, names = [vocabulary()[CLS]], list(vocabulary())
@@ -235,12 +237,7 @@ print("trigger:", " … ".join(names[piece.token] for piece in triggers[0].piece
 print("before: ", " ".join(names[token] for token in examples[20].tokens))
 print("after:  ", " ".join(names[token] for token in changed.tokens))
 
-# %% [markdown]
-# The report has the accuracy before and after, for the sentences with the trigger's own answer and for the
-# rest. A trigger lowers the accuracy of the rest, if it says its own answer there too.
 
-
-# %%
 def predict(examples):
     """Return the predicted classes."""
     return encoder.logits([example.tokens for example in examples]).argmax(-1).bool().tolist()
@@ -256,8 +253,8 @@ for trigger, label, _, before, after in sorted(report.rows, key=lambda row: row[
 # ## What to keep in mind
 #
 # - A score is about one target. Another target has other scores.
-# - Each layer is explained alone. What a position contains was mixed by the layers below, so a high score of
-#   a key in the last layer does not name a word of the input.
+# - Each layer is explained alone. The layers below have mixed what a position contains. So a high score of a
+#   key in the last layer does not name a word of the input.
 # - The baseline is a layer without attention, which no trained model has seen.
 # - Check `completeness_gap` before you read a layer. On deep models the first layers often need more points.
 #   [The evidence](../evidence/attention_attribution.md) has figures for several models.

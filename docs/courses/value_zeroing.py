@@ -14,20 +14,23 @@
 # %% [markdown]
 # # Value Zeroing: what changes without a token?
 #
+# **Level:** you know what a value vector and a residual stream are. **Time:** 40 minutes with the exercises.
+# **Paper:** Mohebbi et al., "Quantifying Context Mixing in Transformers", EACL 2023.
+#
 # Attention weights show where a position reads, but not how much the reading changes it. Value Zeroing
-# (Mohebbi et al., EACL 2023) measures the change: it removes one token's value vectors in one layer, and
-# compares the output of the block with and without them. You compute it by hand with one hook. Then you
-# repeat the paper's three evaluations on a small decoder: do the scores show the word that decides, do they
-# agree with a probe, and does the model need what they rank first?
+# measures the change: it removes one token's value vectors in one layer, and compares the output of the block
+# with and without them. In this course you will
 #
-# **Level:** you know what a value vector and a residual stream are. **Time:** 40 minutes.
-#
-# The code needs a checkout of the repository. Start Jupyter in its root with `PYTHONPATH=. jupyter lab`.
+# 1. compute it by hand with one hook, and compare it with attention,
+# 2. test whether the scores show the word that decides (cue alignment),
+# 3. test whether they agree with a probe,
+# 4. test whether the answer depends on what they rank first (faithfulness).
 
 # %% [markdown]
 # ## The model
 #
-# The model is SmolLM2-135M, a decoder of 30 layers. `demo_model()` loads it without a hub. With a hub, write
+# The model is SmolLM2-135M, a decoder of 30 layers. The next cell loads it without a hub, and works in the
+# folder of the repository. With a hub, write
 # `TransformerBridge.boot_transformers("HuggingFaceTB/SmolLM2-135M-Instruct")`, or the name of another model.
 
 # %%
@@ -58,9 +61,9 @@ print(f"the model predicts {model.tokenizer.decode([answer])!r}, probability {cl
 #
 #     C[l, i, j] = 1 − cos(output of block l at i, the same output with j's value vector zeroed in block l)
 #
-# The input of the block, its queries and its keys do not change, so its attention pattern does not change
-# either. `zero_values(layer, position)` is the hook. With a tensor of positions, each example of a batch has
-# another position zeroed. So one pass over copies of the prompt gives all columns.
+# The input of the block, its queries and its keys stay as they are, and so does its attention pattern.
+# `zero_values(layer, position)` is the hook. With a tensor of positions, each example of a batch has another
+# position zeroed. So one pass over copies of the prompt gives all columns.
 
 # %%
 layer, length = 23, tokens.shape[1]

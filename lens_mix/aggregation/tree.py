@@ -191,8 +191,8 @@ def tree_text(tree: networkx.DiGraph) -> str:
     """Return the tree as lines of text: each token below the one that added it, with layer and score."""
     import rich.console
 
-    # Fixed options make the text independent of the terminal.
-    console = rich.console.Console(width=200, color_system=None, legacy_windows=False)
+    # Fixed options make the text independent of the terminal, and of a notebook, which would show it twice.
+    console = rich.console.Console(width=200, color_system=None, legacy_windows=False, force_jupyter=False)
     with console.capture() as written:
         console.print(_make_rich_tree(tree))
     return written.get().rstrip("\n")

@@ -160,6 +160,16 @@ def test_text():
         _make_rich_tree(nx.DiGraph())
 
 
+def test_the_text_is_not_displayed_in_a_notebook(monkeypatch):
+    shown = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *output: shown.append(output))
+    scores = torch.zeros(1, 2, 2)
+    scores[0, 1, 0] = 1.0
+    assert "'t1' @1" in lm.tree_text(lm.attribution_tree(as_map(scores)))
+    assert shown == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
