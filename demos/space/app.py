@@ -39,7 +39,7 @@ EXAMPLES = [
     "The Eiffel Tower is in the city of",
     "The keys to the old wooden cabinet that stands in the hall",
 ]
-_STYLE = "#page iframe{display:block;width:100%;height:85vh;border:1px solid #8886;border-radius:8px}"
+_STYLE = "#page iframe{display:block;width:100%;height:85vh;border:0;outline:1px solid #8886}"
 # The page in the frame reports its height. A frame that is as high has no scroll bar of its own.
 _SCRIPT = """() => addEventListener("message", event => {
   for (const frame of document.querySelectorAll("#page iframe"))

@@ -1,4 +1,4 @@
-"""Test the Space: its app answers over HTTP with the page of a tiny local model, and with sentences for mistakes.
+"""Test the Space: its app answers over HTTP with the page of a tiny local model, or says what is wrong.
 
 `make test-space` runs this file; elsewhere gradio is not installed, and only the files are tested.
 """
@@ -71,8 +71,9 @@ def _wait_for_address(app: subprocess.Popen[bytes], log: Path) -> str:
 
 def ask(
     client: Any, prompt: str = PROMPT, target: str = "", methods: tuple[str, ...] = ("attention",)
-) -> Any:
-    return client.predict(prompt, list(methods), target, api_name="/map")
+) -> tuple[str, str]:
+    sentence, frame = client.predict(prompt, list(methods), target, api_name="/map")
+    return sentence, frame
 
 
 def read_page(frame: str) -> str:
