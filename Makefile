@@ -2,6 +2,7 @@
 # make test     the suite on TransformerLens 4.x and on 3.9, without its slowest cases (.ci/run has all of them)
 # make test-oldest   a smoke test with the oldest release of every dependency that pyproject.toml allows
 # make docs     the site in outputs/site, with the generated reference and the executed pages
+# make test-space    tests of the Hugging Face Space, with gradio in an environment of its own
 # make test-wheel    the wheel and each extra in clean environments (PYTHON=python3.12 for another Python)
 # make bench    benchmarks on this machine: tables in benchmarks/RESULTS.md (BENCH=--full for all of them)
 # Each target makes the environment that it needs; see docs/development/index.md.
@@ -12,6 +13,7 @@ TL4 := $(ENVIRONMENTS)/tl4
 TL3 := $(ENVIRONMENTS)/tl3
 TL2 := $(ENVIRONMENTS)/tl2
 OLDEST := $(ENVIRONMENTS)/oldest
+SPACE := $(ENVIRONMENTS)/space
 DOCS := $(ENVIRONMENTS)/docs
 # Arguments for pytest: make test-tl4 PYTEST="tests/view -x"
 PYTEST ?=
@@ -28,7 +30,7 @@ UNCHECKED = JAXTYPING_DISABLE=1
 # Nor is anything found twice by the tests marked `once` (tests/conftest.py); CASES= runs these too.
 test-tl3 test-tl2: CASES = -m "not slow and not once"
 
-.PHONY: help demo docs test test-tl4 test-tl3 test-tl2 test-oldest test-wheel \
+.PHONY: help demo docs test test-tl4 test-tl3 test-tl2 test-oldest test-space test-wheel \
 	browser lint format types stub wheel clean bench peers
 
 help:
@@ -63,6 +65,11 @@ SMOKE = tests/test_oldest.py tests/test_package.py tests/test_cli.py tests/test_
 test-oldest: $(OLDEST)/.ready
 	@echo "== smoke test with the oldest dependencies"
 	@$(UNCHECKED) $(call RUN_TESTS,$(OLDEST)) $(SMOKE)
+
+# The Space's app needs gradio, which is large and no dependency of the library.
+test-space: $(SPACE)/.ready
+	@echo "== tests of the Hugging Face Space"
+	@OMP_NUM_THREADS=1 $(SPACE)/bin/python -m pytest tests/demos/test_space.py $(PYTEST)
 
 # CONSTRAINTS= installs the newest releases, as users get them; WHEEL=FILE tries a wheel that was built before.
 CONSTRAINTS ?= constraints/tl4.txt
@@ -132,4 +139,13 @@ $(ENVIRONMENTS)/%/.ready: constraints/%.txt constraints/common.txt constraints/t
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install -qq --no-compile --disable-pip-version-check \
 		--constraint constraints/$*.txt $(or $(PACKAGES),--editable '.[dev]')
+	@touch $@
+
+# gradio is added to the packages of TransformerLens 4.x, instead of installing these a second time.
+$(SPACE)/.ready: constraints/space.txt $(TL4)/.ready
+	@$(PYTHON) -m venv $(@D)
+	@$(TL4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tl4.pth
+	@$(@D)/bin/python -m pip install -qq --no-compile --disable-pip-version-check \
+		--constraint constraints/space.txt gradio
 	@touch $@

@@ -1,6 +1,6 @@
 """Test that the faults of TransformerBridge on the page are still there, and that it shows their programs.
 
-A program that fails here is good news: TransformerLens has mended the fault. Then its section leaves the page,
+A failing program is good news: TransformerLens has mended the fault. Its section then leaves the page,
 and perhaps an entry leaves `lens_mix/lens/known_faults.py`.
 """
 
