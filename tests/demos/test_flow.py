@@ -48,7 +48,7 @@ def test_it_prints_what_it_found_and_writes_what_it_says(tmp_path: Path) -> None
         assert text in done.stdout
 
 
-@pytest.mark.parametrize("page", ["evidence/flow.md", "guides/graphs.md"])
+@pytest.mark.parametrize("page", ["evidence/flow.md"])
 def test_the_examples_of_the_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "demos")
     import models

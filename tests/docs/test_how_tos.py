@@ -1,4 +1,4 @@
-"""Test that the tutorial and every how-to run as they are written, and print what the page shows.
+"""Test that the README, the tutorial and every how-to run as they are written, and print what the page shows.
 
 The pages run on tiny models in the usual loop. Their output is compared on the demo models, if these are on
 this machine (`python -m tests.docs.how_tos` downloads them).
@@ -17,7 +17,7 @@ import pytest
 
 from tests.demos.tiny_folder import save_tiny_classifier, save_tiny_llama, save_tiny_t5
 from tests.docs import how_tos
-from tests.docs.how_tos import HOW_TOS, INDEX, PAGES, ROOT, Result, read_code, read_steps
+from tests.docs.how_tos import HOW_TOS, INDEX, PAGES, ROOT, TUTORIAL, Result, read_code, read_steps
 from tests.tiny_models import available, bridge
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?")
@@ -150,7 +150,7 @@ def test_outputs_that_differ_are_noticed() -> None:
             assert_same_output(wrong, shown)
 
 
-@each_page
+@pytest.mark.parametrize("page", [TUTORIAL, *HOW_TOS], ids=lambda page: page.stem)
 def test_figures_of_the_text_are_those_of_the_output(page: Path) -> None:
     text = re.sub(
         r"^```.*?^```$|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
@@ -183,7 +183,7 @@ def test_the_index_names_the_page(page: Path) -> None:
     assert f"({page.name})" in INDEX.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", [INDEX, *PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [INDEX, TUTORIAL, *HOW_TOS], ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     assert targets
