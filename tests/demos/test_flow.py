@@ -46,17 +46,3 @@ def test_it_prints_what_it_found_and_writes_what_it_says(tmp_path: Path) -> None
     assert load_graph(tmp_path / "out" / "flow_graph_attention.graphml").graph["target"]
     for text in ("attention: flow of", "value zeroing, flow, receptive field", "on the first token"):
         assert text in done.stdout
-
-
-def test_the_examples_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "demos")
-    import models
-
-    names: dict[str, Any] = {"model": models.load(save_tiny_llama(tmp_path))}
-    monkeypatch.delitem(sys.modules, "models")
-    monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / "guides" / "graphs.md").read_text(encoding="utf-8")
-    found = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert found
-    for example in found:
-        exec(compile(example, "graphs.md", "exec"), names)

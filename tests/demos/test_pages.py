@@ -18,9 +18,8 @@ from docs.make import reference
 from lens_mix import registry
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.block import Block
-from tests.demos.tiny_folder import save_tiny_bert, save_tiny_classifier, save_tiny_llama
-from tests.matrix import build_or_skip
-from tests.tiny_models import available, bridge, toy_tokenizer
+from tests.demos.tiny_folder import save_tiny_bert, save_tiny_classifier, save_tiny_llama, save_tiny_t5
+from tests.tiny_models import available, bridge
 
 ROOT = Path(__file__).parents[2]
 HOW_TO = (ROOT / "docs" / "guides" / "add_a_method.md").read_text(encoding="utf-8")
@@ -52,8 +51,8 @@ ELSEWHERE = {
     *("input_gradients.md", "score_a_map.md"),
 }
 SELF_CONTAINED = {
-    *("index.md", "choose_a_method.md", "classifiers.md", "encoders.md", "many_prompts.md"),
-    *("saving_and_exporting.md", "troubleshooting.md"),
+    *("index.md", "choose_a_method.md", "classifiers.md", "encoders.md", "graphs.md", "head_statistics.md"),
+    *("many_prompts.md", "read_the_page.md", "saving_and_exporting.md", "troubleshooting.md"),
 }
 WITH_CODE = [
     pytest.param(page, id=page.name)
@@ -68,19 +67,26 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "SST-2": save_tiny_classifier(tmp_path_factory.mktemp("classifier")),
         "bert": save_tiny_bert(tmp_path_factory.mktemp("bert")),
+        "flan-t5": save_tiny_t5(
+            tmp_path_factory.mktemp("t5"), ["see", "red", "house", "vois", "maison", "rouge", "."]
+        ),
         "": save_tiny_llama(tmp_path_factory.mktemp("llama")),
     }
 
 
 @pytest.fixture(scope="module")
 def stand_ins(folders: dict[str, Path]) -> dict[str, Any]:
-    """Return the same as models of TransformerLens, without the BERTs if it has no bridge."""
+    """Return the same as models of TransformerLens, without those that this release has no bridge for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "demos")
         import models
 
-        known = folders if available(bridge, "bert") else {"": folders[""]}
-        loaded = {part: models.load(folder) for part, folder in known.items()}
+        has = {
+            "SST-2": available(bridge, "bert"),
+            "bert": available(bridge, "bert"),
+            "flan-t5": available(bridge, "t5"),
+        }
+        loaded = {part: models.load(folder) for part, folder in folders.items() if has.get(part, True)}
         patch.delitem(sys.modules, "models")
     return loaded
 
@@ -195,16 +201,16 @@ def test_the_example_of_the_page_on_gradients_runs(model: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not available(bridge, "t5"), reason="no T5 in this TransformerLens")
+@pytest.mark.usefixtures("hub")
 def test_the_examples_of_the_page_on_encoder_decoders_run_one_after_the_other() -> None:
-    model = build_or_skip(bridge, "bart")
-    model.tokenizer = toy_tokenizer()
-    names: dict[str, Any] = {"model": model}
+    names: dict[str, Any] = {}
     found = examples((ROOT / "docs" / "guides" / "encoder_decoder.md").read_text(encoding="utf-8"))
     assert len(found) == 4
     for number, example in enumerate(found):
         exec(compile(example, "encoder_decoder.md", "exec"), names)
         if number == 0:
-            assert names["m"].key_tokens[-1] == "w3"
+            assert [token.strip("▁ ") for token in names["m"].key_tokens[-3:]] == ["house", ".", "</s>"]
     assert names["whole"].key_tokens[-1] == "[RESIDUAL]"
     assert names["rows"].query_labels == names["m"].tokens
     assert float(names["rows"].scores.sum(-1).min()) == pytest.approx(1)

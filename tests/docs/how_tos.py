@@ -21,9 +21,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 INDEX = ROOT / "docs" / "how_to" / "index.md"
-TUTORIAL = ROOT / "docs" / "tutorial.md"
+README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
 HOW_TOS = sorted(path for path in INDEX.parent.glob("*.md") if path != INDEX)
-PAGES = [ROOT / "README.md", TUTORIAL, *HOW_TOS]
+PAGES = [README, TUTORIAL, *HOW_TOS]
 
 # A block of Python, or of what the block of Python before it prints.
 _BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

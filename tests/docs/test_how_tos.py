@@ -1,4 +1,4 @@
-"""Test that the tutorial and every how-to run as they are written, and print what the page shows.
+"""Test that the README, the tutorial and every how-to run as they are written, and print what the page shows.
 
 The pages run on tiny models in the usual loop. Their output is compared on the demo models, if these are on
 this machine (`python -m tests.docs.how_tos` downloads them).
