@@ -25,12 +25,7 @@ _SHAPES = {
     "stack": "an input map after each block, from there down to the tokens, `[layer, query, key]`",
     "model": "one input map of the whole model, `[1, query, key]`",
 }
-_PARTS = {
-    "encoder": "the encoder, and models with one stack",
-    "decoder": "the decoder, and models with one stack",
-    "cross": "the cross-attention",
-    "joint": "source and target tokens together",
-}
+_PARTS = ("encoder", "decoder", "cross", "joint")
 # What `Method.needs` lists besides components of a block.
 _CONDITIONS = {
     "causal": "a causal model",
@@ -135,7 +130,10 @@ def _facts_of(
         ("Residual weight in `lm.rollout`", f"{method.residual:g}, unless you pass `residual=`"),
         ("Target", "needs one: `target=`, by default the prediction" if "target" in fields else "needs none"),
         ("Needs", ", ".join(conditions) or "nothing beyond the verification below"),
-        ("Encoder-decoders", "; ".join(f"`{part}`" for part in _PARTS if part in method.parts)),
+        (
+            "Parts of an encoder-decoder",
+            ", ".join(f'`part="{part}"`' for part in _PARTS if part in method.parts),
+        ),
         ("Cost", str(described.cost) if described.cost else "unknown"),
     ]
     if method.scope != "layer":

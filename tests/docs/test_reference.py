@@ -11,7 +11,6 @@ import pytest
 
 import lens_mix as lm
 from docs.make import reference
-from docs.make.__main__ import write_reference
 from tests.source_tree import ROOT
 
 pytestmark = pytest.mark.once
@@ -119,9 +118,9 @@ def test_the_navigation_has_every_page(pages):
 def test_the_generator_writes_the_same_again_and_deletes_what_is_no_page(pages, tmp_path: Path):
     (tmp_path / "methods").mkdir()
     (tmp_path / "methods" / "removed.md").write_text("# A method that was removed\n")
-    write_reference(tmp_path)
+    reference.write(tmp_path)
     files = {str(path.relative_to(tmp_path)): path for path in tmp_path.rglob("*.md")}
     assert {name: path.read_text(encoding="utf-8") for name, path in files.items()} == pages
     times = {name: path.stat().st_mtime_ns for name, path in files.items()}
-    write_reference(tmp_path)
+    reference.write(tmp_path)
     assert {name: path.stat().st_mtime_ns for name, path in files.items()} == times
