@@ -160,14 +160,15 @@ def _engines(method: type[Method]) -> str:
         for each in (*COMPONENTS, LOGITS)
         if each.name in components
     ]
-    sentences = "Every run first rebuilds these components on your model and compares them:"
-    limits = (
-        "Some kinds of blocks have no formula for this method. `lm.support(model)` shows whether yours has."
-        if method.unsupported_block is not Method.unsupported_block
-        else "`lm.support(model)` shows which engine your model gets, and `lm.check(model)` the errors."
+    sentence = (
+        "Before the first run, these components are rebuilt on your model and compared with its tensors:"
     )
+    support = "`lm.support(model)` shows which engine your model gets, and `lm.check(model)` the errors."
+    if method.unsupported_block is not Method.unsupported_block:
+        instead = "`hooks` is used" if len(method.engines) > 1 else "the run raises an error"
+        support = f"The method has no formula for some kinds of blocks. For these, {instead}. {support}"
     header = ("engine", "what it does", "computes this method", "verified first")
-    return "\n\n".join([_table(header, rows), sentences, "\n".join(formulas), limits])
+    return "\n\n".join([_table(header, rows), sentence, "\n".join(formulas), support])
 
 
 def _verified_for(method: type[Method], engine: str) -> list[str]:
