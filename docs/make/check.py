@@ -81,7 +81,9 @@ def find_glued_lists(page: Path) -> Iterator[str]:
 
     GitHub shows such lines as a list, but Python-Markdown, which builds the site, as one paragraph.
     """
-    lines = re.sub(r"^```.*?^```$", _blank, page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    # Code, and the settings of a page at its head, are not text.
+    aside = re.compile(r"\A---\n.*?^---$|^```.*?^```$", re.MULTILINE | re.DOTALL)
+    lines = aside.sub(_blank, page.read_text(encoding="utf-8"))
     is_item = re.compile(r"\s*(?:[-*+]|\d+[.)]) ")
     above, in_list = "", False
     for number, line in enumerate(lines.splitlines(), 1):

@@ -83,6 +83,7 @@ def test_the_checks_find_what_is_wrong(tmp_path: Path):
         ("## Heading\n- one\n", []),
         ("- one\n\n- two\n", []),
         ("```\ntext\n- one\n```\n", []),
+        ("---\nhide:\n  - toc\n---\n\nOne:\n- two\n", [7]),
     ],
 )
 def test_a_list_needs_an_empty_line_above(text: str, lines: list[int], tmp_path: Path, monkeypatch):
