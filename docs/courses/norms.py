@@ -29,10 +29,10 @@
 # %% [markdown]
 # ## Two models
 #
-# The next cell loads the models from packages, so that it needs no model hub. It works in the folder of the
-# repository. If you have access to a hub, load the same encoder with
-# `TransformerBridge.boot_transformers("sentence-transformers/all-MiniLM-L6-v2")`, and the decoder, with
-# weights that are not quantised, with
+# The next cell loads the models from packages, so it needs no model hub. It uses `demos/models.py`, so a
+# downloaded notebook has to be in the folder of the repository. If you have access to a hub, load the same
+# encoder with `TransformerBridge.boot_transformers("sentence-transformers/all-MiniLM-L6-v2")`, and the
+# decoder, with weights that are not quantised, with
 # `TransformerBridge.boot_transformers("HuggingFaceTB/SmolLM2-135M-Instruct")`.
 
 # %%
@@ -55,7 +55,9 @@ decoder = models.demo_model()
 #
 # The output of attention at position i is a sum over keys j and heads h:
 #
-# ```text y_i = Σ_j Σ_h α_h(i, j) f_h(x_j) + b_O        f_h(x) = (x W_V + b_V) W_O ```
+# ```text
+# y_i = Σ_j Σ_h α_h(i, j) f_h(x_j) + b_O        f_h(x) = (x W_V + b_V) W_O
+# ```
 #
 # α is the attention weight. f(x) is the vector that it multiplies. The weight alone says what arrives only if
 # all f(x) have the same length. We compute the vector of each pair of positions in one layer.
@@ -218,7 +220,9 @@ cancel_effect.cancelled_tokens(cancel_effect.weights_and_norms(decoder, prompt))
 #
 # Attention adds to a vector and does not replace it. After the residual connection, position i has
 #
-# ```text x_i + y_i = Σ_j F(i, j) + b_O        F(i, j) = Σ_h α_h(i, j) f_h(x_j) + (x_i if j = i else 0) ```
+# ```text
+# x_i + y_i = Σ_j F(i, j) + b_O        F(i, j) = Σ_h α_h(i, j) f_h(x_j) + (x_i if j = i else 0)
+# ```
 #
 # The *mixing ratio* of a position is the part of this that comes from other positions: r = ‖Σ_{j≠i} F(i, j)‖
 # / (‖Σ_{j≠i} F(i, j)‖ + ‖F(i, i)‖).

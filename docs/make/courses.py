@@ -45,9 +45,11 @@ PUBLISHED_BRANCH = "gh-pages"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _IMAGE = re.compile(
-    r'<img alt="(?P<alt>[^"]*)" src="data:image/(?P<kind>[a-z]+)[^,"]*;base64,(?P<data>[^"]*)">'
+    r'<img alt="(?P<alt>[^"]*)" src="data:image/(?P<kind>svg|png)[^,"]*;base64,(?P<data>[^"]*)">'
 )
 _STYLE = re.compile(r"<style.*?</style>", re.DOTALL)
+_LOOK = re.compile(r' (?:border="1"|class="dataframe"|style="text-align: right;")')
+_HEADING = re.compile(r"^#+ .+", re.MULTILINE)
 
 
 class CourseError(Exception):
@@ -142,7 +144,21 @@ def run_cells(source: Path) -> NotebookNode:
     for number, cell in enumerate(notebook.cells):
         # jupytext gives cells random names, and a second run should write the same file.
         cell.id = f"cell-{number}"
+        if cell.cell_type == "code":
+            cell.outputs = join_streams(cell.outputs)
     return notebook
+
+
+def join_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Return outputs with neighbouring texts of one stream joined; the kernel sends them in pieces."""
+    joined: list[NotebookNode] = []
+    for output in outputs:
+        above = joined[-1] if joined else None
+        if above and output.output_type == "stream" and above.get("name") == output.name:
+            above.text += output.text
+        else:
+            joined.append(output)
+    return joined
 
 
 def kernel_environment() -> dict[str, str]:
@@ -176,62 +192,63 @@ def _has_error(cell: NotebookNode) -> bool:
 # ---------------------------------------------------------------------- pages
 
 
-def write_page(source: Path, notebook: NotebookNode, address: str | None = None) -> Path:
-    """Write the page, the pictures and the notebook of an executed course, and return the page.
-
-    Args:
-        source: The course; the files are written beside it.
-        notebook: The course with its outputs.
-        address: The address of the repository on GitHub. None: that of pyproject.toml, if it has one.
-    """
-    address = address or repository_address()
+def write_page(source: Path, notebook: NotebookNode) -> Path:
+    """Write the page, the pictures and the notebook of an executed course beside it, and return the page."""
     page = source.with_suffix(".md")
     nbformat.write(notebook, source.with_suffix(".ipynb"))
     files = source.with_name(f"{source.stem}_files")
     shutil.rmtree(files, ignore_errors=True)
     first, *rest = notebook.cells
-    title, _, text = first.source.partition("\n")
-    links = f"[Download the notebook]({source.stem}.ipynb)"
-    colab = colab_link(source, address)
-    links += f" · [Open in Colab]({colab})" if colab else ""
-    blocks = [title, links, text.strip()]
+    heading, _, text = first.source.partition("\n")
+    links = [f"[Download the notebook]({source.stem}.ipynb)"]
+    colab = colab_link(source, repository_address())
+    if colab:
+        links.append(f"[Open in Colab]({colab})")
+    blocks = [heading, " · ".join(links), text.strip()]
     for number, cell in enumerate(rest, 1):
-        blocks += render_cell(cell, files, f"cell_{number}")
+        if cell.cell_type == "markdown":
+            heading = (_HEADING.findall(cell.source) or [heading])[-1]
+        blocks += render_cell(cell, files / f"cell_{number}", f"Figure: {heading.strip('# ')}")
     page.write_text("\n\n".join(block for block in blocks if block) + "\n", encoding="utf-8")
     return page
 
 
-def render_cell(cell: NotebookNode, files: Path, name: str) -> Iterator[str]:
-    """Yield the Markdown of a cell: its text, or its code and its outputs."""
+def render_cell(cell: NotebookNode, picture: Path, alt: str) -> Iterator[str]:
+    """Yield the Markdown of a cell: its text, or its code and its outputs.
+
+    Args:
+        cell: The cell.
+        picture: The beginning of the paths of its pictures.
+        alt: A text for readers who do not see the pictures.
+    """
     if cell.cell_type != "code":
         yield cell.source
         return
     if cell.source:
         yield fence(cell.source, "python")
     for number, output in enumerate(cell.outputs):
-        yield from render_output(output, files, f"{name}_{number}")
+        yield from render_output(output, picture.with_name(f"{picture.name}_{number}"), alt)
 
 
-def render_output(output: NotebookNode, files: Path, name: str) -> Iterator[str]:
+def render_output(output: NotebookNode, picture: Path, alt: str) -> Iterator[str]:
     """Yield the Markdown of one output: a picture, HTML or text."""
     if output.output_type == "stream":
         yield fence(output.text, "text")
         return
     data = output.data
-    for kind, ending in (("image/svg+xml", "svg"), ("image/png", "png")):
-        if kind in data:
-            content = data[kind].encode() if ending == "svg" else base64.b64decode(data[kind])
-            yield write_picture(files / f"{name}.{ending}", content, "The figure drawn by the cell above")
-            return
-    if "text/html" in data:
-        yield from render_html(data["text/html"], files, name)
+    if "image/svg+xml" in data:
+        yield write_picture(picture.with_suffix(".svg"), data["image/svg+xml"].encode(), alt)
+    elif "image/png" in data:
+        yield write_picture(picture.with_suffix(".png"), base64.b64decode(data["image/png"]), alt)
+    elif "text/html" in data:
+        yield from render_html(data["text/html"], picture)
     elif "text/markdown" in data:
         yield data["text/markdown"]
     elif "text/plain" in data:
         yield fence(data["text/plain"], "text")
 
 
-def render_html(text: str, files: Path, name: str) -> Iterator[str]:
+def render_html(text: str, picture: Path) -> Iterator[str]:
     """Yield the HTML of an output, with its pictures as files.
 
     The pictures become Markdown images, because the site rewrites relative links in Markdown and not in HTML.
@@ -239,16 +256,18 @@ def render_html(text: str, files: Path, name: str) -> Iterator[str]:
     start = 0
     for number, image in enumerate(_IMAGE.finditer(text)):
         yield tidy_html(text[start : image.start()])
-        ending = {"svg": "svg", "png": "png"}[image["kind"]]
-        picture = files / f"{name}_{number}.{ending}"
-        yield write_picture(picture, base64.b64decode(image["data"]), html.unescape(image["alt"]))
+        file = picture.with_name(f"{picture.name}_{number}.{image['kind']}")
+        yield write_picture(file, base64.b64decode(image["data"]), html.unescape(image["alt"]))
         start = image.end()
     yield tidy_html(text[start:])
 
 
 def tidy_html(text: str) -> str:
-    """Return HTML as one block of Markdown: without styles, borders and empty lines."""
-    text = _STYLE.sub("", text).replace(' border="1"', "").replace(' style="text-align: right;"', "")
+    """Return HTML as one block of Markdown: without styles and empty lines.
+
+    Without the class of pandas, the site shows its tables like all others.
+    """
+    text = _LOOK.sub("", _STYLE.sub("", text))
     return "\n".join(line.strip() for line in text.splitlines() if line.strip())
 
 

@@ -71,7 +71,7 @@ def test_a_source_becomes_a_page_with_outputs_and_a_notebook(tmp_path: Path) -> 
     # The working folder is a new one, and demos can be imported there.
     assert "```text\nprinted 1 []\n```" in text
     assert "## A picture and a table" in text
-    picture = re.search(r"!\[.+\]\((toy_files/\w+\.png)\)", text)
+    picture = re.search(r"!\[Figure: A picture and a table\]\((toy_files/\w+\.png)\)", text)
     assert picture
     assert (tmp_path / picture[1]).read_bytes() == b"\x89PNG a picture"
     assert "<tr><td>4</td></tr></table>" in text
@@ -175,7 +175,7 @@ def test_the_key_covers_the_library_what_is_imported_and_the_releases(
 def test_pictures_in_html_become_files_and_markdown(tmp_path: Path) -> None:
     text = f'<div>a</div><img alt="x [&lt;s&gt;]" src="data:image/svg+xml;base64,{PIXEL}"><div>b</div>'
     files = tmp_path / "toy_files"
-    assert list(courses.render_html(text, files, "one")) == [
+    assert list(courses.render_html(text, files / "one")) == [
         "<div>a</div>",
         "![x  <s> ](toy_files/one_0.svg)",
         "<div>b</div>",
@@ -183,9 +183,9 @@ def test_pictures_in_html_become_files_and_markdown(tmp_path: Path) -> None:
     assert (files / "one_0.svg").read_bytes() == base64.b64decode(PIXEL)
 
 
-def test_a_table_has_no_style_and_no_empty_line() -> None:
+def test_a_table_has_no_look_of_its_own_and_no_empty_line() -> None:
     text = '<div>\n<style scoped>\n .a {}\n\n</style>\n<table border="1" class="dataframe">\n\n</table></div>'
-    assert courses.tidy_html(text) == '<div>\n<table class="dataframe">\n</table></div>'
+    assert courses.tidy_html(text) == "<div>\n<table>\n</table></div>"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,15 @@ def test_a_table_has_no_style_and_no_empty_line() -> None:
     ],
 )
 def test_the_richest_form_of_an_output_is_shown(data: dict[str, str], shown: str, tmp_path: Path) -> None:
-    assert list(courses.render_output(output(data), tmp_path, "one")) == [shown]
+    assert list(courses.render_output(output(data), tmp_path / "one", "")) == [shown]
+
+
+def test_texts_of_one_stream_are_joined() -> None:
+    streams = [
+        nbformat.v4.new_output("stream", name=name, text=text) for name, text in ("a1", "a2", "b3", "a4")
+    ]
+    joined = courses.join_streams([*streams, output({"text/plain": "5"})])
+    assert [one.get("text") for one in joined] == ["12", "3", "4", None]
 
 
 def test_old_pictures_are_removed(tmp_path: Path, runs: list[str]) -> None:
