@@ -52,7 +52,7 @@ ELSEWHERE = {
 }
 SELF_CONTAINED = {
     *("index.md", "choose_a_method.md", "classifiers.md", "encoders.md", "graphs.md", "head_statistics.md"),
-    *("many_prompts.md", "read_the_page.md", "saving_and_exporting.md", "troubleshooting.md"),
+    *("gallery.md", "many_prompts.md", "read_the_page.md", "saving_and_exporting.md", "troubleshooting.md"),
 }
 WITH_CODE = [
     pytest.param(page, id=page.name)
@@ -191,8 +191,9 @@ def test_the_page_names_all_that_a_block_offers() -> None:
     assert missing == []
 
 
-def test_the_example_of_the_page_on_gradients_runs(model: Any) -> None:
-    names: dict[str, Any] = {"model": model}
+@pytest.mark.usefixtures("hub")
+def test_the_example_of_the_page_on_gradients_runs() -> None:
+    names: dict[str, Any] = {}
     for example in examples((ROOT / "docs" / "guides" / "input_maps_by_gradients.md").read_text(encoding="utf-8")):
         exec(compile(example, "input_maps_by_gradients.md", "exec"), names)
     assert len(names["o"].key_tokens) == 2
