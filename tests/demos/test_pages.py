@@ -194,7 +194,8 @@ def test_the_page_names_all_that_a_block_offers() -> None:
 @pytest.mark.usefixtures("hub")
 def test_the_example_of_the_page_on_gradients_runs() -> None:
     names: dict[str, Any] = {}
-    for example in examples((ROOT / "docs" / "guides" / "input_maps_by_gradients.md").read_text(encoding="utf-8")):
+    page = ROOT / "docs" / "guides" / "input_maps_by_gradients.md"
+    for example in examples(page.read_text(encoding="utf-8")):
         exec(compile(example, "input_maps_by_gradients.md", "exec"), names)
     assert len(names["o"].key_tokens) == 2
     ((gap,),) = names["f"].provenance["details"]["conservation_gap"]
