@@ -48,11 +48,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # Pages with a test of their own, which checks the results of the examples.
 ELSEWHERE = {
     *("README.md", "tutorial.md", "encoder_decoder.md", "add_a_method.md", "hooks.md"),
-    *("input_gradients.md", "score_a_map.md"),
+    *("input_maps_by_gradients.md", "score_a_map.md", "transformer_bridge.md"),
 }
 SELF_CONTAINED = {
     *("index.md", "choose_a_method.md", "classifiers.md", "encoders.md", "graphs.md", "head_statistics.md"),
-    *("many_prompts.md", "read_the_page.md", "saving_and_exporting.md", "troubleshooting.md"),
+    *("gallery.md", "many_prompts.md", "read_the_page.md", "saving_and_exporting.md", "troubleshooting.md"),
 }
 WITH_CODE = [
     pytest.param(page, id=page.name)
@@ -191,10 +191,12 @@ def test_the_page_names_all_that_a_block_offers() -> None:
     assert missing == []
 
 
-def test_the_example_of_the_page_on_gradients_runs(model: Any) -> None:
-    names: dict[str, Any] = {"model": model}
-    for example in examples((ROOT / "docs" / "evidence" / "input_gradients.md").read_text(encoding="utf-8")):
-        exec(compile(example, "input_gradients.md", "exec"), names)
+@pytest.mark.usefixtures("hub")
+def test_the_example_of_the_page_on_gradients_runs() -> None:
+    names: dict[str, Any] = {}
+    page = ROOT / "docs" / "guides" / "input_maps_by_gradients.md"
+    for example in examples(page.read_text(encoding="utf-8")):
+        exec(compile(example, "input_maps_by_gradients.md", "exec"), names)
     assert len(names["o"].key_tokens) == 2
     ((gap,),) = names["f"].provenance["details"]["conservation_gap"]
     assert abs(gap) < 1e-4 * float(names["f"].scores.abs().sum())
