@@ -411,7 +411,6 @@ def test_reachable():
 
 
 @pytest.mark.slow
-@pytest.mark.once
 @pytest.mark.parametrize("heading", list(rollout_and_flow.SECTIONS)[:5])
 def test_the_recorded_results_are_measured_again(heading):
     """Check what two pages of docs/evidence quote; the sections that need a real model are left out."""

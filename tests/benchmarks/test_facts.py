@@ -10,8 +10,6 @@ import pytest
 
 from benchmarks import facts
 
-pytestmark = pytest.mark.once
-
 ANEW = "run: python -m benchmarks.leaderboard --facts"
 
 # Pages whose prose has no measured figure without a source.

@@ -62,7 +62,6 @@ def output(data: dict[str, str]) -> nbformat.NotebookNode:
 # ---------------------------------------------------------------------- a source becomes a page
 
 
-@pytest.mark.once
 def test_a_source_becomes_a_page_with_outputs_and_a_notebook(tmp_path: Path) -> None:
     write_source(tmp_path, TOY)
     (page,) = courses.render_courses(tmp_path, cache=tmp_path / "cache")
@@ -83,7 +82,6 @@ def test_a_source_becomes_a_page_with_outputs_and_a_notebook(tmp_path: Path) -> 
     assert any(cell.get("outputs") for cell in notebook.cells)
 
 
-@pytest.mark.once
 def test_an_error_names_the_course_the_cell_and_the_reason(tmp_path: Path) -> None:
     text = """
         # %%
@@ -107,7 +105,6 @@ def test_an_error_names_the_course_the_cell_and_the_reason(tmp_path: Path) -> No
     assert not (tmp_path / "toy.md").exists()
 
 
-@pytest.mark.once
 def test_a_cell_that_does_not_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(courses, "SECONDS_PER_CELL", 1)
     write_source(tmp_path, "# %%\nwaited = __import__('time').sleep(60)\n")
