@@ -20,7 +20,6 @@ import shutil
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,6 +30,8 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat import NotebookNode
+
+from tests.release import read_repository
 
 ROOT = Path(__file__).resolve().parents[2]
 COURSES = ROOT / "docs" / "courses"
@@ -197,7 +198,7 @@ def write_page(source: Path, notebook: NotebookNode) -> Path:
     first, *rest = notebook.cells
     heading, _, text = first.source.partition("\n")
     links = [f"[Download the notebook]({source.stem}.ipynb)"]
-    colab = colab_link(source, repository_address())
+    colab = colab_link(source, read_repository(ROOT))
     if colab:
         links.append(f"[Open in Colab]({colab})")
     blocks = [heading, " · ".join(links), text.strip()]
@@ -277,17 +278,11 @@ def write_picture(file: Path, content: bytes, alt: str) -> str:
 
 def fence(text: str, language: str) -> str:
     """Return text in a code block whose fence is longer than any in the text."""
-    ticks = "`" * max(3, *(len(run) + 1 for run in re.findall(r"^`{3,}", text, re.MULTILINE)), 3)
+    ticks = "`" * max([3, *(len(run) + 1 for run in re.findall(r"^`{3,}", text, re.MULTILINE))])
     return f"{ticks}{language}\n{_ANSI.sub('', text).rstrip()}\n{ticks}"
 
 
 # ---------------------------------------------------------------------- the repository's address
-
-
-def repository_address(project: Path = ROOT / "pyproject.toml") -> str | None:
-    """Return the address in `[project.urls] Repository`, the one place that has it, or None."""
-    urls = tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("urls", {})
-    return urls.get("Repository") or None
 
 
 def colab_link(source: Path, address: str | None) -> str | None:

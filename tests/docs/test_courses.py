@@ -261,20 +261,12 @@ def test_old_pictures_are_removed(tmp_path: Path, runs: list[str]) -> None:
 def test_colab_is_linked_once_the_address_is_known(
     address: str | None, link: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(courses, "repository_address", lambda: address)
+    monkeypatch.setattr(courses, "read_repository", lambda root: address)
     source = write_source(tmp_path, TOY)
     text = courses.write_page(source, jupytext.read(source)).read_text(encoding="utf-8")
     assert courses.colab_link(source, address) == link
     assert ("Open in Colab" in text) == (link is not None)
     assert link is None or f"]({link})" in text
-
-
-def test_the_address_is_that_of_pyproject(tmp_path: Path) -> None:
-    project = tmp_path / "pyproject.toml"
-    project.write_text('[project]\nname = "x"\n')
-    assert courses.repository_address(project) is None
-    project.write_text('[project]\nname = "x"\n[project.urls]\nRepository = "https://github.com/a/b"\n')
-    assert courses.repository_address(project) == "https://github.com/a/b"
 
 
 # ---------------------------------------------------------------------- the courses themselves
