@@ -264,8 +264,8 @@ def describe_machine(facts: Mapping[str, Any] | None = None) -> str:
 def describe_measurement(date: str | None = None) -> str:
     """Return the sentence with the date (None: today) and the releases that `benchmarks.facts` reads."""
     date = date or time.strftime("%Y-%m-%d", time.gmtime())
-    lens, torch_release = map(metadata.version, ("transformer-lens", "torch"))
-    return f"Measured {date} with TransformerLens {lens}, torch {torch_release}."
+    lens, plain_torch = metadata.version("transformer-lens"), metadata.version("torch").partition("+")[0]
+    return f"Measured {date} with TransformerLens {lens}, torch {plain_torch}."
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
