@@ -13,8 +13,6 @@ import lens_mix as lm
 from docs.make import reference
 from tests.source_tree import ROOT
 
-pytestmark = pytest.mark.once
-
 # No constant: two public names have the same object only if one is imported from the other.
 CONSTANTS = (str, dict)
 
