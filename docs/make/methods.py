@@ -32,7 +32,7 @@ _CONDITIONS = {
     "gradients": "gradients with respect to tensors inside the model",
     "position_ids": "a TransformerBridge whose model takes `position_ids`",
 }
-# The course that computes the methods of a module by hand, and the page with the evidence on them.
+# The course that uses the methods of a module, and the page with the evidence on them.
 _COURSES = {
     "attention": "rollout_and_flow",
     "value_norms": "norms",
@@ -217,7 +217,8 @@ def _links(method: type[Method]) -> list[str]:
     module = method.__module__.rpartition(".")[2]
     links = []
     if module in _COURSES:
-        links.append(f"[The course that computes it by hand](../../courses/{_COURSES[module]}.md)")
+        course = _COURSES[module]
+        links.append(f"[Course: {course.replace('_', ' ')}](../../courses/{course}.md)")
     links += [
         f"[Evidence: {page.replace('_', ' ')}](../../evidence/{page}.md)"
         for page in _EVIDENCE.get(module, ())
@@ -231,7 +232,8 @@ def _write_index() -> str:
     parts = [
         "# Methods",
         "Every method, by what its map shows. Pass the name to `lm.run`. The page of a method has its "
-        "formula, parameters, engines and scores. The cost is an estimate.",
+        "formula, parameters, engines and scores. The cost is an estimate, where one forward pass is one of the "
+        "same prompt. If it grows with the number of positions, it is that of a prompt of 64 tokens.",
     ]
     for group in GROUPS:
         names = [name for name, each in DESCRIPTIONS.items() if each.group == group and name in lm.METHODS]
