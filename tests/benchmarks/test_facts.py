@@ -14,7 +14,7 @@ pytestmark = pytest.mark.once
 
 ANEW = "run: python -m benchmarks.leaderboard --facts"
 
-# Pages whose prose has no measured figure without a source, apart from those that are to be rewritten.
+# Pages whose prose has no measured figure without a source.
 # tests/docs compares the figures of the tutorial and of the how-tos with what their code prints.
 PROSE = [
     page
@@ -22,10 +22,6 @@ PROSE = [
     if page.parent.name in {facts.ROOT.name, "docs", "guides", "evidence", "neighbours"}
     and page.name != "tutorial.md"
 ]
-NOT_YET = {
-    "evidence/information_flow_routes.md",
-    "evidence/input_gradients.md",
-}
 # What a decimal number may be the version, the section or the identifier of.
 _VERSIONED = (
     r"TransformerLens|lens_mix|torch|PyTorch|transformers|Python|CUDA|numpy|pandas|networkx|matplotlib|gradio|"
@@ -94,9 +90,7 @@ def test_every_comment_in_a_page_is_rendered(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_no_measured_figure_is_typed_by_hand(page: Path, request: pytest.FixtureRequest) -> None:
-    if page.relative_to(facts.ROOT / "docs" if page.stem != "README" else facts.ROOT).as_posix() in NOT_YET:
-        request.applymarker(pytest.mark.xfail(reason="is to be rewritten", strict=False))
+def test_no_measured_figure_is_typed_by_hand(page: Path) -> None:
     found = typed_figures(page.read_text(encoding="utf-8"))
     assert [figure for figure in found if figure not in RELEASES.get(page.name, ())] == []
 
