@@ -23,6 +23,8 @@ follows, up to the closing comment, is written anew. The cells are copied as the
     -->
     <!-- /table -->
 
+In a table, the spaces of a figure with its interval are no-break spaces.
+
 A column may be of other rows. "NAME + VARIANT" is of the rows whose first cell ends with ", VARIANT", and
 "NAME @ TABLE" of the same rows in another table:
 
@@ -384,7 +386,15 @@ def _figure(quoted: re.Match[str]) -> str:
         if not ends:
             raise LookupError(f"{names[0]!r}: expected an interval in the recorded table, found {shown!r}")
         shown += f" [{', '.join(ends)}]" if len(ends) == 2 else f" ± {ends[0]}"
+    # A line that begins with "|" is a row of a table.
+    in_table = quoted.string[quoted.string.rfind("\n", 0, quoted.start()) + 1 :].startswith("|")
+    shown = _unbroken(shown) if in_table else shown
     return f"{shown.replace('-', '−')}<!-- {quoted['names']} -->"
+
+
+def _unbroken(text: str) -> str:
+    """Return a text whose figures have no-break spaces, so that a narrow column keeps an interval in one line."""
+    return _FIGURE.sub(lambda figure: figure[0].replace(" ", "\N{NO-BREAK SPACE}"), text)
 
 
 def _cases(name: str) -> int:
@@ -462,7 +472,8 @@ def _table(quoted: re.Match[str]) -> str:
     wanted = [row.strip() for row in options["rows"].split(" | ")] if options.get("rows") else []
     body = [cells for row in wanted for cells in found.rows(row)] if wanted else found.body
     copied = [column.cells(found, body) for column in columns]
-    lines = [[column.title for column in columns], ["---"] * len(columns), *zip(*copied, strict=True)]
+    rows = ([_unbroken(cell) for cell in cells] for cells in zip(*copied, strict=True))
+    lines = [[column.title for column in columns], ["---"] * len(columns), *rows]
     opening = quoted[0].split("-->\n", 1)[0]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     # Markdown needs the empty lines: without them some renderers take the table for a part of the comment.
