@@ -36,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -165,16 +166,21 @@ class Recorded:
             raise LookupError(f"{self.place}: expected a column {name!r}, found {', '.join(self.header)}")
         return self.header.index(name)
 
+    @functools.cached_property
+    def labels(self) -> list[str]:
+        """Return the name of each row."""
+        return [label(cells) for cells in self.body]
+
     def rows(self, name: str) -> list[list[str]]:
         """Return the rows with a name: by their cells before the first figure, else by more or fewer cells.
 
         Raises:
             LookupError: The table has no such row.
         """
-        found = [cells for cells in self.body if label(cells) == name]
+        found = [cells for each, cells in zip(self.labels, self.body, strict=True) if each == name]
         found = found or [cells for cells in self.body if name in _beginnings(cells)]
         if not found:
-            labels = list(dict.fromkeys(label(cells) for cells in self.body))
+            labels = list(dict.fromkeys(self.labels))
             near = difflib.get_close_matches(name, labels, n=5, cutoff=0.3) or labels[:5]
             raise LookupError(f"{self.place}: expected a row {name!r}, found for example {'; '.join(near)}")
         return found
@@ -279,9 +285,8 @@ def look_up(name: str) -> dict[str, Any]:
     found = recorded(table, column)
     place = found.column(column)
     method = row.removeprefix("best of ")
-    named = [label(cells) for cells in found.body]
-    own = [each for each in named if re.match(rf"{re.escape(method)}\b(?!.*randomised)", each)]
-    if method != row and row not in named and own:
+    own = [each for each in found.labels if re.match(rf"{re.escape(method)}\b(?!.*randomised)", each)]
+    if method != row and row not in found.labels and own:
         row = max(own, key=lambda each: _value(_texts(found.rows(each)[0][place], name)[0]))
     rows = found.rows(row)
     if len(rows) > 1:
@@ -448,7 +453,8 @@ class _Column:
         if not self.elsewhere:
             return [cells[quoted.column(self.name)] for cells in body]
         other = recorded(place_of(self.table), self.name) if self.table else quoted
-        by_label = {label(cells): cells[other.column(self.name)] for cells in other.body}
+        place = other.column(self.name)
+        by_label = {each: cells[place] for each, cells in zip(other.labels, other.body, strict=True)}
         names = [label(cells) for cells in body]
         if self.variant:
             firsts = [_plain(cells[0]) for cells in body]
