@@ -107,12 +107,10 @@ TABLES = {
     "gemma3-removals": Table(_LEADERBOARD, "Removals on Gemma 3", "deletion"),
     "minilm-removals": Table(_LEADERBOARD, "Removals on all-MiniLM", "deletion"),
     "smollm2-held_out": Table(f"{_HELD_OUT}/smollm2.md", "SmolLM2, held out", "partial, 95 %"),
-    "gemma3-held_out": Table(f"{_HELD_OUT}/gemma3.md", "Gemma 3, held out", "partial, 95 %"),
     "smollm2-forms": Table(f"{_HELD_OUT}/forms.md", "Forms of the recipe", "held out", 105),
     "smollm2-long": Table(f"{_HELD_OUT}/forms.md", "Rows of", "partial, 95 %"),
     "flan-t5-joint": Table(f"{_HELD_OUT}/joint.md", "Input maps over", "partial (position out)", 30),
     "hansards-layers": Table(_HANSARDS, "By layer, the end of the sentence competes", "layer 2", 447),
-    "hansards-weights": Table(_HANSARDS, "Weights and norms", "weights", 447),
     "hansards-floors": Table(_HANSARDS, "Floors and published aligners", "AER", 447),
 }
 
