@@ -119,7 +119,7 @@ def _facts_of(
     fields = {field.name for field in dataclasses.fields(method)}
     shape = _SHAPES[method.scope]
     if "per_head" in fields:
-        shape += "; with `per_head=True` `[layer, head, query, key]`"
+        shape += ", or `[layer, head, query, key]` with `per_head=True`"
     conditions = [text for need, text in _CONDITIONS.items() if need in method.needs]
     header = ("Pass to `lm.run`", f'`"{name}"` or `lm.{method.__name__}(...)`')
     rows = [
