@@ -630,9 +630,9 @@ def hf_classifier(
     Raises:
         TypeError: If `hf_model` is not a classifier of transformers.
         ValueError: If it is in training mode, or has no such class. A run raises a ValueError if the weights
-            are not those of the mapped model, `position` is missing or not needed, the classifier does not
-            read the mapped part, or its logits depend on more than the last hidden states (for which
-            `lm.targets.head` can be used).
+            are not those of the mapped model, if `position` is missing or not needed, or if the classifier
+            does not read the mapped part. It also does so if the logits depend on more than the last hidden
+            states. In this case, use `lm.targets.head`.
     """
     classifiers.check_classifier(hf_model)
     index = classifiers.find_label(hf_model, class_, "class_")

@@ -52,10 +52,10 @@ class AttributionPatching(RowTargetMethod):
       replaced. Since attention is causal and the replacement sees the tokens before j, the term is exact. It
       is computed for the `n_exact` keys that are strongest to first order. The other keys have |E[query, j]|.
 
-    g is the gradient of a backward pass with changed rules (`lens_mix.lens.changed_backward`): norms are
-    linear maps at the scale of the clean pass, the softmax has temperature 2, and activations and gates
-    follow the rule "ratio" of `Gim`. The sum, the square root and the rules are a choice of this library,
-    made on data: docs/evidence/input_map.md has the measurements.
+    g is the gradient of a backward pass with changed rules. Norms are linear maps at the scale of the clean
+    pass, the softmax has temperature 2, and activations and gates follow the rule "ratio" of `Gim`. The sum,
+    the square root and the rules are a choice of this library, made on data: docs/evidence/input_map.md has
+    the measurements.
 
     The result is one map [1, query, key], at least 0, in the target's unit. Each row takes one backward pass,
     and for every replacement a forward pass over N + 2 `n_exact` tokens, where N is the row's number of

@@ -38,8 +38,8 @@ class ValueNorms(VectorMethod):
         score[l, i, j] = ‖Σ_h a_ijh u_jh‖
         u_jh = v_jh W_O^h
 
-    It is the norm of what the attention of block l adds to query i from key j: the vectors u_jh, weighted by
-    the pattern a. v includes b_V, and u does not include b_O. With `per_head` the scores are
+    A score is the norm of what the attention of block l adds to query i from key j: the vectors u_jh, weighted
+    by the pattern a. v includes b_V, and u does not include b_O. With `per_head` the scores are
     ‖a_ijh u_jh‖ = a_ijh ‖u_jh‖.
 
     Shape [layer, query, key], or [layer, head, query, key] with `per_head`. Scores are at least 0, in the
