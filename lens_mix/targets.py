@@ -73,7 +73,7 @@ TargetFunction = Callable[[Tensor], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The data of one prompt from which a target is bound to it.
+    """The data of one prompt that a target may read.
 
     Attributes:
         tokens: The tokens of the output's positions (for logits of an encoder-decoder, those of the target).
