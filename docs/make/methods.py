@@ -119,7 +119,7 @@ def _facts_of(
     fields = {field.name for field in dataclasses.fields(method)}
     shape = _SHAPES[method.scope]
     if "per_head" in fields:
-        shape += "; with `per_head=True` `[layer, head, query, key]`"
+        shape += ", or `[layer, head, query, key]` with `per_head=True`"
     conditions = [text for need, text in _CONDITIONS.items() if need in method.needs]
     header = ("Pass to `lm.run`", f'`"{name}"` or `lm.{method.__name__}(...)`')
     rows = [
@@ -232,8 +232,8 @@ def _write_index() -> str:
     parts = [
         "# Methods",
         "Every method, by what its map shows. Pass the name to `lm.run`. The page of a method has its "
-        "formula, parameters, engines and scores. The cost is an estimate, where one forward pass is one of "
-        "the same prompt. If it grows with the number of positions, it is that of a prompt of 64 tokens.",
+        "formula, parameters, engines and scores. The cost is an estimate, in forward passes of the same "
+        "prompt. If it grows with the number of positions, the prompt has 64 tokens.",
     ]
     for group in GROUPS:
         names = [name for name, each in DESCRIPTIONS.items() if each.group == group and name in lm.METHODS]

@@ -99,6 +99,7 @@ PAGES = (
             "Course: rollout and flow": "courses/rollout_and_flow",
             "Which aggregation to use": "guides/choose_a_method",
             "Evidence for the receptive field": "evidence/receptive_field",
+            "Evidence for flow": "evidence/flow",
         },
     ),
     Page(

@@ -38,9 +38,9 @@ class ValueNorms(VectorMethod):
         score[l, i, j] = ‖Σ_h a_ijh u_jh‖
         u_jh = v_jh W_O^h
 
-    It is the norm of what the attention of block l adds to query i from key j: the vectors u_jh, weighted by
-    the pattern a. v includes b_V, and u does not include b_O. With `per_head` the scores are
-    ‖a_ijh u_jh‖ = a_ijh ‖u_jh‖.
+    A score is the norm of what the attention of block l adds to query i from key j. These are the vectors
+    u_jh, weighted by the pattern a. v includes b_V, and u does not include b_O. With `per_head` the scores
+    are ‖a_ijh u_jh‖ = a_ijh ‖u_jh‖.
 
     Shape [layer, query, key], or [layer, head, query, key] with `per_head`. Scores are at least 0, in the
     units of the attention's output, before any norm or multiplier on the attention branch. The sums of rows

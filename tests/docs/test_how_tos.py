@@ -183,6 +183,11 @@ def test_the_index_names_the_page(page: Path) -> None:
     assert f"({page.name})" in INDEX.read_text(encoding="utf-8")
 
 
+def test_the_index_names_every_guide() -> None:
+    guides = {page.name for page in (ROOT / "docs" / "guides").glob("*.md")}
+    assert set(re.findall(r"\(\.\./guides/(\w+\.md)\)", INDEX.read_text(encoding="utf-8"))) == guides
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
 def test_the_first_pages_link_to_the_index(page: str) -> None:
     assert "how_to/index.md" in (ROOT / page).read_text(encoding="utf-8")

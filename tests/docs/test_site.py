@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import re
+import shutil
 import subprocess
 import threading
 from pathlib import Path
@@ -125,6 +126,7 @@ def served(tmp_path_factory: pytest.TempPathFactory):
     (folder / "docs" / "index.md").write_text(PAGE)
     style = ROOT / "docs" / "stylesheets" / "extra.css"
     (folder / "docs" / "stylesheets" / "extra.css").write_text(style.read_text())
+    shutil.copytree(ROOT / "docs" / "make" / "theme", folder / "docs" / "make" / "theme")
     # The settings of the site, without its pages.
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[0]
     (folder / "mkdocs.yml").write_text(f"{settings}\nnav:\n  - index.md\n")

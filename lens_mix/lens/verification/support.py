@@ -58,7 +58,7 @@ class Support:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The verification of a model, ready to print.
+    """The result of the verification of a model, which can be printed.
 
     Attributes:
         model: The model's name.
