@@ -189,8 +189,8 @@ for name in methods:
     print(f"by sentence {agreement.prompts.nanmean():+.2f}")
 
 # %% [markdown]
-# All three correlations are low here, and differ little: with so few sentences, this evaluation does not tell
-# the methods apart.
+# All three correlations are low here, and differ little: with so few sentences, this evaluation does not
+# distinguish the methods.
 #
 # ## Evaluation 3: faithfulness of an input map
 #
