@@ -48,14 +48,14 @@ from lens_mix.methods import METHODS
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "lens_mix" / "measured.json"
 RECORD = ROOT / "benchmarks" / "LEADERBOARD.md"
-# Pages of these folders are generated.
-GENERATED = ("docs/reference", "docs/courses")
+# Generated pages, which may be of an earlier state.
+_GENERATED = re.compile(r"docs/(reference/|courses/(?!index\.md))")
 PAGES = (
     ROOT / "README.md",
     *(
         page
         for page in sorted((ROOT / "docs").rglob("*.md"))
-        if not page.relative_to(ROOT).as_posix().startswith(GENERATED)
+        if not _GENERATED.match(page.relative_to(ROOT).as_posix())
     ),
 )
 

@@ -132,20 +132,8 @@ token_bars(
 
 # %% [markdown]
 # ## Input maps
-# Rollout multiplies the layer maps. On a causal model its scores concentrate on the first token, whatever the
-# layer maps are. `receptive_field=True` divides by the rollout of even attention
-# (docs/evidence/receptive_field.md has the derivation and its limits). Over thirty layers neither
-# finds " Italy", so compare such rows with the layer maps.
-
-# %%
-rows = {
-    "rollout": lm.rollout(maps["value_zeroing"]),
-    "rollout, receptive field": lm.rollout(maps["value_zeroing"], receptive_field=True),
-    "rollout, first token dropped, receptive field": lm.rollout(
-        maps["value_zeroing"], drop_bos=True, receptive_field=True
-    ),
-}
-token_bars(rows, maps["value_zeroing"].tokens, title="value zeroing, input maps")
+# These are maps of one layer each. Which tokens of the *input* a position used is another question, with a
+# course of its own: `docs/courses/rollout_and_flow.py`.
 
 # %% [markdown]
 # ## Words, tables, files

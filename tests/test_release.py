@@ -197,12 +197,6 @@ def bib_entries(path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md"])
-def test_links_of_the_pages_for_contributors_lead_somewhere(name: str) -> None:
-    targets = re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
-    assert [target for target in targets if not (ROOT / target).exists()] == []
-
-
 def test_no_page_invents_the_address() -> None:
     """Check that the address is in pyproject.toml, and in files that are generated from it, alone."""
     if release.read_repository(ROOT) is not None:

@@ -30,10 +30,10 @@
 # %% [markdown]
 # ## Two models
 #
-# The next cell loads the models from packages, so that it needs no model hub. It works in the folder of the
-# repository. If you have access to a hub, load the same encoder with
-# `TransformerBridge.boot_transformers("sentence-transformers/all-MiniLM-L6-v2")`, and the decoder, with
-# weights that are not quantised, with
+# The next cell loads the models from packages, so it needs no model hub. It uses `demos/models.py`, so a
+# downloaded notebook has to be in the folder of the repository. If you have access to a hub, load the same
+# encoder with `TransformerBridge.boot_transformers("sentence-transformers/all-MiniLM-L6-v2")`, and the
+# decoder, with weights that are not quantised, with
 # `TransformerBridge.boot_transformers("HuggingFaceTB/SmolLM2-135M-Instruct")`.
 
 # %%

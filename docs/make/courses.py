@@ -4,13 +4,12 @@
     python -m docs.make.courses norms      one of them
 
 A course is a jupytext source (py:percent) in docs/courses/. `NAME.py` becomes `NAME.md`, `NAME.ipynb` and the
-pictures in `NAME_files/`, beside the source. The executed notebook is kept in .cache/courses/ until the
-source, a file of the repository that it imports, or the release of torch or TransformerLens changes.
+pictures in `NAME_files/`, beside the source. The executed notebook is kept in .cache/courses/ until
+something changes that its outputs can depend on (`cache_key`).
 """
 
 from __future__ import annotations
 
-import ast
 import base64
 import hashlib
 import html
@@ -21,7 +20,6 @@ import shutil
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -33,11 +31,15 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat import NotebookNode
 
+from tests.release import read_repository
+
 ROOT = Path(__file__).resolve().parents[2]
 COURSES = ROOT / "docs" / "courses"
 CACHE = ROOT / ".cache" / "courses"
+# What a course can import or read, beside the source itself.
+READ = ("lens_mix/**/*", "demos/**/*", "benchmarks/**/*.py")
 # Packages whose results a course shows; another release may give other outputs.
-RELEASES = ("torch", "transformer-lens")
+RELEASES = ("torch", "transformer-lens", "transformers", "numpy", "pandas", "networkx", "matplotlib")
 # A course should run within a minute; a cell that needs longer than this hangs.
 SECONDS_PER_CELL = 600
 # Colab opens notebooks from a branch. The built site, which has the notebooks, is published on this one.
@@ -45,9 +47,11 @@ PUBLISHED_BRANCH = "gh-pages"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _IMAGE = re.compile(
-    r'<img alt="(?P<alt>[^"]*)" src="data:image/(?P<kind>[a-z]+)[^,"]*;base64,(?P<data>[^"]*)">'
+    r'<img alt="(?P<alt>[^"]*)" src="data:image/(?P<kind>svg|png)[^,"]*;base64,(?P<data>[^"]*)">'
 )
 _STYLE = re.compile(r"<style.*?</style>", re.DOTALL)
+_LOOK = re.compile(r' (?:border="1"|class="dataframe"|style="text-align: right;")')
+_HEADING = re.compile(r"^#+ .+", re.MULTILINE)
 
 
 class CourseError(Exception):
@@ -57,6 +61,8 @@ class CourseError(Exception):
 def render_courses(folder: Path = COURSES, names: Sequence[str] = (), cache: Path = CACHE) -> list[Path]:
     """Run every course in a folder, or the named ones, and return the pages that are written beside them.
 
+    A page of a course that no longer exists would be in no navigation, so it is removed.
+
     Raises:
         CourseError: A name without a source, or a cell that raises an error or does not end.
     """
@@ -64,6 +70,11 @@ def render_courses(folder: Path = COURSES, names: Sequence[str] = (), cache: Pat
     unknown = [name for name in names if name not in sources]
     if unknown:
         raise CourseError(f"expected names of courses ({', '.join(sources)}), got {', '.join(unknown)}")
+    for notebook in folder.glob("*.ipynb"):
+        if notebook.stem not in sources:
+            notebook.unlink()
+            notebook.with_suffix(".md").unlink(missing_ok=True)
+            shutil.rmtree(notebook.with_name(f"{notebook.stem}_files"), ignore_errors=True)
     return [write_page(sources[name], execute(sources[name], cache)) for name in names or sources]
 
 
@@ -83,7 +94,7 @@ def execute(source: Path, cache: Path = CACHE) -> NotebookNode:
         print(f"{source.name}: run in {time.perf_counter() - start:.0f} s", flush=True)
         cache.mkdir(parents=True, exist_ok=True)
         for outdated in cache.glob(f"{source.stem}-*.ipynb"):
-            outdated.unlink()
+            outdated.unlink(missing_ok=True)
         # An interrupted build must not leave half a notebook behind.
         unfinished = kept.with_suffix(".unfinished")
         nbformat.write(notebook, unfinished)
@@ -92,26 +103,14 @@ def execute(source: Path, cache: Path = CACHE) -> NotebookNode:
 
 
 def cache_key(source: Path) -> str:
-    """Return a key that changes with the source, the folders that it imports from, and the releases."""
-    key = hashlib.sha256(source.read_bytes())
-    for package in imported_packages(source.read_text(encoding="utf-8")):
-        for file in sorted(path for path in package.rglob("*") if path.is_file()):
-            if "__pycache__" not in file.parts:
-                key.update(f"\n{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    """Return a key that changes with the source, what it can import or read, this file, and the releases."""
+    key = hashlib.sha256(source.read_bytes() + Path(__file__).read_bytes())
+    for file in sorted(path for pattern in READ for path in ROOT.glob(pattern) if path.is_file()):
+        if "__pycache__" not in file.parts:
+            key.update(f"\n{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
     for name in RELEASES:
         key.update(f"\n{name} {importlib.metadata.version(name)}".encode())
     return key.hexdigest()[:16]
-
-
-def imported_packages(source: str) -> list[Path]:
-    """Return the folders of the repository from which a course imports (lens_mix, demos, benchmarks)."""
-    modules = {"lens_mix"}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules.add(node.module.split(".")[0])
-    return sorted(ROOT / name for name in modules if (ROOT / name).is_dir())
 
 
 def run_cells(source: Path) -> NotebookNode:
@@ -142,7 +141,21 @@ def run_cells(source: Path) -> NotebookNode:
     for number, cell in enumerate(notebook.cells):
         # jupytext gives cells random names, and a second run should write the same file.
         cell.id = f"cell-{number}"
+        if cell.cell_type == "code":
+            cell.outputs = join_streams(cell.outputs)
     return notebook
+
+
+def join_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Return outputs with neighbouring texts of one stream joined; the kernel sends them in pieces."""
+    joined: list[NotebookNode] = []
+    for output in outputs:
+        above = joined[-1] if joined else None
+        if above and output.output_type == "stream" and above.get("name") == output.name:
+            above.text += output.text
+        else:
+            joined.append(output)
+    return joined
 
 
 def kernel_environment() -> dict[str, str]:
@@ -176,62 +189,63 @@ def _has_error(cell: NotebookNode) -> bool:
 # ---------------------------------------------------------------------- pages
 
 
-def write_page(source: Path, notebook: NotebookNode, address: str | None = None) -> Path:
-    """Write the page, the pictures and the notebook of an executed course, and return the page.
-
-    Args:
-        source: The course; the files are written beside it.
-        notebook: The course with its outputs.
-        address: The address of the repository on GitHub. None: that of pyproject.toml, if it has one.
-    """
-    address = address or repository_address()
+def write_page(source: Path, notebook: NotebookNode) -> Path:
+    """Write the page, the pictures and the notebook of an executed course beside it, and return the page."""
     page = source.with_suffix(".md")
     nbformat.write(notebook, source.with_suffix(".ipynb"))
     files = source.with_name(f"{source.stem}_files")
     shutil.rmtree(files, ignore_errors=True)
     first, *rest = notebook.cells
-    title, _, text = first.source.partition("\n")
-    links = f"[Download the notebook]({source.stem}.ipynb)"
-    colab = colab_link(source, address)
-    links += f" · [Open in Colab]({colab})" if colab else ""
-    blocks = [title, links, text.strip()]
+    heading, _, text = first.source.partition("\n")
+    links = [f"[Download the notebook]({source.stem}.ipynb)"]
+    colab = colab_link(source, read_repository(ROOT))
+    if colab:
+        links.append(f"[Open in Colab]({colab})")
+    blocks = [heading, " · ".join(links), text.strip()]
     for number, cell in enumerate(rest, 1):
-        blocks += render_cell(cell, files, f"cell_{number}")
+        if cell.cell_type == "markdown":
+            heading = (_HEADING.findall(cell.source) or [heading])[-1]
+        blocks += render_cell(cell, files / f"cell_{number}", f"Figure: {heading.strip('# ')}")
     page.write_text("\n\n".join(block for block in blocks if block) + "\n", encoding="utf-8")
     return page
 
 
-def render_cell(cell: NotebookNode, files: Path, name: str) -> Iterator[str]:
-    """Yield the Markdown of a cell: its text, or its code and its outputs."""
+def render_cell(cell: NotebookNode, picture: Path, alt: str) -> Iterator[str]:
+    """Yield the Markdown of a cell: its text, or its code and its outputs.
+
+    Args:
+        cell: The cell.
+        picture: The beginning of the paths of its pictures.
+        alt: A text for readers who do not see the pictures.
+    """
     if cell.cell_type != "code":
         yield cell.source
         return
     if cell.source:
         yield fence(cell.source, "python")
     for number, output in enumerate(cell.outputs):
-        yield from render_output(output, files, f"{name}_{number}")
+        yield from render_output(output, picture.with_name(f"{picture.name}_{number}"), alt)
 
 
-def render_output(output: NotebookNode, files: Path, name: str) -> Iterator[str]:
+def render_output(output: NotebookNode, picture: Path, alt: str) -> Iterator[str]:
     """Yield the Markdown of one output: a picture, HTML or text."""
     if output.output_type == "stream":
         yield fence(output.text, "text")
         return
     data = output.data
-    for kind, ending in (("image/svg+xml", "svg"), ("image/png", "png")):
-        if kind in data:
-            content = data[kind].encode() if ending == "svg" else base64.b64decode(data[kind])
-            yield write_picture(files / f"{name}.{ending}", content, "The figure drawn by the cell above")
-            return
-    if "text/html" in data:
-        yield from render_html(data["text/html"], files, name)
+    if "image/svg+xml" in data:
+        yield write_picture(picture.with_suffix(".svg"), data["image/svg+xml"].encode(), alt)
+    elif "image/png" in data:
+        yield write_picture(picture.with_suffix(".png"), base64.b64decode(data["image/png"]), alt)
+    elif "text/html" in data:
+        yield from render_html(data["text/html"], picture)
     elif "text/markdown" in data:
         yield data["text/markdown"]
     elif "text/plain" in data:
         yield fence(data["text/plain"], "text")
 
 
-def render_html(text: str, files: Path, name: str) -> Iterator[str]:
+def render_html(text: str, picture: Path) -> Iterator[str]:
     """Yield the HTML of an output, with its pictures as files.
 
     The pictures become Markdown images, because the site rewrites relative links in Markdown and not in HTML.
@@ -239,16 +253,18 @@ def render_html(text: str, files: Path, name: str) -> Iterator[str]:
     start = 0
     for number, image in enumerate(_IMAGE.finditer(text)):
         yield tidy_html(text[start : image.start()])
-        ending = {"svg": "svg", "png": "png"}[image["kind"]]
-        picture = files / f"{name}_{number}.{ending}"
-        yield write_picture(picture, base64.b64decode(image["data"]), html.unescape(image["alt"]))
+        file = picture.with_name(f"{picture.name}_{number}.{image['kind']}")
+        yield write_picture(file, base64.b64decode(image["data"]), html.unescape(image["alt"]))
         start = image.end()
     yield tidy_html(text[start:])
 
 
 def tidy_html(text: str) -> str:
-    """Return HTML as one block of Markdown: without styles, borders and empty lines."""
-    text = _STYLE.sub("", text).replace(' border="1"', "").replace(' style="text-align: right;"', "")
+    """Return HTML as one block of Markdown: without styles and empty lines.
+
+    Without the class of pandas, the site shows its tables like all others.
+    """
+    text = _LOOK.sub("", _STYLE.sub("", text))
     return "\n".join(line.strip() for line in text.splitlines() if line.strip())
 
 
@@ -262,17 +278,11 @@ def write_picture(file: Path, content: bytes, alt: str) -> str:
 
 def fence(text: str, language: str) -> str:
     """Return text in a code block whose fence is longer than any in the text."""
-    ticks = "`" * max(3, *(len(run) + 1 for run in re.findall(r"^`{3,}", text, re.MULTILINE)), 3)
+    ticks = "`" * max([3, *(len(run) + 1 for run in re.findall(r"^`{3,}", text, re.MULTILINE))])
     return f"{ticks}{language}\n{_ANSI.sub('', text).rstrip()}\n{ticks}"
 
 
 # ---------------------------------------------------------------------- the repository's address
-
-
-def repository_address(project: Path = ROOT / "pyproject.toml") -> str | None:
-    """Return the address in `[project.urls] Repository`, the one place that has it, or None."""
-    urls = tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("urls", {})
-    return urls.get("Repository") or None
 
 
 def colab_link(source: Path, address: str | None) -> str | None:

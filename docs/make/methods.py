@@ -25,19 +25,14 @@ _SHAPES = {
     "stack": "an input map after each block, from there down to the tokens, `[layer, query, key]`",
     "model": "one input map of the whole model, `[1, query, key]`",
 }
-_PARTS = {
-    "encoder": "the encoder, and models with one stack",
-    "decoder": "the decoder, and models with one stack",
-    "cross": "the cross-attention",
-    "joint": "source and target tokens together",
-}
+_PARTS = ("encoder", "decoder", "cross", "joint")
 # What `Method.needs` lists besides components of a block.
 _CONDITIONS = {
     "causal": "a causal model",
     "gradients": "gradients with respect to tensors inside the model",
     "position_ids": "a TransformerBridge whose model takes `position_ids`",
 }
-# The course that computes the methods of a module by hand, and the page with the evidence on them.
+# The course that uses the methods of a module, and the page with the evidence on them.
 _COURSES = {
     "attention": "rollout_and_flow",
     "value_norms": "norms",
@@ -135,7 +130,10 @@ def _facts_of(
         ("Residual weight in `lm.rollout`", f"{method.residual:g}, unless you pass `residual=`"),
         ("Target", "needs one: `target=`, by default the prediction" if "target" in fields else "needs none"),
         ("Needs", ", ".join(conditions) or "nothing beyond the verification below"),
-        ("Encoder-decoders", "; ".join(f"`{part}`" for part in _PARTS if part in method.parts)),
+        (
+            "Parts of an encoder-decoder",
+            ", ".join(f'`part="{part}"`' for part in _PARTS if part in method.parts),
+        ),
         ("Cost", str(described.cost) if described.cost else "unknown"),
     ]
     if method.scope != "layer":
@@ -162,14 +160,15 @@ def _engines(method: type[Method]) -> str:
         for each in (*COMPONENTS, LOGITS)
         if each.name in components
     ]
-    sentences = "Every run first rebuilds these components on your model and compares them:"
-    limits = (
-        "Some kinds of blocks have no formula for this method. `lm.support(model)` shows whether yours has."
-        if method.unsupported_block is not Method.unsupported_block
-        else "`lm.support(model)` shows which engine your model gets, and `lm.check(model)` the errors."
+    sentence = (
+        "Before the first run, these components are rebuilt on your model and compared with its tensors:"
     )
+    support = "`lm.support(model)` shows which engine your model gets, and `lm.check(model)` the errors."
+    if method.unsupported_block is not Method.unsupported_block:
+        instead = "`hooks` is used" if len(method.engines) > 1 else "the run raises an error"
+        support = f"The method has no formula for some kinds of blocks. For these, {instead}. {support}"
     header = ("engine", "what it does", "computes this method", "verified first")
-    return "\n\n".join([_table(header, rows), sentences, "\n".join(formulas), limits])
+    return "\n\n".join([_table(header, rows), sentence, "\n".join(formulas), support])
 
 
 def _verified_for(method: type[Method], engine: str) -> list[str]:
@@ -218,7 +217,8 @@ def _links(method: type[Method]) -> list[str]:
     module = method.__module__.rpartition(".")[2]
     links = []
     if module in _COURSES:
-        links.append(f"[The course that computes it by hand](../../courses/{_COURSES[module]}.md)")
+        course = _COURSES[module]
+        links.append(f"[Course: {course.replace('_', ' ')}](../../courses/{course}.md)")
     links += [
         f"[Evidence: {page.replace('_', ' ')}](../../evidence/{page}.md)"
         for page in _EVIDENCE.get(module, ())
@@ -232,7 +232,8 @@ def _write_index() -> str:
     parts = [
         "# Methods",
         "Every method, by what its map shows. Pass the name to `lm.run`. The page of a method has its "
-        "formula, parameters, engines and scores. The cost is an estimate.",
+        "formula, parameters, engines and scores. The cost is an estimate, where one forward pass is one of the "
+        "same prompt. If it grows with the number of positions, it is that of a prompt of 64 tokens.",
     ]
     for group in GROUPS:
         names = [name for name, each in DESCRIPTIONS.items() if each.group == group and name in lm.METHODS]

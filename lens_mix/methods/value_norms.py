@@ -46,7 +46,7 @@ class ValueNorms(VectorMethod):
     units of the attention's output, before any norm or multiplier on the attention branch. The sums of rows
     have no meaning.
 
-    The map does not contain the residual stream (that of `attn_res` does), so roll-outs mix in half an
+    The map does not contain the residual stream (that of `attn_res` does), so rollouts mix in half an
     identity. Folding b_V into b_O (`fold_value_biases`) changes the map, because b_V is then in no vector.
     `value_biases` in the record says where it is.
 

@@ -330,3 +330,13 @@ def test_flan_t5_is_downloaded_once_and_is_the_one_in_the_package(
     assert models.flan_t5_folder() == models.flan_t5_folder()
     assert converted == [["decoder.onnx", "encoder.onnx", "tokenizer.json"]]
     assert calls == ["traceforge-title-model==0.2.0"] * 2
+
+
+def test_a_missing_reader_of_weights_is_an_error_that_names_the_extra(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"need onnx: pip install 'lens_mix\[demos\]'"):
+        models._onnx_weights(tmp_path / "decoder.onnx", "", "")
+    with pytest.raises(ImportError, match="need gguf"):
+        models._convert(tmp_path / "model.gguf", tmp_path)

@@ -11,10 +11,7 @@ import pytest
 
 import lens_mix as lm
 from docs.make import reference
-from docs.make.__main__ import write_reference
 from tests.source_tree import ROOT
-
-pytestmark = pytest.mark.once
 
 # No constant: two public names have the same object only if one is imported from the other.
 CONSTANTS = (str, dict)
@@ -110,6 +107,15 @@ def test_scores_are_those_of_the_recorded_tables(pages):
     assert "The leaderboard has no row" in pages["methods/attention_attribution.md"]
 
 
+def test_the_best_method_of_a_task_is_at_least_as_good_as_every_other(pages):
+    row = r"\| ([−\d.]+) \[[^\]]+\] \| \d+ \| ([−\d.]+), \[`(\w+)`\]\(\3\.md\) \|"
+    quoted = re.findall(row, "".join(pages.values()))
+    assert len(quoted) > 100
+    worse = [each for each in quoted if float(each[0].replace("−", "-")) > float(each[1].replace("−", "-"))]
+    assert worse == []
+    assert {leader for _, _, leader in quoted} > {"decompx", "attribution_patching"}
+
+
 def test_the_navigation_has_every_page(pages):
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r"- reference/(\S+\.md)$", navigation, re.MULTILINE)
@@ -119,9 +125,9 @@ def test_the_navigation_has_every_page(pages):
 def test_the_generator_writes_the_same_again_and_deletes_what_is_no_page(pages, tmp_path: Path):
     (tmp_path / "methods").mkdir()
     (tmp_path / "methods" / "removed.md").write_text("# A method that was removed\n")
-    write_reference(tmp_path)
+    reference.write(tmp_path)
     files = {str(path.relative_to(tmp_path)): path for path in tmp_path.rglob("*.md")}
     assert {name: path.read_text(encoding="utf-8") for name, path in files.items()} == pages
     times = {name: path.stat().st_mtime_ns for name, path in files.items()}
-    write_reference(tmp_path)
+    reference.write(tmp_path)
     assert {name: path.stat().st_mtime_ns for name, path in files.items()} == times

@@ -108,6 +108,7 @@ def main(*installed: str) -> None:
     """Use the library, if no extra is installed, then each extra."""
     print(f"lens_mix {lm.__version__} in {Path(lm.__file__).parent}, torch {torch.__version__}")
     assert Path(lm.__file__).is_relative_to(sys.prefix), "not the installed library"
+    assert FEATURES.keys() >= set(installed), "an extra without a feature to try"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with _without_progress_bars():

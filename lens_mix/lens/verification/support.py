@@ -22,7 +22,7 @@ from lens_mix.lens.verification_record import Verification
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """A table of methods on one model: `ok` with the engine, or the reason why a method can't run.
+    """A table of methods on one model: `ok` with the engine, or the reason why a method cannot run.
 
     Attributes:
         model: The model's name.
