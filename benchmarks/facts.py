@@ -393,7 +393,7 @@ def _figure(quoted: re.Match[str]) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """Return a text whose figures have no-break spaces, so that a narrow column keeps an interval in one line."""
+    """Return a text whose figures have no-break spaces, so that an interval stays in one line."""
     return _FIGURE.sub(lambda figure: figure[0].replace(" ", "\N{NO-BREAK SPACE}"), text)
 
 

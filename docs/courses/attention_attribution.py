@@ -274,8 +274,8 @@ for trigger, label, _, before, after in sorted(report.rows, key=lambda row: row[
 # 1. The two probabilities sum to 1, so the scores are the same with the other sign.
 # 2. It does not keep completeness. At A the model is sure of its answer, and a small change of the pattern
 #    does not change F: the gradient is almost zero. The order is kept only in part. So the method integrates.
-# 3. More than 40 %: the accuracy is then still above a guess. But the first 10 % already cost more accuracy
-#    than 70 % of the least important heads do above.
+# 3. More than the largest share that is printed below: the accuracy is then still above a guess. But the
+#    smallest share already costs more accuracy than most of the least important heads do above.
 # 4. As many random words at the same places are a fair control. They lower the accuracy of both classes,
 #    because they are noise. The trigger lowers that of the other answer more, and that of its own answer
 #    less.

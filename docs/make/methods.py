@@ -232,8 +232,8 @@ def _write_index() -> str:
     parts = [
         "# Methods",
         "Every method, by what its map shows. Pass the name to `lm.run`. The page of a method has its "
-        "formula, parameters, engines and scores. The cost is an estimate, where one forward pass is one of the "
-        "same prompt. If it grows with the number of positions, it is that of a prompt of 64 tokens.",
+        "formula, parameters, engines and scores. The cost is an estimate, where one forward pass is one of "
+        "the same prompt. If it grows with the number of positions, it is that of a prompt of 64 tokens.",
     ]
     for group in GROUPS:
         names = [name for name, each in DESCRIPTIONS.items() if each.group == group and name in lm.METHODS]
