@@ -250,8 +250,8 @@ for name, curve in curves.items():
 #
 # - A score says how the output of one block changes, not what the answer depends on. Test that with the hook,
 #   as above.
-# - One prompt shows how an evaluation works, and not which method is better. In the last table attention
-#   needs fewer cells than Value Zeroing in one column, and more in another.
+# - One prompt shows how an evaluation works, and not which method is better. In the last table,
+#   attention is better than Value Zeroing with one share of the cells, and worse with another.
 # - The score already counts the residual stream, so a rollout of Value Zeroing adds no identity matrix.
 # - The cosine ignores changes of length. `lm.ValueZeroing(metric="euclidean")` counts them.
 # - Means over few sentences have wide intervals. [The leaderboard](../evidence/leaderboard.md) has more
