@@ -189,8 +189,8 @@ for name in methods:
     print(f"by sentence {agreement.prompts.nanmean():+.2f}")
 
 # %% [markdown]
-# All three correlations are low here, and differ little: with so few sentences, this evaluation does not tell
-# the methods apart.
+# All three correlations are low here, and differ little: with so few sentences, this evaluation does not
+# distinguish the methods.
 #
 # ## Evaluation 3: faithfulness of an input map
 #
@@ -250,8 +250,8 @@ for name, curve in curves.items():
 #
 # - A score says how the output of one block changes, not what the answer depends on. Test that with the hook,
 #   as above.
-# - One prompt shows how an evaluation works, and not which method is better. In the last table attention
-#   needs fewer cells than Value Zeroing in one column, and more in another.
+# - One prompt shows how an evaluation works, and not which method is better. In the last table,
+#   attention is better than Value Zeroing with one share of the cells, and worse with another.
 # - The score already counts the residual stream, so a rollout of Value Zeroing adds no identity matrix.
 # - The cosine ignores changes of length. `lm.ValueZeroing(metric="euclidean")` counts them.
 # - Means over few sentences have wide intervals. [The leaderboard](../evidence/leaderboard.md) has more
