@@ -396,8 +396,9 @@ def _figure(quoted: re.Match[str]) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """Return a text whose figures have no-break spaces, so that an interval stays in one line."""
-    return _FIGURE.sub(lambda figure: figure[0].replace(" ", "\N{NO-BREAK SPACE}"), text)
+    """Return a text whose figures have minus signs and no-break spaces, for one line each."""
+    text = _FIGURE.sub(lambda figure: figure[0].replace(" ", "\N{NO-BREAK SPACE}"), text)
+    return re.sub(r"(?<![\w.])-(?=\d)", "−", text)
 
 
 def _cases(name: str) -> int:

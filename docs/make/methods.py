@@ -125,7 +125,7 @@ def _facts_of(
     rows = [
         ("Group", described.group),
         ("Map", shape),
-        ("Rows", "sum to 1" if method.has_unit_rows else "do not sum to 1; `m.normalized()` scales them"),
+        ("Rows", "sum to 1" if method.has_unit_rows else "need not sum to 1; `m.normalized()` scales them"),
         ("Residual stream", "on the diagonal" if method.includes_residual else "not on the diagonal"),
         ("Residual weight in `lm.rollout`", f"{method.residual:g}, unless you pass `residual=`"),
         ("Target", "needs one: `target=`, by default the prediction" if "target" in fields else "needs none"),

@@ -186,7 +186,7 @@ def test_a_table_is_copied_with_its_columns_and_rows(run: str) -> None:
     opening = (
         f"<!-- table {run}#Rows: the first\ncolumns: method as Name of it | score\nrows: gim |\n 3, x\n-->"
     )
-    gim, other = "-0.10\xa0(-0.2\xa0to\xa00.0)", "0.25\xa0±\xa00.05"
+    gim, other = "−0.10\xa0(−0.2\xa0to\xa00.0)", "0.25\xa0±\xa00.05"
     body = f"| Name of it | score |\n| --- | --- |\n| gim | {gim} |\n| 3 | {other} |"
     page = f"Before.\n\n{opening}\n<!-- /table -->\n\nAfter."
     written = facts.render(page)
