@@ -175,7 +175,7 @@ def test_the_page_is_short(page: Path) -> None:
     assert len(lines) <= 15
     assert max(map(len, lines)) <= 110
     assert text.startswith("# ")
-    assert text.partition("**If it fails, or next.**")[2].count("](") in (1, 2)
+    assert text.partition("**If it fails, and next steps.**")[2].count("](") in (1, 2)
 
 
 @each_how_to
