@@ -174,9 +174,9 @@ class WrittenSpan:
 
     def _explain(self, everything: bool) -> str:
         """Return the span with its probability, and the shares of what is not listed."""
-        each = math.exp(self.log_probability / (self.stop - self.start))
+        mean = math.exp(self.log_probability / (self.stop - self.start))
         line = f"{self.text!r}: probability {self.probability:.2g}"
-        line += f" ({each:.2f} per token)" if self.stop > self.start + 1 else ""
+        line += f" ({mean:.2f} per token)" if self.stop > self.start + 1 else ""
         if everything:
             return line
         shares: dict[str, float] = {}

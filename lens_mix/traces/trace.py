@@ -15,8 +15,8 @@ from torch import Tensor
 from lens_mix.arguments import check_choice, check_slice, check_whole_number, describe_value
 from lens_mix.evaluation.candidates import Aggregation
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
-from lens_mix.lens.prompts import is_encoder_decoder
 from lens_mix.lens.model_names import strip_path
+from lens_mix.lens.prompts import is_encoder_decoder
 from lens_mix.lens.provenance import model_name
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
