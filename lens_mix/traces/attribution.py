@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -148,11 +147,22 @@ class Explainer:
         return torch.nn.functional.pad(row, (0, len(self.reading.tokens) - len(row)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What a forward pass gives to written tokens.
+
+    Attributes:
+        log_probabilities: The log probability of each token, given all tokens before it, in nats.
+        explained: What the model predicts in place of each token, and the token's log probability.
+    """
+
+    log_probabilities: Float[Tensor, " written"]
+    explained: tuple[Explained, ...]
+
+
 @torch.no_grad()
-def read_written(
-    model: TransformerLensModel, reading: Reading, prompt: Prompt | None = None
-) -> tuple[Float[Tensor, " written"], Callable[[], list[Explained]]]:
-    """Return the log probability of each written token, and a function that returns the predictions.
+def read_written(model: TransformerLensModel, reading: Reading, prompt: Prompt | None = None) -> Written:
+    """Return the log probabilities and the predictions of the written tokens, from one forward pass.
 
     Args:
         model: The model.
@@ -174,13 +184,9 @@ def read_written(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     numbers = wide.gather(-1, written.to(wide.device)[:, None])[:, 0] - wide.logsumexp(-1)
     name = functools.partial(name_token, getattr(model, "tokenizer", None))
-
-    def predict() -> list[Explained]:
-        return [
-            entry._replace(target=f"log probability of {name(int(token))!r}", value=float(number))
-            for entry, token, number in zip(
-                read_predictions(logits, name), written, numbers.tolist(), strict=True
-            )
-        ]
-
-    return numbers.cpu(), predict
+    predictions = read_predictions(logits, name)
+    explained = [
+        entry._replace(target=f"log probability of {name(int(token))!r}", value=float(number))
+        for entry, token, number in zip(predictions, written, numbers.tolist(), strict=True)
+    ]
+    return Written(numbers.cpu(), tuple(explained))

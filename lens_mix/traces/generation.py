@@ -10,8 +10,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel
-from lens_mix.lens.raw_errors import LibraryErrors
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.replay import is_out_of_memory
 
 
 def generate_tokens(
@@ -45,11 +45,20 @@ def generate_tokens(
     if ends and chosen["stop_at_eos"]:
         chosen.setdefault("eos_token_id", ends if len(ends) > 1 else ends[0])
     devices = [lens.device] if lens.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), LibraryErrors(model), lens.evaluation_mode():
+    with torch.random.fork_rng(devices), lens.evaluation_mode():
         torch.manual_seed(seed)
-        output: Tensor = lens.model.generate(
-            tokens[None].to(lens.device), max_new_tokens=count, return_type="tokens", **chosen
-        )
+        try:
+            output: Tensor = lens.model.generate(
+                tokens[None].to(lens.device), max_new_tokens=count, return_type="tokens", **chosen
+            )
+        except Exception as problem:
+            if is_out_of_memory(problem):
+                raise
+            needs_tokenizer = " (in some releases it needs a tokenizer)" * (lens.tokenizer is None)
+            raise UnsupportedModelError(
+                f"generate: expected model.generate to write text, got {type(problem).__name__}: "
+                f"{problem}{needs_tokenizer}; give what was written as answer="
+            ) from problem
     written = output[0] if part == "joint" else output[0, len(tokens) :]
     is_end = [token in ends for token in written.tolist()]
     start = 1 if part == "joint" else 0

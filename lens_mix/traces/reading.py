@@ -14,8 +14,8 @@ from torch import Tensor
 from lens_mix.arguments import describe_value
 from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
-from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder, read_prompt
+from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
+from lens_mix.lens.prompts import is_encoder_decoder, read_prompt
 from lens_mix.lens.state import reading
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.traces.documents import Documents, Section, render_chat
@@ -75,7 +75,7 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Text:
+class PromptText:
     """The text of a prompt.
 
     Attributes:
@@ -89,7 +89,7 @@ class _Text:
     is_template: bool
 
 
-def read_prompt_text(model: TransformerLensModel, prompt: Any) -> _Text | None:
+def read_prompt_text(model: TransformerLensModel, prompt: Any) -> PromptText | None:
     """Return the text of a prompt and its sections; None for tokens.
 
     Raises:
@@ -108,16 +108,16 @@ def read_prompt_text(model: TransformerLensModel, prompt: Any) -> _Text | None:
         )
     if isinstance(prompt, str):
         kind = "source" if is_encoder_decoder(model, model_class_of(model)) else "prompt"
-        return _Text(prompt, [Section(kind, kind, 0, len(prompt))], False)
+        return PromptText(prompt, [Section(kind, kind, 0, len(prompt))], False)
     if isinstance(prompt, Documents) and not getattr(tokenizer, "chat_template", None):
-        return _Text(*prompt.to_text(), False)
+        return PromptText(*prompt.to_text(), False)
     messages, inside = prompt.to_messages() if isinstance(prompt, Documents) else (prompt, None)
     texts.chat_ids(tokenizer, messages)  # It raises the errors of messages and templates.
-    return _Text(*render_chat(tokenizer, messages, inside), True)
+    return PromptText(*render_chat(tokenizer, messages, inside), True)
 
 
 def read_prompt_tokens(
-    model: TransformerLensModel, prompt: Any, text: _Text | None, prepend_bos: bool | None
+    model: TransformerLensModel, prompt: Any, text: PromptText | None, prepend_bos: bool | None
 ) -> Int[Tensor, " pos"]:
     """Return the tokens of a prompt of a causal model.
 
@@ -134,8 +134,18 @@ def read_prompt_tokens(
         return read_prompt(model, model_class_of(model), given, prepend_bos=prepend_bos).tokens
 
 
+def read_source_tokens(model: TransformerLensModel, source: Any) -> Int[Tensor, " pos"]:
+    """Return the tokens of an encoder-decoder's source.
+
+    Raises:
+        TypeError, ValueError: As in `lens_mix.run`.
+    """
+    with reading(model):
+        return read_prompt(model, model_class_of(model), source).tokens
+
+
 def read_causal(
-    model: TransformerLensModel, tokens: Int[Tensor, " pos"], text: _Text | None, answer: Any
+    model: TransformerLensModel, tokens: Int[Tensor, " pos"], text: PromptText | None, answer: Any
 ) -> Reading:
     """Return the reading of a causal model's prompt and an answer.
 
@@ -149,10 +159,6 @@ def read_causal(
         TypeError: If the answer is neither text nor tokens.
         ValueError: If it is empty, or the prompt's last token merges with it.
     """
-    if not is_causal_model(model, model_class_of(model)):
-        raise UnsupportedModelError(
-            "trace: expected a causal model or an encoder-decoder, which write text, got an encoder"
-        )
     tokenizer = getattr(model, "tokenizer", None)
     prompt_text = None if text is None else _place(tokenizer, text, tokens)
     written_text: PlacedText | None
@@ -169,7 +175,7 @@ def read_causal(
 
 
 def read_encoder_decoder(
-    model: TransformerLensModel, source: Any, text: _Text | None, answer: Any
+    model: TransformerLensModel, source: Any, text: PromptText | None, answer: Any
 ) -> Reading:
     """Return the reading of an encoder-decoder's source and an answer.
 
@@ -209,7 +215,7 @@ def read_encoder_decoder(
     return Reading(prompt, n_source, n_source + start, tokens, prompt_text, written_text)
 
 
-def _place(tokenizer: Any, text: _Text, tokens: Int[Tensor, " pos"]) -> PlacedText:
+def _place(tokenizer: Any, text: PromptText, tokens: Int[Tensor, " pos"]) -> PlacedText:
     """Return the text of a prompt with the offsets of its tokens.
 
     Raises:

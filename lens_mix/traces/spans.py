@@ -167,8 +167,8 @@ class WrittenSpan:
         reading, model = self.trace.reading, self.trace.require_model()
         measured = []
         for each in tqdm(listed, desc="passes without a source", delay=2, leave=False):
-            numbers, _ = read_written(model, reading, reading.without(each.source.positions))
-            lost = self.log_probability - float(numbers[self.start : self.stop].sum())
+            without = read_written(model, reading, reading.without(each.source.positions))
+            lost = self.log_probability - float(without.log_probabilities[self.start : self.stop].sum())
             measured.append(each._replace(loss=lost))
         return SourceScores(measured, listed.explanation)
 

@@ -16,7 +16,7 @@ from lens_mix.arguments import check_choice, check_slice, check_whole_number, de
 from lens_mix.evaluation.candidates import Aggregation
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.model_names import strip_path
-from lens_mix.lens.prompts import is_encoder_decoder
+from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder
 from lens_mix.lens.provenance import model_name
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
@@ -24,14 +24,16 @@ from lens_mix.method import Method
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.input_gradients import InputGradients
 from lens_mix.runner import MethodLike, read_methods
-from lens_mix.traces.attribution import Explainer, find_aggregation, read_written
+from lens_mix.traces.attribution import Explainer, Written, find_aggregation, read_written
 from lens_mix.traces.generation import generate_tokens
 from lens_mix.traces.reading import (
+    PromptText,
     Reading,
     read_causal,
     read_encoder_decoder,
     read_prompt_text,
     read_prompt_tokens,
+    read_source_tokens,
 )
 from lens_mix.traces.sources import (
     UNITS,
@@ -477,26 +479,35 @@ def trace(
             f"trace: expected options of generate= only with it, got {sorted(generation)}; options of "
             "lm.run are prepend_bos and max_memory"
         )
+    model_class = model_class_of(model)
+    if not (is_causal_model(model, model_class) or is_encoder_decoder(model, model_class)):
+        raise UnsupportedModelError(
+            "trace: expected a causal model or an encoder-decoder, which write text, got an encoder"
+        )
     unit, split, groups = _read_sources(sources, language)
     aggregated = find_aggregation(aggregation)
     methods = _default_methods(model) if method is None else [_read_method(method)]
-    reading = _read(model, prompt, answer, generate, seed, prepend_bos, generation)
-    log_probabilities, predict = read_written(model, reading)
-    explained = tuple(predict())
-    if generate is not None and not generation:
-        _require_predicted(explained, log_probabilities)
+    text = read_prompt_text(model, prompt)
+    check_whole_number("seed", seed, 0)
+    if generate is None:
+        reading = _read(model, prompt, text, answer, prepend_bos)
+        written = read_written(model, reading)
+        notes: list[str] = []
+    else:
+        count = check_whole_number("generate", generate, 1)
+        reading, written, notes = _write(model, prompt, text, count, seed, prepend_bos, generation)
     found, reasons = _first_that_runs(model, reading, methods, aggregated, {"max_memory": max_memory})
     explainer, whole = found
     record = {"generate": generate, "seed": seed, **generation} if generate is not None else {}
     return Trace(
         reading=reading,
         unit=unit,
-        log_probabilities=log_probabilities,
-        explained=explained,
+        log_probabilities=written.log_probabilities,
+        explained=written.explained,
         method_name=explainer.name,
         parameters=explainer.method.parameters(),
         provenance={"model": strip_path(model_name(model)), **({"generation": record} if record else {})},
-        notes=tuple(f"trace: a better method cannot run: {reason}" for reason in reasons),
+        notes=(*notes, *(f"trace: a better method cannot run: {reason}" for reason in reasons)),
         model=model,
         _explainer=explainer,
         _split=split,
@@ -530,40 +541,70 @@ def _read_method(method: MethodLike) -> Method:
 
 
 def _read(
+    model: TransformerLensModel, prompt: Any, text: PromptText | None, answer: Any, prepend_bos: bool | None
+) -> Reading:
+    """Return the prompt and what was written after it."""
+    if is_encoder_decoder(model, model_class_of(model)):
+        return read_encoder_decoder(model, prompt if text is None else text.text, text, answer)
+    return read_causal(model, read_prompt_tokens(model, prompt, text, prepend_bos), text, answer)
+
+
+def _write(
     model: TransformerLensModel,
     prompt: Any,
-    answer: Any,
-    generate: int | None,
+    text: PromptText | None,
+    count: int,
     seed: int,
     prepend_bos: bool | None,
-    generation: Mapping[str, Any],
-) -> Reading:
-    """Return the prompt and what was, or is now, written after it."""
-    text = read_prompt_text(model, prompt)
-    count = None if generate is None else check_whole_number("generate", generate, 1)
-    check_whole_number("seed", seed, 0)
-    if is_encoder_decoder(model, model_class_of(model)):
-        source = prompt if text is None else text.text
-        if count is not None:
-            tokens = read_encoder_decoder(model, source, text, None).prompt.tokens
-            answer = generate_tokens(model, tokens, count, part="joint", seed=seed, options=generation)
-        return read_encoder_decoder(model, source, text, answer)
-    tokens = read_prompt_tokens(model, prompt, text, prepend_bos)
-    if count is not None:
-        answer = generate_tokens(model, tokens, count, part=None, seed=seed, options=generation)
-    return read_causal(model, tokens, text, answer)
+    options: Mapping[str, Any],
+) -> tuple[Reading, Written, list[str]]:
+    """Return the prompt, what the model writes after it, and notes.
+
+    The most probable tokens are compared with the predictions of one pass over all tokens. If some differ,
+    they are written again without the cache of keys and values, which is wrong in some models.
+
+    Raises:
+        UnsupportedModelError: If the model cannot write, or its tokens are not those that the pass predicts.
+    """
+    has_encoder = is_encoder_decoder(model, model_class_of(model))
+    if has_encoder:
+        tokens = read_source_tokens(model, prompt if text is None else text.text)
+    else:
+        tokens = read_prompt_tokens(model, prompt, text, prepend_bos)
+    part = "joint" if has_encoder else None
+    reasons: list[str] = []
+    for kept in ({}, {"use_past_kv_cache": False}):
+        given = {**options, **kept}
+        answer = generate_tokens(model, tokens, count, part=part, seed=seed, options=given)
+        if has_encoder:
+            reading = read_encoder_decoder(model, tokens, text, answer)
+        else:
+            reading = read_causal(model, tokens, text, answer)
+        written = read_written(model, reading)
+        reason = None if options else _find_other_prediction(written)
+        if reason is None:
+            notes = [f"generate: written without the cache, because with it {each}" for each in reasons]
+            return reading, written, notes
+        reasons.append(reason)
+        if has_encoder:
+            break
+    raise UnsupportedModelError(
+        f"generate: expected model.generate to write what a pass over all tokens predicts, got another text: "
+        f"{reasons[-1]}; give the text as answer="
+    )
 
 
-def _require_predicted(explained: Sequence[Explained], log_probabilities: Float[Tensor, " written"]) -> None:
-    """Raise an UnsupportedModelError if a pass predicts another token in the place of a written one."""
-    allowed = _ROUNDING.get(log_probabilities.dtype, _ROUNDING_OF_HALF)
-    for index, (entry, number) in enumerate(zip(explained, log_probabilities.tolist(), strict=True)):
+def _find_other_prediction(written: Written) -> str | None:
+    """Return which written token is not the prediction of the pass; None if all are."""
+    numbers = written.log_probabilities
+    allowed = _ROUNDING.get(numbers.dtype, _ROUNDING_OF_HALF)
+    for index, (entry, number) in enumerate(zip(written.explained, numbers.tolist(), strict=True)):
         if entry.probability is not None and number < math.log(entry.probability) - allowed:
-            raise UnsupportedModelError(
-                f"generate: expected each written token to be the prediction of a forward pass over all "
-                f"tokens, got token {index} with {entry.target} = {number:.3g}, where the pass predicts "
-                f"{entry.prediction!r}; try use_past_kv_cache=False, or give the text as answer="
+            return (
+                f"token {index} has {entry.target} = {number:.3g}, where the pass predicts "
+                f"{entry.prediction!r}"
             )
+    return None
 
 
 def _first_that_runs(
