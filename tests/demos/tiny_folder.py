@@ -45,6 +45,9 @@ def save_tiny_llama(folder: Path, words: Sequence[str] = WORDS, context: int = 6
     )
     model = LlamaForCausalLM(config)
     _randomise(model, around_one="norm")
+    # What it writes has as many tokens as a page asks for.
+    with torch.no_grad():
+        model.lm_head.weight[config.eos_token_id] = 0
     model.save_pretrained(folder)
     return folder
 
