@@ -1,0 +1,354 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Traces: which sentence did a written span come from?
+#
+# **Level:** you know what a log probability and a gradient are. **Time:** 40 minutes with the exercises.
+# **Papers:**
+#
+# - Cohen-Wang et al., "ContextCite: Attributing Model Generation to Context", NeurIPS 2024.
+# - Cohen-Wang et al., "Learning to Attribute with Attention" (AT2), 2025, arXiv 2504.13752.
+# - Walker and Ewetz, "Explaining the Reasoning of Large Language Models Using Attribution Graphs" (CAGE),
+#   2025, arXiv 2512.15663.
+# - Pan et al., "Towards Long-Horizon Interpretability: Efficient and Faithful Multi-Token Attribution for
+#   Reasoning LLMs" (FlashTrace), ICML 2026.
+#
+# A map explains the next token by tokens. A reader of an answer asks another question: from which sentence
+# did these words come, and would the model have written them without it? `lm.trace` answers the first part
+# with a map, and checks the second part by removing sentences. In this course you will
+#
+# 1. compute a trace by hand: one pass, one gradient, one sum for each sentence,
+# 2. check it by deleting each sentence, and compare it with raw attention and a rollout,
+# 3. follow an answer through what the model wrote before it,
+# 4. see what a trace cannot show.
+
+# %% [markdown]
+# ## The model and its documents
+#
+# The model is SmolLM2-135M-Instruct. The next cell loads it without a hub, and works in the folder of the
+# repository. With a hub, write
+# `TransformerBridge.boot_transformers("HuggingFaceTB/SmolLM2-135M-Instruct")`.
+#
+# The prompt has two documents and a question. `lm.Documents` writes them with the model's chat template.
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+
+import lens_mix as lm
+from demos import models
+from lens_mix.evaluation import spearman
+
+plt.style.use(lm.view.STYLE)
+model = models.demo_model()
+report = {
+    "annual report": "The company was founded in 1998. It has 120 employees. Its main office is in Oslo.",
+    "press release": "The new phone has a battery that lasts three days. It will be sold from May.",
+}
+question = "Where is the main office of the company?"
+t = lm.trace(model, lm.Documents(report, question), generate=24)
+print(t.text)
+
+# %% [markdown]
+# `t.tokens` has the tokens of the prompt, and then those that the model wrote. The sources are a partition of
+# these tokens. By default they are sentences. What the chat template adds is a source too.
+
+# %%
+for source in t.sources():
+    print(f"{len(source.positions):3d} tokens  {source}")
+
+# %% [markdown]
+# ## By hand
+#
+# We explain one number: the log probability of a span, after everything before it. The span has the tokens a
+# to b, and
+#
+#     F = Σ over i from a to b of log p(token i | the tokens before i)
+#
+# One pass over the prompt and the answer computes all terms, because row i − 1 of the logits predicts token i.
+# A simple score of a token is its embedding times the gradient of F with respect to it. A sentence has the
+# sum of its tokens' scores.
+
+# %%
+span = t["located in Oslo"]
+tokens = t.reading.ids
+store = {}
+
+
+def keep(embeddings, hook):
+    """Make the embeddings the start of the gradient."""
+    store["embeddings"] = embeddings.detach().requires_grad_()
+    return store["embeddings"]
+
+
+def log_probability(tokens, start, stop):
+    """Return the log probability of the tokens from `start` to before `stop`."""
+    logits = model.run_with_hooks(tokens[None], fwd_hooks=[("hook_embed", keep)])
+    rows = logits[0, start - 1 : stop - 1].log_softmax(-1)
+    return rows.gather(-1, tokens[start:stop, None]).sum()
+
+
+first, last = span.positions[0], span.positions[-1]
+value = log_probability(tokens, first, last + 1)
+(gradient,) = torch.autograd.grad(value, store["embeddings"])
+by_hand = (gradient * store["embeddings"])[0].sum(-1).detach()
+print(f"{span.text!r}: log probability {value:.3f}")
+
+# %% [markdown]
+# ## Equal to the library
+#
+# The method `input_gradients` with `score="times_input"` is this definition. `lm.trace` gives it the log
+# probability of the span as its target.
+
+# %%
+times_input = lm.InputGradients(score="times_input")
+same = lm.trace(model, lm.Documents(report, question), answer=tokens[t.n_prompt :], method=times_input)
+assert abs(span.log_probability - value.item()) < 1e-4
+torch.testing.assert_close(same[span.start : span.stop].scores, by_hand, rtol=1e-3, atol=1e-5)
+for source, entry in zip(t.sources(), same["located in Oslo"].map.scores[0, 0], strict=False):
+    assert abs(by_hand[list(source.positions)].sum() - entry) < 1e-3
+print("equal to the library")
+
+# %% [markdown]
+# This gradient is noisy in a deep model. So `lm.trace` takes another method by default, the one with the best
+# evidence. Every map of the library can be used: a method with a target takes one backward pass for each
+# span. Layer maps are combined by an aggregation, and the rows that predict the span are summed.
+
+# %%
+print("default method:", t.method_name)
+print(span.top(4))
+print(same["located in Oslo"].top(4))
+
+# %% [markdown]
+# ## Would it be gone without the sentence?
+#
+# A score is an estimate. To measure, delete the tokens of a sentence from the prompt, and compute the log
+# probability of the same words again. The difference is the loss. `verify` does this for the strongest
+# sentences, one pass for each.
+
+
+# %%
+@torch.no_grad()
+def loss_without(trace, span, positions):
+    """Return what a span loses if tokens of the prompt are deleted."""
+    keeps = [place for place in range(len(trace.tokens)) if place not in positions]
+    start, stop = keeps.index(span.positions[0]), keeps.index(span.positions[-1]) + 1
+    return span.log_probability - log_probability(trace.reading.ids[keeps], start, stop).item()
+
+
+for each in span.verify(4):
+    assert abs(each.loss - loss_without(t, span, each.source.positions)) < 1e-3
+print("equal to the library")
+print(span.verify(4))
+
+# %% [markdown]
+# ## Compare maps
+#
+# Now six questions about three texts. For each, the model writes an answer, and we measure what it loses
+# without each sentence of the text. A map is good if it ranks the sentences in this order. The table compares
+#
+# - the default of `lm.trace`,
+# - the gradient from above,
+# - raw attention, as a mean over layers, and the rollout of attention.
+#
+# The controls know nothing about the model: the number of tokens of a sentence, because a sum over more
+# tokens is often higher, and its position.
+
+# %%
+museum = "The museum opens at nine. It is closed on Mondays. Tickets cost twelve euros. Children pay half."
+letter = "We moved to Bergen in March. The flat has three rooms. Our neighbour Ingrid plays the cello."
+recipe = "Boil the potatoes for twenty minutes. Fry the onions in butter. Bake everything for half an hour."
+asked = [
+    (museum, "How much do tickets cost?"),
+    (museum, "On which day is the museum closed?"),
+    (letter, "What does Ingrid play?"),
+    (letter, "Where do you live now?"),
+    (recipe, "How long are the potatoes boiled?"),
+    (recipe, "What is fried in butter?"),
+]
+compared = {
+    "default of lm.trace": {},
+    "gradient × embedding": {"method": times_input},
+    "attention, mean": {"method": "attention", "aggregation": "mean"},
+    "attention, rollout": {"method": "attention", "aggregation": "rollout"},
+}
+others = " The garden is free for everyone. Write to us soon."
+cases = []
+for text, question in asked:
+    prompt = lm.Documents({"text": text + others}, question)
+    whole = lm.trace(model, prompt, generate=24)
+    sentences = [source for source in whole.sources() if source.kind == "document"]
+    losses = torch.tensor([loss_without(whole, whole[:], source.positions) for source in sentences])
+    print(f"{question:36s}{whole.text}")
+    lengths = torch.tensor([float(len(source.positions)) for source in sentences])
+    position = torch.tensor([float(source.positions[0]) for source in sentences])
+    scores = {"control: tokens": lengths, "control: position": position}
+    for name, options in compared.items():
+        answer = whole.reading.ids[whole.n_prompt :]
+        other = lm.trace(model, prompt, answer=answer, **options) if options else whole
+        scores[name] = torch.stack([other[:].scores[list(each.positions)].sum() for each in sentences])
+    cases.append((scores, losses, lengths))
+
+# %%
+rows = {}
+for name in ["control: tokens", "control: position", *compared]:
+    ranks = [spearman(scores[name], losses) for scores, losses, _ in cases]
+    first = [bool(scores[name].argmax() == losses.argmax()) for scores, losses, _ in cases]
+    rows[name] = {"rank correlation with the loss": np.mean(ranks), "the same sentence first": sum(first)}
+pd.DataFrame(rows).T.round(2)
+
+# %% [markdown]
+# Six questions show how the comparison works, and not which map is better: the evidence pages have more
+# prompts, other models and intervals. ContextCite and AT2 are measured in the same way. ContextCite deletes
+# random sets of sentences and fits a linear model to the effects (exercise 2). AT2 learns one weight for each
+# attention head from such deletions, and then needs none.
+
+# %% [markdown]
+# ## Through what was written before
+#
+# A model also reads what it wrote itself. If it first writes an intermediate result, the answer may come from
+# there. The answer below has two steps. The last word repeats a word that the model has already written.
+
+# %%
+firm = {
+    "staff": "Maria's manager is Pedro. Anna's manager is Jonas.",
+    "offices": "Pedro works in Lisbon. Jonas works in Madrid.",
+}
+steps = "Maria's manager is Pedro. Pedro works in Lisbon. So the answer is Lisbon"
+chain = lm.trace(model, lm.Documents(firm, "In which city does Maria's manager work?"), answer=steps)
+print(chain[-1].top(9, everything=True))
+
+# %% [markdown]
+# Let A be the matrix of shares: row r has the magnitudes of written token r's scores, scaled to sum 1. It has
+# two parts. A_gp has the columns of the prompt, and A_gg those of the written tokens. A written token stands
+# for its own sources, and these for theirs:
+#
+#     X = A_gp + A_gg A_gp + A_gg² A_gp + … = (I − A_gg)⁻¹ A_gp
+#
+# A_gg has entries only below its diagonal, so the sum ends. All rows of X sum to 1: everything has reached
+# the prompt. CAGE computes this influence. FlashTrace follows it for a fixed number of steps, called hops.
+
+# %%
+shares = np.abs(chain.steps.scores[0].double().numpy())
+shares /= shares.sum(-1, keepdims=True)
+to_prompt, to_written = shares[:, : chain.n_prompt], shares[:, chain.n_prompt :]
+assert np.allclose(to_written, np.tril(to_written, -1))
+influence = np.linalg.solve(np.eye(len(shares)) - to_written, to_prompt)
+through = chain.through()
+for number in range(len(shares)):
+    assert np.allclose(through[number].scores[: chain.n_prompt], influence[number])
+print("equal to the library; the rows sum to", np.unique(influence.sum(-1).round(6)))
+
+# %%
+rows = {}
+for hops in (0, 1, 2, None):
+    scores = chain.through(hops)[-1].scores
+    row = {s.text: scores[list(s.positions)].sum().item() for s in chain.sources() if s.kind == "document"}
+    rows["all" if hops is None else str(hops)] = {**row, "everything": scores.sum().item()}
+pd.DataFrame(rows).T.rename_axis("hops").round(3)
+
+# %% [markdown]
+# With every hop, more of the last word's row reaches the prompt ("everything"), so all sentences gain. Most
+# of it has arrived after one hop. Two sentences are needed for the answer: "Maria's manager is Pedro." and
+# "Pedro works in Lisbon." Compare how much they gain with how much the other two gain. Shares are not
+# chosen by what is needed: a hop also spreads them over text that only stands near.
+
+# %% [markdown]
+# ## What a trace cannot show
+#
+# **Two passages that say the same.** If one of them is deleted, the other is still there. The loss of each is
+# small, and that of both together is large. A map of scores shares the credit between them.
+
+# %%
+twice = {
+    "annual report": "The company was founded in 1998. Its main office is in Oslo.",
+    "web page": "Welcome to our company. The main office is in Oslo. Write to us.",
+}
+double = lm.trace(
+    model, lm.Documents(twice, "Where is the main office?"), answer="The main office is in Oslo"
+)
+oslo = double[-1]
+both = [
+    source.positions for source in double.sources() if "Oslo" in source.text and source.kind == "document"
+]
+print(oslo.top(2))
+print(f"lost without the first sentence: {loss_without(double, oslo, both[0]):+.2f} nats")
+print(f"lost without the second:         {loss_without(double, oslo, both[1]):+.2f} nats")
+print(f"lost without both:               {loss_without(double, oslo, [*both[0], *both[1]]):+.2f} nats")
+
+# %% [markdown]
+# **What the model knows itself.** Shares sum to 1, so some sentence always has the largest. The next answer is
+# in no document. The trace lists sentences nevertheless. The losses show that none of them is needed.
+
+# %%
+known = lm.trace(model, lm.Documents(report, "What is the capital of France?"), answer="The capital is Paris")
+print(known[-1].verify(5))
+
+# %% [markdown]
+# **Length.** The score of a sentence is the sum of its tokens' scores, so a long sentence that is not needed
+# may have a higher score than a short one that is. The control in the table above measures this.
+#
+# ## What to keep in mind
+#
+# - A share says where to look. The loss says whether the words need the sentence.
+# - Deletion also changes the text: a pronoun may lose its noun, and later tokens move. A loss is the answer
+#   to one exact question, and not the only one that can be asked.
+# - The span matters. The whole answer, a word and a token have different sources.
+# - The text that is written before the span is given. `through` follows it down to the prompt.
+#
+# ## Exercises
+#
+# 1. Which *tokens* of its sentence did "Oslo" come from? Use `by("token")`.
+# 2. Compute ContextCite in a few lines: delete random sets of sentences, and fit a linear model to the log
+#    probability of "located in Oslo". Do its weights agree with the loss of each single sentence?
+# 3. Divide the scores of the table above by the number of tokens. Is the same sentence first more often?
+# 4. How much of each written token came from the documents? Use `context_share()`.
+
+# %% [markdown]
+# ## Answers
+#
+# 1. The strongest token of the prompt is the word itself.
+# 2. They agree about the sentence that decides. A linear model adds the effects of sentences, and therefore
+#    differs most where two sentences say the same. (The paper fits the logit of the probability, and a lasso
+#    chooses few sentences. Least squares are enough for so few.)
+# 3. Compare the two numbers: a mean removes the length, and with it the parts of a long sentence that each
+#    add a little.
+# 4. Names and numbers have a large share in the documents. Words of grammar have more of their row in the
+#    text before them and in the template.
+
+# %%
+for each in t.by("token")["Oslo"].top(3):
+    print(f"1. {each.source.text!r} at {each.source.positions[0]}: share {each.share:.2f}")
+
+draw = torch.Generator().manual_seed(0)
+sentences = [source for source in t.sources() if source.kind == "document"]
+kept = torch.rand(48, len(sentences), generator=draw) < 0.5
+changes = []
+for row in kept.tolist():
+    deleted = [source.positions for source, is_kept in zip(sentences, row, strict=True) if not is_kept]
+    changes.append(-loss_without(t, span, sum(deleted, ())))
+design = torch.cat([kept.double(), torch.ones(len(kept), 1).double()], 1)
+weights = torch.linalg.lstsq(design, torch.tensor(changes).double()[:, None]).solution[:-1, 0]
+for source, weight in zip(sentences, weights.tolist(), strict=True):
+    loss = loss_without(t, span, source.positions)
+    print(f"2. weight {weight:+.2f}, loss of the sentence alone {loss:+.2f}: {source.text}")
+
+name = next(iter(compared))
+sums = sum(bool(scores[name].argmax() == losses.argmax()) for scores, losses, _ in cases)
+means = sum(bool((scores[name] / n).argmax() == losses.argmax()) for scores, losses, n in cases)
+print(f"3. the same sentence first: sums {sums}, means {means} of {len(cases)}")
+
+print("4.", t.context_share().nlargest(4, "document")[["token", "document"]].round(2).to_dict("records"))
