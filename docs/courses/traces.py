@@ -78,9 +78,9 @@ for source in t.sources():
 #
 #     F = Σ over i from a to b of log p(token i | the tokens before i)
 #
-# One pass over the prompt and the answer computes all terms, because row i − 1 of the logits predicts token i.
-# A simple score of a token is its embedding times the gradient of F with respect to it. A sentence has the
-# sum of its tokens' scores.
+# One pass over the prompt and the answer computes all terms, because row i − 1 of the logits predicts
+# token i. A simple score of a token is its embedding times the gradient of F with respect to it. A sentence
+# has the sum of its tokens' scores.
 
 # %%
 span = t["located in Oslo"]
@@ -123,13 +123,14 @@ for source, entry in zip(t.sources(), same["located in Oslo"].map.scores[0, 0], 
 print("equal to the library")
 
 # %% [markdown]
-# This gradient is noisy in a deep model. So `lm.trace` takes another method by default, the one with the best
-# evidence. Every map of the library can be used: a method with a target takes one backward pass for each
-# span. Layer maps are combined by an aggregation, and the rows that predict the span are summed.
+# By default `lm.trace` runs the method with the best evidence instead. It can run every map of the library.
+# A method with a target takes one backward pass for each span. Layer maps are combined by an aggregation, and
+# the rows that predict the span are summed.
 
 # %%
 print("default method:", t.method_name)
 print(span.top(4))
+print("gradient × embedding")
 print(same["located in Oslo"].top(4))
 
 # %% [markdown]
@@ -165,17 +166,19 @@ print(span.verify(4))
 # - raw attention, as a mean over layers, and the rollout of attention.
 #
 # The controls know nothing about the model: the number of tokens of a sentence, because a sum over more
-# tokens is often higher, and its position.
+# tokens is often higher, and its position. Each text has long sentences that no question asks about.
 
 # %%
-museum = "The museum opens at nine. It is closed on Mondays. Tickets cost twelve euros. Children pay half."
-letter = "We moved to Bergen in March. The flat has three rooms. Our neighbour Ingrid plays the cello."
-recipe = "Boil the potatoes for twenty minutes. Fry the onions in butter. Bake everything for half an hour."
+museum = "It is closed on Mondays. Tickets cost twelve euros. Most visitors come by bus from the old town."
+letter = "The flat has three rooms. Ingrid plays the cello. It is a long way to the bakery where I work now."
+recipe = (
+    "Fry the onions in butter. Boil the potatoes for twenty minutes. Bake it all in a wide and flat dish."
+)
 asked = [
     (museum, "How much do tickets cost?"),
     (museum, "On which day is the museum closed?"),
     (letter, "What does Ingrid play?"),
-    (letter, "Where do you live now?"),
+    (letter, "How many rooms does the flat have?"),
     (recipe, "How long are the potatoes boiled?"),
     (recipe, "What is fried in butter?"),
 ]
@@ -185,14 +188,14 @@ compared = {
     "attention, mean": {"method": "attention", "aggregation": "mean"},
     "attention, rollout": {"method": "attention", "aggregation": "rollout"},
 }
-others = " The garden is free for everyone. Write to us soon."
+others = " The garden behind the house is open to everyone on every day of the week. Write to us soon."
 cases = []
 for text, question in asked:
     prompt = lm.Documents({"text": text + others}, question)
-    whole = lm.trace(model, prompt, generate=24)
+    whole = lm.trace(model, prompt, generate=16)
     sentences = [source for source in whole.sources() if source.kind == "document"]
     losses = torch.tensor([loss_without(whole, whole[:], source.positions) for source in sentences])
-    print(f"{question:36s}{whole.text}")
+    print(f"{question:35s}{whole.text}")
     lengths = torch.tensor([float(len(source.positions)) for source in sentences])
     position = torch.tensor([float(source.positions[0]) for source in sentences])
     scores = {"control: tokens": lengths, "control: position": position}
@@ -210,9 +213,21 @@ for name in ["control: tokens", "control: position", *compared]:
     rows[name] = {"rank correlation with the loss": np.mean(ranks), "the same sentence first": sum(first)}
 pd.DataFrame(rows).T.round(2)
 
+# %%
+figure, panels = plt.subplots(1, len(compared), figsize=(9.5, 2.6), sharex=True, sharey=True)
+for panel, name in zip(panels, compared, strict=True):
+    for scores, losses, _ in cases:
+        panel.scatter(scores[name].abs() / scores[name].abs().sum(), losses, s=14, color="C0")
+    panel.set_title(name, fontsize=9)
+    panel.set_xlabel("share of the text's scores", fontsize=8)
+panels[0].set_ylabel("loss in nats", fontsize=8)
+plt.show()
+
 # %% [markdown]
-# Six questions show how the comparison works, and not which map is better: the evidence pages have more
-# prompts, other models and intervals. ContextCite and AT2 are measured in the same way. ContextCite deletes
+# In the figure, a point is a sentence. Points at the top are sentences that the answer needs. If a map shows
+# them, they are also at the right.
+#
+# Six questions show how the comparison works, and not which map is better. ContextCite and AT2 are measured in the same way. ContextCite deletes
 # random sets of sentences and fits a linear model to the effects (exercise 2). AT2 learns one weight for each
 # attention head from such deletions, and then needs none.
 
@@ -261,40 +276,40 @@ for hops in (0, 1, 2, None):
 pd.DataFrame(rows).T.rename_axis("hops").round(3)
 
 # %% [markdown]
-# With every hop, more of the last word's row reaches the prompt ("everything"), so all sentences gain. Most
-# of it has arrived after one hop. Two sentences are needed for the answer: "Maria's manager is Pedro." and
-# "Pedro works in Lisbon." Compare how much they gain with how much the other two gain. Shares are not
-# chosen by what is needed: a hop also spreads them over text that only stands near.
+# With every hop, more of the last word's row reaches the prompt ("everything"), so all sentences gain. The
+# first hop adds the most. The answer needs two sentences, "Maria's manager is Pedro." and "Pedro works in
+# Lisbon." Compare how much they gain with how much the other two gain: a sum over all paths also adds those
+# that the answer does not need.
 
 # %% [markdown]
 # ## What a trace cannot show
 #
 # **Two passages that say the same.** If one of them is deleted, the other is still there. The loss of each is
-# small, and that of both together is large. A map of scores shares the credit between them.
+# small, and that of both together is large. A map divides the score between them.
 
 # %%
 twice = {
     "annual report": "The company was founded in 1998. Its main office is in Oslo.",
     "web page": "Welcome to our company. The main office is in Oslo. Write to us.",
 }
-double = lm.trace(
-    model, lm.Documents(twice, "Where is the main office?"), answer="The main office is in Oslo"
-)
+prompt = lm.Documents(twice, "Where is the main office?")
+double = lm.trace(model, prompt, answer="The main office is in Oslo")
 oslo = double[-1]
-both = [
-    source.positions for source in double.sources() if "Oslo" in source.text and source.kind == "document"
-]
+sentences = [source for source in double.sources() if source.kind == "document"]
+both = [source.positions for source in sentences if "Oslo" in source.text]
 print(oslo.top(2))
 print(f"lost without the first sentence: {loss_without(double, oslo, both[0]):+.2f} nats")
 print(f"lost without the second:         {loss_without(double, oslo, both[1]):+.2f} nats")
 print(f"lost without both:               {loss_without(double, oslo, [*both[0], *both[1]]):+.2f} nats")
 
 # %% [markdown]
-# **What the model knows itself.** Shares sum to 1, so some sentence always has the largest. The next answer is
-# in no document. The trace lists sentences nevertheless. The losses show that none of them is needed.
+# **What the model knows itself.** Shares sum to 1, so some sentence always has the largest. The next answer
+# is in no document, but the trace lists sentences of documents too. Their losses show that none of them is
+# needed.
 
 # %%
-known = lm.trace(model, lm.Documents(report, "What is the capital of France?"), answer="The capital is Paris")
+prompt = lm.Documents(report, "What is the capital of France?")
+known = lm.trace(model, prompt, answer="The capital is Paris")
 print(known[-1].verify(5))
 
 # %% [markdown]
@@ -314,20 +329,21 @@ print(known[-1].verify(5))
 # 1. Which *tokens* of its sentence did "Oslo" come from? Use `by("token")`.
 # 2. Compute ContextCite in a few lines: delete random sets of sentences, and fit a linear model to the log
 #    probability of "located in Oslo". Do its weights agree with the loss of each single sentence?
-# 3. Divide the scores of the table above by the number of tokens. Is the same sentence first more often?
+# 3. Divide the default's scores of the six questions by the number of tokens. Is the same sentence first more
+#    often?
 # 4. How much of each written token came from the documents? Use `context_share()`.
 
 # %% [markdown]
 # ## Answers
 #
-# 1. The strongest token of the prompt is the word itself.
-# 2. They agree about the sentence that decides. A linear model adds the effects of sentences, and therefore
-#    differs most where two sentences say the same. (The paper fits the logit of the probability, and a lasso
-#    chooses few sentences. Least squares are enough for so few.)
-# 3. Compare the two numbers: a mean removes the length, and with it the parts of a long sentence that each
-#    add a little.
-# 4. Names and numbers have a large share in the documents. Words of grammar have more of their row in the
-#    text before them and in the template.
+# 1. `by` divides the same scores into other sources, and computes nothing again.
+# 2. They agree about the sentence that decides. A linear model adds the effects of sentences, so it cannot
+#    describe two sentences that say the same. The paper fits the logit of the probability with a lasso, so
+#    that few sentences have a weight.
+# 3. The run prints both counts. A mean is fair to short sentences, but it hides a long one with one word that
+#    matters. With sums, a document has the score of its sentences together.
+# 4. "Oslo" has the largest share in the documents. The other columns of the table are the question, the
+#    template and the text that was written before.
 
 # %%
 for each in t.by("token")["Oslo"].top(3):
@@ -335,7 +351,7 @@ for each in t.by("token")["Oslo"].top(3):
 
 draw = torch.Generator().manual_seed(0)
 sentences = [source for source in t.sources() if source.kind == "document"]
-kept = torch.rand(48, len(sentences), generator=draw) < 0.5
+kept = torch.rand(32, len(sentences), generator=draw) < 0.5
 changes = []
 for row in kept.tolist():
     deleted = [source.positions for source, is_kept in zip(sentences, row, strict=True) if not is_kept]

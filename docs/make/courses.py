@@ -169,11 +169,12 @@ def join_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
 def kernel_environment() -> dict[str, str]:
     """Return the variables of a kernel: the repository can be imported, and nothing is fetched."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # A page has no use for progress bars, so their widgets are not installed, and tqdm warns about it.
+    # A page has no use for progress bars: they are off, and tqdm warns that their widgets are not installed.
     quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"]))
     return {
         **os.environ,
-        **{"PYTHONPATH": path, "PYTHONWARNINGS": quiet, "PYTHONIOENCODING": "utf-8", "HF_HUB_OFFLINE": "1"},
+        **{"PYTHONPATH": path, "PYTHONWARNINGS": quiet, "PYTHONIOENCODING": "utf-8"},
+        **{"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"},
     }
 
 
