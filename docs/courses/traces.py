@@ -171,9 +171,7 @@ print(span.verify(4))
 # %%
 museum = "It is closed on Mondays. Tickets cost twelve euros. Most visitors come by bus from the old town."
 letter = "The flat has three rooms. Ingrid plays the cello. It is a long way to the bakery where I work now."
-recipe = (
-    "Fry the onions in butter. Boil the potatoes for twenty minutes. Bake it all in a wide and flat dish."
-)
+recipe = "Fry the onions in butter. Boil the potatoes for twenty minutes. Bake it all in a wide, flat dish."
 asked = [
     (museum, "How much do tickets cost?"),
     (museum, "On which day is the museum closed?"),
@@ -227,9 +225,9 @@ plt.show()
 # In the figure, a point is a sentence. Points at the top are sentences that the answer needs. If a map shows
 # them, they are also at the right.
 #
-# Six questions show how the comparison works, and not which map is better. ContextCite and AT2 are measured in the same way. ContextCite deletes
-# random sets of sentences and fits a linear model to the effects (exercise 2). AT2 learns one weight for each
-# attention head from such deletions, and then needs none.
+# Six questions show how the comparison works, and not which map is better. ContextCite and AT2 are measured
+# in the same way. ContextCite deletes random sets of sentences and fits a linear model to the effects
+# (exercise 2). AT2 learns one weight for each attention head from such deletions, and then needs none.
 
 # %% [markdown]
 # ## Through what was written before
