@@ -165,6 +165,31 @@ for mixing_map in lm.run_many(model, prompts, "value_zeroing", batch_size=2):
     print(mixing_map.tokens[-1], "used", ", ".join(f"{source.token!r} {source.score:.2f}" for source in best))
 
 # %% [markdown]
+# ## What did the model write, and where did it come from?
+# The maps above explain the next word. `lm.trace` explains a text that a model wrote, by the sentences of its
+# prompt. A score is an estimate, so `verify` deletes each sentence and measures what the words lose. "Oslo"
+# needs one sentence: without it, it loses 9.34 nats. "Norway" is in no document. It loses nothing without
+# that sentence (−0.10 nats): the model adds it itself. To see all words and their sources, open the page with
+# `trace.show()`.
+
+# %%
+documents = {
+    "annual report": "The company was founded in 1998. It has 120 employees. Its main office is in Oslo.",
+    "press release": "The new phone has a battery that lasts three days. It will be sold from May.",
+}
+prompt = lm.Documents(documents, question="Where is the main office of the company?")
+written = "The main office of the company is located in Oslo, Norway."
+trace = lm.trace(model, prompt, answer=written)
+print(trace["Oslo"].verify(3))
+print(trace["Norway"].verify(3))
+
+# %% [markdown]
+# With `generate=64` instead of `answer=`, the model writes the text itself.
+
+# %%
+print(lm.trace(model, prompt, generate=16).text)
+
+# %% [markdown]
 # ## How to cite a method
 
 # %%

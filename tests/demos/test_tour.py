@@ -37,6 +37,7 @@ def test_the_tour_runs_on_a_tiny_model(tmp_path: Path) -> None:
         "by attention",
         "without '",
         "True",
+        "annual report:",
         "@inproc",
     ):
         assert said in done.stdout
