@@ -91,6 +91,24 @@ PAGES = (
         },
     ),
     Page(
+        "traces",
+        "Trace written text",
+        "Find the sentences, documents or tokens that a written text came from, and measure what it needs.",
+        ("trace", "Documents", "Trace"),
+        others=(
+            "lens_mix.traces.spans.WrittenSpan",
+            "lens_mix.traces.spans.SourceScore",
+            "lens_mix.traces.spans.SourceScores",
+            "lens_mix.traces.sources.TextSource",
+            "lens_mix.traces.documents.Section",
+        ),
+        links={
+            "Which passage did this answer come from?": "how_to/passage",
+            "Explain a generation": "how_to/generation",
+            "Course: traces": "courses/traces",
+        },
+    ),
+    Page(
         "aggregation",
         "Aggregate layer maps",
         "Compute input maps, from each position down to the input tokens, from the maps of single layers.",
