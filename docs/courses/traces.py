@@ -207,9 +207,16 @@ for text, question in asked:
 rows = {}
 for name in ["control: tokens", "control: position", *compared]:
     ranks = [spearman(scores[name], losses) for scores, losses, _ in cases]
-    first = [bool(scores[name].argmax() == losses.argmax()) for scores, losses, _ in cases]
-    rows[name] = {"rank correlation with the loss": np.mean(ranks), "the same sentence first": sum(first)}
-pd.DataFrame(rows).T.round(2)
+    first = sum(bool(scores[name].argmax() == losses.argmax()) for scores, losses, _ in cases)
+    rows[name] = {
+        "mean rank correlation": f"{np.mean(ranks):+.2f}",
+        "right first": f"{first} of {len(cases)}",
+    }
+pd.DataFrame(rows).T
+
+# %% [markdown]
+# "Right first" counts how often the map has the sentence with the largest loss first. In the figure, a point is
+# a sentence. Points at the top are sentences that the answer needs. A good map has them at the right.
 
 # %%
 figure, panels = plt.subplots(1, len(compared), figsize=(9.5, 2.6), sharex=True, sharey=True)
@@ -222,11 +229,8 @@ panels[0].set_ylabel("loss in nats", fontsize=8)
 plt.show()
 
 # %% [markdown]
-# In the figure, a point is a sentence. Points at the top are sentences that the answer needs. If a map shows
-# them, they are also at the right.
-#
-# Six questions show how the comparison works, and not which map is better. ContextCite and AT2 are measured
-# in the same way. ContextCite deletes random sets of sentences and fits a linear model to the effects
+# Six questions show how the comparison works, and not which map is better. ContextCite and AT2 also use
+# deletions. ContextCite deletes random sets of sentences and fits a linear model to the effects
 # (exercise 2). AT2 learns one weight for each attention head from such deletions, and then needs none.
 
 # %% [markdown]
@@ -312,7 +316,8 @@ print(known[-1].verify(5))
 
 # %% [markdown]
 # **Length.** The score of a sentence is the sum of its tokens' scores, so a long sentence that is not needed
-# may have a higher score than a short one that is. The control in the table above measures this.
+# may have a higher score than a short one that is. So compare a map with the number of tokens, as in the table
+# above.
 #
 # ## What to keep in mind
 #
@@ -327,8 +332,8 @@ print(known[-1].verify(5))
 # 1. Which *tokens* of its sentence did "Oslo" come from? Use `by("token")`.
 # 2. Compute ContextCite in a few lines: delete random sets of sentences, and fit a linear model to the log
 #    probability of "located in Oslo". Do its weights agree with the loss of each single sentence?
-# 3. Divide the default's scores of the six questions by the number of tokens. Is the same sentence first more
-#    often?
+# 3. Divide the default's scores of the six questions by the number of tokens. Is the right
+#    sentence first more often?
 # 4. How much of each written token came from the documents? Use `context_share()`.
 
 # %% [markdown]
@@ -363,6 +368,7 @@ for source, weight in zip(sentences, weights.tolist(), strict=True):
 name = next(iter(compared))
 sums = sum(bool(scores[name].argmax() == losses.argmax()) for scores, losses, _ in cases)
 means = sum(bool((scores[name] / n).argmax() == losses.argmax()) for scores, losses, n in cases)
-print(f"3. the same sentence first: sums {sums}, means {means} of {len(cases)}")
+print(f"3. right first: sums {sums}, means {means} of {len(cases)}")
 
-print("4.", t.context_share().nlargest(4, "document")[["token", "document"]].round(2).to_dict("records"))
+print("4.")
+print(t.context_share().nlargest(5, "document").round(2).to_string(index=False))
