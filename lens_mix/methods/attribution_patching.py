@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
@@ -183,23 +183,44 @@ class AttributionPatching(RowTargetMethod):
         graph: AutogradGraph,
     ) -> None:
         """Write one row of scores, from the tokens of its prompt up to the query."""
+        beside = SideBySide(blocks, bound, [row])
         places = bound.block.real[bound.prompt_index[row]].nonzero()[:, 0]
         places = places[places <= bound.queries[row]]
+        last = len(places) - 1
         layers = graph.mixing(bound.value_in(graph, row))
         mixing = {layer: whole.at(places) for layer, whole in layers.items()}
         effects = torch.stack([hidden_effects(each) for each in mixing.values()]).sum(0).tril(-1)
         between, direct = effects[:-1].square().sum(0).sqrt(), effects[-1].abs()
         if self.paths != "between":
-            last = len(places) - 1
             strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()
-            chosen = torch.tensor([*sorted(strongest), last], dtype=torch.long, device="cpu")
-            mixed = {layer: each.mixed for layer, each in mixing.items()}
-            beside = SideBySide(blocks, bound, row, places, chosen, mixed, self.interventions)
-            removal = replacement(self.replacements, self.n_samples, self.seed)
-            changes = beside.compute_changes(removal.others(bound.block, beside.tokens[chosen]))
-            direct[chosen] = changes.abs().mean(0).to(direct.dtype)
+            chosen = torch.tensor([*sorted(strongest), last], dtype=torch.long, device=places.device)
+            direct[chosen] = self._measure(beside, places[chosen], only=places[last]).to(direct.dtype)
         terms = {"direct": direct, "between": between, "all": direct + between}
         scores[places] = terms[self.paths].to(scores.dtype)
+
+    def _measure(
+        self, beside: SideBySide, chosen: Int[Tensor, " chosen"], only: Tensor | None = None
+    ) -> Float[Tensor, " chosen"]:
+        """Return the mean size of the change of the target over the replacements of each chosen position.
+
+        Args:
+            beside: The row.
+            chosen: Positions of the padded batch.
+            only: The only position that reads the replacement; None for all later ones.
+        """
+        first, row = beside.bound.block, beside.rows[0]
+        removed = torch.zeros(len(chosen), first.real.shape[1], dtype=torch.bool, device=chosen.device)
+        removed.scatter_(1, chosen[:, None], True)
+        removal = replacement(self.replacements, self.n_samples, self.seed)
+        copies = removal.make_copies(first, torch.full_like(chosen, beside.prompt), removed)
+        rerun = None
+        if only is not None:
+            rerun = copies.removed.clone()
+            rerun[:, only] = True
+        changes = torch.zeros(len(copies), dtype=beside.bound.clean.dtype, device=chosen.device)
+        for _, read, values in beside.values_by_row(copies, rerun):
+            changes[read] = (values - beside.bound.clean[row]).abs()
+        return changes.unflatten(0, (-1, copies.samples)).mean(-1)
 
 
 def _make_graph(first: Block, prompt: int, rules: Rules) -> AutogradGraph:

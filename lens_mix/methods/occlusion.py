@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -19,6 +20,7 @@ from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.maps.spans import Group, Groups, check_groups, read_groups
 from lens_mix.method import Method, find_key_positions
 from lens_mix.methods.bound_target import RowTargetMethod, bind_rows
+from lens_mix.methods.side_by_side import SideBySide, rows_beside_copies
 from lens_mix.removal import MaskKeys, Removal, ZeroValues, each_group, replacement
 from lens_mix.targets import as_target
 
@@ -127,6 +129,19 @@ class Occlusion(RowTargetMethod):
         copies = self._removal.make_copies(first, prompt_index, removed)
         keys = keys.repeat_interleave(copies.samples)
         scores = first.zeros(len(clean), removed.shape[1] if self.spans is None else len(self.spans))
+        alone = torch.ones_like(keys, dtype=torch.bool)
+        for rows in rows_beside_copies(bound) if self.by == "replace" else ():
+            chosen = copies.prompt_index == bound.prompt_index[rows[0]]
+            found = torch.zeros_like(scores)
+            # On a model whose pass can't be shared, every copy has a whole pass.
+            with contextlib.suppress(UnsupportedModelError):
+                beside = SideBySide(blocks, bound, rows)
+                for row, read, changed in beside.values_by_row(copies.at(chosen), distributions=by_kl):
+                    change = self._change(clean[row], changed)
+                    found[row].index_add_(0, keys[chosen][read], change.to(scores.dtype))
+                scores += found
+                alone[chosen] = False
+        copies, keys = copies.at(alone), keys[alone]
         for chunk in first.chunks(len(copies), logits=not bound.reads_one_position):
             some, of_chunk = copies.at(chunk), keys[chunk]
             with torch.no_grad(), self._removal.changes(first, some) as (batch, hooks):
