@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
+# With n_measured="auto", measuring may take this many times the passes of the estimate.
+_MEASURED_PASSES = 2
+
+
 @dataclasses.dataclass(frozen=True)
 class AttributionPatching(RowTargetMethod):
     """Estimate what replacing each token would do to the output, from a few passes per row.
@@ -62,6 +66,15 @@ class AttributionPatching(RowTargetMethod):
     and for every replacement a forward pass over N + 2 `n_exact` tokens, where N is the row's number of
     tokens. Ask only for the rows that you need.
 
+    With `n_measured`, the strongest scores are measured instead: each is the mean of |F' - F| over whole
+    passes in which the token is replaced, as `Occlusion(by="replace", measure="absolute")` computes it. A
+    copy of the prompt is run again from the replaced token on only, because the tokens before it are clean.
+    The other estimates are multiplied by Σ measured / Σ estimated, summed over the measured keys. So they
+    keep their order. One of them is above a measured score only if that score is smaller than its estimate
+    said. A bound at the smallest measured score agreed less with measured importance.
+    `provenance["details"]` has for each row its keys that were "measured", and "measured_passes": the number
+    of tokens that the measurement ran, in forward passes of the row's tokens.
+
     The method needs a causal model that takes position ids and whose attention reads nothing but tokens and
     their positions.
 
@@ -76,6 +89,9 @@ class AttributionPatching(RowTargetMethod):
         seed: The seed of the draw.
         paths: "all", or one of the two terms: "direct" or "between".
         n_exact: The number of keys of a row, besides the query's own, whose direct term is exact.
+        n_measured: The number of keys of a row, besides the query's own, whose score is measured; 0 for none.
+            "auto": as many as cost at most twice the passes of the estimate. If measuring all keys costs no
+            more than the estimate and that, all are measured and nothing is estimated.
 
     Raises:
         TypeError: An option has the wrong type.
@@ -100,6 +116,7 @@ class AttributionPatching(RowTargetMethod):
     seed: int = 1
     paths: Literal["all", "direct", "between"] = "all"
     n_exact: int = 24
+    n_measured: int | Literal["auto"] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,6 +126,10 @@ class AttributionPatching(RowTargetMethod):
         replacement(self.replacements, self.n_samples, self.seed)
         check_whole_number("n_exact", self.n_exact, 0)
         check_choice("paths", self.paths, ("all", "direct", "between"))
+        if self.n_measured != "auto":
+            check_whole_number("n_measured", self.n_measured, 0)
+        if self.n_measured and self.paths != "all":
+            raise ValueError(f"n_measured: measures all paths; expected 0 for paths={self.paths!r}")
 
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         """Return why offloaded feed-forwards are unsupported: they would give other maps than loaded ones."""
@@ -147,10 +168,21 @@ class AttributionPatching(RowTargetMethod):
     @override
     def passes(self, blocks: Sequence[Block]) -> Passes:
         positions = blocks[0].real.shape[1]
-        beside = 0 if self.paths == "between" else 1 + 2 * min(self.n_exact + 1, positions) / positions
-        samples = self.n_samples if self.replacements is None else len(self.replacements)
+        samples, each = self._samples, self._passes_of_estimate(positions)
         reason = f"a backward pass and a pass with {samples} replacements for each row"
-        return row_passes(blocks, GRADIENT_PASS + samples * beside, reason, "fewer replacements take fewer")
+        if self.n_measured:
+            each *= 1 + _MEASURED_PASSES
+            reason = f"estimated and measured with {samples} replacements"
+        return row_passes(blocks, each, reason, "fewer replacements take fewer")
+
+    @property
+    def _samples(self) -> int:
+        return self.n_samples if self.replacements is None else len(self.replacements)
+
+    def _passes_of_estimate(self, count: int) -> float:
+        """Return the passes of the estimate for a row of `count` tokens."""
+        beside = 0 if self.paths == "between" else 1 + 2 * min(self.n_exact + 1, count) / count
+        return GRADIENT_PASS + self._samples * beside
 
     @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
@@ -186,8 +218,49 @@ class AttributionPatching(RowTargetMethod):
         beside = SideBySide(blocks, bound, [row])
         places = bound.block.real[bound.prompt_index[row]].nonzero()[:, 0]
         places = places[places <= bound.queries[row]]
+        # A copy runs the tokens from the replaced one on.
+        costs = self._samples * torch.arange(len(places), 0, -1, device=places.device)
+        affordable = self._passes_of_estimate(len(places)) * len(places)
+        if self.n_measured == "auto" and int(costs.sum()) <= (1 + _MEASURED_PASSES) * affordable:
+            estimates, chosen = None, torch.arange(len(places), device=places.device)
+        else:
+            estimates = self._estimate(beside, places, graph)
+            chosen = self._choose(estimates, costs, _MEASURED_PASSES * affordable)
+        if len(chosen) > 0:
+            measured = self._measure(beside, places[chosen])
+            estimates = measured if estimates is None else rescale(estimates, chosen, measured)
+        if self.n_measured:
+            details = blocks[-1].record.details[beside.prompt]
+            details.setdefault("measured", []).append(chosen.tolist())
+            details.setdefault("measured_passes", []).append(round(int(costs[chosen].sum()) / len(places), 1))
+        scores[places] = estimates.to(scores.dtype)
+
+    def _choose(
+        self, estimates: Float[Tensor, " pos"], costs: Int[Tensor, " pos"], most: float
+    ) -> Int[Tensor, " chosen"]:
+        """Return the positions to measure, ascending: the strongest ones, and the query's own.
+
+        Args:
+            estimates: The estimated scores.
+            costs: The number of tokens that measuring each score runs.
+            most: The largest sum of costs if `n_measured` is "auto".
+        """
+        last = len(estimates) - 1
+        if not self.n_measured:
+            return costs.new_zeros(0)
+        strongest = estimates[:last].argsort(descending=True)
+        if self.n_measured == "auto":
+            strongest = strongest[costs[strongest].cumsum(0) + costs[last] <= most]
+        else:
+            strongest = strongest[: self.n_measured]
+        return torch.cat([strongest.sort().values, strongest.new_tensor([last])])
+
+    def _estimate(
+        self, beside: SideBySide, places: Int[Tensor, " pos"], graph: AutogradGraph
+    ) -> Float[Tensor, " pos"]:
+        """Return the estimated scores of one row, at the positions of its tokens in the padded batch."""
         last = len(places) - 1
-        layers = graph.mixing(bound.value_in(graph, row))
+        layers = graph.mixing(beside.bound.value_in(graph, beside.rows[0]))
         mixing = {layer: whole.at(places) for layer, whole in layers.items()}
         effects = torch.stack([hidden_effects(each) for each in mixing.values()]).sum(0).tril(-1)
         between, direct = effects[:-1].square().sum(0).sqrt(), effects[-1].abs()
@@ -195,8 +268,7 @@ class AttributionPatching(RowTargetMethod):
             strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()
             chosen = torch.tensor([*sorted(strongest), last], dtype=torch.long, device=places.device)
             direct[chosen] = self._measure(beside, places[chosen], only=places[last]).to(direct.dtype)
-        terms = {"direct": direct, "between": between, "all": direct + between}
-        scores[places] = terms[self.paths].to(scores.dtype)
+        return {"direct": direct, "between": between, "all": direct + between}[self.paths]
 
     def _measure(
         self, beside: SideBySide, chosen: Int[Tensor, " chosen"], only: Tensor | None = None
@@ -221,6 +293,19 @@ class AttributionPatching(RowTargetMethod):
         for _, read, values in beside.values_by_row(copies, rerun):
             changes[read] = (values - beside.bound.clean[row]).abs()
         return changes.unflatten(0, (-1, copies.samples)).mean(-1)
+
+
+def rescale(
+    estimates: Float[Tensor, " pos"], chosen: Int[Tensor, " chosen"], measured: Float[Tensor, " chosen"]
+) -> Float[Tensor, " pos"]:
+    """Return measured scores at the chosen positions, and the other estimates in the unit of the measured ones.
+
+    The others are multiplied by Σ measured / Σ estimated over the chosen positions.
+    """
+    total = estimates[chosen].sum()
+    scores = estimates * (measured.sum() / total if float(total) > 0 else 1.0)
+    scores[chosen] = measured.to(scores.dtype)
+    return scores
 
 
 def _make_graph(first: Block, prompt: int, rules: Rules) -> AutogradGraph:
