@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
-# With n_measured="auto", measuring may take this many times the passes of the estimate.
-_MEASURED_PASSES = 2
+# With n_measured="auto", measuring may run this many times the tokens of the estimate. One long pass is faster
+# than several short ones with as many tokens, so the map then takes about twice the time of the estimate.
+_MEASURED_TOKENS = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +91,9 @@ class AttributionPatching(RowTargetMethod):
         paths: "all", or one of the two terms: "direct" or "between".
         n_exact: The number of keys of a row, besides the query's own, whose direct term is exact.
         n_measured: The number of keys of a row, besides the query's own, whose score is measured; 0 for none.
-            "auto": as many as cost at most twice the passes of the estimate. If measuring all keys costs no
-            more than the estimate and that, all are measured and nothing is estimated.
+            "auto": as many as make the row take about twice the time of its estimate. If measuring all keys
+            takes no longer, all are measured and nothing is estimated; with two replacements that is so up
+            to 17 tokens.
 
     Raises:
         TypeError: An option has the wrong type.
@@ -148,15 +150,20 @@ class AttributionPatching(RowTargetMethod):
     ) -> list[HookPair]:
         """Return the hooks that let each index of the pass see only what the layout allows.
 
-        In your own run, for the direct term of the tokens `chosen`, the last of which is the last token of
-        the prompt:
+        In your own run, for the direct term of the tokens `chosen` (the last token has none like it):
 
-            layout = Layout.of(len(tokens), chosen, sets=1)  # from lens_mix.methods.side_by_side
+            rerun = torch.eye(len(tokens), dtype=torch.bool)[chosen]  # a copy for each chosen token
+            rerun[:, -1] = True  # and the last token sees it
+            layout = Layout.of(rerun)  # from lens_mix.methods.side_by_side
+            copies = tokens.repeat(len(chosen), 1)
+            copies[range(len(chosen)), chosen] = other_token
             hooks = [pair for layer in layers for pair in method.interventions(layer, layout.allowed)]
             with model.hooks(fwd_hooks=hooks):
-                beside = layout.fill(tokens, replacements[None])  # one replacement for each chosen token
+                beside = layout.fill(tokens, copies)
                 logits = model(beside[None], position_ids=layout.positions[None])[0]
-            direct = (target(logits[layout.read[0]]) - target(logits[len(tokens) - 1])).abs()
+            direct = (target(logits[layout.index[:, -1]]) - target(logits[len(tokens) - 1])).abs()
+
+        With `rerun[:, j:] = True` for each copy of token j instead, the scores are measured.
 
         Args:
             layer: The number of the block.
@@ -170,9 +177,11 @@ class AttributionPatching(RowTargetMethod):
         positions = blocks[0].real.shape[1]
         samples, each = self._samples, self._passes_of_estimate(positions)
         reason = f"a backward pass and a pass with {samples} replacements for each row"
-        if self.n_measured:
-            each *= 1 + _MEASURED_PASSES
-            reason = f"estimated and measured with {samples} replacements"
+        if self.n_measured == "auto":
+            each *= 2
+        else:
+            # A copy runs half of the tokens on average.
+            each += samples * min(self.n_measured, positions) / 2
         return row_passes(blocks, each, reason, "fewer replacements take fewer")
 
     @property
@@ -221,11 +230,11 @@ class AttributionPatching(RowTargetMethod):
         # A copy runs the tokens from the replaced one on.
         costs = self._samples * torch.arange(len(places), 0, -1, device=places.device)
         affordable = self._passes_of_estimate(len(places)) * len(places)
-        if self.n_measured == "auto" and int(costs.sum()) <= (1 + _MEASURED_PASSES) * affordable:
+        if self.n_measured == "auto" and int(costs.sum()) <= (1 + _MEASURED_TOKENS) * affordable:
             estimates, chosen = None, torch.arange(len(places), device=places.device)
         else:
             estimates = self._estimate(beside, places, graph)
-            chosen = self._choose(estimates, costs, _MEASURED_PASSES * affordable)
+            chosen = self._choose(estimates, costs, _MEASURED_TOKENS * affordable)
         if len(chosen) > 0:
             measured = self._measure(beside, places[chosen])
             estimates = measured if estimates is None else rescale(estimates, chosen, measured)

@@ -133,8 +133,9 @@ class Occlusion(RowTargetMethod):
         for rows in rows_beside_copies(bound) if self.by == "replace" else ():
             chosen = copies.prompt_index == bound.prompt_index[rows[0]]
             found = torch.zeros_like(scores)
-            # On a model whose pass can't be shared, every copy has a whole pass.
-            with contextlib.suppress(UnsupportedModelError):
+            # If a pass can't be shared, every copy has a whole pass. That needs less memory, and raises the
+            # same error about a target.
+            with contextlib.suppress(UnsupportedModelError, ValueError):
                 beside = SideBySide(blocks, bound, rows)
                 for row, read, changed in beside.values_by_row(copies.at(chosen), distributions=by_kl):
                     change = self._change(clean[row], changed)

@@ -232,10 +232,12 @@ def test_rows_and_batches(by, spans):
     model = build_or_skip(bridge, "llama", torch.float64)
     prompts = [prompt_of(model, length, seed) for length, seed in ((7, 1), (4, 2), (6, 3))]
     alone = [lm.run(model, prompt, method) for prompt in prompts]
+    # Replacements share a pass, and other passes have other copies. Llama's softmax is float32 in any dtype.
+    bound = 1e-6 if by == "replace" else 1e-10
     for prompt, whole in zip(prompts, alone, strict=True):
         cut = lm.run(model, prompt, method, queries=[-1, 1], max_memory=10**6)
         assert cut.layers == [model.cfg.n_layers - 1]
-        torch.testing.assert_close(cut.scores[0], whole.scores[0, [-1, 1]], atol=1e-10, rtol=0)
+        torch.testing.assert_close(cut.scores[0], whole.scores[0, [-1, 1]], atol=bound, rtol=0)
     for together, one in zip(lm.run_many(model, prompts, method), alone, strict=True):
         torch.testing.assert_close(together.scores, one.scores, atol=1e-6, rtol=0)
 
