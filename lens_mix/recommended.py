@@ -81,8 +81,8 @@ def input_map(
         exact: How many scores of each row are measured, by replacing the token in whole passes, instead of
             estimated. This is for `attribution_patching` only. The strongest ones are measured, and the
             query's own. "auto": as many as make the map take about twice the time of the estimate alone,
-            and all scores of a prompt of at most 17 tokens. False: none. `lm.AttributionPatching` (`n_measured`) describes how the others are
-            rescaled.
+            and all scores of a prompt of at most 17 tokens. False: none. `lm.AttributionPatching`
+            (`n_measured`) describes how the others are rescaled.
         options: As in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
             part="decoder" excludes the source. `layers` is for `decompx`, which has a map of each layer. Its
             default is the last layer, which was measured. The other recipes have one map, which is labelled

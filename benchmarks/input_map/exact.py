@@ -1,27 +1,28 @@
 """Compare `lm.input_map` with measured and with estimated scores, on held-out prompts.
 
-    python -m benchmarks.input_map.exact smollm2 32 [limit]       (or gemma3)
+    python -m benchmarks.input_map.exact smollm2       (or gemma3)
 
-The prompts have at most 32 tokens. It needs the importance of `benchmarks.input_map.importance`, stores the
-rows, and writes `results/exact.md`.
+It needs the importance of `benchmarks.input_map.importance`, stores the rows, and writes `results/exact.md`
+(of another model, `results/exact_MODEL.md`) with a table of prompts up to 32 tokens and one of longer ones.
 """
 
 from __future__ import annotations
 
-import datetime
-import random
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import lens_mix as lm
+from benchmarks.common import machine, markdown_table
 from benchmarks.input_map.importance import file_of, folder
 from benchmarks.input_map.prompts import make
 from benchmarks.input_map.table import agreement, interval
 
+LONGEST = 32
 ROWS: dict[str, int | str | bool] = {"estimated": False, "8 measured": 8, "auto": "auto"}
 NAMES = {
     "estimated": "`lm.input_map(exact=False)`",
@@ -49,70 +50,77 @@ def compute_rows(model, tokens: torch.Tensor) -> dict[str, dict]:
     return rows
 
 
-def main(model_name: str, longest: str, limit: str = "1000") -> None:
-    """Compute the missing rows of held-out prompts, and write the table."""
+def main(model_name: str) -> None:
+    """Compute the missing rows of held-out prompts, and write the tables."""
     import models
 
     torch.set_num_threads(1)
     model, kept = getattr(models, model_name)(), folder(f"{model_name} exact")
-    prompts = [prompt for prompt in make() if prompt.half == "held_out"]
-    random.Random(0).shuffle(prompts)
-    used, scores = [], {name: [] for name in ROWS}
-    for prompt in prompts:
+    used: list[tuple[int, dict, dict[str, tuple[float, float, float]]]] = []
+    for prompt in make():
         measured = file_of(model_name, prompt)
-        if not measured.exists() or len(used) == int(limit):
+        if prompt.half != "held_out" or not measured.exists():
             continue
         record, path = torch.load(measured), kept / measured.name
         tokens, positions = record["tokens"], record["positions"]
-        if len(tokens) > int(longest) or len(positions) < 4:
+        if len(positions) < 4:
             continue
         if not path.exists():
             torch.save(compute_rows(model, tokens), path)
         rows = torch.load(path)
-        used.append((len(tokens), rows))
-        for name, values in scores.items():
-            row = rows[name]["row"][positions].double().numpy()
-            importance = record["importance"].double().numpy()
-            values.append(agreement(row, importance, positions.double().numpy()))
-    Path(__file__).parent.joinpath("results", f"exact_{model_name}.md").write_text(
-        "\n".join(_make_page(model_name, longest, used, {name: np.array(v) for name, v in scores.items()}))
-    )
-
-
-def _make_page(model_name: str, longest: str, used: list, scores: dict[str, np.ndarray]) -> list[str]:
-    from importlib.metadata import version
-
-    measured_on = (
-        f"Measured {datetime.date.today()} with TransformerLens {version('transformer-lens')}, "
-        f"torch {version('torch')}."
-    )
-    lengths = [length for length, _ in used]
-    lines = [
-        "# Measured and estimated scores of `lm.input_map`",
-        "",
-        f"Written by `PYTHONPATH=.:demos python -m benchmarks.input_map.exact {model_name} {longest}`.",
-        f"Held-out prompts of at most {longest} tokens ({min(lengths)} to {max(lengths)}). The measured "
-        'scores are of the words " thing" and " green"; the importance is of four other words.',
-        "",
-        f"## Measured scores of {model_name}",
-        "",
-        measured_on,
-        "",
-        "| map | n | partial, 95 % | Spearman | more than estimated, 95 % | measured scores |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, values in scores.items():
-        partial, plain, _ = values.mean(0)
-        low, high = interval(values[:, 0])
-        paired = values[:, 0] - scores["estimated"][:, 0]
-        less, more = interval(paired)
-        gain = "" if name == "estimated" else f"{paired.mean():.2f} ({less:.2f} to {more:.2f})"
-        share = np.mean([rows[name]["measured"] / length for length, rows in used])
-        lines.append(
-            f"| {NAMES[name]} | {len(values)} | {partial:.2f} ({low:.2f} to {high:.2f}) | {plain:.2f} | {gain} "
-            f"| {100 * share:.0f} % |"
+        other = record["importance"].double().numpy(), positions.double().numpy()
+        scores = {name: agreement(rows[name]["row"][positions].double().numpy(), *other) for name in ROWS}
+        used.append((len(tokens), rows, scores))
+    name = "exact.md" if model_name == "smollm2" else f"exact_{model_name}.md"
+    described = ", ".join(f"{key} {value}" for key, value in machine().items() if value is not None)
+    sections = [
+        _make_section(model_name, title, [each for each in used if is_in(each[0])])
+        for title, is_in in (
+            (f"at most {LONGEST} tokens", lambda count: count <= LONGEST),
+            (f"more than {LONGEST} tokens", lambda count: count > LONGEST),
         )
-    return [*lines, ""]
+    ]
+    page = (
+        "# Measured and estimated scores of `lm.input_map`\n\n"
+        f"Written by `PYTHONPATH=.:demos python -m benchmarks.input_map.exact {model_name}`. The measured scores "
+        'are of the words " thing" and " green". The importance is of four other words. Processor time on one '
+        f"thread, which other programs disturbed.\n\nMachine: {described}.\n\n"
+    )
+    path = Path(__file__).parent / "results" / name
+    path.write_text(page + "\n".join(filter(None, sections)), encoding="utf-8")
+
+
+def _make_section(model_name: str, title: str, used: list) -> str:
+    """Return the table of some prompts."""
+    if not used:
+        return ""
+    rows = []
+    for name in ROWS:
+        scores = np.array([scores[name] for _, _, scores in used])
+        gain = scores[:, 0] - np.array([scores["estimated"][0] for _, _, scores in used])
+        low, high = interval(scores[:, 0])
+        less, more = interval(gain)
+        passes = [made[name]["seconds"] / made["forward"]["seconds"] for _, made, _ in used]
+        share = np.mean([made[name]["measured"] / count for count, made, _ in used])
+        rows.append(
+            {
+                "map": NAMES[name],
+                "n": len(used),
+                "partial, 95 %": f"{scores[:, 0].mean():.2f} ({low:.2f} to {high:.2f})",
+                "Spearman": f"{scores[:, 1].mean():.2f}",
+                "more than estimated, 95 %": ""
+                if name == "estimated"
+                else f"{gain.mean():.2f} ({less:.2f} to {more:.2f})",
+                "measured scores": f"{100 * share:.0f} %",
+                "forward passes, median": f"{np.median(passes):.1f}",
+            }
+        )
+    releases = f"TransformerLens {version('transformer-lens')}, torch {version('torch')}"
+    lengths = [count for count, _, _ in used]
+    return (
+        f"## {model_name}, held out, {title}\n\n{min(lengths)} to {max(lengths)} tokens.\n\n"
+        f"Measured {time.strftime('%Y-%m-%d', time.gmtime())} with {releases}.\n\n{markdown_table(rows)}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
-# With n_measured="auto", measuring may run this many times the tokens of the estimate. One long pass is faster
-# than several short ones with as many tokens, so the map then takes about twice the time of the estimate.
+# With n_measured="auto", measuring may run this many times the tokens of the estimate. One long pass is
+# faster than several short ones with as many tokens, so the map takes about twice the time of the estimate.
 _MEASURED_TOKENS = 1.5
 
 
@@ -231,18 +231,18 @@ class AttributionPatching(RowTargetMethod):
         costs = self._samples * torch.arange(len(places), 0, -1, device=places.device)
         affordable = self._passes_of_estimate(len(places)) * len(places)
         if self.n_measured == "auto" and int(costs.sum()) <= (1 + _MEASURED_TOKENS) * affordable:
-            estimates, chosen = None, torch.arange(len(places), device=places.device)
+            chosen = torch.arange(len(places), device=places.device)
+            found = self._measure(beside, places)
         else:
-            estimates = self._estimate(beside, places, graph)
-            chosen = self._choose(estimates, costs, _MEASURED_TOKENS * affordable)
-        if len(chosen) > 0:
-            measured = self._measure(beside, places[chosen])
-            estimates = measured if estimates is None else rescale(estimates, chosen, measured)
+            found = self._estimate(beside, places, graph)
+            chosen = self._choose(found, costs, _MEASURED_TOKENS * affordable)
+            if len(chosen) > 0:
+                found = rescale(found, chosen, self._measure(beside, places[chosen]))
         if self.n_measured:
             details = blocks[-1].record.details[beside.prompt]
             details.setdefault("measured", []).append(chosen.tolist())
             details.setdefault("measured_passes", []).append(round(int(costs[chosen].sum()) / len(places), 1))
-        scores[places] = estimates.to(scores.dtype)
+        scores[places] = found.to(scores.dtype)
 
     def _choose(
         self, estimates: Float[Tensor, " pos"], costs: Int[Tensor, " pos"], most: float
@@ -301,13 +301,14 @@ class AttributionPatching(RowTargetMethod):
         changes = torch.zeros(len(copies), dtype=beside.bound.clean.dtype, device=chosen.device)
         for _, read, values in beside.values_by_row(copies, rerun):
             changes[read] = (values - beside.bound.clean[row]).abs()
-        return changes.unflatten(0, (-1, copies.samples)).mean(-1)
+        means: Tensor = changes.unflatten(0, (-1, copies.samples)).mean(-1)
+        return means
 
 
 def rescale(
     estimates: Float[Tensor, " pos"], chosen: Int[Tensor, " chosen"], measured: Float[Tensor, " chosen"]
 ) -> Float[Tensor, " pos"]:
-    """Return measured scores at the chosen positions, and the other estimates in the unit of the measured ones.
+    """Return measured scores at the chosen positions, and the other estimates in the same unit.
 
     The others are multiplied by Σ measured / Σ estimated over the chosen positions.
     """

@@ -150,7 +150,7 @@ class SideBySide:
         for chunk in first.with_bar(chunks, len(chunks), "chunks"):
             some = rerun[chunk]
             if has_user_hooks(first.clean.lens.modules):
-                # A hook on certain positions misses the copies. Copies with the prompt's own tokens detect it.
+                # A hook on certain positions misses the copies, which the prompt's own tokens detect.
                 for row, _, values in self._read(own, own.expand_as(others[chunk]), some, False):
                     _check_same(values, self.bound.clean[row], pass_tolerance(first.inputs.dtype))
             for row, read, values in self._read(own, others[chunk], some, distributions):
