@@ -37,6 +37,10 @@ EVIDENCE = {
         "smollm2-forms: … for 24: lm.AttributionPatching",
         "smollm2-long: SmolLM2, held out, more than 20 tokens",
     ),
+    "attribution_patching, measured": (
+        'smollm2-exact: lm.input_map(exact="auto")',
+        'smollm2-exact-long: lm.input_map(exact="auto")',
+    ),
     "decompx": ("rxnfp-importance: decompx",),
     "gim with ratios": ('smollm2-held_out: gim, activations="ratio", readout="absolute"',),
 }
@@ -55,10 +59,11 @@ def input_map(
     It is computed by the first of these recipes that can run on the model. The notes of the map say why the
     earlier ones cannot.
 
-    1. `attribution_patching` estimates how the target changes if a token is replaced. It needs a few forward
-       passes, and a causal model on a TransformerBridge that takes positions. Among the maps that need no
-       forward pass per token, its ranking agreed best with measured replacement on short prompts. On long
-       prompts and on a second model it was not the best, and it is poor at finding a single planted fact.
+    1. `attribution_patching` is how the target changes if a token is replaced. The strongest scores are
+       measured (`exact`), and the others are estimated. It takes about twelve forward passes (about five with
+       exact=False), and needs a causal model on a TransformerBridge that takes positions. Without measured
+       scores it was not the best on long prompts and on a second model. It is poor at finding a single
+       planted fact.
     2. `decompx` decomposes the representation of a position. It runs on bidirectional models if no target is
        given. It agreed best on an encoder with a trained classifier.
     3. `gim` with the ratio rule for activations and absolute scores runs on every model that has logits.
@@ -235,7 +240,8 @@ def _recipes(
         by_default: Whether it is the default target, and not one that the user gave.
     """
     patching = AttributionPatching(target, replacements=_words(model), n_measured=n_measured)
-    yield patching, "attribution_patching"
+    names = {0: "attribution_patching", "auto": "attribution_patching, measured"}
+    yield patching, names.get(n_measured, "attribution_patching, some measured")
     if by_default:
         yield DecompX(), "decompx"
     yield Gim(target, readout="absolute", activations="ratio"), "gim with ratios"

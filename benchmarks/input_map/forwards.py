@@ -1,6 +1,6 @@
 """Measure the cost of input maps of the last position, in forward passes of the same prompt.
 
-python -m benchmarks.input_map.forwards smollm2 16 64                writes results/forwards.md; a minute
+python -m benchmarks.input_map.forwards smollm2 16 20 64             writes results/forwards.md; two minutes
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def ways_of(model: Any, count: int) -> dict[str, Callable[[], Any]]:
         "forward": forward,
         "`attention`, one row": lambda: lm.run(model, tokens, "attention", queries=[-1]),
         "`gim`, ratio, absolute": lambda: lm.run(model, tokens, gim, queries=[-1]),
+        "`lm.input_map(exact=False)`": lambda: lm.input_map(model, tokens, exact=False),
         "`lm.input_map`": lambda: lm.input_map(model, tokens),
     }
 

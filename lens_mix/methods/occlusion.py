@@ -38,8 +38,9 @@ class Occlusion(RowTargetMethod):
         score[query, key] = F(x) − F(x without key)
 
     F is the target at the row's position. Scores are in the target's unit. There is one map of the whole
-    model, [1, query, key]. It needs one forward pass per token (and replacement) for all rows. There are
-    three removals:
+    model, [1, query, key]. It needs one forward pass per token (and replacement) for all rows. With "replace",
+    a causal model that takes position ids runs only the tokens from the replaced one on, about half of them.
+    There are three removals:
 
     - "replace": the token is replaced by another one, and scores are means over several replacements;
     - "mask": no position attends to the token, in any layer, as if the attention mask hid it;
@@ -113,7 +114,7 @@ class Occlusion(RowTargetMethod):
         counts = [each * (length if self.spans is None else len(self.spans)) for length in lengths]
         fewer = "fewer replacements (n_samples) take fewer, and " if each > 1 else ""
         reason = f"{each} for each {'token' if self.spans is None else 'group of tokens'}"
-        return Passes(counts, reason, f"{fewer}lm.input_map takes about five, without signs")
+        return Passes(counts, reason, f"{fewer}lm.input_map takes about twelve, without signs")
 
     @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
