@@ -83,8 +83,8 @@ def main(model_name: str) -> None:
     page = (
         "# Measured and estimated scores of `lm.input_map`\n\n"
         f"Written by `PYTHONPATH=.:demos python -m benchmarks.input_map.exact {model_name}`. The measured "
-        'scores are of the words " thing" and " green". The importance is of four other words. Processor time '
-        f"on one thread, which other programs disturbed.\n\nMachine: {described}.\n\n"
+        'scores are of the words " thing" and " green". The importance is of four other words. Processor '
+        f"time on one thread, which other programs disturbed.\n\nMachine: {described}.\n\n"
     )
     path = Path(__file__).parent / "results" / name
     path.write_text(page + "\n".join(filter(None, sections)), encoding="utf-8")

@@ -72,7 +72,8 @@ class AttributionPatching(RowTargetMethod):
     copy of the prompt is run again from the replaced token on only, because the tokens before it are clean.
     The other estimates are multiplied by Σ measured / Σ estimated, summed over the measured keys. So they
     keep their order. One of them is above a measured score only if that score is smaller than its estimate
-    said. A bound at the smallest measured score agreed less with measured importance.
+    said. They are not bounded by the smallest measured score, which may belong to a token that was estimated
+    far too high.
     `provenance["details"]` has for each row its keys that were "measured", and "measured_passes": the number
     of tokens that the measurement ran, in forward passes of the row's tokens.
 

@@ -38,9 +38,9 @@ class Occlusion(RowTargetMethod):
         score[query, key] = F(x) − F(x without key)
 
     F is the target at the row's position. Scores are in the target's unit. There is one map of the whole
-    model, [1, query, key]. It needs one forward pass per token (and replacement) for all rows. With "replace",
-    a causal model that takes position ids runs only the tokens from the replaced one on, about half of them.
-    There are three removals:
+    model, [1, query, key]. It needs one forward pass per token (and replacement) for all rows. A causal model
+    that takes position ids runs only the tokens from a replaced one on, about half of them. There are three
+    removals:
 
     - "replace": the token is replaced by another one, and scores are means over several replacements;
     - "mask": no position attends to the token, in any layer, as if the attention mask hid it;
