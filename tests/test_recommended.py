@@ -31,7 +31,7 @@ def test_causal_bridges_get_patching_with_its_record():
     assert torch.equal(found.scores, expected.scores)
     assert found.provenance["input_map"] == {
         "recipe": "attribution_patching",
-        "figures": sentence(*EVIDENCE["attribution_patching"]),
+        "figures": sentence(*EVIDENCE["attribution_patching, measured"]),
         "measured": [[0, 1, 2, 3, 4, 5]],
         "measured_passes": [7.0],
     }
@@ -42,10 +42,14 @@ def test_measured_scores_are_asked_for_and_recorded():
     prompt = tokens(model, 1, 8, 1)[0]
     none = lm.input_map(model, prompt, exact=False)
     assert torch.equal(none.scores, lm.run(model, prompt, lm.AttributionPatching(), queries=[-1]).scores)
-    assert "measured" not in none.provenance["input_map"]
+    assert none.provenance["input_map"] == {
+        "recipe": "attribution_patching",
+        "figures": sentence(*EVIDENCE["attribution_patching"]),
+    }
     some = lm.input_map(model, prompt, queries=[1, -1], exact=3)
     assert [len(measured) for measured in some.provenance["input_map"]["measured"]] == [2, 4]
     assert some.parameters["n_measured"] == 3
+    assert some.provenance["input_map"]["figures"] == "not measured separately"
     # Everything in the first row is measured.
     (note,) = [note for note in some.notes if note.startswith("input_map")]
     assert "in the row of position 7, 4 of 8 scores are measured" in note
