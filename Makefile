@@ -127,6 +127,7 @@ wheel: $(TL4)/.ready
 
 clean:
 	rm -rf $(ENVIRONMENTS) dist outputs .mypy_cache .ruff_cache
+	rm -rf docs/reference docs/courses/*_files docs/courses/*.ipynb $(patsubst %.py,%.md,$(wildcard docs/courses/*.py))
 
 # The site needs no torch, and the library is read there without being imported.
 $(DOCS)/.ready: PACKAGES = --requirement constraints/docs.txt

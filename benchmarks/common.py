@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.metadata as metadata
 import json
 import math
 import os
@@ -240,8 +241,6 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 def machine() -> dict[str, Any]:
     """Return what the figures depend on: the machine and the versions of the libraries."""
-    import importlib.metadata as metadata
-
     names = ("torch", "transformer-lens", "transformers")
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
@@ -255,6 +254,18 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in names},
     }
+
+
+def describe_machine(facts: Mapping[str, Any] | None = None) -> str:
+    """Return the facts of `machine()` in one line, without those that the machine does not have."""
+    return ", ".join(f"{name} {value}" for name, value in (facts or machine()).items() if value is not None)
+
+
+def describe_measurement(date: str | None = None) -> str:
+    """Return the sentence with the date (None: today) and the releases that `benchmarks.facts` reads."""
+    date = date or time.strftime("%Y-%m-%d", time.gmtime())
+    lens, plain_torch = metadata.version("transformer-lens"), metadata.version("torch").partition("+")[0]
+    return f"Measured {date} with TransformerLens {lens}, torch {plain_torch}."
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -337,12 +348,9 @@ def _format_report(found: dict[str, Any]) -> str:
     """Return the tables as Markdown."""
     lines = ["# Benchmark results", "", _INTRODUCTION]
     for title, table in found.items():
-        machine = ", ".join(
-            f"{name} {value}" for name, value in table["machine"].items() if value is not None
-        )
         lines += ["", f"## {title}", ""]
         explanations = [text for beginning, text in _EXPLANATIONS.items() if title.startswith(beginning)]
-        lines += [*explanations, "", f"Machine: {machine}."]
+        lines += [*explanations, "", f"Machine: {describe_machine(table['machine'])}."]
         rate, plain = table["GEMM GFLOP/s"], table.get("torch.mm GFLOP/s")
         own = "" if plain is None else f", and {plain:.0f} with torch.mm, which models use"
         lines += [f"A large float32 matrix product reached {rate:.0f} GFLOP/s{own}."]

@@ -23,6 +23,8 @@ follows, up to the closing comment, is written anew. The cells are copied as the
     -->
     <!-- /table -->
 
+In a table, the spaces of a figure with its interval are no-break spaces.
+
 A column may be of other rows. "NAME + VARIANT" is of the rows whose first cell ends with ", VARIANT", and
 "NAME @ TABLE" of the same rows in another table:
 
@@ -34,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -46,14 +49,14 @@ from lens_mix.methods import METHODS
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "lens_mix" / "measured.json"
 RECORD = ROOT / "benchmarks" / "LEADERBOARD.md"
-# Pages of these folders are generated.
-GENERATED = ("docs/reference", "docs/courses")
+# Generated pages, which may be of an earlier state.
+_GENERATED = re.compile(r"docs/(reference/|courses/(?!index\.md))")
 PAGES = (
     ROOT / "README.md",
     *(
         page
         for page in sorted((ROOT / "docs").rglob("*.md"))
-        if not page.relative_to(ROOT).as_posix().startswith(GENERATED)
+        if not _GENERATED.match(page.relative_to(ROOT).as_posix())
     ),
 )
 
@@ -104,14 +107,12 @@ TABLES = {
     "gemma3-removals": Table(_LEADERBOARD, "Removals on Gemma 3", "deletion"),
     "minilm-removals": Table(_LEADERBOARD, "Removals on all-MiniLM", "deletion"),
     "smollm2-held_out": Table(f"{_HELD_OUT}/smollm2.md", "SmolLM2, held out", "partial, 95 %"),
-    "gemma3-held_out": Table(f"{_HELD_OUT}/gemma3.md", "Gemma 3, held out", "partial, 95 %"),
     "smollm2-forms": Table(f"{_HELD_OUT}/forms.md", "Forms of the recipe", "held out", 105),
     "smollm2-long": Table(f"{_HELD_OUT}/forms.md", "Rows of", "partial, 95 %"),
     "smollm2-exact": Table(f"{_HELD_OUT}/exact.md", "smollm2, held out, at most", "partial, 95 %"),
     "smollm2-exact-long": Table(f"{_HELD_OUT}/exact.md", "smollm2, held out, more", "partial, 95 %"),
     "flan-t5-joint": Table(f"{_HELD_OUT}/joint.md", "Input maps over", "partial (position out)", 30),
     "hansards-layers": Table(_HANSARDS, "By layer, the end of the sentence competes", "layer 2", 447),
-    "hansards-weights": Table(_HANSARDS, "Weights and norms", "weights", 447),
     "hansards-floors": Table(_HANSARDS, "Floors and published aligners", "AER", 447),
 }
 
@@ -173,16 +174,21 @@ class Recorded:
             raise LookupError(f"{self.place}: expected a column {name!r}, found {', '.join(self.header)}")
         return self.header.index(name)
 
+    @functools.cached_property
+    def labels(self) -> list[str]:
+        """Return the name of each row."""
+        return [label(cells) for cells in self.body]
+
     def rows(self, name: str) -> list[list[str]]:
         """Return the rows with a name: by their cells before the first figure, else by more or fewer cells.
 
         Raises:
             LookupError: The table has no such row.
         """
-        found = [cells for cells in self.body if label(cells) == name]
+        found = [cells for each, cells in zip(self.labels, self.body, strict=True) if each == name]
         found = found or [cells for cells in self.body if name in _beginnings(cells)]
         if not found:
-            labels = list(dict.fromkeys(label(cells) for cells in self.body))
+            labels = list(dict.fromkeys(self.labels))
             near = difflib.get_close_matches(name, labels, n=5, cutoff=0.3) or labels[:5]
             raise LookupError(f"{self.place}: expected a row {name!r}, found for example {'; '.join(near)}")
         return found
@@ -287,9 +293,8 @@ def look_up(name: str) -> dict[str, Any]:
     found = recorded(table, column)
     place = found.column(column)
     method = row.removeprefix("best of ")
-    named = [label(cells) for cells in found.body]
-    own = [each for each in named if re.match(rf"{re.escape(method)}\b(?!.*randomised)", each)]
-    if method != row and row not in named and own:
+    own = [each for each in found.labels if re.match(rf"{re.escape(method)}\b(?!.*randomised)", each)]
+    if method != row and row not in found.labels and own:
         row = max(own, key=lambda each: _value(_texts(found.rows(each)[0][place], name)[0]))
     rows = found.rows(row)
     if len(rows) > 1:
@@ -394,7 +399,16 @@ def _figure(quoted: re.Match[str]) -> str:
         if not ends:
             raise LookupError(f"{names[0]!r}: expected an interval in the recorded table, found {shown!r}")
         shown += f" [{', '.join(ends)}]" if len(ends) == 2 else f" ± {ends[0]}"
+    # A line that begins with "|" is a row of a table.
+    in_table = quoted.string[quoted.string.rfind("\n", 0, quoted.start()) + 1 :].startswith("|")
+    shown = _unbroken(shown) if in_table else shown
     return f"{shown.replace('-', '−')}<!-- {quoted['names']} -->"
+
+
+def _unbroken(text: str) -> str:
+    """Return a text whose figures have minus signs and no-break spaces, for one line each."""
+    text = _FIGURE.sub(lambda figure: figure[0].replace(" ", "\N{NO-BREAK SPACE}"), text)
+    return re.sub(r"(?<![\w.])-(?=\d)", "−", text)
 
 
 def _cases(name: str) -> int:
@@ -448,7 +462,8 @@ class _Column:
         if not self.elsewhere:
             return [cells[quoted.column(self.name)] for cells in body]
         other = recorded(place_of(self.table), self.name) if self.table else quoted
-        by_label = {label(cells): cells[other.column(self.name)] for cells in other.body}
+        place = other.column(self.name)
+        by_label = {each: cells[place] for each, cells in zip(other.labels, other.body, strict=True)}
         names = [label(cells) for cells in body]
         if self.variant:
             firsts = [_plain(cells[0]) for cells in body]
@@ -472,7 +487,8 @@ def _table(quoted: re.Match[str]) -> str:
     wanted = [row.strip() for row in options["rows"].split(" | ")] if options.get("rows") else []
     body = [cells for row in wanted for cells in found.rows(row)] if wanted else found.body
     copied = [column.cells(found, body) for column in columns]
-    lines = [[column.title for column in columns], ["---"] * len(columns), *zip(*copied, strict=True)]
+    rows = ([_unbroken(cell) for cell in cells] for cells in zip(*copied, strict=True))
+    lines = [[column.title for column in columns], ["---"] * len(columns), *rows]
     opening = quoted[0].split("-->\n", 1)[0]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     # Markdown needs the empty lines: without them some renderers take the table for a part of the comment.

@@ -15,12 +15,12 @@ from __future__ import annotations
 import random
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import lens_mix as lm
 from benchmarks import facts
+from benchmarks.common import describe_measurement
 from benchmarks.input_map.prompts import make
 from lens_mix import evaluation
 
@@ -137,8 +137,7 @@ def record(name: str) -> None:
     """Put a finished table into LEADERBOARD.md with its date and releases, and write all facts anew."""
     path = FOLDER / f"{name}.md"
     date = time.strftime("%Y-%m-%d", time.gmtime(path.stat().st_mtime))
-    releases = f"TransformerLens {version('transformer-lens')}, torch {version('torch')}"
-    facts.record(name, path.read_text(), f"Measured {date} with {releases}.")
+    facts.record(name, path.read_text(), describe_measurement(date))
     facts.write()
 
 

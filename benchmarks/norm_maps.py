@@ -17,7 +17,7 @@ import models
 import norms as demo
 import torch
 
-from benchmarks.common import machine, markdown_table
+from benchmarks.common import describe_machine, markdown_table
 from lens_mix.statistics import cancel_effect, mixing_ratio
 
 OUT = Path(__file__).parent / "results" / "norm_maps.md"
@@ -98,10 +98,9 @@ def main() -> None:
     torch.set_num_threads(1)
     start = time.perf_counter()
     texts = list(sections())
-    facts = ", ".join(f"{name} {value}" for name, value in machine().items() if value is not None)
     intro = f"Written by `python -m benchmarks.norm_maps`; {len(demo.SENTENCES)} sentences.\n"
-    seconds = time.perf_counter() - start
-    text = "\n".join(["# Norm-based maps\n", intro, f"Machine: {facts}; {seconds:.0f} s.\n", *texts])
+    facts = f"Machine: {describe_machine()}; {time.perf_counter() - start:.0f} s.\n"
+    text = "\n".join(["# Norm-based maps\n", intro, facts, *texts])
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(text, encoding="utf-8")
     print(text)

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import lens_mix as lm
-from benchmarks.common import machine, markdown_table
+from benchmarks.common import describe_machine, markdown_table
 from benchmarks.flow import random_map
 from lens_mix.evaluation import spearman
 
@@ -223,11 +223,10 @@ def main() -> None:
     torch.set_num_threads(1)
     start = time.perf_counter()
     texts = [section(heading) for heading in SECTIONS]
-    facts = ", ".join(f"{name} {value}" for name, value in machine().items() if value is not None)
     title = "# Rollout and flow where the answer is known\n\n"
     title += "Written by `python -m benchmarks.rollout_and_flow`.\n"
     seconds = time.perf_counter() - start
-    text = "\n".join([title, f"Machine: {facts}; {seconds:.0f} s.\n", *texts])
+    text = "\n".join([title, f"Machine: {describe_machine()}; {seconds:.0f} s.\n", *texts])
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(text, encoding="utf-8")
     print(text)

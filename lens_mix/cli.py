@@ -402,9 +402,9 @@ def _read_selection(option: str, text: str | None) -> list[int] | slice | None:
 
 def _name(model: str) -> str:
     """Return the name of a model without the folders of this computer."""
-    from lens_mix.view.labels import name_model
+    from lens_mix.lens.model_names import strip_path
 
-    return name_model({"model": model})
+    return strip_path(model)
 
 
 def _print_json(value: Any) -> None:

@@ -76,7 +76,8 @@ def run(
             cross-attention, with the target's tokens as queries and the source's as keys). "all": these
             three. "joint", for input maps by gradients and occlusion: the target's tokens are the queries,
             and the source's and then the target's tokens are the keys.
-        engine: "auto", or "hooks" or "algebra" for methods that have both.
+        engine: "auto": the fastest engine that the verification allows. For methods that have both, "hooks"
+            (by intervention) or "algebra" (in closed form).
         max_memory: The number of bytes for the temporary tensors of one chunk. None: no bound.
         residual_shares: Whether to measure the share of each row that is its own residual stream, for
             `lm.rollout(m, residual="measured")`. It is not measured for maps that contain the residual, nor
@@ -88,15 +89,16 @@ def run(
         inputs: Further inputs of the model by name (`token_type_ids=`, `decoder_input_ids=`).
 
     Returns:
-        A `MixingMap` for one method, or a dict of them by name for several. If two methods have the same
-        name, their keys contain their parameters. With part="all", a dict of such results with the keys
-        "encoder", "decoder" and "cross", each from a pass of its own.
+        A `MixingMap` for one method, or a dict of them by name for several. Its scores are
+        `[layer, query, key]`, or `[layer, head, query, key]` with heads, raw, in the unit of the method. If
+        two methods have the same name, their keys contain their parameters. With part="all", a dict of such
+        results with the keys "encoder", "decoder" and "cross", each from a pass of its own.
 
     Raises:
         TypeError: If an argument has a wrong type.
         ValueError: If an argument has a wrong value.
-        UnsupportedModelError: If the model or the method on it failed verification; the message has the
-            reason.
+        UnsupportedModelError: If the model, or the method on this model, failed the verification. The
+            message has the reason.
     """
     _check_flags(residual_shares, progress)
     selection: dict[str, Any] = {

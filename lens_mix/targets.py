@@ -73,7 +73,7 @@ TargetFunction = Callable[[Tensor], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The data of one prompt from which a target is bound to it.
+    """The data of one prompt that a target may read.
 
     Attributes:
         tokens: The tokens of the output's positions (for logits of an encoder-decoder, those of the target).
@@ -630,9 +630,9 @@ def hf_classifier(
     Raises:
         TypeError: If `hf_model` is not a classifier of transformers.
         ValueError: If it is in training mode, or has no such class. A run raises a ValueError if the weights
-            are not those of the mapped model, `position` is missing or not needed, the classifier does not
-            read the mapped part, or its logits depend on more than the last hidden states (for which
-            `lm.targets.head` can be used).
+            are not those of the mapped model, if `position` is missing or not needed, or if the classifier
+            does not read the mapped part. It also does so if the logits depend on more than the last hidden
+            states. In this case, use `lm.targets.head`.
     """
     classifiers.check_classifier(hf_model)
     index = classifiers.find_label(hf_model, class_, "class_")

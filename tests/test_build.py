@@ -95,7 +95,7 @@ def sources(root: Path, part: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("part", ["lens_mix", "hooks", "tests", "demos"])
+@pytest.mark.parametrize("part", ["lens_mix", "hooks", "tests", "demos", "benchmarks", "docs/make"])
 def test_the_sdist_holds_every_source_file(sdist: Path, part: str) -> None:
     assert sources(ROOT, part)
     assert sources(sdist, part) == sources(ROOT, part)

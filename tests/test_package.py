@@ -12,6 +12,7 @@ import tomllib
 import pytest
 
 import lens_mix as lm
+from benchmarks import facts
 from tests.source_tree import ROOT, trees
 from tests.stub import STUB, stub_text
 
@@ -84,7 +85,7 @@ def test_public_modules_say_what_is_public(name):
     assert all(getattr(module, public).__doc__ for public in module.__all__)
     assert not [public for public in module.__all__ if public.startswith("_")]
     # The public names include all that a page uses by the module's name.
-    text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    text = "".join(page.read_text() for page in facts.PAGES)
     assert set(re.findall(rf"\blm\.{name}\.(\w+)\(", text)) <= set(module.__all__)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import facts
 from lens_mix.version import __version__
 from tests import release
 from tests.source_tree import ROOT
@@ -197,17 +198,11 @@ def bib_entries(path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md"])
-def test_links_of_the_pages_for_contributors_lead_somewhere(name: str) -> None:
-    targets = re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
-    assert [target for target in targets if not (ROOT / target).exists()] == []
-
-
 def test_no_page_invents_the_address() -> None:
     """Check that the address is in pyproject.toml, and in files that are generated from it, alone."""
     if release.read_repository(ROOT) is not None:
         pytest.skip("the address is known")
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *GITHUB.rglob("*.[my]*")]
+    pages = [*facts.PAGES, *ROOT.glob("*.md"), *(ROOT / "demos").rglob("*.md"), *GITHUB.rglob("*.[my]*")]
     address = re.compile(r"(github|gitlab)\.com/[\w-]+/lens[_-]mix")
-    found = [path for path in pages if path.is_file() and address.search(path.read_text())]
+    found = [path for path in pages if address.search(path.read_text(encoding="utf-8"))]
     assert found == []

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from benchmarks.alignment import hansards, known
-from benchmarks.common import machine
+from benchmarks.common import describe_machine
 
 PARTS = {"known": known.tables, "hansards": hansards.tables}
 
@@ -35,18 +35,13 @@ def make(name: str, pairs: int | None) -> str:
     """Return a page of results, with its date and machine."""
     start = time.perf_counter()
     texts = list(PARTS[name](pairs))
-    facts = ", ".join(f"{key} {value}" for key, value in machine().items() if value is not None)
     took = f"{time.perf_counter() - start:.0f} s, without what was measured or trained before"
-    heading = f"# Word alignment: {name}\n\nWritten by `python -m benchmarks.alignment --only {name}`; see "
-    return (
-        "\n\n".join(
-            [
-                f"{heading}[the page](../../../docs/evidence/alignment.md).\n\nMachine: {facts}; {took}.",
-                *texts,
-            ]
-        )
-        + "\n"
+    heading = (
+        f"# Word alignment: {name}\n\nWritten by `python -m benchmarks.alignment --only {name}`; see "
+        "[the page](../../../docs/evidence/alignment.md).\n\n"
+        f"Machine: {describe_machine()}; {took}."
     )
+    return "\n\n".join([heading, *texts]) + "\n"
 
 
 if __name__ == "__main__":

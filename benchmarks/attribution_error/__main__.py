@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import lens_mix as lm
-from benchmarks.common import machine, markdown_table
+from benchmarks.common import describe_machine, markdown_table
 from tests import tiny_models
 
 SMOOTH, WITH_JUMPS = ("gpt2", "llama"), ("opt", "t5")
@@ -71,13 +71,12 @@ def main() -> None:
             }
         )
         print(rows[-1], flush=True)
-    facts = ", ".join(f"{name} {value}" for name, value in machine().items() if value is not None)
     text = (
         "# Attention attribution: estimated and true error\n\n"
         "Written by `python -m benchmarks.attribution_error`; see "
         "[the page](../../../docs/evidence/attention_attribution.md). "
         "Errors are shares of the sum of a layer's absolute scores.\n\n"
-        f"Machine: {facts}; {time.perf_counter() - start:.0f} s.\n\n## Errors\n\n"
+        f"Machine: {describe_machine()}; {time.perf_counter() - start:.0f} s.\n\n## Errors\n\n"
         f"{markdown_table(rows)}\n"
     )
     (Path(__file__).parent / "results" / "errors.md").write_text(text, encoding="utf-8")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.common import machine, markdown_table
+from benchmarks.common import describe_machine, markdown_table
 from lens_mix.evaluation import score_constructed
 
 FILE = Path(__file__).parent / "results" / "areas.md"
@@ -50,12 +50,11 @@ def format_page(frame: pd.DataFrame, count: int, seconds: float) -> str:
         count: The number of prompts per model.
         seconds: The time that it took.
     """
-    facts = ", ".join(f"{key} {value}" for key, value in machine().items() if value is not None)
     texts = [
         "# Methods on constructed models",
         "Written by `python -m benchmarks.constructed`; see "
         "[the page](../../../docs/evidence/constructed_models.md).",
-        f"Machine: {facts}; {seconds:.0f} s.",
+        f"Machine: {describe_machine()}; {seconds:.0f} s.",
         f"Mean area under the ROC curve over {count} prompts, 0 to 1. 1: every true cell or token scores "
         "above every false one. 0.5: chance. A dash: the method does not run on the model. `position` is a "
         "control in which later keys have higher scores.",

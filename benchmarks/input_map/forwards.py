@@ -9,14 +9,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import lens_mix as lm
-from benchmarks.common import machine, markdown_table
+from benchmarks.common import describe_machine, describe_measurement, markdown_table
 
 REPEATS = 9
 
@@ -71,15 +70,13 @@ def main(model_name: str, *counts: str) -> None:
             }
             for name, taken in seconds.items()
         ]
-    releases = f"TransformerLens {version('transformer-lens')}, torch {version('torch')}"
-    described = ", ".join(f"{key} {value}" for key, value in machine().items() if value is not None)
     command = f"python -m benchmarks.input_map.forwards {' '.join([model_name, *counts])}"
     page = (
         f"# Cost of input maps\n\nWritten by `PYTHONPATH=.:demos {command}`; "
         "processor time on one thread, medians of "
         f"{REPEATS} runs in turns.\n\n"
-        f"Machine: {described}.\n\n## Forward passes of {model_name}\n\n"
-        f"Measured {time.strftime('%Y-%m-%d', time.gmtime())} with {releases}.\n\n{markdown_table(rows)}\n"
+        f"Machine: {describe_machine()}.\n\n## Forward passes of {model_name}\n\n"
+        f"{describe_measurement()}\n\n{markdown_table(rows)}\n"
     )
     (Path(__file__).parent / "results" / "forwards.md").write_text(page, encoding="utf-8")
     print(page)

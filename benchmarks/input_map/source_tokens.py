@@ -5,14 +5,12 @@ python -m benchmarks.input_map.source_tokens                writes results/sourc
 
 from __future__ import annotations
 
-import time
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from benchmarks.common import markdown_table
+from benchmarks.common import describe_measurement, markdown_table
 
 SOURCE = "translate English to French: The house is small."
 
@@ -41,13 +39,12 @@ def main() -> None:
         }
         for name, values in logits.items()
     ]
-    releases = f"TransformerLens {version('transformer-lens')}, torch {version('torch')}"
     page = (
         "# Tokens of a source\n\n"
         "Written by `PYTHONPATH=.:demos python -m benchmarks.input_map.source_tokens`.\n\n"
         "## Probability of the first token\n\n"
         f'flan-t5-small, tuned by others to write titles; source: "{SOURCE}"\n\n'
-        f"Measured {time.strftime('%Y-%m-%d', time.gmtime())} with {releases}.\n\n{markdown_table(rows)}\n"
+        f"{describe_measurement()}\n\n{markdown_table(rows)}\n"
     )
     (Path(__file__).parent / "results" / "source_tokens.md").write_text(page, encoding="utf-8")
     print(page)

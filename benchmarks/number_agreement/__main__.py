@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.common import machine
+from benchmarks.common import describe_machine
 from benchmarks.number_agreement import heads, probes, table
 from benchmarks.number_agreement.encoder import TASKS, Classifier, Recipe, classifier, held_out
 from benchmarks.number_agreement.sentences import Sentence
@@ -82,11 +82,10 @@ def make(name: str, sizes: Sizes) -> str:
     for text in PARTS[name](sizes):
         texts.append(text)
         print(f"{text}\n", flush=True)
-    facts = ", ".join(f"{fact} {value}" for fact, value in machine().items())
     heading = (
         f"# Number agreement: {name}\n\nWritten by `python -m benchmarks.number_agreement`, discussed in "
         "[docs/evidence/number_agreement.md](../../../docs/evidence/number_agreement.md).\n\n"
-        f"Machine: {facts}; {time.perf_counter() - start:.0f} s."
+        f"Machine: {describe_machine()}; {time.perf_counter() - start:.0f} s."
     )
     return "\n\n".join([heading, *texts]) + "\n"
 

@@ -26,7 +26,7 @@ def measure(found: Classifier, examples: Sequence[Sentence], randomised: bool = 
     for number, sentence in enumerate(tqdm(examples, disable=None, desc="table")):
         ids, answer = ids_and_answer(found, sentence)
         important = importance(found, ids, answer)
-        # The agreement of one importance with the other is an upper bound for maps.
+        # The agreement of one importance with the other shows what agreement can be expected of a good map.
         others = [Row(name, "importance", 0, scores) for name, scores in important.items()]
         given = {"trained": [*rows(found, ids, answer, names), *controls(sentence, draw), *others]}
         if randomised:

@@ -5,13 +5,11 @@ python -m benchmarks.routes        writes results/smollm2.md; about ten seconds
 
 from __future__ import annotations
 
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import lens_mix as lm
-from benchmarks.common import markdown_table, smollm2
+from benchmarks.common import describe_measurement, markdown_table, smollm2
 from lens_mix.graphs import information_flow_routes
 
 PROMPT = (
@@ -33,8 +31,7 @@ def main() -> None:
         "# Information-flow routes on SmolLM2\n\nWritten by `python -m benchmarks.routes`. "
         f"SmolLM2-135M-Instruct, one prompt of {len(m.tokens)} tokens, heads apart, to the last position "
         f"({m.explanation()}); {possible} possible nodes.\n\n> {PROMPT}\n\n## Size of the graph\n\n"
-        f"Measured {date.today()} with TransformerLens {version('transformer-lens')}, "
-        f"torch {version('torch').partition('+')[0]}.\n\n{markdown_table(rows)}\n"
+        f"{describe_measurement()}\n\n{markdown_table(rows)}\n"
     )
     (Path(__file__).parent / "results" / "smollm2.md").write_text(page, encoding="utf-8")
 

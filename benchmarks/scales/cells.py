@@ -5,12 +5,10 @@ python -m benchmarks.scales.cells                writes results/cells.md; about 
 
 from __future__ import annotations
 
-import time
-from importlib.metadata import version
 from pathlib import Path
 
 import lens_mix as lm
-from benchmarks.common import smollm2
+from benchmarks.common import describe_measurement, smollm2
 from benchmarks.leaderboard import short_prompts
 from lens_mix import evaluation
 
@@ -35,11 +33,8 @@ def main() -> None:
             resume=FOLDER / f"cells-{operator}.jsonl",
             progress=True,
         )
-        releases = f"TransformerLens {version('transformer-lens')}, torch {version('torch')}"
         page += (
-            f"\n## Removed cells by {operator}\n\n"
-            f"Measured {time.strftime('%Y-%m-%d', time.gmtime())} with {releases}.\n\n"
-            f"{board.to_markdown('random')}\n"
+            f"\n## Removed cells by {operator}\n\n{describe_measurement()}\n\n{board.to_markdown('random')}\n"
         )
     (Path(__file__).parent / "results" / "cells.md").write_text(page, encoding="utf-8")
     print(page)

@@ -24,11 +24,11 @@ import gradio as gr
 import lens_mix as lm
 from lens_mix import registry
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_names import strip_path
 from lens_mix.named_maps import DEFAULT_METHODS, INPUT_MAP, compute_maps
 from lens_mix.serve.answers import Limits, Workshop
 from lens_mix.serve.estimate import measure_pace
 from lens_mix.serve.forms import Request
-from lens_mix.view.labels import name_model
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
 # A free Space has two cores, and everybody waits for the prompt of the first in the queue.
@@ -136,7 +136,7 @@ def answer(workshop: Workshop, prompt: str, target: str, names: Sequence[str]) -
 def build(model: Any) -> gr.Blocks:
     """Return the app for a loaded model."""
     workshop, offered = Workshop(model, LIMITS, measure_pace(model)), offered_methods(model)
-    name = name_model({"model": lm.support(model).model})
+    name = strip_path(lm.support(model).model)
     with gr.Blocks(title="lens_mix", analytics_enabled=False) as app:
         gr.Markdown(
             f"# Which tokens did the prediction come from?\nThe model is {name}. "

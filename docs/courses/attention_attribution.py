@@ -17,9 +17,9 @@
 # **Level:** you know what an attention head and a gradient are. **Time:** 40 minutes with the exercises.
 # **Paper:** Hao et al., "Self-Attention Attribution", AAAI 2021.
 #
-# An attention weight says how much a position reads from another one. It does not say whether the answer
-# depends on it. Self-attention attribution multiplies each weight by the gradient of the answer, integrated
-# along a path from no attention to the model's own attention. In this course you will
+# An attention weight shows how much a position reads from another one, not whether the answer depends on it.
+# Self-attention attribution multiplies each weight by the gradient of the answer, integrated along a path
+# from no attention to the model's own attention. In this course you will
 #
 # 1. compute it by hand in ten lines, and check that its scores sum to the change of the answer,
 # 2. draw the tree of a sentence,
@@ -35,8 +35,8 @@
 #
 # The first call trains the model, which takes about a minute, and stores the weights in the cache folder. The
 # code comes from the benchmarks of the repository, so the next cell works in its folder, with
-# TransformerLens 4. A model of a hub is loaded by `TransformerBridge.boot_transformers("gpt2")`. With it,
-# targets are written as `lm.targets.token(" are")`, and maps contain the texts of their tokens.
+# TransformerLens 4. With a hub, `TransformerBridge.boot_transformers("gpt2")` loads a language model, whose
+# targets are written as `lm.targets.token(" are")`.
 
 # %%
 import torch
@@ -54,8 +54,8 @@ sentences = held_out(400)
 print(f"right answers in new sentences: {encoder.accuracy(sentences):.3f}")
 
 # %% [markdown]
-# One sentence, and the number that we explain: F, the probability of the right answer. In lens_mix it is
-# called the target. It is a function from logits to one number per example.
+# We explain one number for one sentence: F, the probability of the right answer. lens_mix calls it the
+# target. It is a function from logits to one number per example.
 
 # %%
 sentence = sentences[48]
@@ -105,8 +105,8 @@ print("[head, query, key]:", list(by_hand.shape))
 # ## Completeness
 #
 # The scores of a layer sum to F(A) − F(0), the answer with this attention minus the answer without it. This
-# property is called completeness. It gives the scores their unit, which is that of F, and it checks the
-# integral. With few steps the sum misses by the error of the integral.
+# property is called completeness. It gives the scores the unit of F, and checks the integral: the gap between
+# the two is the integral's error.
 
 # %%
 with torch.no_grad():
@@ -120,8 +120,8 @@ for steps in (1, 5, 20, 100):
 # ## Equal to the library
 #
 # The same method with the options of the paper's code gives the same scores. By default the library takes the
-# points of a Gauss rule, and adds points to a layer until its estimated error is small. It needs fewer steps
-# for a smaller gap.
+# points of a Gauss rule, and adds points to a layer until its estimated error is small. It has a smaller gap
+# with fewer steps.
 
 # %%
 as_in_the_paper = lm.AttentionAttribution(target=target, n_steps=20, method="riemann_left", per_head=True)
@@ -222,7 +222,8 @@ curves.show(metric="accuracy", title=f"{len(others)} other sentences")
 # ## Triggers
 #
 # The strongest entries of a sentence name a few words. The paper copies these words, called a trigger, into
-# other sentences at the same relative positions. If they decide, the other sentences change their answer.
+# other sentences at the same relative positions. If these words decide, the answer to the other sentences
+# changes.
 # `extract_triggers` takes the two strongest entries of the strongest head, and `insert_trigger` copies them.
 #
 # The report has the accuracy before and after, for the sentences with the trigger's own answer and for those
@@ -253,8 +254,8 @@ for trigger, label, _, before, after in sorted(report.rows, key=lambda row: row[
 # ## What to keep in mind
 #
 # - A score is about one target. Another target has other scores.
-# - Each layer is explained alone. The layers below have mixed what a position contains. So a high score of a
-#   key in the last layer does not name a word of the input.
+# - Each layer is explained alone. In the layers below, positions have been mixed. So a high score of a key in
+#   the last layer does not name a word of the input.
 # - The baseline is a layer without attention, which no trained model has seen.
 # - Check `completeness_gap` before you read a layer. On deep models the first layers often need more points.
 #   [The evidence](../evidence/attention_attribution.md) has figures for several models.
@@ -272,8 +273,9 @@ for trigger, label, _, before, after in sorted(report.rows, key=lambda row: row[
 #
 # 1. The two probabilities sum to 1, so the scores are the same with the other sign.
 # 2. It does not keep completeness. At A the model is sure of its answer, and a small change of the pattern
-#    does not change F: the gradient is almost zero (it is saturated). This is why the method integrates.
-# 3. Few: compare the numbers with the curve above.
+#    does not change F: the gradient is almost zero. The order is kept only in part. So the method integrates.
+# 3. More than the largest share that is printed below: the accuracy is then still above a guess. But the
+#    smallest share already costs more accuracy than most of the least important heads do above.
 # 4. As many random words at the same places are a fair control. They lower the accuracy of both classes,
 #    because they are noise. The trigger lowers that of the other answer more, and that of its own answer
 #    less.

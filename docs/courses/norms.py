@@ -19,9 +19,10 @@
 # Residual and Normalization Layers into Analysis of Masked Language Models", EMNLP 2021; "Analyzing
 # Feed-Forward Blocks in Transformers through the Lens of Attention Maps", ICLR 2024.
 #
-# A weight multiplies a vector. How much arrives depends on both. In this course you will
+# An attention weight multiplies a vector. How much a position receives depends on both. In this course you
+# will
 #
-# 1. compute the vectors that attention adds, and see that their lengths tell another story than the weights,
+# 1. compute the vectors that attention adds, and see how much their lengths differ from the weights,
 # 2. test the hypothesis that attention to special tokens does nothing, by taking their vectors away,
 # 3. add the residual stream, the norm and the feed-forward, one after the other, by hand,
 # 4. see how little of a vector comes from other positions, in an encoder and in a decoder.
@@ -59,8 +60,9 @@ decoder = models.demo_model()
 # y_i = Σ_j Σ_h α_h(i, j) f_h(x_j) + b_O        f_h(x) = (x W_V + b_V) W_O
 # ```
 #
-# α is the attention weight. f(x) is the vector that it multiplies. The weight alone says what arrives only if
-# all f(x) have the same length. We compute the vector of each pair of positions in one layer.
+# α is the attention weight, and f(x) the vector that it multiplies. The weight alone shows how much a
+# position receives only if all f(x) have the same length. We compute the vector of each pair of positions in
+# one layer.
 
 # %%
 sentence = "The author talked to Sara about her book."
@@ -127,9 +129,9 @@ cancel_effect.cancelled_tokens(lengths)
 # ## The no-op hypothesis
 #
 # Clark et al. (2019) proposed that a head attends to `[SEP]` or `[CLS]` if it has nothing to do: the weights
-# of a row have to sum to 1, so they are parked where they do no harm. Kobayashi et al. (2020) found the
-# mechanism, the short vectors above. A mechanism can be tested. If it is real, then the model hardly changes
-# when the value vectors of `[CLS]` are zero in every layer.
+# of a row have to sum to 1, and there they change nothing. Kobayashi et al. (2020) found the mechanism, the
+# short vectors above. A mechanism can be tested. If it is real, then the model hardly changes when the value
+# vectors of `[CLS]` are zero in every layer.
 #
 # The sentence vector of this encoder is the mean over the positions. We zero the values of one position in
 # all layers, and measure 1 minus the cosine of the sentence vectors.
@@ -166,8 +168,8 @@ token_bars(received, maps["attention"].tokens, title="What each token gives, mea
 
 # %% [markdown]
 # The hypothesis is right about this model. `[CLS]` has about half of the attention, and the sentence vector
-# hardly changes without its values. Lengths and Value Zeroing have it right. Over all sentences, the rank
-# correlation with the measured change:
+# hardly changes without its values. Lengths and Value Zeroing agree with this. Rank correlation with the
+# measured change, for each sentence:
 
 # %%
 rows = []
@@ -181,8 +183,8 @@ pd.DataFrame(rows, index=SENTENCES).round(2)
 # %% [markdown]
 # ## The same in a decoder: the attention sink
 #
-# In decoders the first token has the place of `[CLS]`. Here the change is that of the log probability of the
-# predicted token.
+# In decoders the first token gets this attention. Here the measured change is that of the log probability of
+# the predicted token.
 
 # %%
 prompt = "My grandmother was born in Italy. All her life she cooked the food of her home and sang to us in"
@@ -224,8 +226,11 @@ cancel_effect.cancelled_tokens(cancel_effect.weights_and_norms(decoder, prompt))
 # x_i + y_i = Σ_j F(i, j) + b_O        F(i, j) = Σ_h α_h(i, j) f_h(x_j) + (x_i if j = i else 0)
 # ```
 #
-# The *mixing ratio* of a position is the part of this that comes from other positions: r = ‖Σ_{j≠i} F(i, j)‖
-# / (‖Σ_{j≠i} F(i, j)‖ + ‖F(i, i)‖).
+# The *mixing ratio* r of a position is the share of this that comes from other positions:
+#
+# ```text
+# r = ‖Σ_{j≠i} F(i, j)‖ / (‖Σ_{j≠i} F(i, j)‖ + ‖F(i, i)‖)
+# ```
 
 # %%
 block_input = cache[f"blocks.{layer}.hook_resid_pre"][0]
@@ -249,9 +254,9 @@ print(f"without the residual stream {ratio(added).mean():.2f}, with it {ratio(F)
 # %% [markdown]
 # ## The norm
 #
-# A norm is not linear. At the vector that the model really has, it is a division by one number, so the length
-# of every part can be computed: subtract the part's mean, multiply by γ, divide by the standard deviation of
-# the *whole* vector. This is `attn_res_ln`.
+# A norm is not linear. But the model's vector is divided by one number, so the norm of a sum can be
+# distributed over its summands: subtract the summand's mean, multiply by γ, and divide by the standard
+# deviation of the *whole* vector. The lengths are the map `attn_res_ln`.
 
 # %%
 whole = F.sum(1) + encoder.b_O[layer]
@@ -260,7 +265,7 @@ deviation = (whole.var(-1, unbiased=False) + encoder.cfg.eps).sqrt()
 
 
 def apply_norm(vectors):
-    """Return parts of the norm's input as parts of its output."""
+    """Return summands of the norm's input as summands of its output."""
     return norm.weight * (vectors - vectors.mean(-1, keepdim=True)) / deviation[:, None, None]
 
 
@@ -280,8 +285,8 @@ print("difference from lm.run:", float(difference.abs().max()))
 #
 # The feed-forward works on each position alone, yet it changes which parts of the vector are long. Its
 # activation is not linear either. Integrated gradients, from the zero vector to the real one, give each
-# neuron one factor: m = act(p) / p, where p is what enters the activation. With this factor the feed-forward
-# is a matrix for each position, and every part can be sent through it.
+# neuron one factor: m = act(p) / p, where p is the input of the activation. With this factor the feed-forward
+# is a matrix for each position, which multiplies every summand.
 
 # %%
 before_activation = cache[f"blocks.{layer}.mlp.hook_pre"][0]
@@ -295,7 +300,7 @@ norm_figures.contextualisation(
 )
 
 # %% [markdown]
-# The figure has 1 minus the rank correlation of the maps before and after each component. The feed-forward
+# The figure shows 1 minus the rank correlation of the maps before and after each component. The feed-forward
 # reorders the pairs, and the residual connection and the norm after it reorder them again. In several layers
 # the whole block (black) changes less than the feed-forward alone: the later components cancel part of its
 # effect. This is the finding of the third paper. In the decoder it is stronger:
@@ -318,10 +323,9 @@ norm_figures.mixing_by_layer(mixing_ratio.mixing_ratios(encoder, SENTENCES), "Mi
 norm_figures.mixing_by_layer(mixing_ratio.mixing_ratios(decoder, prompt), "Mixing ratio, SmolLM2-135M")
 
 # %% [markdown]
-# By attention weights, most of each vector would come from other positions, in every layer. By vectors, with
-# the residual stream, it is a small part, and smaller in the deep decoder than in the encoder. The decoder's
-# norms are before the attention and the feed-forward, so that its lines for `attn_res` and `attn_res_ln` are
-# one.
+# By attention weights, most of each vector comes from other positions, in every layer. By vectors, with the
+# residual stream, it is a small share, and smaller in the deep decoder than in the encoder. The decoder's
+# norms are before attention and feed-forward, so its lines for `attn_res` and `attn_res_ln` are the same.
 #
 # This is why the rollout of attention weights, with a residual weight of one half, mixes too much: see [the
 # course on rollout and flow](rollout_and_flow.md).
@@ -366,7 +370,7 @@ print(
 )
 
 # %% [markdown]
-# **2.** By the mean, both special tokens change it least. The full stop is close to the words.
+# **2.** On average, both special tokens change it least. The full stop is close to the words.
 
 # %%
 table = []
@@ -380,7 +384,7 @@ for text in SENTENCES:
 pd.DataFrame(table).groupby("token")["change"].agg(["mean", "min", "max"]).round(3)
 
 # %% [markdown]
-# **3.** For `[CLS]`, the vectors get longer without b_V: what its values add, points away from the bias. For
+# **3.** For `[CLS]`, the vectors get longer without b_V: its values point away from the bias. For
 # other tokens, the bias makes little difference. If TransformerLens folds b_V into b_O, b_V is no longer part
 # of a map; the record of a map says which it was.
 

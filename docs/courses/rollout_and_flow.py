@@ -56,7 +56,7 @@ decoder = models.demo_model()
 # %% [markdown]
 # ## Attention weights, layer by layer
 #
-# Row *i* of a map says from which positions position *i* read, in this layer. The heads of a layer are
+# Row *i* of a map shows from which positions position *i* reads in this layer. The heads of a layer are
 # averaged, as in the paper.
 
 # %%
@@ -66,7 +66,7 @@ layer_maps(attention, columns=3)
 
 # %% [markdown]
 # In the first layer, rows are spread over the sentence. From the next layer on, most of nearly every row is
-# on `[CLS]`, and little is on the position itself. Do the vectors of the words then forget their words?
+# on `[CLS]`, and little is on the position itself. Do the vectors then lose the information of their words?
 
 # %% [markdown]
 # ## Why is a layer map not an input map?
@@ -103,14 +103,14 @@ token_bars(
 )
 
 # %% [markdown]
-# They do not: in every layer, the word's own position changes most by far. The map and the measurement differ
-# for two reasons.
+# No: in every layer, the word's own position changes most by far. The map and the measurement differ for two
+# reasons.
 #
 # - **The residual stream.** Each block adds to a vector and does not replace it. A position keeps what it
 #   had, whatever its attention weights are. The map of attention leaves this out.
 # - **The layers below.** Layer by layer, other positions change too, first the neighbours, at last most of
-#   the sentence. Whoever reads the position of "to" in a late layer also reads "sara". The map of the late
-#   layer shows the position, and not what has been mixed into it.
+#   the sentence. A head that reads the position of "to" in a late layer also reads "sara". The map of the
+#   late layer shows the position, and not what has been mixed into it.
 #
 # An input map has to account for both.
 
@@ -144,9 +144,10 @@ layer_maps(rolled, columns=3)
 # %% [markdown]
 # ## Flow: the narrowest edge decides
 #
-# Flow reads the same weights as the capacities of pipes. The score of a position and an input token is the
-# largest amount that can flow between them. On one path, the narrowest edge decides, where rollout takes the
-# product. Paths that share an edge share its capacity. Two layers of three positions are enough to see this.
+# Flow uses the same weights as capacities, like those of pipes. The score of a position and an input token is
+# the largest amount that can flow between them. On one path, the narrowest edge decides, where rollout takes
+# the product. Paths that share an edge share its capacity. Two layers of three positions are enough to see
+# this.
 
 # %%
 toy = lm.MixingMap(
@@ -179,7 +180,7 @@ library = lm.flow(toy, layer=-1, normalize=False).scores[0].numpy()
 print("largest difference from lm.flow:", np.abs(flows - library).max())
 
 # %% [markdown]
-# And the row of `[CLS]` in the encoder, by the three maps:
+# This is the row of `[CLS]` in the encoder, by the three maps:
 
 # %%
 flowed = lm.flow(attention)
@@ -191,8 +192,8 @@ token_bars(
 )
 
 # %% [markdown]
-# Flow gives nearly the same score to all tokens but `[CLS]`. The record of the map has the reason: the share
-# of pairs whose flow equals what the *first* layer alone lets through.
+# Flow gives nearly the same score to all tokens but `[CLS]`. The record of the map shows why. It has the
+# share of pairs whose flow is at a bound of the *first* layer: what leaves the input token there.
 
 # %%
 for layer, share in enumerate(flowed.provenance["aggregation"]["first_layer_share"]):
@@ -202,7 +203,7 @@ for layer, share in enumerate(flowed.provenance["aggregation"]["first_layer_shar
     )
 
 # %% [markdown]
-# With several layers there is nearly always a way around a narrow edge. The first layer cannot be avoided,
+# With several layers, other paths nearly always avoid a narrow edge. The first layer cannot be avoided,
 # because every path begins with one of its edges. The share grows with depth: the deeper a model is, the less
 # its flow depends on the upper layers.
 
@@ -224,8 +225,8 @@ for residual in (0.0, 0.25, 0.5, 0.75, 0.9):
 
 # %% [markdown]
 # The result depends on the weight more than on anything else, so a weight should not be a guess. lens_mix can
-# measure it: `residual_shares=True` records how long the residual vector of each position is beside what
-# attention adds to it, and `residual="measured"` uses these weights.
+# measure it: `residual_shares=True` records how long the residual vector of each position is, compared with
+# what attention adds to it, and `residual="measured"` uses these weights.
 
 # %%
 measured = lm.run(encoder, sentence, "attention", residual_shares=True).merge_heads()
@@ -235,10 +236,10 @@ for layer, weights in enumerate(measured.residual_shares):
 # %% [markdown]
 # ## Does it predict what the model does?
 #
-# We already have the answer key: `measure_changes` says how much each position of each layer changes without
-# each word. For each position and layer we rank the other words by the map and by the measured change, and
-# compare the ranks (Spearman; 1 is the same order, 0 is no relation). The paper makes the same comparison and
-# calls it blank-out.
+# We already have a measurement: `measure_changes` returns how much each position of each layer changes
+# without each word. For each position and layer we rank the other words by the map and by the measured
+# change, and compare the ranks (Spearman; 1 is the same order, 0 is no relation). The paper makes the same
+# comparison and calls it blank-out.
 
 # %%
 SENTENCES = [
@@ -292,14 +293,13 @@ plt.show()
 # %% [markdown]
 # What the picture shows:
 #
-# - In the middle of the model, rollout agrees better than the attention of the layer itself. This is the
-#   paper's result.
+# - In layers 3 and 4, rollout agrees better than the attention of the layer itself. This is the paper's
+#   result.
 # - Flow is below rollout from the second layer on.
-# - In the last layer, rollout with a weight of one half falls far below the attention. The guess of the
-#   weight is to blame: with the measured weights, the same maps have the best agreement in nearly every
-#   layer.
+# - In the last layer, rollout with a weight of one half falls far below the attention. The weight is
+#   the cause: with the measured weights, the same maps have the best agreement in nearly every layer.
 # - `attn_res_ln` is a map that contains the residual stream as it is in this model. Its rollout needs no
-#   weight, and does not fall either. [The course on norms](norms.md) explains it.
+#   weight, and has a high agreement in the last layer too. [The course on norms](norms.md) explains it.
 
 # %% [markdown]
 # ## Thirty layers and a causal mask
@@ -313,8 +313,8 @@ long = maps["attention"]
 lm.show_position(maps)
 
 # %% [markdown]
-# The layer maps differ from layer to layer. The heading names the strongest source: in one of the late
-# layers, nearly the whole row of Value Zeroing is on " Italy", and the model is about to answer " Italian".
+# The maps differ from layer to layer. The heading of the figure names the strongest source: in one late
+# layer, nearly the whole row of Value Zeroing is on " Italy", and the model is about to answer " Italian".
 # Now the rollout of the attention, at several depths:
 
 # %%
@@ -375,10 +375,10 @@ token_bars(
 # %% [markdown]
 # ## Which one agrees with the model?
 #
-# For a decoder, the answer key is the prediction. Occlusion replaces each token by others, and measures how
+# For a decoder, we measure the prediction. Occlusion replaces each token by others, and measures how
 # much the log probability of the predicted token changes. In causal models a late token matters more, so the
-# position alone already agrees with the measurement. The second column is controlled for position: it says
-# what a map knows beyond that.
+# position alone already agrees with the measurement. The second column is controlled for position: it
+# shows agreement beyond that.
 
 # %%
 PROMPTS = [
@@ -396,7 +396,7 @@ warnings.filterwarnings("ignore", "occlusion takes")
 
 
 def compare(row, truth):
-    """Return both columns; a row in the exact order of the positions knows nothing beyond the position."""
+    """Return both columns; a row in the exact order of the positions has none beyond the position."""
     partial = partial_spearman(row, truth)
     return {
         "Spearman": spearman(row, truth),
@@ -427,7 +427,8 @@ pd.DataFrame(rows).groupby("map", sort=False).mean().round(2)
 
 # %% [markdown]
 # Plain rollout and flow order the tokens the wrong way round. The receptive field turns the order, but adds
-# nothing beyond the position. With less mixing, the same maps agree with the model beyond the position.
+# nothing beyond the position. With less mixing, the same rollouts agree with the model beyond the position.
+# The row of the last layer alone is about as good here.
 #
 # A few short prompts are an illustration, in which late tokens matter most. [The evaluation on many prompts
 # and two models](../evidence/input_map.md) confirms the order, and compares these rollouts with better input
@@ -452,7 +453,7 @@ pd.DataFrame(rows).groupby("map", sort=False).mean().round(2)
 # %% [markdown]
 # ## Answers
 #
-# **1.** Rows sum to 1 in any order, because each matrix has such rows. The sum alone is no check: the result
+# **1.** Rows sum to 1 in any order, because each matrix has such rows. So the sum is not a check: the result
 # is another map, since paths now run through the layers in the wrong order.
 
 # %%
@@ -462,8 +463,8 @@ for layer in A:
 print("row sums:", wrong.sum(-1).round(6)[:3], " largest difference:", np.abs(wrong - by_hand).max().round(3))
 
 # %% [markdown]
-# **2.** The sum of the products is the rollout. The smallest weights add up to the flow here, because the
-# three paths share no edge, which is always so in two layers.
+# **2.** The sum of the products is the rollout. The smallest weights sum to the flow, because in two layers
+# no two paths share an edge.
 
 # %%
 products, smallest = [], []
@@ -477,8 +478,8 @@ print(f"rollout {lm.rollout(toy).scores[-1, 2, 0]:.3f} = {sum(products):.3f}")
 print(f"flow {flows[2, 0]:.3f} = {sum(smallest):.3f}")
 
 # %% [markdown]
-# **3.** Nothing is left of either. The agreement comes from the weights, and not from the sentence's form. A
-# control of this kind belongs to every evaluation of maps.
+# **3.** Nothing is left of either. The agreement comes from the attention weights, and not from the form of
+# the sentence. Every evaluation of maps needs such a control.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -502,7 +503,7 @@ minima = np.minimum((0.5 * A[1] + 0.5 * identity)[:, :, None], (0.5 * A[0] + 0.5
 print("largest difference:", np.abs(lm.flow(two, layer=-1, normalize=False).scores[0].numpy() - minima).max())
 
 # %% [markdown]
-# **5.** The smaller the weight of the residual, the sooner the first token has everything.
+# **5.** The smaller the residual weight, the fewer layers it takes.
 
 # %%
 for residual in (0.5, 0.9, 0.97):

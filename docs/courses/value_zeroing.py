@@ -17,7 +17,7 @@
 # **Level:** you know what a value vector and a residual stream are. **Time:** 40 minutes with the exercises.
 # **Paper:** Mohebbi et al., "Quantifying Context Mixing in Transformers", EACL 2023.
 #
-# Attention weights show where a position reads, but not how much the reading changes it. Value Zeroing
+# Attention weights show where a position reads, but not how much this changes its vector. Value Zeroing
 # measures the change: it removes one token's value vectors in one layer, and compares the output of the block
 # with and without them. In this course you will
 #
@@ -103,8 +103,8 @@ lm.show_position(maps)
 # %% [markdown]
 # ## Does the answer depend on it?
 #
-# A score says what the output of one block would miss. Does the answer change too? The pass by hand has
-# already computed it: its logits are those of the model with one token's values zeroed in this layer.
+# A score says how the output of one block changes. Does the answer change too? The pass by hand has already
+# computed this: its logits are those of the model with one token's values zeroed in this layer.
 
 # %%
 changes = logits[:, -1].log_softmax(-1)[:, answer] - clean[answer]
@@ -149,8 +149,9 @@ lm.view.token_bars(
 # order, and the position alone. The aggregation is the row that is scored: "last" is the last layer, "mean"
 # the mean over layers, and "rollout" the product of the layer maps. Ten sentences keep this cell short.
 #
-# Do not take the rollouts for good ones. The cue is at the start of these sentences, and a rollout of many
-# causal layers is high at the first tokens whatever they are. The course's third evaluation tests this.
+# A high cue alignment of a rollout is not evidence. The cue is at the start of these sentences, and a rollout
+# of many causal layers is high at the first tokens, whatever they are. The third evaluation tests this.
+# Exercise 4 asks how much of the alignment of the layer maps is more than chance.
 
 # %%
 first = 10
@@ -166,9 +167,9 @@ board.show("mass_accuracy")
 #
 # If a map says that the subject was mixed into a position, a probe should find its number there. A probe is a
 # linear classifier that reads the residual stream after a layer. The control task gives each noun a number at
-# random, so its accuracy shows what a probe learns by heart (Hewitt and Liang, EMNLP 2019). The paper
-# correlates the probe's accuracy with the subject's score over layers: near 1, they rise together. We probe
-# the last position of "The cups near the door", which has another noun after the subject.
+# random, so its accuracy shows what a probe can memorise (Hewitt and Liang, EMNLP 2019). The paper correlates
+# the probe's accuracy with the subject's score over layers: near 1, they rise together. We probe the last
+# position of "The cups near the door", which has another noun after the subject.
 
 # %%
 nouns, others = "cup key car dog student doctor friend teacher".split(), "door child box men".split()
@@ -188,6 +189,9 @@ for name in methods:
     print(f"by sentence {agreement.prompts.nanmean():+.2f}")
 
 # %% [markdown]
+# All three correlations are low here, and differ little: with so few sentences, this evaluation does not
+# distinguish the methods.
+#
 # ## Evaluation 3: faithfulness of an input map
 #
 # The third question is whether the answer depends on what a map ranks first. We replace each token of the
@@ -211,8 +215,9 @@ for name, m in maps.items():
 # ## Evaluation 3 without a rollout
 #
 # A cell is what one query receives from one key in one layer. `keep_cells` keeps the cells with the highest
-# scores, in all layers together, and sets the others to zero. The answer returns early if the map ranks the
-# cells that matter first. By hand, for a tenth of the cells, this is a mask on the model's own patterns.
+# scores, in all layers together, and sets the others to zero. If a map ranks the cells that matter first, few
+# cells are enough for the answer. By hand, for a tenth of the cells, this is a mask on the model's own
+# patterns.
 
 # %%
 fractions = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
@@ -243,8 +248,10 @@ for name, curve in curves.items():
 # %% [markdown]
 # ## What to keep in mind
 #
-# - A score says what the output of one block would miss, not what the answer depends on. Test that with the
-#   hook, as above.
+# - A score says how the output of one block changes, not what the answer depends on. Test that with the hook,
+#   as above.
+# - One prompt shows how an evaluation works, and not which method is better. In the last table,
+#   attention is better than Value Zeroing with one share of the cells, and worse with another.
 # - The score already counts the residual stream, so a rollout of Value Zeroing adds no identity matrix.
 # - The cosine ignores changes of length. `lm.ValueZeroing(metric="euclidean")` counts them.
 # - Means over few sentences have wide intervals. [The leaderboard](../evidence/leaderboard.md) has more
@@ -266,7 +273,8 @@ for name, curve in curves.items():
 # 2. Much less probable: other positions still attend to the token, but read nothing from it in any layer.
 # 3. The rank correlation is high. In one row the residual stream is the same for all keys, so the metrics
 #    differ only if a change has the direction of the output itself.
-# 4. The share of the cue's tokens among all tokens but the first. A map is only informative if it has more.
+# 4. The share of the cue's tokens among all tokens but the first. Few layers have more. So on these sentences
+#    the cue alignment of most layers is no evidence for any of the methods.
 
 # %%
 heads = lm.run(model, prompt, lm.ValueZeroing(per_head=True), layers=[layer], queries=[-1])

@@ -4,13 +4,12 @@
     python -m docs.make.courses norms      one of them
 
 A course is a jupytext source (py:percent) in docs/courses/. `NAME.py` becomes `NAME.md`, `NAME.ipynb` and the
-pictures in `NAME_files/`, beside the source. The executed notebook is kept in .cache/courses/ until the
-source, a file of the repository that it imports, or the release of torch or TransformerLens changes.
+pictures in `NAME_files/`, beside the source. The executed notebook is kept in .cache/courses/ until
+something changes that its outputs can depend on (`cache_key`).
 """
 
 from __future__ import annotations
 
-import ast
 import base64
 import hashlib
 import html
@@ -21,7 +20,6 @@ import shutil
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -33,11 +31,15 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat import NotebookNode
 
+from tests.release import read_repository
+
 ROOT = Path(__file__).resolve().parents[2]
 COURSES = ROOT / "docs" / "courses"
 CACHE = ROOT / ".cache" / "courses"
+# What a course can import or read, beside the source itself.
+READ = ("lens_mix/**/*", "demos/**/*", "benchmarks/**/*.py")
 # Packages whose results a course shows; another release may give other outputs.
-RELEASES = ("torch", "transformer-lens")
+RELEASES = ("torch", "transformer-lens", "transformers", "numpy", "pandas", "networkx", "matplotlib")
 # A course should run within a minute; a cell that needs longer than this hangs.
 SECONDS_PER_CELL = 600
 # Colab opens notebooks from a branch. The built site, which has the notebooks, is published on this one.
@@ -59,6 +61,8 @@ class CourseError(Exception):
 def render_courses(folder: Path = COURSES, names: Sequence[str] = (), cache: Path = CACHE) -> list[Path]:
     """Run every course in a folder, or the named ones, and return the pages that are written beside them.
 
+    A page of a course that no longer exists would be in no navigation, so it is removed.
+
     Raises:
         CourseError: A name without a source, or a cell that raises an error or does not end.
     """
@@ -66,6 +70,11 @@ def render_courses(folder: Path = COURSES, names: Sequence[str] = (), cache: Pat
     unknown = [name for name in names if name not in sources]
     if unknown:
         raise CourseError(f"expected names of courses ({', '.join(sources)}), got {', '.join(unknown)}")
+    for notebook in folder.glob("*.ipynb"):
+        if notebook.stem not in sources:
+            notebook.unlink()
+            notebook.with_suffix(".md").unlink(missing_ok=True)
+            shutil.rmtree(notebook.with_name(f"{notebook.stem}_files"), ignore_errors=True)
     return [write_page(sources[name], execute(sources[name], cache)) for name in names or sources]
 
 
@@ -85,7 +94,7 @@ def execute(source: Path, cache: Path = CACHE) -> NotebookNode:
         print(f"{source.name}: run in {time.perf_counter() - start:.0f} s", flush=True)
         cache.mkdir(parents=True, exist_ok=True)
         for outdated in cache.glob(f"{source.stem}-*.ipynb"):
-            outdated.unlink()
+            outdated.unlink(missing_ok=True)
         # An interrupted build must not leave half a notebook behind.
         unfinished = kept.with_suffix(".unfinished")
         nbformat.write(notebook, unfinished)
@@ -94,26 +103,14 @@ def execute(source: Path, cache: Path = CACHE) -> NotebookNode:
 
 
 def cache_key(source: Path) -> str:
-    """Return a key that changes with the source, the folders that it imports from, and the releases."""
-    key = hashlib.sha256(source.read_bytes())
-    for package in imported_packages(source.read_text(encoding="utf-8")):
-        for file in sorted(path for path in package.rglob("*") if path.is_file()):
-            if "__pycache__" not in file.parts:
-                key.update(f"\n{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    """Return a key that changes with the source, what it can import or read, this file, and the releases."""
+    key = hashlib.sha256(source.read_bytes() + Path(__file__).read_bytes())
+    for file in sorted(path for pattern in READ for path in ROOT.glob(pattern) if path.is_file()):
+        if "__pycache__" not in file.parts:
+            key.update(f"\n{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
     for name in RELEASES:
         key.update(f"\n{name} {importlib.metadata.version(name)}".encode())
     return key.hexdigest()[:16]
-
-
-def imported_packages(source: str) -> list[Path]:
-    """Return the folders of the repository from which a course imports (lens_mix, demos, benchmarks)."""
-    modules = {"lens_mix"}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules.add(node.module.split(".")[0])
-    return sorted(ROOT / name for name in modules if (ROOT / name).is_dir())
 
 
 def run_cells(source: Path) -> NotebookNode:
@@ -201,7 +198,7 @@ def write_page(source: Path, notebook: NotebookNode) -> Path:
     first, *rest = notebook.cells
     heading, _, text = first.source.partition("\n")
     links = [f"[Download the notebook]({source.stem}.ipynb)"]
-    colab = colab_link(source, repository_address())
+    colab = colab_link(source, read_repository(ROOT))
     if colab:
         links.append(f"[Open in Colab]({colab})")
     blocks = [heading, " · ".join(links), text.strip()]
@@ -281,17 +278,11 @@ def write_picture(file: Path, content: bytes, alt: str) -> str:
 
 def fence(text: str, language: str) -> str:
     """Return text in a code block whose fence is longer than any in the text."""
-    ticks = "`" * max(3, *(len(run) + 1 for run in re.findall(r"^`{3,}", text, re.MULTILINE)), 3)
+    ticks = "`" * max([3, *(len(run) + 1 for run in re.findall(r"^`{3,}", text, re.MULTILINE))])
     return f"{ticks}{language}\n{_ANSI.sub('', text).rstrip()}\n{ticks}"
 
 
 # ---------------------------------------------------------------------- the repository's address
-
-
-def repository_address(project: Path = ROOT / "pyproject.toml") -> str | None:
-    """Return the address in `[project.urls] Repository`, the one place that has it, or None."""
-    urls = tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("urls", {})
-    return urls.get("Repository") or None
 
 
 def colab_link(source: Path, address: str | None) -> str | None:

@@ -32,7 +32,7 @@ _CONDITIONS = {
     "gradients": "gradients with respect to tensors inside the model",
     "position_ids": "a TransformerBridge whose model takes `position_ids`",
 }
-# The course that computes the methods of a module by hand, and the page with the evidence on them.
+# The course that uses the methods of a module, and the page with the evidence on them.
 _COURSES = {
     "attention": "rollout_and_flow",
     "value_norms": "norms",
@@ -119,13 +119,13 @@ def _facts_of(
     fields = {field.name for field in dataclasses.fields(method)}
     shape = _SHAPES[method.scope]
     if "per_head" in fields:
-        shape += "; with `per_head=True` `[layer, head, query, key]`"
+        shape += ", or `[layer, head, query, key]` with `per_head=True`"
     conditions = [text for need, text in _CONDITIONS.items() if need in method.needs]
     header = ("Pass to `lm.run`", f'`"{name}"` or `lm.{method.__name__}(...)`')
     rows = [
         ("Group", described.group),
         ("Map", shape),
-        ("Rows", "sum to 1" if method.has_unit_rows else "do not sum to 1; `m.normalized()` scales them"),
+        ("Rows", "sum to 1" if method.has_unit_rows else "need not sum to 1; `m.normalized()` scales them"),
         ("Residual stream", "on the diagonal" if method.includes_residual else "not on the diagonal"),
         ("Residual weight in `lm.rollout`", f"{method.residual:g}, unless you pass `residual=`"),
         ("Target", "needs one: `target=`, by default the prediction" if "target" in fields else "needs none"),
@@ -217,7 +217,8 @@ def _links(method: type[Method]) -> list[str]:
     module = method.__module__.rpartition(".")[2]
     links = []
     if module in _COURSES:
-        links.append(f"[The course that computes it by hand](../../courses/{_COURSES[module]}.md)")
+        course = _COURSES[module]
+        links.append(f"[Course: {course.replace('_', ' ')}](../../courses/{course}.md)")
     links += [
         f"[Evidence: {page.replace('_', ' ')}](../../evidence/{page}.md)"
         for page in _EVIDENCE.get(module, ())
@@ -231,7 +232,8 @@ def _write_index() -> str:
     parts = [
         "# Methods",
         "Every method, by what its map shows. Pass the name to `lm.run`. The page of a method has its "
-        "formula, parameters, engines and scores. The cost is an estimate.",
+        "formula, parameters, engines and scores. The cost is an estimate, in forward passes of the same "
+        "prompt. If it grows with the number of positions, the prompt has 64 tokens.",
     ]
     for group in GROUPS:
         names = [name for name, each in DESCRIPTIONS.items() if each.group == group and name in lm.METHODS]

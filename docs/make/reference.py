@@ -33,6 +33,7 @@ class Page:
         names: The names of `lens_mix` that it describes.
         modules: The public modules of `lens_mix` of which it describes every name.
         others: Names that a user meets but does not import from `lens_mix`, with their full path.
+        links: The pages on how and when to use these names, from `docs`, by their titles.
     """
 
     file: str
@@ -41,6 +42,7 @@ class Page:
     names: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    links: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 PAGES = (
@@ -63,10 +65,16 @@ PAGES = (
             "lens_mix.lens.verification.support.Support",
             "lens_mix.lens.verification.support.Check",
         ),
+        links={
+            "Tutorial": "tutorial",
+            "Many prompts": "guides/many_prompts",
+            "Evidence for the input map": "evidence/input_map",
+            "Verification": "evidence/verification",
+        },
     ),
     Page(
         "maps",
-        "Use the record",
+        "Use a map",
         "Read, combine, save and export a map, and average the maps of many prompts.",
         ("MixingMap", "table"),
         others=(
@@ -77,18 +85,29 @@ PAGES = (
             "lens_mix.tables.Table",
             "lens_mix.tables.read_csv",
         ),
+        links={
+            "Save and export maps": "guides/saving_and_exporting",
+            "200 sentences with intervals": "how_to/many_sentences",
+        },
     ),
     Page(
         "aggregation",
         "Aggregate layer maps",
         "Compute input maps, from each position down to the input tokens, from the maps of single layers.",
         ("rollout", "flow", "gradient_rollout", "layer_mean", "joint", "attribution_tree", "tree_text"),
+        links={
+            "Course: rollout and flow": "courses/rollout_and_flow",
+            "Which aggregation to use": "guides/choose_a_method",
+            "Evidence for the receptive field": "evidence/receptive_field",
+            "Evidence for flow": "evidence/flow",
+        },
     ),
     Page(
         "targets",
         "Explain a target",
         "Choose the number that a map explains: a logit, a probability, a loss, or a function of your own.",
         modules=("targets",),
+        links={"Explain a classifier": "guides/classifiers", "A masked word": "guides/encoders"},
     ),
     Page(
         "figures",
@@ -97,6 +116,7 @@ PAGES = (
         ("page", "show_position"),
         ("view",),
         others=("lens_mix.view.page.Page",),
+        links={"Read the page": "guides/read_the_page", "Figures": "guides/saving_and_exporting"},
     ),
     Page(
         "evaluation",
@@ -104,19 +124,28 @@ PAGES = (
         "Compare maps, measure how far to trust them, and use them to prune heads and find triggers.",
         ("compare", "evaluate"),
         ("evaluation",),
+        links={"Score maps": "guides/score_a_map", "What the scores mean": "evidence/scales"},
     ),
     Page(
         "statistics",
         "Compute statistics",
         "Describe patterns, vectors and maps by numbers.",
         modules=("statistics",),
+        links={"Find heads": "guides/head_statistics"},
     ),
-    Page("graphs", "Build graphs", "Build graphs from maps, prune and save them.", modules=("graphs",)),
+    Page(
+        "graphs",
+        "Build graphs",
+        "Build graphs from maps, prune and save them.",
+        modules=("graphs",),
+        links={"Draw a graph of the routes": "guides/graphs"},
+    ),
     Page(
         "hooks",
         "Use the hooks",
         "Record and change what a model computes, in your own `run_with_hooks`.",
         modules=("hooks",),
+        links={"Which hook does what": "guides/hooks"},
     ),
     Page(
         "extending",
@@ -125,6 +154,7 @@ PAGES = (
         ("Method", "register", "Lens", "block_parts", "BlockParts"),
         ("testing",),
         others=("lens_mix.lens.block.Block", "lens_mix.lens.anatomy.BlockAnatomy"),
+        links={"Add a method": "guides/add_a_method"},
     ),
 )
 
@@ -235,7 +265,8 @@ def _check_complete() -> None:
 
 
 def _write_page(page: Page) -> str:
-    parts = [f"# {page.title}", page.line]
+    links = " · ".join(f"[{title}](../{path}.md)" for title, path in page.links.items())
+    parts = [f"# {page.title}", page.line, f"See also: {links}"]
     for title, paths in list_directives(page):
         if title:
             parts.append(title)
@@ -261,9 +292,9 @@ def _write_directives(path: str, level: int) -> Iterator[str]:
 def _write_index() -> str:
     parts = [
         "# Reference",
-        "Every public name of `lens_mix`, by what you want to do. After `import lens_mix as lm` they are "
-        "`lm.run` or `lm.hooks.zero_values`. Shapes name the axes of tensors: `layer`, `head`, `query` (the "
-        "position that reads) and `key` (the position that is read).",
+        "Every public name of `lens_mix`, by what you want to do. After `import lens_mix as lm`, `run` is "
+        "`lm.run`, and `hooks.zero_values` is `lm.hooks.zero_values`. Shapes name the axes of tensors: "
+        "`layer`, `head`, `query` (the position that reads) and `key` (the position that is read).",
         "The methods have [pages of their own](methods/index.md): formula, parameters, engines and scores.",
     ]
     for page in PAGES:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import lens_mix as lm
 from benchmarks import facts
 
 # The keys of `facts.TABLES` are a model and a task. What the score of each task is:
@@ -32,24 +35,40 @@ def write_table(name: str) -> str:
         return "The leaderboard has no row for this method."
     sentence = (
         "Each row is the best form or aggregation on one task, chosen on the same cases. A higher score is "
-        "better. Differences within the intervals are not established. The tasks are:"
+        "better. The last column is the score of the best method on this task. Differences within the "
+        "intervals are not established. The tasks are:"
     )
     header = [
-        "| task | model | form and aggregation | score [95 % interval] | cases |",
-        "|---|---|---|---|---|",
+        "| task | model | form and aggregation | score [95 % interval] | cases | best method |",
+        "|---|---|---|---|---|---|",
     ]
     return "\n\n".join(["\n".join([*header, *rows]), sentence, "\n".join(found)])
 
 
 def _find_best(key: str, name: str) -> list[str]:
     """Return the best row of a method in a recorded table as a row of the page, in a list; [] without one."""
-    table = facts.TABLES[key]
-    methods = facts.recorded(table, "method", table.column)
-    place = methods.column("method")
-    # A form of the method is written with its parameters: gim(activations='ratio').
-    if not any(cells[place].partition("(")[0] == name for cells in methods.body):
+    if name not in _list_methods(key):
         return []
     fact = facts.look_up(f"{key}: best of {name}")
     value, *ends = (text.replace("-", "−") for text in fact["texts"])
     model, _, task = key.partition("-")
-    return [f"| {task} | {_MODELS[model]} | `{fact['row']}` | {value} [{', '.join(ends)}] | {fact['n']} |"]
+    row = f"| {task} | {_MODELS[model]} | `{fact['row']}` | {value} [{', '.join(ends)}] | {fact['n']} |"
+    return [f"{row} {_find_leader(key)} |"]
+
+
+@functools.cache
+def _find_leader(key: str) -> str:
+    """Return the highest score in a recorded table, and a link to the method that has it."""
+    best = {name: facts.look_up(f"{key}: best of {name}")["texts"][0] for name in _list_methods(key)}
+    leader = max(best, key=lambda name: float(best[name].replace("−", "-")))
+    return f"{best[leader].replace('-', '−')}, [`{leader}`]({leader}.md)"
+
+
+@functools.cache
+def _list_methods(key: str) -> list[str]:
+    """Return the names of the methods of the library that have a row in a recorded table."""
+    table = facts.TABLES[key]
+    methods = facts.recorded(table, "method", table.column)
+    place = methods.column("method")
+    # A form of the method is written with its parameters: gim(activations='ratio').
+    return sorted({cells[place].partition("(")[0] for cells in methods.body} & set(lm.METHODS))

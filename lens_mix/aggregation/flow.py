@@ -53,7 +53,7 @@ def flow(
     processes: int = 1,
     progress: bool = False,
 ) -> MixingMap:
-    """Return input maps that are computed from layer maps by maximum flow (section 3.2 of the paper).
+    """Return input maps by maximum flow through layer maps (Abnar & Zuidema, ACL 2020, section 3.2).
 
     Heads are averaged and the residual is mixed in, Â_l = ((1 − w) A_l + w I) / rowsum, as in `rollout`. Each
     Â_l[query, key] is the capacity of an edge from (l, query) down to (l − 1, key). The score is the largest

@@ -11,7 +11,7 @@ from lens_mix.maps import MixingMap
 
 
 def gradient_rollout(mixing_map: MixingMap, *, normalize: bool = False) -> MixingMap:
-    """Return input maps that are computed from gradient-weighted layer maps Ā_l.
+    """Return input maps from gradient-weighted layer maps Ā_l (Chefer et al., ICCV 2021).
 
     Without `normalize` they are the relevance of the paper (eq. 6), R_l = R_{l-1} + Ā_l R_{l-1} from R = I.
     With `normalize` they are a rollout, J_l = Â_l J_{l-1} with Â_l = (Ā_l + I) / rowsum. Unlike in

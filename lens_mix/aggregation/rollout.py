@@ -30,7 +30,7 @@ def rollout(
     from_layer: int | None = None,
     to_layer: int | None = None,
 ) -> MixingMap:
-    """Return input maps that are computed by multiplying layer maps (section 3.1 of the paper).
+    """Return input maps as products of layer maps: rollout (Abnar & Zuidema, ACL 2020, section 3.1).
 
     Heads are averaged, the residual is mixed in, Â_l = ((1 − w) A_l + w I) / rowsum, and the layers are
     multiplied: J_0 = Â_0 and J_l = Â_l J_{l−1}. With w = 0.5 this is the paper's (A + I) / rowsum. The

@@ -144,7 +144,7 @@ def _read_word_positions(name: str, words: object, count: int, first: int = 0, e
 
 
 def diagonal(source: int, target: int) -> frozenset[Link]:
-    """Return the links of the diagonal, the lower bound of any aligner.
+    """Return the links of the diagonal, a baseline for aligners.
 
     Each target word is linked to the source word at the same fraction of the sentence.
 

@@ -115,7 +115,7 @@ class AlignmentErrors:
 
 
 def alignment_errors(alignments: Iterable[Iterable[Link]], gold: Sequence[GoldAlignment]) -> AlignmentErrors:
-    """Return the errors of a corpus's alignments against gold.
+    """Return the errors of a corpus's alignments, compared with gold alignments.
 
     Args:
         alignments: For each sentence pair, its links.

@@ -44,9 +44,9 @@ _TIE = 1e-5
 def roc_area(scores: Float[Tensor, "*shape"], truth: Bool[Tensor, "*shape"]) -> float:
     """Return the area under the ROC curve.
 
-    It is the probability that a true entry scores above a false one, where ties count half: the Mann-Whitney
-    U divided by the number of pairs. 1: all true entries are on top. 0.5: as for constant scores. 0: all are
-    at the bottom. It is NaN if no entry is true, or none is false.
+    It is the probability that a true entry scores above a false one, where ties count half (the Mann-Whitney
+    U divided by the number of pairs). It is 1 if all true entries are on top, 0.5 for constant scores, and 0
+    if all are at the bottom. It is NaN if no entry is true, or none is false.
 
     Args:
         scores: One score per entry.

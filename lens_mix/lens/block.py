@@ -209,7 +209,7 @@ class Block:
         return tensor if self.clean.rows is not None else self.rows_of(tensor, axis)
 
     def with_every_query(self) -> Block:
-        """Return this block with all rows and the same record. Of the recorded tensors it has the pattern."""
+        """Return this block with all rows and the same record; the only recorded tensor is the pattern."""
         if self.every_query:
             return self
         clean = self.clean if self.clean.rows is None else self.clean.with_whole_pattern(self.layer)

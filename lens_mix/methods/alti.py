@@ -34,7 +34,7 @@ class Alti(VectorMethod):
     contributes to it.
 
     Shape [layer, query, key], values in 0..1, and rows sum to 1. A row in which no key brings y_i closer is
-    zero. The map contains the residual stream, so roll-outs add no identity.
+    zero. The map contains the residual stream, so rollouts add no identity.
 
     In post-norm blocks, T_ij is taken after the norm, as in `attn_res_ln`. In pre-norm blocks, where the norm
     is inside the vectors, T_ij is as in `attn_res`: the decoder form of ALTI-Logit (Ferrando et al.,

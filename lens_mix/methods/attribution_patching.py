@@ -52,16 +52,15 @@ class AttributionPatching(RowTargetMethod):
       respect to the mixed values z_i of a head. dz is their change when the softmax is computed without j,
       where p is the weight of j. This is attribution patching of edges (Syed et al., 2023) with an exact
       softmax, as in the "QK fix" of AtP* (Kramár et al., 2024, arXiv 2403.00745).
-    - Direct: F' is the target when the query's token sees the
-      replacement of j instead of j, in every layer. One pass over copies of the query's token computes it.
-      For the query's own token, that token itself is replaced. Since attention is causal and the replacement
-      sees the tokens before j, the term is exact. It is computed for the `n_exact` keys that are strongest to
-      first order. The other keys have |E[query, j]|.
+    - Direct: F' is the target when the query's token sees the replacement of j instead of j, in every layer.
+      One pass over copies of the query's token computes it. For the query's own token, that token itself is
+      replaced. Since attention is causal and the replacement sees the tokens before j, the term is exact. It
+      is computed for the `n_exact` keys that are strongest to first order. The other keys have |E[query, j]|.
 
-    g is the gradient of a backward pass with changed rules (`lens_mix.lens.changed_backward`): norms are
-    linear maps at the scale of the clean pass, the softmax has temperature 2, and activations and gates
-    follow the rule "ratio" of `Gim`. The sum, the square root and the rules are a choice of this library,
-    made on data: docs/evidence/input_map.md has the measurements.
+    g is the gradient of a backward pass with changed rules. Norms are linear maps at the scale of the clean
+    pass, the softmax has temperature 2, and activations and gates follow the rule "ratio" of `Gim`. The sum,
+    the square root and the rules are a choice of this library, made on data: docs/evidence/input_map.md has
+    the measurements.
 
     The result is one map [1, query, key], at least 0, in the target's unit. Each row takes one backward pass,
     and for every replacement a forward pass over N + 2 `n_exact` tokens, where N is the row's number of

@@ -27,8 +27,8 @@ class ContextLength(RowTargetMethod):
         score[query, key] = F(key..query) − F(key+1..query)
 
     F is the target at the position of the row. The score is what F gains when a context that is cut on the
-    left gets one more token. Scores are signed, in the
-    target's unit. A row sums to F(whole prompt) − F(the query alone), and its own key has 0.
+    left gets one more token. Scores are signed, in the target's unit. A row sums to F(whole prompt) −
+    F(the query alone), and its own key has 0.
 
     The result is one map [1, query, key]. One forward pass per token is enough for all rows. Tokens after the
     query stay in the prompt. They matter only if the model's rotary angles depend on the prompt's length

@@ -36,7 +36,7 @@ _PASSES_PER_ROW, _PASSES_PER_LOCAL_ROW = 0.35, 0.3
 
 @dataclasses.dataclass(frozen=True)
 class DecompX(VectorMethod):
-    """Compute DecompX, an input map that needs no roll-out (Modarressi et al., ACL 2023).
+    """Compute DecompX, an input map that needs no rollout (Modarressi et al., ACL 2023).
 
         score[l, i, s] = ‖X_is‖ after block l
         attention_is = Σ_h Σ_j a_hij LN(X_js) W_V^h W_O^h

@@ -57,7 +57,7 @@ class Cost(NamedTuple):
             return f"about {self.per_token:g} forward passes per token"
         if self.per_row:
             one, every = (self.passes(_SHOWN_TOKENS, rows, 1) for rows in (1, _SHOWN_TOKENS))
-            return f"about {one:.2g} forward passes for one position, {every:.0f} for all of {_SHOWN_TOKENS}"
+            return f"about {one:.2g} forward passes for one position, {every:.0f} for all {_SHOWN_TOKENS}"
         return "about 1 forward pass" if self.base == 1 else f"about {self.base:g} forward passes"
 
 

@@ -20,16 +20,17 @@ class FrozenGradients(ChangedGradients):
 
         score[query, key] = g_key · x_key
 
-    x is the residual stream that enters the first block, at the position of the key. g is the gradient with
-    respect to it of the target F, read at the row's position, with the paper's two rules: attention patterns
-    (AH-rule) and the scales that LayerNorm or RMSNorm divide by (LN-rule) are constants in the backward pass.
+    x is the residual stream that enters the first block, at the position of the key. g is the gradient of the
+    target F with respect to x, where F is read at the row's position. The paper's two rules make constants in
+    the backward pass: attention patterns (AH-rule), and the scales that norms divide by (LN-rule).
 
     With `activations="ratio"` an activation is z times the constant act(z)/z, as in DecompX, and each factor
     of a gated feed-forward gets half of the gradient. The rest of the model is linear, so a row conserves the
     target. With `readout="signed_sum"` at the embeddings, a row sums to F minus what comes from no token:
     biases, and what an encoder contributes. `provenance["details"]` has that share for each row as
-    `constant_share`, and what is then missing as `conservation_gap`. Except for rounding the gap is 0 if the
-    target is linear in the logits, and the logits in the output of the last norm. A note says if it is not 0.
+    `constant_share`, and what is then missing as `conservation_gap`. Except for rounding, the gap is 0 if the
+    target is linear in the logits, and the logits are linear in the output of the last norm. If it is not 0,
+    a note says so.
 
     The result is one map [1, query, key], signed, in the target's unit. Each row takes a backward pass.
 

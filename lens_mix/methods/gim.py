@@ -22,9 +22,9 @@ class Gim(ChangedGradients):
 
         score[query, key] = g_key · x_key
 
-    x is the residual stream that enters the first block, at the position of the key. g is the gradient with
-    respect to it of the target F, read at the row's position. The forward pass is the model's own, and the
-    backward pass has three changed rules:
+    x is the residual stream that enters the first block, at the position of the key. g is the gradient of the
+    target F with respect to x, where F is read at the row's position. The forward pass is the model's own,
+    and the backward pass has three changed rules:
 
     - The softmax of attention is differentiated at `temperature` T. With P_T = softmax(scores / T), the
       gradient with respect to the scores is P_T ⊙ (g_P − Σ_k P_T g_P). As in the authors' code, it lacks the

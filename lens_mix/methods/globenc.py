@@ -35,7 +35,7 @@ class GlobEnc(VectorMethod):
     Only post-norm blocks have a norm on the residual stream. For all other blocks, the second norm is the one
     that reads the block's output: the first norm of the next block, and for the last block the final norm.
 
-    GlobEnc's own roll-out is a product of these maps, without identity and without dividing rows:
+    GlobEnc's own rollout is a product of these maps, without identity and without dividing rows:
     `lens_mix.methods.globenc.rollout`.
     """
 

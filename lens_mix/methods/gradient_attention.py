@@ -32,7 +32,7 @@ class GradientAttention(TargetMethod):
 
     Shape [layer, query, key], or [layer, head, query, key] with `per_head`. Scores are at least 0, in the
     target's unit, and rows do not sum to 1. `lm.gradient_rollout` combines the maps into the paper's
-    relevance R, or into a roll-out of attention adjusted by gradients.
+    relevance R, or into a rollout of attention adjusted by gradients.
 
     Args:
         target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable

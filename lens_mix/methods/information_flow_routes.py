@@ -37,7 +37,7 @@ class InformationFlowRoutes(VectorMethod):
 
     Shape [layer, query, key], or [layer, head, query, key] with `per_head`, values in 0..1. Rows, summed over
     heads, sum to 1. A row is zero if no component brings s closer. The map contains the residual stream, so
-    roll-outs add no identity.
+    rollouts add no identity.
 
     The residual stream after the block has two components: the output of the feed-forward, and what it was
     added to. `lens_mix.methods.component_shares.part_shares(m)` returns their importance, and that of x_i
@@ -45,7 +45,7 @@ class InformationFlowRoutes(VectorMethod):
 
     Args:
         per_head: Whether each head has a map of its own. x_i belongs to no head, so each head gets an equal
-            share of its importance. The sum over heads is the map without `per_head`, and roll-outs are the
+            share of its importance. The sum over heads is the map without `per_head`, and rollouts are the
             same.
         biases: "whole": b_O and the β of norms are in s alone, as in the authors' code. "part": they are a
             component whose importance is in no entry, so that rows sum to less than 1.

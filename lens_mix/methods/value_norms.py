@@ -38,15 +38,15 @@ class ValueNorms(VectorMethod):
         score[l, i, j] = ‖Σ_h a_ijh u_jh‖
         u_jh = v_jh W_O^h
 
-    It is the norm of what the attention of block l adds to query i from key j: the vectors u_jh, weighted by
-    the pattern a. v includes b_V, and u does not include b_O. With `per_head` the scores are
-    ‖a_ijh u_jh‖ = a_ijh ‖u_jh‖.
+    A score is the norm of what the attention of block l adds to query i from key j. These are the vectors
+    u_jh, weighted by the pattern a. v includes b_V, and u does not include b_O. With `per_head` the scores
+    are ‖a_ijh u_jh‖ = a_ijh ‖u_jh‖.
 
     Shape [layer, query, key], or [layer, head, query, key] with `per_head`. Scores are at least 0, in the
     units of the attention's output, before any norm or multiplier on the attention branch. The sums of rows
     have no meaning.
 
-    The map does not contain the residual stream (that of `attn_res` does), so roll-outs mix in half an
+    The map does not contain the residual stream (that of `attn_res` does), so rollouts mix in half an
     identity. Folding b_V into b_O (`fold_value_biases`) changes the map, because b_V is then in no vector.
     `value_biases` in the record says where it is.
 

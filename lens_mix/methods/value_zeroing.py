@@ -41,12 +41,12 @@ class ValueZeroing(Method):
         score[l, i, j] = ‖y_i - y_i(v_j = 0)‖           metric="euclidean"
 
     y_i is the output of block l at position i. y_i(v_j = 0) is the same output when the value vector of
-    position j is zeroed in block l alone. The block's input, its queries and its keys stay as in the clean
-    pass, and so does the pattern.
+    position j is zeroed in block l alone. The block's input, queries, keys and pattern stay as in the clean
+    pass.
 
     Shape [layer, query, key], or [layer, head, query, key] with `per_head`. Cosine distances are in 0..2,
     euclidean ones at least 0. The map contains the effect of the residual stream, because a large residual
-    stream makes every distance small. So roll-outs add no identity.
+    stream makes every distance small. So rollouts add no identity.
 
     Args:
         metric: "cosine" (1 - cos, as in the paper) or "euclidean".

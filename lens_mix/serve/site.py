@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from lens_mix import registry, runner
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.model_names import strip_path
 from lens_mix.named_maps import DEFAULT_METHODS, INPUT_MAP
 from lens_mix.serve import forms
 from lens_mix.serve.answers import (
@@ -35,7 +36,6 @@ from lens_mix.serve.answers import (
 from lens_mix.serve.estimate import Estimate, in_words, measure_pace
 from lens_mix.serve.forms import Request
 from lens_mix.serve.job_queue import CancelledJobError, Job, JobQueue, TimeLimitError
-from lens_mix.view.labels import name_model
 
 # The names of this machine. A request with another name may come from a foreign page (DNS rebinding).
 _NAMES = ("127.0.0.1", "localhost")
@@ -115,7 +115,7 @@ class Site(ThreadingHTTPServer):
             KeyboardInterrupt: Ctrl-C was pressed.
         """
         table = runner.support(model)
-        name = name_model({"model": table.model})
+        name = strip_path(table.model)
         reasons = {INPUT_MAP: ""} | {method: reason for method, _, reason in table}
         ordered = {method: reasons[method] for method in registry.list_names() if method in reasons}
         self._form = forms.make_form(name, ordered, DEFAULT_METHODS, str(self.limits))

@@ -63,7 +63,7 @@ def show_position(
 
     The title says what is explained, if the maps contain it: "After ' in': ' Italian' 0.66". The sentence
     below names the largest score, which has an orange frame. A map with one layer, such as an input map, is
-    drawn above the others as coloured text. Of maps with heads the mean over heads is drawn.
+    drawn above the others as coloured text. For a map with heads, the mean over heads is drawn.
 
     The first token of a decoder, and the special tokens of an encoder, often have most of a row, because they
     are sinks of attention. Many methods also give the position itself a large share. These are numbers beside

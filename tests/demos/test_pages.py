@@ -1,4 +1,4 @@
-"""Test that the examples of the pages run and that links lead somewhere."""
+"""Test that the examples of the pages run, and that the commands and messages that they name exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 
 import lens_mix as lm
 from benchmarks import facts
-from docs.make import reference
 from lens_mix import registry
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.block import Block
@@ -179,6 +178,7 @@ def test_the_example_method_of_the_page_runs(model: Any, monkeypatch: pytest.Mon
         module.__dict__["LargestWeight"](floor=2)
 
 
+@pytest.mark.once
 def test_the_page_names_all_that_a_block_offers() -> None:
     of_block = {name for name in dir(Block) if not name.startswith("_")}
     described = Block.__doc__.split("Attributes:")[1]
@@ -219,6 +219,7 @@ def test_the_examples_of_the_page_on_encoder_decoders_run_one_after_the_other() 
     assert float(names["rows"].scores.sum(-1).min()) == pytest.approx(1)
 
 
+@pytest.mark.once
 def test_messages_that_the_page_on_failures_names_are_in_the_code() -> None:
     page = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
     tables = page[page.index("## Errors") : page.index("## Results")]
@@ -230,21 +231,7 @@ def test_messages_that_the_page_on_failures_names_are_in_the_code() -> None:
     assert [message for message in messages if message not in code] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
-    here = [target for target in targets if "://" not in target]
-    assert [target for target in here if not leads_somewhere((page.parent / target).resolve())] == []
-
-
-def leads_somewhere(path: Path) -> bool:
-    """Return whether a file exists, or is one that `make docs` writes."""
-    reference_folder, courses = ROOT / "docs" / "reference", ROOT / "docs" / "courses"
-    if path.is_relative_to(reference_folder):
-        return path.relative_to(reference_folder).as_posix() in reference.list_pages()
-    return path.exists() or (path.parent == courses and path.with_suffix(".py").exists())
-
-
+@pytest.mark.once
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_that_the_page_names_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -175,7 +175,7 @@ def test_the_page_is_short(page: Path) -> None:
     assert len(lines) <= 15
     assert max(map(len, lines)) <= 110
     assert text.startswith("# ")
-    assert text.partition("**If it fails, or next.**")[2].count("](") in (1, 2)
+    assert text.partition("**If it fails, and next steps.**")[2].count("](") in (1, 2)
 
 
 @each_how_to
@@ -183,11 +183,9 @@ def test_the_index_names_the_page(page: Path) -> None:
     assert f"({page.name})" in INDEX.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", [INDEX, TUTORIAL, *HOW_TOS], ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
-    assert targets
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+def test_the_index_names_every_guide() -> None:
+    guides = {page.name for page in (ROOT / "docs" / "guides").glob("*.md")}
+    assert set(re.findall(r"\(\.\./guides/(\w+\.md)\)", INDEX.read_text(encoding="utf-8"))) == guides
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])

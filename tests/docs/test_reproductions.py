@@ -23,8 +23,6 @@ SECTIONS = dict(
     )
 )
 
-pytestmark = pytest.mark.once
-
 
 def test_the_page_shows_every_program_as_it_is() -> None:
     programs = {program.stem: program.read_text(encoding="utf-8") for program in PROGRAMS}

@@ -61,7 +61,7 @@ def test_a_registered_method_is_described_by_its_docstring():
     [
         (Cost(1), "about 1 forward pass"),
         (Cost(1.5), "about 1.5 forward passes"),
-        (Cost(2, per_row=3), "about 5 forward passes for one position, 194 for all of 64"),
+        (Cost(2, per_row=3), "about 5 forward passes for one position, 194 for all 64"),
         (Cost(1, per_token=3), "about 3 forward passes per token"),
         (Cost(1.5, per_layer=6), "about 6 forward passes per layer"),
     ],

@@ -22,7 +22,7 @@ from lens_mix.lens.verification_record import Verification
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """A table of methods on one model: `ok` with the engine, or the reason why a method can't run.
+    """A table of methods on one model: `ok` with the engine, or the reason why a method cannot run.
 
     Attributes:
         model: The model's name.
@@ -58,7 +58,7 @@ class Support:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The verification of a model, ready to print.
+    """The result of the verification of a model, which can be printed.
 
     Attributes:
         model: The model's name.

@@ -42,7 +42,7 @@ _SCRIPTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """Contain a page of maps; `save` writes it, and a notebook shows it as the result of a cell.
+    """One page of maps; `save` writes it, and a notebook shows it as the result of a cell.
 
     Attributes:
         html: The whole file.
