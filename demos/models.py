@@ -145,7 +145,7 @@ def load(name_or_folder: str | Path) -> Any:
         from transformer_lens.model_bridge import TransformerBridge
     except ImportError:
         return load_hooked(name_or_folder)
-    with _without_progress_bars():
+    with _quietly():
         return TransformerBridge.boot_transformers(str(name_or_folder), dtype=torch.float32).eval()
 
 
@@ -162,7 +162,7 @@ def load_hooked(name_or_folder: str | Path) -> Any:
     from transformer_lens.pretrained.weight_conversions import convert_llama_weights
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _without_progress_bars():
+    with _quietly():
         source = AutoModelForCausalLM.from_pretrained(str(name_or_folder), dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_folder))
     if source.config.model_type != "llama":
@@ -304,7 +304,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     print("Converting it to float32 (once) ...", flush=True)
-    with _without_progress_bars():
+    with _quietly():
         options = {"gguf_file": gguf.name}
         packed = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.float32, **options)
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **options)
@@ -327,7 +327,7 @@ def _add_unembedding(package: Path, folder: Path) -> None:
     """Save the BERT with a random masked-language unembedding, which TransformerBridge needs."""
     from transformers import AutoTokenizer, BertForMaskedLM
 
-    with _without_progress_bars(), torch.random.fork_rng(devices=[]):
+    with _quietly(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = BertForMaskedLM.from_pretrained(str(package), dtype=torch.float32)
         model.save_pretrained(folder)
@@ -360,7 +360,7 @@ def _convert_t5(package: Path, folder: Path) -> None:
         pad_token_id=0,
         eos_token_id=1,
     )
-    with _without_progress_bars():
+    with _quietly():
         model = T5ForConditionalGeneration(config)
         # Some releases of transformers tie the unembedding to the embedding in spite of the config.
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
@@ -403,18 +403,23 @@ def _onnx_weights(path: Path, prefix: str, instead: str) -> dict[str, torch.Tens
 
 
 @contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Hide all progress bars, by hiding what is written to sys.stderr unless there is an error.
+def _quietly() -> Iterator[None]:
+    """Hide progress bars and warnings: what is written to sys.stderr, unless there is an error.
 
-    Some of the bars ignore the settings of transformers.
+    Some of the bars ignore the settings of transformers, and its logger keeps the stream that it began with.
     """
-    hidden = io.StringIO()
+    from transformers import logging
+
+    hidden, verbosity = io.StringIO(), logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         with contextlib.redirect_stderr(hidden):
             yield
     except BaseException:
         print(hidden.getvalue(), file=sys.stderr)
         raise
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _hooked_config(config: Any) -> dict[str, Any]:

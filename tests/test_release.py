@@ -81,7 +81,9 @@ def test_a_citation_that_does_not_agree_is_found(checkout: Path) -> None:
     release.main([], root=checkout)
     complete(checkout)
     (line,) = release.find_missing(checkout)
-    assert line.startswith("- CITATION.cff: it does not agree")
+    assert line.startswith("- CITATION.cff: expected one that agrees")
+    (checkout / "CITATION.cff").unlink()
+    assert list(release.find_missing(checkout)) == [line]
 
 
 def test_the_citation_has_what_the_other_files_say(checkout: Path) -> None:

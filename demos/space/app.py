@@ -12,7 +12,7 @@ import html
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # Set before gradio and transformers are imported, which read them then.
@@ -57,9 +57,9 @@ def load(name: str) -> Any:
     return TransformerBridge.boot_transformers(name)
 
 
-def offered_methods(model: Any) -> list[str]:
-    """Return the names of the methods that can run on the model, `input_map` first."""
-    reasons = {name: reason for name, _, reason in lm.support(model)}
+def offered_methods(support: Iterable[tuple[str, str | None, str]]) -> list[str]:
+    """Return the names of the methods that can run on the model of a table of support, `input_map` first."""
+    reasons = {name: reason for name, _, reason in support}
     return [name for name in registry.list_names() if name == INPUT_MAP or reasons.get(name) == ""]
 
 
@@ -135,8 +135,9 @@ def answer(workshop: Workshop, prompt: str, target: str, names: Sequence[str]) -
 
 def build(model: Any) -> gr.Blocks:
     """Return the app for a loaded model."""
-    workshop, offered = Workshop(model, LIMITS, measure_pace(model)), offered_methods(model)
-    name = strip_path(lm.support(model).model)
+    support = lm.support(model)
+    workshop, offered = Workshop(model, LIMITS, measure_pace(model)), offered_methods(support)
+    name = strip_path(support.model)
     with gr.Blocks(title="lens_mix", analytics_enabled=False) as app:
         gr.Markdown(
             f"# Which tokens did the prediction come from?\nThe model is {name}. "

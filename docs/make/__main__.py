@@ -15,6 +15,7 @@ DOCS = Path(__file__).parents[1]
 def main() -> None:
     """Write the reference and the executed pages."""
     reference.write(DOCS / "reference")
+    courses.fetch_models()
     courses.render_courses()
 
 

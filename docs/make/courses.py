@@ -78,6 +78,14 @@ def render_courses(folder: Path = COURSES, names: Sequence[str] = (), cache: Pat
     return [write_page(sources[name], execute(sources[name], cache)) for name in names or sources]
 
 
+def fetch_models() -> None:
+    """Download the models of the courses, so that no page shows the messages of a first download."""
+    from demos import models
+
+    models.smollm2_folder()
+    models.minilm_folder()
+
+
 # ---------------------------------------------------------------------- execution
 
 
@@ -296,6 +304,7 @@ def colab_link(source: Path, address: str | None) -> str | None:
 
 def main() -> None:
     """Render the courses that the command line names, or all."""
+    fetch_models()
     try:
         for page in render_courses(names=sys.argv[1:]):
             print(page.relative_to(ROOT))

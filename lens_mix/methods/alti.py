@@ -1,4 +1,4 @@
-"""Compute ALTI: how much closer the vector of a key brings the query's representation to its true value."""
+"""Compute ALTI: how much closer the vector of a key brings the sum to the representation of the query."""
 
 from __future__ import annotations
 

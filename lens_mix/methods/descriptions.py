@@ -101,12 +101,12 @@ DESCRIPTIONS: dict[str, Description] = {
     "value_norm": Description(_LAYER, "the size of what attention alone adds from each token", _NORMS),
     "alti": Description(
         _LAYER,
-        "how much closer each token brings the output of attention to its true value",
+        "how much closer each token brings the sum of contributions to the output of attention",
         Cost(2),
     ),
     "information_flow_routes": Description(
         _LAYER,
-        "how much closer each token brings the residual stream to its true value",
+        "how much closer each token brings the sum of contributions to the residual stream",
         Cost(4),
     ),
     "globenc": Description(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class InformationFlowRoutes(VectorMethod):
     """Compute the importance of edges in the information-flow graph (Ferrando & Voita, 2024, section 2).
 
-    A component p of a state s is important if it brings the state closer to its true value. Here s is the
+    A component p of a state s is important if it brings the sum of components closer to s. Here s is the
     residual stream after the attention branch. Its components are a_ijh u_jh, what each head adds from each
     key (with b_V), and the residual stream x_i.
 

@@ -121,6 +121,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_prints_what_the_page_shows(page: Path, folder: Path, trained: Path) -> None:
     skip_without_the_model(page)
     skip_without_the_demo_model(page)
+    if "lm.input_map" in read_code(page) and not available(bridge, "llama"):
+        pytest.skip("lm.input_map runs another method without a TransformerBridge")
     began = time.process_time()
     results = how_tos.run(page, lambda name: how_tos.find_demo_model(name, trained), folder)
     assert time.process_time() - began < _SECONDS

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import _onnx_weights, _without_progress_bars, load
+from models import _onnx_weights, _quietly, load
 from tiny_folder import save_tiny_llama
 
 import lens_mix as lm
@@ -111,7 +111,7 @@ def main(*installed: str) -> None:
     assert FEATURES.keys() >= set(installed), "an extra without a feature to try"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with _without_progress_bars():
+        with _quietly():
             save_tiny_llama(folder / "model")
         model = load(folder / "model")
         if not installed:
