@@ -15,7 +15,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.measured import sentence
 from lens_mix.method import Method
 from lens_mix.methods.attention import AttentionWeights
-from lens_mix.methods.attribution_patching import AttributionPatching
+from lens_mix.methods.attribution_patching import LONGEST_MEASURED, AttributionPatching
 from lens_mix.methods.decompx import DecompX
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.input_gradients import InputGradients
@@ -37,10 +37,7 @@ EVIDENCE = {
         "smollm2-forms: … for 24: lm.AttributionPatching",
         "smollm2-long: SmolLM2, held out, more than 20 tokens",
     ),
-    "attribution_patching, measured": (
-        'smollm2-exact: lm.input_map(exact="auto")',
-        'smollm2-exact-long: lm.input_map(exact="auto")',
-    ),
+    "attribution_patching, measured": ('smollm2-exact: lm.input_map(exact="auto")',),
     "decompx": ("rxnfp-importance: decompx",),
     "gim with ratios": ('smollm2-held_out: gim, activations="ratio", readout="absolute"',),
 }
@@ -59,11 +56,11 @@ def input_map(
     It is computed by the first of these recipes that can run on the model. The notes of the map say why the
     earlier ones cannot.
 
-    1. `attribution_patching` is how the target changes if a token is replaced. The strongest scores are
-       measured (`exact`), and the others are estimated. It takes about twelve forward passes (about five with
-       exact=False), and needs a causal model on a TransformerBridge that takes positions. Without measured
-       scores it was not the best on long prompts and on a second model. It is poor at finding a single
-       planted fact.
+    1. `attribution_patching` is how the target changes if a token is replaced. In rows of at most 32 tokens
+       the strongest scores are measured (`exact`), and all others are estimated. It takes up to twelve
+       forward passes if it measures, and about five otherwise. It needs a causal model on a TransformerBridge
+       that takes positions. Without measured scores it was not the best on long prompts and on a second
+       model. It is poor at finding a single planted fact.
     2. `decompx` decomposes the representation of a position. It runs on bidirectional models if no target is
        given. It agreed best on one encoder, a BERT of chemical reactions, and poorly on another, which was
        trained on number agreement.
@@ -86,9 +83,10 @@ def input_map(
             model's own prediction there. `decompx` explains the representation of the position instead.
         exact: How many scores of each row are measured, by replacing the token in whole passes, instead of
             estimated. This is for `attribution_patching` only. The strongest ones are measured, and the
-            query's own. "auto": as many as make the map take about twice the time of the estimate alone,
-            and all scores of a prompt of at most 17 tokens. False: none. `lm.AttributionPatching`
-            (`n_measured`) describes how the others are rescaled.
+            query's own. "auto": as many as make the map take about twice the time of the estimate alone.
+            These are all scores of a row of at most 17 tokens, and none of a row of more than 32 tokens,
+            which this cost did not improve. False: none. `lm.AttributionPatching` (`n_measured`) describes
+            how the others are rescaled.
         options: As in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
             part="decoder" excludes the source. `layers` is for `decompx`, which has a map of each layer. Its
             default is the last layer, which was measured. The other recipes have one map, which is labelled
@@ -121,6 +119,8 @@ def input_map(
     if isinstance(method, AttributionPatching) and n_measured:
         (measured,), (passes,) = (mixing_map.provenance["details"][key] for key in _MEASURED)
         evidence |= dict(zip(_MEASURED, (measured, passes), strict=True))
+        if not any(measured):
+            evidence["figures"] = _figures(method.name)
         notes += _describe_measured(mixing_map, measured)
     elif n_measured not in (0, "auto"):
         notes.append(f"input_map: exact={n_measured} has no effect, because {method.name} measures no score")
@@ -139,14 +139,20 @@ def _read_exact(exact: Any) -> int | Literal["auto"]:
 
 
 def _describe_measured(mixing_map: MixingMap, measured: Sequence[Sequence[int]]) -> list[str]:
-    """Return a note for each row that has estimated scores, with the number of measured ones."""
-    rows = zip(mixing_map.query_positions, measured, strict=True)
-    return [
+    """Return notes about the rows that have estimated scores, with the number of measured ones."""
+    rows = list(zip(mixing_map.query_positions, measured, strict=True))
+    notes = [
         f"input_map: in the row of position {query}, {len(chosen)} of {query + 1} scores are measured by "
         "replacing the token, and the others are estimated and rescaled"
         for query, chosen in rows
-        if len(chosen) <= query
+        if 0 < len(chosen) <= query
     ]
+    if not all(measured):
+        notes.append(
+            f"input_map: all scores of rows of more than {LONGEST_MEASURED} tokens are estimated; exact=8 "
+            "measures the 8 strongest"
+        )
+    return notes
 
 
 def recommended_method(model: TransformerLensModel) -> Method:

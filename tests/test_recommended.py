@@ -57,6 +57,22 @@ def test_measured_scores_are_asked_for_and_recorded():
     assert torch.equal(again.scores, some.scores)
 
 
+def test_nothing_is_measured_in_long_rows():
+    model = build_or_skip(bridge, "gpt2", torch.float64, n_positions=64)
+    prompt = tokens(model, 1, 33, 1)[0]
+    found, estimated = lm.input_map(model, prompt), lm.input_map(model, prompt, exact=False)
+    assert torch.equal(found.scores, estimated.scores)
+    assert found.provenance["input_map"] == {
+        **estimated.provenance["input_map"],
+        "measured": [[]],
+        "measured_passes": [0.0],
+    }
+    assert "all scores of rows of more than 32 tokens are estimated" in found.notes[-1]
+    both = lm.input_map(model, prompt, queries=[3, -1])
+    assert both.provenance["input_map"]["measured"] == [[0, 1, 2, 3], []]
+    assert both.provenance["input_map"]["figures"] == sentence(*EVIDENCE["attribution_patching, measured"])
+
+
 def test_exact_on_a_model_without_such_copies():
     model = build_or_skip(bridge, "mistral", torch.float64)
     prompt = tokens(model, 1, 7, 1)[0]

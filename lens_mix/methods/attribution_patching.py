@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 # With n_measured="auto", measuring may run this many times the tokens of the estimate. One long pass is
 # faster than several short ones with as many tokens, so the map takes about twice the time of the estimate.
 _MEASURED_TOKENS = 1.5
+# In longer rows this is too little to improve the map (docs/evidence/input_map.md), so nothing is measured.
+LONGEST_MEASURED = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,8 @@ class AttributionPatching(RowTargetMethod):
         n_measured: The number of keys of a row, besides the query's own, whose score is measured; 0 for none.
             "auto": as many as make the row take about twice the time of its estimate. If measuring all keys
             takes no longer, all are measured and nothing is estimated; with two replacements that is so up
-            to 17 tokens.
+            to 17 tokens. Nothing is measured in rows of more than 32 tokens, because at this cost it did not
+            improve the map of longer prompts.
 
     Raises:
         TypeError: An option has the wrong type.
@@ -178,7 +181,7 @@ class AttributionPatching(RowTargetMethod):
         samples, each = self._samples, self._passes_of_estimate(positions)
         reason = f"a backward pass and a pass with {samples} replacements for each row"
         if self.n_measured == "auto":
-            each *= 2
+            each *= 2 if positions <= LONGEST_MEASURED else 1
         else:
             # A copy runs half of the tokens on average.
             each += samples * min(self.n_measured, positions) / 2
@@ -229,13 +232,14 @@ class AttributionPatching(RowTargetMethod):
         places = places[places <= bound.queries[row]]
         # A copy runs the tokens from the replaced one on.
         costs = self._samples * torch.arange(len(places), 0, -1, device=places.device)
-        affordable = self._passes_of_estimate(len(places)) * len(places)
-        if self.n_measured == "auto" and int(costs.sum()) <= (1 + _MEASURED_TOKENS) * affordable:
+        of_estimate = self._passes_of_estimate(len(places)) * len(places)
+        is_short = len(places) <= LONGEST_MEASURED
+        if self.n_measured == "auto" and is_short and costs.sum() <= (1 + _MEASURED_TOKENS) * of_estimate:
             chosen = torch.arange(len(places), device=places.device)
             found = self._measure(beside, places)
         else:
             found = self._estimate(beside, places, graph)
-            chosen = self._choose(found, costs, _MEASURED_TOKENS * affordable)
+            chosen = self._choose(found, costs, _MEASURED_TOKENS * of_estimate)
             if len(chosen) > 0:
                 found = rescale(found, chosen, self._measure(beside, places[chosen]))
         if self.n_measured:
@@ -247,7 +251,7 @@ class AttributionPatching(RowTargetMethod):
     def _choose(
         self, estimates: Float[Tensor, " pos"], costs: Int[Tensor, " pos"], most: float
     ) -> Int[Tensor, " chosen"]:
-        """Return the positions to measure, ascending: the strongest ones, and the query's own.
+        """Return the positions to measure, ascending: the strongest ones and the query's own, or none.
 
         Args:
             estimates: The estimated scores.
@@ -255,7 +259,7 @@ class AttributionPatching(RowTargetMethod):
             most: The largest sum of costs if `n_measured` is "auto".
         """
         last = len(estimates) - 1
-        if not self.n_measured:
+        if self.n_measured == 0 or (self.n_measured == "auto" and len(estimates) > LONGEST_MEASURED):
             return costs.new_zeros(0)
         strongest = estimates[:last].argsort(descending=True)
         if self.n_measured == "auto":

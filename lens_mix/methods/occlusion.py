@@ -17,10 +17,11 @@ from lens_mix.arguments import check_choice, check_items
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.effort import Passes
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.maps.spans import Group, Groups, check_groups, read_groups
 from lens_mix.method import Method, find_key_positions
 from lens_mix.methods.bound_target import RowTargetMethod, bind_rows
-from lens_mix.methods.side_by_side import SideBySide, rows_beside_copies
+from lens_mix.methods.side_by_side import SideBySide, may_share_passes, rows_beside_copies
 from lens_mix.removal import MaskKeys, Removal, ZeroValues, each_group, replacement
 from lens_mix.targets import as_target
 
@@ -108,13 +109,25 @@ class Occlusion(RowTargetMethod):
 
     @override
     def passes(self, blocks: Sequence[Block]) -> Passes:
+        first = blocks[0]
         samples = self.n_samples if self.replacements is None else len(self.replacements)
         each = samples if self.by == "replace" else 1
-        lengths = blocks[0].real_inputs.sum(dim=1).tolist()
-        counts = [each * (length if self.spans is None else len(self.spans)) for length in lengths]
+        prompt_index, removed, _ = each_group(first.real_inputs, find_key_positions(self, first))
+        rerun, shares = first.real_inputs[prompt_index], False
+        if self.by == "replace" and may_share_passes(first, as_target(self.target)):
+            # A shared pass runs each copy from its first removed position to the last row.
+            shares, positions = True, torch.arange(removed.shape[1], device=removed.device)
+            queries = blocks[-1].queries.masked_fill(~blocks[-1].real_queries, -1)
+            rerun = rerun & (removed.cumsum(-1) > 0) & (positions <= queries.amax(-1)[prompt_index, None])
+        # User hooks are checked in a pass of its own (`SideBySide.values_by_row`).
+        repeats = 2 if shares and has_user_hooks(first.clean.lens.modules) else 1
+        lengths = first.real_inputs.sum(-1)
+        tokens = lengths.new_zeros(len(lengths)).index_add_(0, prompt_index, repeats * each * rerun.sum(-1))
         fewer = "fewer replacements (n_samples) take fewer, and " if each > 1 else ""
-        reason = f"{each} for each {'token' if self.spans is None else 'group of tokens'}"
-        return Passes(counts, reason, f"{fewer}lm.input_map takes about twelve, without signs")
+        part = ", from there on" if shares else ""
+        reason = f"{each} for each {'token' if self.spans is None else 'group of tokens'}{part}"
+        cheaper = f"{fewer}lm.input_map takes five to twelve, without signs"
+        return Passes((tokens / lengths).tolist(), reason, cheaper)
 
     @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:

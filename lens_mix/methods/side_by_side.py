@@ -22,6 +22,7 @@ from lens_mix.methods.bound_target import BoundRows, evaluate, log_probabilities
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
     from lens_mix.removal import Copies
+    from lens_mix.targets import Target
 
 # The most tokens that run after the prompt in one pass. More would cost more in attention than they save.
 _MOST_TOKENS = {"cpu": 384}
@@ -218,17 +219,23 @@ class SideBySide:
         return logits
 
 
+def may_share_passes(first: Block, target: Target) -> bool:
+    """Return whether a model and a target allow that prompts run beside their copies, without a pass."""
+    lens, stack = first.clean.lens, first.stack
+    takes_positions = lens.takes_input("position_ids") and not stack.reads_target and not stack.is_joint
+    return (
+        first.verification.causal and takes_positions and target.reads == "logits" and not target.reads_tokens
+    )
+
+
 def rows_beside_copies(bound: BoundRows) -> list[list[int]]:
     """Return the rows of each prompt that may run beside its copies, as far as is known without a pass.
 
     That needs a causal model that takes position ids, a prompt without further inputs, and a target that
     reads nothing but the logits of the row.
     """
-    first, target = bound.block, bound.target
-    lens, stack = first.clean.lens, first.stack
-    takes_positions = lens.takes_input("position_ids") and not stack.reads_target and not stack.is_joint
-    reads_row = target.reads == "logits" and not target.reads_tokens and bound.positions is not None
-    if not (first.verification.causal and takes_positions and reads_row):
+    first = bound.block
+    if bound.positions is None or not may_share_passes(first, bound.target):
         return []
     by_prompt = [(bound.prompt_index == prompt).nonzero()[:, 0] for prompt in bound.prompt_index.unique()]
     return [

@@ -63,8 +63,6 @@ def test_many_passes_are_announced_before_they_are_made(model, method, monkeypat
 def test_the_announced_number_is_about_right(method, monkeypatch):
     """Count the positions that pass through the blocks. A backward pass is not counted here."""
     model = decoder()
-    (sentence,) = sentences(run_or_skip(model, method, progress=None))
-    stated = float(re.search(r"about ([\d,]+)", sentence)[1].replace(",", ""))
     block = type(next(module for name, module in model.named_modules() if name.endswith("blocks.0")))
     forward, counted = block.forward, []
 
@@ -75,7 +73,8 @@ def test_the_announced_number_is_about_right(method, monkeypatch):
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(block, "forward", counting)
-    lm.run(model, PROMPT, method, progress=None)
+    (sentence,) = sentences(run_or_skip(model, method, progress=None))
+    stated = float(re.search(r"about ([\d,]+)", sentence)[1].replace(",", ""))
     forwards = sum(counted) / len(PROMPT) / model.cfg.n_layers
     assert forwards / 2 < stated < forwards * 3, (stated, forwards)
 

@@ -1,5 +1,6 @@
 """Test attribution patching against plain transformers, occlusion, and a recomputed softmax."""
 
+import dataclasses
 import math
 
 import pytest
@@ -282,7 +283,7 @@ def test_the_strongest_scores_are_measured_and_the_others_keep_their_order(name,
 
 def test_all_scores_of_a_short_prompt_are_measured_and_some_of_a_long_one():
     model = build_or_skip(bridge, "gpt2", torch.float64)
-    for length, everything in ((17, True), (18, False), (30, False)):
+    for length, everything in ((17, True), (18, False), (32, False)):
         prompt = tokens(model, 1, length, seed=length)[0]
         method = lm.AttributionPatching(replacements=STAND_INS, n_measured="auto")
         found = lm.run(model, prompt, method, queries=[-1])
@@ -296,6 +297,21 @@ def test_all_scores_of_a_short_prompt_are_measured_and_some_of_a_long_one():
         (passes,) = found.provenance["details"]["measured_passes"][0]
         assert 4 < passes <= (2.5 if everything else 1.5) * 7.5
         assert not any("forward passes" in note for note in found.notes)
+
+
+def test_rows_of_more_than_32_tokens_are_estimated_alone():
+    model = build_or_skip(bridge, "gpt2", torch.float64, n_positions=64)
+    prompt, method = tokens(model, 1, 33, seed=0)[0], lm.AttributionPatching(replacements=STAND_INS)
+    auto = dataclasses.replace(method, n_measured="auto")
+    found, estimated = (lm.run(model, prompt, each, queries=[10, -1]) for each in (auto, method))
+    assert torch.equal(found.scores[0, 1], estimated.scores[0, 1])
+    assert not torch.allclose(found.scores[0, 0], estimated.scores[0, 0])
+    assert found.provenance["details"] == {
+        "measured": [[list(range(11)), []]],
+        "measured_passes": [[12.0, 0.0]],
+    }
+    some = lm.run(model, prompt, dataclasses.replace(method, n_measured=2), queries=[-1])
+    assert len(some.provenance["details"]["measured"][0][0]) == 3
 
 
 def test_rescaled_by_hand():
