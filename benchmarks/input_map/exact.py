@@ -3,7 +3,8 @@
     python -m benchmarks.input_map.exact smollm2       (or gemma3)
 
 It needs the importance of `benchmarks.input_map.importance`, stores the rows, and writes `results/exact.md`
-(of another model, `results/exact_MODEL.md`) with a table of prompts up to 32 tokens and one of longer ones.
+(of another model, `results/exact_MODEL.md`) with tables of prompts up to 32 tokens, of longer ones, and of
+all.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from benchmarks.common import machine, markdown_table
 from benchmarks.input_map.importance import file_of, folder
 from benchmarks.input_map.prompts import make
 from benchmarks.input_map.table import agreement, interval
+from lens_mix.methods.attribution_patching import LONGEST_MEASURED as LONGEST
 
-LONGEST = 32
 ROWS: dict[str, int | str | bool] = {"estimated": False, "8 measured": 8, "auto": "auto"}
 NAMES = {
     "estimated": "`lm.input_map(exact=False)`",
@@ -78,6 +79,7 @@ def main(model_name: str) -> None:
         for title, is_in in (
             (f"at most {LONGEST} tokens", lambda count: count <= LONGEST),
             (f"more than {LONGEST} tokens", lambda count: count > LONGEST),
+            ("all lengths", lambda count: True),
         )
     ]
     page = (
