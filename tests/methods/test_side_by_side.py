@@ -9,7 +9,7 @@ from lens_mix.lens.model import Lens
 from lens_mix.methods import occlusion, side_by_side
 from lens_mix.methods.side_by_side import Layout
 from tests.matrix import build_or_skip, cases, prompt_of
-from tests.tiny_models import bridge
+from tests.tiny_models import bridge, hooked_transformer
 
 # The others run every copy in a pass of its own.
 SHARED = ("gpt2", "llama", "gemma", "qwen2", "qwen3", "gpt_neox", "phi", "olmo", "granite", "mixtral")
@@ -68,6 +68,53 @@ def test_equals_whole_passes(case, monkeypatch):
         found = lm.run(model, prompt, method, part=case.part, progress=None).scores
         # Hugging Face's RMSNorms and softmaxes are float32 in any dtype.
         torch.testing.assert_close(found, expected, atol=1e-10 if "gpt2" in case.label else 1e-6, rtol=0)
+
+
+def separate_passes(model, prompt):
+    """Return the definition, by plain calls of the model: one pass for each token and replacement."""
+    scores = torch.zeros(len(prompt), dtype=torch.float64)
+    with torch.no_grad():
+        clean = model(prompt[None])[0, -1].log_softmax(-1)
+        for position in range(len(prompt)):
+            for token in REPLACEMENTS:
+                copy = prompt.clone()
+                copy[position] = token + int(prompt[position] == token)
+                changed = model(copy[None])[0, -1].log_softmax(-1)
+                scores[position] += (changed - clean)[clean.argmax()].abs() / len(REPLACEMENTS)
+    return scores
+
+
+def widen_softmax(monkeypatch):
+    """Let transformers compute softmax in the dtype of the model, instead of float32 in any dtype."""
+    softmax = torch.nn.functional.softmax
+
+    def wide(scores, *args, dtype=None, **options):
+        return softmax(scores, *args, dtype=scores.dtype, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", wide)
+
+
+@pytest.mark.parametrize("name", [*SHARED, "phi3", "falcon_mqa", "gpt_bigcode"])
+def test_measured_scores_equal_separate_passes_of_the_model(name, monkeypatch):
+    model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 15)
+    # The model is built first, because torch compiles some models' functions when they are imported.
+    widen_softmax(monkeypatch)
+    expected = separate_passes(model, prompt)
+    assert float(expected.min()) > 1e-5
+    measured = lm.AttributionPatching(replacements=REPLACEMENTS, n_measured="auto")
+    replaced = lm.Occlusion(replacements=REPLACEMENTS, measure="absolute")
+    for method in (measured, replaced):
+        found = lm.run(model, prompt, method, queries=[-1], progress=None)
+        torch.testing.assert_close(found.scores[0, 0], expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["LN", "RMSPre", "grouped"])
+def test_replacement_equals_separate_passes_of_a_hooked_transformer(name):
+    """It takes no positions, so each copy has a pass of its own."""
+    model, prompt = build_or_skip(hooked_transformer, name, torch.float64), torch.arange(3, 15)
+    method = lm.Occlusion(replacements=REPLACEMENTS, measure="absolute")
+    found = lm.run(model, prompt, method, queries=[-1], progress=None)
+    torch.testing.assert_close(found.scores[0, 0], separate_passes(model, prompt), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("name", SHARED)
