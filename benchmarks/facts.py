@@ -111,6 +111,8 @@ TABLES = {
     "smollm2-long": Table(f"{_HELD_OUT}/forms.md", "Rows of", "partial, 95 %"),
     "smollm2-exact": Table(f"{_HELD_OUT}/exact.md", "smollm2, held out, at most", "partial, 95 %"),
     "smollm2-exact-long": Table(f"{_HELD_OUT}/exact.md", "smollm2, held out, more", "partial, 95 %"),
+    "smollm2-exact-all": Table(f"{_HELD_OUT}/exact.md", "smollm2, held out, all", "partial, 95 %"),
+    "gemma3-exact": Table(f"{_HELD_OUT}/exact_gemma3.md", "gemma3, held out, at most", "partial, 95 %"),
     "flan-t5-joint": Table(f"{_HELD_OUT}/joint.md", "Input maps over", "partial (position out)", 30),
     "hansards-layers": Table(_HANSARDS, "By layer, the end of the sentence competes", "layer 2", 447),
     "hansards-floors": Table(_HANSARDS, "Floors and published aligners", "AER", 447),
@@ -143,10 +145,6 @@ _LIBRARY = {
     "smollm2-exact": (
         *(f"{_PARTIAL} by plain words", _SMOLLM2),
         *("held-out prompts of at most 32 tokens", "input_map.exact smollm2"),
-    ),
-    "smollm2-exact-long": (
-        *(f"{_PARTIAL} by plain words", _SMOLLM2),
-        *("held-out prompts of more than 32 tokens", "input_map.exact smollm2"),
     ),
     "flan-t5-joint": (
         *(f"{_PARTIAL} by plain words", "flan-t5-small"),

@@ -3,8 +3,8 @@
     python -m benchmarks.input_map.exact smollm2       (or gemma3)
 
 It needs the importance of `benchmarks.input_map.importance`, stores the rows, and writes `results/exact.md`
-(of another model, `results/exact_MODEL.md`) with tables of prompts up to 32 tokens, of longer ones, and of
-all.
+(of another model, `results/exact_MODEL.md`) with tables of prompts up to 32 tokens and, if there are longer
+ones, of these and of all.
 """
 
 from __future__ import annotations
@@ -74,14 +74,15 @@ def main(model_name: str) -> None:
         used.append((len(tokens), rows, scores))
     name = "exact.md" if model_name == "smollm2" else f"exact_{model_name}.md"
     described = ", ".join(f"{key} {value}" for key, value in machine().items() if value is not None)
+    longer = [each for each in used if each[0] > LONGEST]
     sections = [
-        _make_section(model_name, title, [each for each in used if is_in(each[0])])
-        for title, is_in in (
-            (f"at most {LONGEST} tokens", lambda count: count <= LONGEST),
-            (f"more than {LONGEST} tokens", lambda count: count > LONGEST),
-            ("all lengths", lambda count: True),
-        )
+        _make_section(model_name, f"at most {LONGEST} tokens", [each for each in used if each[0] <= LONGEST])
     ]
+    if longer:
+        sections += [
+            _make_section(model_name, f"more than {LONGEST} tokens", longer),
+            _make_section(model_name, "all lengths", used),
+        ]
     page = (
         "# Measured and estimated scores of `lm.input_map`\n\n"
         f"Written by `PYTHONPATH=.:demos python -m benchmarks.input_map.exact {model_name}`. The measured "
@@ -89,13 +90,11 @@ def main(model_name: str) -> None:
         f"time on one thread, which other programs disturbed.\n\nMachine: {described}.\n\n"
     )
     path = Path(__file__).parent / "results" / name
-    path.write_text(page + "\n".join(filter(None, sections)), encoding="utf-8")
+    path.write_text(page + "\n".join(sections), encoding="utf-8")
 
 
 def _make_section(model_name: str, title: str, used: list) -> str:
     """Return the table of some prompts."""
-    if not used:
-        return ""
     rows = []
     for name in ROWS:
         scores = np.array([scores[name] for _, _, scores in used])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lens_mix.targets import Target
 
 # The most tokens that run after the prompt in one pass. More would cost more in attention than they save.
-_MOST_TOKENS = {"cpu": 384}
+_MOST_TOKENS = {"cpu": 256}
 _MOST_TOKENS_ELSEWHERE = 2048
 
 
