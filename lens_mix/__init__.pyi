@@ -38,6 +38,8 @@ from .recommended import input_map
 from .registry import register
 from .runner import run, run_many, support
 from .statistics.summary import table
+from .traces.documents import Documents
+from .traces.trace import Trace, trace
 from .view.page import page
 from .view.position_figure import show_position
 
@@ -60,6 +62,7 @@ __all__ = [
     "ContextLength",
     "DecompX",
     "DecompXLocal",
+    "Documents",
     "FrozenGradients",
     "Gim",
     "GlobEnc",
@@ -70,6 +73,7 @@ __all__ = [
     "Method",
     "MixingMap",
     "Occlusion",
+    "Trace",
     "UnsupportedModelError",
     "ValueNorms",
     "ValueZeroing",
@@ -99,6 +103,7 @@ __all__ = [
     "table",
     "targets",
     "testing",
+    "trace",
     "tree_text",
     "view",
 ]

@@ -15,6 +15,8 @@ The functions of this module make the usual targets:
     lm.targets.logit(" Paris", position=4)         logit of a token at a position
     lm.targets.logit_difference(" is", " are")     logit of a token minus that of another
     lm.targets.loss()                              next-token cross-entropy of the prompt
+    lm.targets.next_token()                        log probability of the prompt's own next token
+    lm.targets.span(12, 15)                        log probability of the prompt's own tokens 12 to 14
     lm.targets.masked_token("cat")                 probability of a token at the prompt's mask
     lm.targets.class_(2)                           probability of a class, if the output is [batch, class]
     lm.targets.class_difference(2, 0)              logit of a class minus that of another
@@ -56,8 +58,10 @@ __all__ = [
     "logit_difference",
     "loss",
     "masked_token",
+    "next_token",
     "predicted",
     "probability",
+    "span",
     "token",
 ]
 
@@ -168,6 +172,17 @@ class Target:
         """Return the only position of `[copy pos d_vocab]` that the target reads, or None if it is unknown.
 
         A target that reads several positions also returns None.
+        """
+        return None
+
+    def rows_read(self, tokens: Int[Tensor, " pos"]) -> range | None:
+        """Return the positions whose logits are enough for the target; None: it needs those of all positions.
+
+        The functions of `of_prompt` then also take the logits of these positions alone, which saves most of
+        the unembedding's time and memory.
+
+        Args:
+            tokens: The tokens of the output's positions.
         """
         return None
 
@@ -339,6 +354,75 @@ class _Loss(Target):
             return "loss of the next tokens"
         label = context.token_text(self.label) if context.output.ndim == 3 else f"class {self.label}"
         return f"loss of {label}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _NextToken(Target):
+    position: int
+
+    def of_prompt(self, context: Context) -> TargetFunction:
+        position, token = context.position(self.position), self._find_token(context)
+        return lambda logits: _measure(logits[:, position], "log_probability")[:, token]
+
+    def _find_token(self, context: Context) -> int:
+        position = _require_tokens(context, "next_token").position(self.position)
+        if position == len(context.tokens) - 1:
+            raise ValueError(
+                "next_token: expected a position that a token of the prompt follows, got "
+                f"{self.position}, the last of {len(context.tokens)}; targets.predicted explains what the "
+                "model predicts there"
+            )
+        return int(context.tokens[position + 1])
+
+    def reads_position(self, context: Context) -> int:
+        return context.position(self.position)
+
+    def in_words(self, context: Context) -> str:
+        return f"log probability of {context.token_text(self._find_token(context))}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span(Target):
+    start: int
+    stop: int | None
+
+    def of_prompt(self, context: Context) -> TargetFunction:
+        rows = self.rows_read(_require_tokens(context, "span").tokens)
+        tokens = context.tokens[rows.start + 1 : rows.stop + 1, None]
+
+        def compute_log_probability(logits: Tensor) -> Tensor:
+            # A prompt has more positions than the span, so the count says whether these are all of them.
+            own = logits if logits.shape[1] == len(rows) else logits[:, rows.start : rows.stop]
+            log_probabilities = _measure(own, "log_probability")
+            return log_probabilities.gather(-1, tokens.expand(len(logits), -1, -1)).sum((1, 2))
+
+        return compute_log_probability
+
+    def rows_read(self, tokens: Int[Tensor, " pos"]) -> range:
+        count = len(tokens)
+        first, after, _ = slice(self.start, self.stop).indices(count)
+        if not 1 <= first < after or (self.stop is not None and abs(self.stop) > count):
+            raise ValueError(
+                f"span: expected 1 <= start < stop <= {count}, the number of tokens, because "
+                f"nothing predicts the first token; got {self.start} and {self.stop}"
+            )
+        return range(first - 1, after - 1)
+
+    def in_words(self, context: Context) -> str:
+        rows = self.rows_read(context.tokens)
+        tokens = context.tokens[rows.start + 1 : rows.stop + 1].tolist()
+        if context.tokenizer is None:
+            return f"log probability of the tokens {tokens}"
+        return f"log probability of {''.join(name_token(context.tokenizer, token) for token in tokens)!r}"
+
+
+def _require_tokens(context: Context, name: str) -> Context:
+    if context.output.ndim != 3:
+        raise ValueError(
+            f"{name}: expected a model whose output is [batch, pos, d_vocab], got [batch, class]; use "
+            "targets.class_ for a class"
+        )
+    return context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -553,6 +637,32 @@ def loss(label: str | int | None = None, position: int = -1) -> Target:
     return _Loss(_check_optional_token("label", label), check_whole_number("position", position))
 
 
+def next_token(position: int = -2) -> Target:
+    """Return the target for the token that the prompt itself has next, as its log probability in nats.
+
+    It is read at `position`, so it explains the token at `position + 1`. A row of a map explains the token
+    after the row's position in the same way.
+
+    Args:
+        position: The position before the token (negative: from the end).
+    """
+    return _NextToken(check_whole_number("position", position))
+
+
+def span(start: int, stop: int | None = None) -> Target:
+    """Return the target for several neighbouring tokens of the prompt, as their log probability in nats.
+
+    It is Σ log p(token i | the tokens before i) over the positions i from `start` to `stop` − 1, in causal
+    models and decoders. It is one number of the prompt, so it needs a single row (`queries=[-1]`).
+
+    Args:
+        start: The position of the first token, 1 or more (negative: from the end).
+        stop: The position after the last token. None: the end of the prompt.
+    """
+    start = check_whole_number("start", start)
+    return _Span(start, None if stop is None else check_whole_number("stop", stop))
+
+
 def masked_token(
     token: str | int | None = None, position: int | None = None, of: Measure = "probability"
 ) -> Target:
@@ -727,7 +837,7 @@ def from_record(record: Mapping[str, Any]) -> Target:
     Raises:
         ValueError: If the target was made from a function, which a record does not contain.
     """
-    classes = (_Token, _LogitDifference, _Class, _ClassDifference, _MaskedToken, _Loss)
+    classes = (_Token, _LogitDifference, _Class, _ClassDifference, _MaskedToken, _Loss, _NextToken, _Span)
     known = {each.__name__.lstrip("_"): each for each in classes}
     fields = dict(record)
     name = fields.pop("target", None)

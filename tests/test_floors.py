@@ -40,6 +40,7 @@ FLOORS = {
     "registry": 5,
     "removal": 4,
     "testing": 8,
+    "traces": 7,
     "version": 0,
     "view": 7,
     "citations": 8,

@@ -1,0 +1,192 @@
+"""Compute what written tokens came from with any method: the rows of spans, and the rows of single tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from lens_mix import targets
+from lens_mix.evaluation.candidates import Aggregation, aggregations_by_name
+from lens_mix.lens.batches import Prompt, pad
+from lens_mix.lens.model import Lens
+from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.lens.predictions import name_token, read_predictions
+from lens_mix.lens.prompts import pad_token
+from lens_mix.lens.raw_errors import LibraryErrors
+from lens_mix.lens.unembedding import row_at, unembedding_at
+from lens_mix.maps import MixingMap
+from lens_mix.maps.explained import Explained
+from lens_mix.method import Method
+from lens_mix.methods.attribution_patching import AttributionPatching
+from lens_mix.runner import run
+from lens_mix.traces.reading import Reading
+
+# These explain a prediction at one position, so the scores of a span are the sums of its tokens' rows.
+_OF_ONE_POSITION = (AttributionPatching,)
+# As many tokens as this run at once if each row has a pass of its own.
+_TOKENS_AT_ONCE = 1024
+
+
+def largest_over_layers(mixing_map: MixingMap) -> MixingMap:
+    """Return the input map with the largest score of all layers and heads for each query and key."""
+    scores = mixing_map.scores.flatten(0, -3).amax(0, keepdim=True)
+    made = mixing_map.merge_heads().layer(-1) if mixing_map.has_heads else mixing_map.layer(-1)
+    mask = mixing_map.visible().any(0) if mixing_map.mask is not None else None
+    provenance = {**made.provenance, "aggregation": {"name": "max"}}
+    return made.replace(scores=scores, mask=mask, kind="input", provenance=provenance)
+
+
+def find_aggregation(aggregation: str | Aggregation | None) -> tuple[str, Aggregation]:
+    """Return the name of an aggregation and the function.
+
+    Args:
+        aggregation: A name of `lens_mix.evaluate`, "max" (the largest score of all layers and heads), or a
+            function from layer maps to an input map. None: "mean".
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    if aggregation is None:
+        aggregation = "mean"
+    if callable(aggregation):
+        return getattr(aggregation, "__name__", "custom"), aggregation
+    if aggregation == "max":
+        return "max", largest_over_layers
+    return aggregation, aggregations_by_name([aggregation])[aggregation]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explainer:
+    """A method, with the aggregation of its layer maps, that explains what was written after a prompt.
+
+    Attributes:
+        model: The model.
+        reading: The prompt and the written tokens.
+        method: The method.
+        aggregation: The name of the aggregation and the function; None for methods that make input maps.
+        options: Options of `lens_mix.run`.
+    """
+
+    model: TransformerLensModel
+    reading: Reading
+    method: Method
+    aggregation: tuple[str, Aggregation] | None
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the method, and that of the aggregation if there is one."""
+        return self.method.name if self.aggregation is None else f"{self.method.name}, {self.aggregation[0]}"
+
+    def explain_span(self, start: int, stop: int) -> Float[Tensor, " key"]:
+        """Return the scores of a written span, from token `start` to before `stop`, for all tokens before it.
+
+        A method with a target explains the log probability of the whole span. For other methods the rows that
+        predict the span's tokens are summed.
+        """
+        first = self.reading.n_prompt - self.reading.n_source
+        rows = [self.reading.row(each) for each in range(start, stop)]
+        if not hasattr(self.method, "target"):
+            return self._sum_rows(self._run(self.method, rows), rows)
+        if isinstance(self.method, _OF_ONE_POSITION):
+            return self._sum_rows(self._run(self._with_target(targets.next_token(rows[-1])), rows), rows)
+        method = self._with_target(targets.span(first + start, first + stop))
+        if self.method.scope == "model":
+            return self._pad(self._run(method, [-1]).scores[-1, 0])
+        return self._sum_rows(self._run(method, rows), rows)
+
+    def explain_each(self) -> Float[Tensor, "written key"]:
+        """Return the scores of each written token, one row per token, with a bar if it takes long."""
+        rows = [self.reading.row(each) for each in range(self.reading.n_written)]
+        if not hasattr(self.method, "target"):
+            return self._select(self._run(self.method, rows), rows)
+        if self.method.scope != "model":
+            each = [self.explain_span(index, index + 1) for index in self._bar(range(len(rows)))]
+            return torch.stack(each)
+        size = max(1, _TOKENS_AT_ONCE // len(self.reading.tokens))
+        chunks = [rows[index : index + size] for index in range(0, len(rows), size)]
+        found = []
+        for chunk in self._bar(chunks):
+            mapped = self._run(self._with_target(targets.next_token(chunk[-1])), chunk)
+            found.append(self._select(mapped, chunk))
+        return torch.cat(found)
+
+    def _bar(self, work: Any) -> Any:
+        """Return an iterator over work that shows a bar with the expected time after two seconds."""
+        return tqdm(work, desc=f"{self.name}, each written token", delay=2, leave=False)
+
+    def _with_target(self, target: targets.Target) -> Method:
+        return dataclasses.replace(self.method, target=target)  # type: ignore[call-arg]
+
+    def _run(self, method: Method, rows: list[int]) -> MixingMap:
+        """Return the input map of a method at given rows."""
+        prompt: Any = self.reading.prompt
+        needs_all = self.aggregation is not None and self.aggregation[0] not in ("mean", "max", "last")
+        given = prompt.tokens if prompt.target is None else (prompt.tokens, prompt.target)
+        options = {"part": self.reading.part, "progress": None, **self.options}
+        mapped: MixingMap = run(self.model, given, method, queries=None if needs_all else rows, **options)
+        return mapped if self.aggregation is None or mapped.kind == "input" else self.aggregation[1](mapped)
+
+    def _select(self, mapped: MixingMap, rows: list[int]) -> Float[Tensor, "row key"]:
+        """Return rows of an input map, with a key for every token of the reading."""
+        scores = mapped.scores[-1] if not mapped.has_heads else mapped.merge_heads().scores[-1]
+        return torch.stack([self._pad(scores[mapped.row_index(row)]) for row in rows])
+
+    def _sum_rows(self, mapped: MixingMap, rows: list[int]) -> Float[Tensor, " key"]:
+        return self._select(mapped, rows).sum(0)
+
+    def _pad(self, row: Float[Tensor, " key"]) -> Float[Tensor, " key"]:
+        """Return a row with scores of 0 for tokens that are no keys of the map, on the CPU."""
+        row = row.detach().cpu().to(torch.promote_types(row.dtype, torch.float32))
+        return torch.nn.functional.pad(row, (0, len(self.reading.tokens) - len(row)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What a forward pass gives to written tokens.
+
+    Attributes:
+        log_probabilities: The log probability of each token, given all tokens before it, in nats.
+        explained: What the model predicts in place of each token, and the token's log probability.
+    """
+
+    log_probabilities: Float[Tensor, " written"]
+    explained: tuple[Explained, ...]
+
+
+@torch.no_grad()
+def read_written(model: TransformerLensModel, reading: Reading, prompt: Prompt | None = None) -> Written:
+    """Return the log probabilities and the predictions of the written tokens, from one forward pass.
+
+    Args:
+        model: The model.
+        reading: The prompt and the written tokens.
+        prompt: Another prompt with the same written tokens. None: that of the reading.
+    """
+    prompt = reading.prompt if prompt is None else prompt
+    own = prompt.tokens if prompt.target is None else prompt.target
+    written = reading.ids[reading.n_prompt :]
+    first = len(own) - len(written) - 1
+    rows = torch.arange(first, first + len(written))[None]
+    with LibraryErrors(model):
+        lens = Lens(model, reading.part)
+        batch = pad([prompt], pad_token(lens.model), "right")
+        with lens.evaluation_mode(), unembedding_at(lens.model, rows) as narrowed:
+            output = lens.forward(batch)
+    logits = output if torch.is_tensor(output) else output.logits
+    logits = logits[0] if narrowed else row_at(logits, rows)[0]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    numbers = wide.gather(-1, written.to(wide.device)[:, None])[:, 0] - wide.logsumexp(-1)
+    name = functools.partial(name_token, getattr(model, "tokenizer", None))
+    predictions = read_predictions(logits, name)
+    explained = [
+        entry._replace(target=f"log probability of {name(int(token))!r}", value=float(number))
+        for entry, token, number in zip(predictions, written, numbers.tolist(), strict=True)
+    ]
+    return Written(numbers.cpu(), tuple(explained))

@@ -1,0 +1,323 @@
+"""Read a prompt and what was written after it: as tokens, and as text whose tokens are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from lens_mix.arguments import describe_value
+from lens_mix.lens import texts
+from lens_mix.lens.batches import Prompt
+from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
+from lens_mix.lens.prompts import is_encoder_decoder, read_prompt
+from lens_mix.lens.state import reading
+from lens_mix.lens.token_strings import token_strings
+from lens_mix.traces.documents import Documents, Section, render_chat
+from lens_mix.traces.sources import PlacedText
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """A prompt and the tokens that were written after it.
+
+    Attributes:
+        prompt: The prompt and the written tokens, as `lens_mix.run` reads them.
+        n_source: The number of tokens that an encoder reads; 0 without an encoder.
+        n_prompt: The number of tokens before the written ones: the source and the decoder's start, or the
+            prompt of a causal model.
+        tokens: One string per token: the source's, the prompt's and the written ones.
+        prompt_text: The text of the prompt and its tokens; None if the prompt was given as tokens.
+        written_text: The same for what was written; None if it was given as tokens.
+    """
+
+    prompt: Prompt
+    n_source: int
+    n_prompt: int
+    tokens: list[str]
+    prompt_text: PlacedText | None
+    written_text: PlacedText | None
+
+    @property
+    def part(self) -> str | None:
+        """Return the part of the model that is mapped: "joint" for an encoder-decoder."""
+        return None if self.prompt.target is None else "joint"
+
+    @functools.cached_property
+    def ids(self) -> Int[Tensor, " pos"]:
+        """Return the numbers of all tokens."""
+        target = self.prompt.target
+        return self.prompt.tokens if target is None else torch.cat([self.prompt.tokens, target])
+
+    @property
+    def n_written(self) -> int:
+        """Return the number of written tokens."""
+        return len(self.tokens) - self.n_prompt
+
+    def row(self, written: int) -> int:
+        """Return the position of the row that explains a written token: the token before it predicts it."""
+        return self.n_prompt - self.n_source - 1 + written
+
+    def without(self, positions: Sequence[int]) -> Prompt:
+        """Return the prompt and what was written, without some tokens of the prompt."""
+        keeps = torch.ones(self.n_prompt, dtype=torch.bool)
+        keeps[list(positions)] = False
+        tokens = self.prompt.tokens
+        if self.n_source:
+            return dataclasses.replace(self.prompt, tokens=tokens[keeps[: self.n_source].to(tokens.device)])
+        kept = torch.cat([keeps, keeps.new_ones(self.n_written)]).to(tokens.device)
+        return dataclasses.replace(self.prompt, tokens=tokens[kept])
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptText:
+    """The text of a prompt.
+
+    Attributes:
+        text: The text.
+        sections: Its sections.
+        is_template: Whether a chat template wrote it, with all special tokens.
+    """
+
+    text: str
+    sections: list[Section]
+    is_template: bool
+
+
+def read_prompt_text(model: TransformerLensModel, prompt: Any) -> PromptText | None:
+    """Return the text of a prompt and its sections; None for tokens.
+
+    Raises:
+        TypeError: If a message's content is not text.
+        ValueError: If chat messages have no template, or an unusable one.
+    """
+    tokenizer = getattr(model, "tokenizer", None)
+    is_chat = (
+        isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
+    )
+    if not (isinstance(prompt, (str, Documents)) or is_chat):
+        return None
+    if tokenizer is None:
+        raise ValueError(
+            f"prompt: expected tokens, because the model has no tokenizer, got {describe_value(prompt)}"
+        )
+    if isinstance(prompt, str):
+        kind = "source" if is_encoder_decoder(model, model_class_of(model)) else "prompt"
+        return PromptText(prompt, [Section(kind, kind, 0, len(prompt))], False)
+    if isinstance(prompt, Documents) and not getattr(tokenizer, "chat_template", None):
+        return PromptText(*prompt.to_text(), False)
+    messages, inside = prompt.to_messages() if isinstance(prompt, Documents) else (prompt, None)
+    texts.chat_ids(tokenizer, messages)  # It raises the errors of messages and templates.
+    return PromptText(*render_chat(tokenizer, messages, inside), True)
+
+
+def read_prompt_tokens(
+    model: TransformerLensModel, prompt: Any, text: PromptText | None, prepend_bos: bool | None
+) -> Int[Tensor, " pos"]:
+    """Return the tokens of a prompt of a causal model.
+
+    Raises:
+        TypeError, ValueError: As in `lens_mix.run`.
+    """
+    given = prompt
+    if text is not None:
+        given = text.text
+        if text.is_template:
+            given = torch.tensor(texts.token_ids(model.tokenizer, text.text), dtype=torch.long)
+            prepend_bos = None
+    with reading(model):
+        return read_prompt(model, model_class_of(model), given, prepend_bos=prepend_bos).tokens
+
+
+def read_source_tokens(model: TransformerLensModel, source: Any) -> Int[Tensor, " pos"]:
+    """Return the tokens of an encoder-decoder's source.
+
+    Raises:
+        TypeError, ValueError: As in `lens_mix.run`.
+    """
+    with reading(model):
+        return read_prompt(model, model_class_of(model), source).tokens
+
+
+def read_causal(
+    model: TransformerLensModel, tokens: Int[Tensor, " pos"], text: PromptText | None, answer: Any
+) -> Reading:
+    """Return the reading of a causal model's prompt and an answer.
+
+    Args:
+        model: The model.
+        tokens: The tokens of the prompt.
+        text: The text of the prompt; None if it was given as tokens.
+        answer: The text that was written, or its tokens.
+
+    Raises:
+        TypeError: If the answer is neither text nor tokens.
+        ValueError: If it is empty, or the prompt's last token merges with it.
+    """
+    tokenizer = getattr(model, "tokenizer", None)
+    prompt_text = None if text is None else _place(tokenizer, text, tokens)
+    written_text: PlacedText | None
+    if isinstance(answer, str):
+        if text is None:
+            raise ValueError("answer: expected tokens, because the prompt was given as tokens, got text")
+        written, written_text = _read_answer(tokenizer, text.text, tokens, answer)
+    else:
+        written = _as_tokens(answer, tokens)
+        written_text = None if text is None else _place_written(tokenizer, tokens, written)
+    whole = torch.cat([tokens, written])
+    prompt = Prompt(whole)
+    return Reading(prompt, 0, len(tokens), token_strings(model, whole), prompt_text, written_text)
+
+
+def read_encoder_decoder(
+    model: TransformerLensModel, source: Any, text: PromptText | None, answer: Any
+) -> Reading:
+    """Return the reading of an encoder-decoder's source and an answer.
+
+    Args:
+        model: The model.
+        source: The source: text or tokens.
+        text: The text of the source; None if it was given as tokens.
+        answer: The text that was written, or the decoder's tokens from the start token on.
+
+    Raises:
+        TypeError, ValueError: As in `lens_mix.run`.
+    """
+    with reading(model):
+        prompt = read_prompt(model, model_class_of(model), (source, answer), target_for="joint")
+    target: Any = prompt.target
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    prompt_text = written_text = None
+    start = 1
+    if isinstance(answer, str):
+        own = texts.token_ids(tokenizer, answer, as_target=True)
+        start = len(target) - len(own)
+        if not own or start < 1 or target[start:].tolist() != own:
+            raise ValueError(f"answer: expected text of at least one token, got {answer!r}")
+        encoding = _with_offsets(tokenizer, text_target=answer)
+        written_text = PlacedText(answer, (), len(prompt.tokens) + start, encoding)
+    if len(target) <= start:
+        raise ValueError("answer: expected at least one token after the decoder's start, got none")
+    if text is not None:
+        with texts.own_template(tokenizer):
+            encoding = tokenizer(text.text, return_offsets_mapping=True)
+        _require_equal(list(encoding["input_ids"]), prompt.tokens.tolist())
+        prompt_text = PlacedText(
+            text.text, text.sections, 0, [tuple(each) for each in encoding["offset_mapping"]]
+        )
+    n_source = len(prompt.tokens)
+    tokens = token_strings(model, torch.cat([prompt.tokens, target]))
+    return Reading(prompt, n_source, n_source + start, tokens, prompt_text, written_text)
+
+
+def _place(tokenizer: Any, text: PromptText, tokens: Int[Tensor, " pos"]) -> PlacedText:
+    """Return the text of a prompt with the offsets of its tokens.
+
+    Raises:
+        ValueError: If the tokenizer's own tokens are others than those that the model reads.
+    """
+    offsets, ids = _encode(tokenizer, text.text)
+    added = len(tokens) - len(ids)
+    _require_equal(ids, tokens.tolist()[max(added, 0) :])
+    return PlacedText(text.text, text.sections, 0, [(0, 0)] * added + offsets)
+
+
+def _encode(tokenizer: Any, text: str) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return the offsets and the numbers of a text's tokens, without special tokens.
+
+    Raises:
+        ValueError: If the tokenizer cannot return offsets.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            "prompt: expected a fast tokenizer, which maps text to tokens by offsets, got "
+            f"{type(tokenizer).__name__}; give the prompt and the answer as tokens"
+        )
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return [tuple(each) for each in encoding["offset_mapping"]], list(encoding["input_ids"])
+
+
+def _with_offsets(tokenizer: Any, text_target: str) -> list[tuple[int, int]]:
+    encoding = tokenizer(text_target=text_target, add_special_tokens=False, return_offsets_mapping=True)
+    return [tuple(each) for each in encoding["offset_mapping"]]
+
+
+def _require_equal(found: Sequence[int], read: Sequence[int]) -> None:
+    if list(found) != list(read):
+        raise ValueError(
+            "prompt: expected the tokens of the tokenizer, whose offsets map text to tokens, got others from "
+            "TransformerLens; give the prompt as tokens, with sources as groups of positions"
+        )
+
+
+def _read_answer(
+    tokenizer: Any, text: str, tokens: Int[Tensor, " pos"], answer: str
+) -> tuple[Int[Tensor, " written"], PlacedText]:
+    """Return the tokens of a written text, as the tokenizer reads it after the prompt.
+
+    Raises:
+        ValueError: If it has no token of its own, or the prompt's last token merges with it.
+    """
+    offsets, ids = _encode(tokenizer, text + answer)
+    _, alone = _encode(tokenizer, text)
+    if ids[: len(alone)] != alone:
+        raise ValueError(
+            "answer: expected a text that starts at a boundary between tokens, got "
+            f"{answer!r} after {text[-12:]!r}, which merge into one token; begin the answer with the space "
+            "or line break instead of ending the prompt with it"
+        )
+    own = ids[len(alone) :]
+    if not own:
+        raise ValueError(f"answer: expected text of at least one token, got {answer!r}")
+    # A token that begins with the prompt's last characters begins with the answer's first one.
+    places = [(max(start - len(text), 0), stop - len(text)) for start, stop in offsets[len(alone) :]]
+    written = torch.tensor(own, dtype=tokens.dtype, device=tokens.device)
+    return written, PlacedText(answer, (), len(tokens), places)
+
+
+def _place_written(
+    tokenizer: Any, tokens: Int[Tensor, " pos"], written: Int[Tensor, " written"]
+) -> PlacedText:
+    """Return the text of written tokens, with offsets that are the lengths of what the tokenizer decodes.
+
+    Encoding the text again may give other tokens than the model wrote, so the offsets are not those of an
+    encoding. Each token is decoded with all tokens before it, because its text may depend on them.
+    """
+    before, own = tokens.tolist(), written.tolist()
+
+    def decode(count: int) -> str:
+        text: str = tokenizer.decode([*before, *own[:count]], clean_up_tokenization_spaces=False)
+        return text
+
+    start, ends = len(decode(0)), []
+    for count in range(1, len(own) + 1):
+        # The first bytes of a character are decoded as a replacement character.
+        ends.append(len(decode(count).rstrip("\ufffd")) - start)
+    ends = [max(0, end) for end in ends]
+    text = decode(len(own))[start:]
+    starts = [0, *ends[:-1]]
+    return PlacedText(text, (), len(tokens), list(zip(starts, ends, strict=True)))
+
+
+def _as_tokens(answer: Any, like: Int[Tensor, " pos"]) -> Int[Tensor, " written"]:
+    """Return written tokens as a tensor.
+
+    Raises:
+        TypeError: If they are not whole numbers.
+        ValueError: If there are none, or they have several rows.
+    """
+    try:
+        written = torch.as_tensor(answer)
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise TypeError(f"answer: expected text or tokens [pos], got {describe_value(answer)}") from problem
+    written = written[0] if written.ndim == 2 and len(written) == 1 else written
+    if written.is_floating_point() or written.dtype == torch.bool:
+        raise TypeError(f"answer: expected text or tokens [pos], got a tensor of {written.dtype}")
+    if written.ndim != 1 or not len(written):
+        raise ValueError(f"answer: expected at least one token [pos], got shape {list(written.shape)}")
+    return written.to(like)

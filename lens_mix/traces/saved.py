@@ -1,0 +1,126 @@
+"""Write traces to files and read them back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+import torch
+
+from lens_mix.arguments import check_file_path
+from lens_mix.files import replacing
+from lens_mix.lens.batches import Prompt
+from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.maps.explained import as_explained, as_records
+from lens_mix.traces.documents import Section
+from lens_mix.traces.reading import Reading
+from lens_mix.traces.sources import UNITS, PlacedText, TextSource
+from lens_mix.traces.trace import Trace
+
+_FORMAT = "lens_mix.Trace/1"
+
+
+def save(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace; see `Trace.save`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    location = check_file_path("path", path, write=True)
+    reading = trace.reading
+    tensors = {"tokens": reading.prompt.tokens, "log_probabilities": trace.log_probabilities}
+    if reading.prompt.target is not None:
+        tensors["target"] = reading.prompt.target
+    sources: dict[str, Any] = {}
+    names: list[Any] = []
+    for unit in UNITS:
+        try:
+            sources[unit] = [dataclasses.asdict(source) for source in trace.sources(unit)]
+        except ValueError:
+            # This trace has no such unit.
+            continue
+    for key, value in trace._computed.items():
+        if isinstance(value, torch.Tensor):
+            tensors[f"scores {len(names)}"] = value
+            names.append(list(key) if isinstance(key, tuple) else key)
+    record = {
+        "computed": names,
+        "sources": sources,
+        "strings": reading.tokens,
+        "n_source": reading.n_source,
+        "n_prompt": reading.n_prompt,
+        "prompt_text": _to_record(reading.prompt_text),
+        "written_text": _to_record(reading.written_text),
+        "explained": as_records(trace.explained),
+        **{name: getattr(trace, name) for name in ("unit", "method_name", "hops", "notes")},
+        "parameters": dict(trace.parameters),
+        "provenance": dict(trace.provenance),
+    }
+    kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    try:
+        with replacing(location) as file:
+            save_file(kept, file, metadata={"format": _FORMAT, "record": json.dumps(record)})
+    except SafetensorError as problem:
+        raise OSError(f"path: expected a file that can be written, got {location}: {problem}") from problem
+
+
+def load(path: str | os.PathLike[str], model: TransformerLensModel | None) -> Trace:
+    """Read a trace; see `Trace.load`."""
+    from safetensors import SafetensorError, safe_open
+
+    location = check_file_path("path", path)
+    try:
+        with safe_open(location, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as problem:
+        raise ValueError(
+            f"path: expected a trace that Trace.save wrote, got {location}: {problem}"
+        ) from problem
+    if metadata.get("format") != _FORMAT:
+        raise ValueError(
+            f"path: expected a trace that Trace.save wrote ({_FORMAT!r}), got format "
+            f"{metadata.get('format')!r} in {location}"
+        )
+    record: dict[str, Any] = json.loads(metadata["record"])
+    computed: dict[Any, Any] = {
+        tuple(key) if isinstance(key, list) else key: tensors[f"scores {index}"]
+        for index, key in enumerate(record["computed"])
+    }
+    for unit, listed in record["sources"].items():
+        computed["sources", unit] = [
+            TextSource(**{**each, "positions": tuple(each["positions"])}) for each in listed
+        ]
+    reading = Reading(
+        Prompt(tensors["tokens"], tensors.get("target")),
+        record["n_source"],
+        record["n_prompt"],
+        record["strings"],
+        _from_record(record["prompt_text"]),
+        _from_record(record["written_text"]),
+    )
+    explained = as_explained(record["explained"], reading.n_written)
+    return Trace(
+        reading=reading,
+        log_probabilities=tensors["log_probabilities"],
+        explained=explained or (),
+        notes=tuple(record["notes"]),
+        model=model,
+        _computed=computed,
+        **{name: record[name] for name in ("unit", "method_name", "hops", "parameters", "provenance")},
+    )
+
+
+def _to_record(text: PlacedText | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    return {**text._asdict(), "sections": [list(section) for section in text.sections]}
+
+
+def _from_record(record: dict[str, Any] | None) -> PlacedText | None:
+    if record is None:
+        return None
+    sections = [Section(*section) for section in record["sections"]]
+    offsets = [tuple(each) for each in record["offsets"]]
+    return PlacedText(record["text"], sections, record["first"], offsets)

@@ -1,0 +1,230 @@
+"""Divide a prompt and what was written into sources: tokens, words, sentences, messages or documents."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+from lens_mix.arguments import check_pairs
+from lens_mix.maps.spans import check_groups, read_groups
+from lens_mix.maps.words import find_words
+from lens_mix.traces.documents import TEMPLATE, WRITTEN, Section
+
+Unit = Literal["token", "word", "sentence", "message", "document", "given"]
+UNITS: tuple[str, ...] = get_args(Unit)
+
+# A function from a text to its pieces, as pairs of the first character and the one after the last.
+Splitter = Callable[[str], Iterable[tuple[int, int]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSource:
+    """A piece of the prompt, or of what was written, that later text may have come from.
+
+    Attributes:
+        text: The text.
+        kind: The kind of the section that contains it (`lens_mix.traces.documents.Section`), "template" for
+            what the chat template adds, or "written" for what the model wrote itself.
+        name: The name of the document, else the role or the kind.
+        positions: The positions of its tokens, in ascending order.
+    """
+
+    text: str
+    kind: str
+    name: str
+    positions: tuple[int, ...]
+
+    @property
+    def is_content(self) -> bool:
+        """Return whether it is content of the prompt, and neither template nor written by the model."""
+        return self.kind not in (TEMPLATE, WRITTEN)
+
+    def __str__(self) -> str:
+        """Return the name and the text on one line, shortened."""
+        text = " ".join(self.text.split())
+        text = text if len(text) <= 72 else f"{text[:71]}…"
+        return repr(text) if self.name in (self.text, "prompt", "given") else f"{self.name}: {text!r}"
+
+
+class PlacedText(NamedTuple):
+    """A text and the tokens that spell it.
+
+    Attributes:
+        text: The text.
+        sections: The sections of the text, in order; between them is the template.
+        first: The position of its first token.
+        offsets: For each token, the first character and the one after the last; both are equal for a token
+            that spells nothing, such as <s>.
+    """
+
+    text: str
+    sections: Sequence[Section]
+    first: int
+    offsets: Sequence[tuple[int, int]]
+
+    def find_tokens(self, start: int, stop: int) -> list[int]:
+        """Return the positions of the tokens with a character of a span of the text that is not a space."""
+        return [
+            self.first + index
+            for index, (low, high) in enumerate(self.offsets)
+            if max(low, start) < min(high, stop) and self.text[max(low, start) : min(high, stop)].strip()
+        ]
+
+
+def split_sentences(language: str = "en") -> Splitter:
+    """Return the function that splits a text into sentences, by the package sentencex.
+
+    Args:
+        language: The code of the language, as in ISO 639-1.
+    """
+
+    def split(text: str) -> list[tuple[int, int]]:
+        import sentencex
+
+        # The indices of `sentencex.get_sentence_boundaries` are wrong after some characters in old releases.
+        ends, end = [0], 0
+        for sentence in sentencex.segment(language, text):
+            end = text.index(sentence, end) + len(sentence)
+            ends.append(end)
+        return list(itertools.pairwise(ends))
+
+    return split
+
+
+def find_sources(
+    unit: str,
+    prompt: PlacedText | None,
+    written: PlacedText | None,
+    tokens: Sequence[str],
+    n_prompt: int,
+    split: Splitter,
+    groups: Any = None,
+) -> list[TextSource]:
+    """Return the sources of a unit. Each position belongs to exactly one of them.
+
+    Args:
+        unit: The unit.
+        prompt: The text of the prompt; None if it was given as tokens.
+        written: The text that was written; None if it was given as tokens.
+        tokens: The tokens of the prompt and then those that were written.
+        n_prompt: The number of tokens of the prompt.
+        split: The function that splits a text into sentences.
+        groups: For the unit "given", groups of the prompt's positions or texts, as in `lens_mix.Occlusion`.
+
+    Raises:
+        ValueError: If the unit needs a text, and the prompt was given as tokens.
+    """
+    kinds = label_positions(prompt, len(tokens), n_prompt)
+    if unit in ("token", "word"):
+        pieces = (
+            [[position] for position in range(len(tokens))]
+            if unit == "token"
+            else [
+                *find_words(tokens[:n_prompt]),
+                *([n_prompt + each for each in word] for word in find_words(tokens[n_prompt:])),
+            ]
+        )
+        return [_make_source(tokens, piece, *kinds[piece[-1]]) for piece in pieces]
+    if unit == "given":
+        found = [
+            TextSource(
+                "".join(tokens[each] for each in group.positions), "given", group.name, tuple(group.positions)
+            )
+            for group in read_groups(tokens[:n_prompt], check_groups("sources", groups), "sources")
+        ]
+        return _with_rest(found, tokens, n_prompt, rest="prompt")
+    if prompt is None:
+        raise ValueError(
+            f"sources: expected 'token', 'word' or groups of positions, because the prompt was given as "
+            f"tokens, got {unit!r}; give it as text"
+        )
+    found = []
+    for section in _merge_messages(prompt.sections) if unit == "message" else prompt.sections:
+        for start, stop in _split_section(prompt.text, section, split if unit == "sentence" else None):
+            positions = prompt.find_tokens(start, stop)
+            if positions:
+                found.append(
+                    TextSource(prompt.text[start:stop], section.kind, section.name, tuple(positions))
+                )
+    if unit == "sentence" and written is not None:
+        whole = Section(WRITTEN, WRITTEN, 0, len(written.text))
+        for start, stop in _split_section(written.text, whole, split):
+            positions = written.find_tokens(start, stop)
+            if positions:
+                found.append(TextSource(written.text[start:stop], WRITTEN, WRITTEN, tuple(positions)))
+    return _with_rest(found, tokens, n_prompt, rest=TEMPLATE)
+
+
+def label_positions(prompt: PlacedText | None, count: int, n_prompt: int) -> list[tuple[str, str]]:
+    """Return the kind and the name of the section of each position."""
+    labels = [("prompt", "prompt") if prompt is None else (TEMPLATE, TEMPLATE)] * n_prompt
+    if prompt is not None:
+        for section in prompt.sections:
+            for position in prompt.find_tokens(section.start, section.stop):
+                labels[position] = (section.kind, section.name)
+    return labels + [(WRITTEN, WRITTEN)] * (count - n_prompt)
+
+
+def _make_source(tokens: Sequence[str], positions: Sequence[int], kind: str, name: str) -> TextSource:
+    return TextSource("".join(tokens[each] for each in positions), kind, name, tuple(positions))
+
+
+def _merge_messages(sections: Sequence[Section]) -> list[Section]:
+    """Return one section per message, from its first section to its last."""
+    merged: list[Section] = []
+    for section in sections:
+        if merged and section.message is not None and merged[-1].message == section.message:
+            merged[-1] = merged[-1]._replace(stop=section.stop)
+        else:
+            name = section.name if section.message is None else section.message
+            kind = section.kind if section.message is None else name.partition(" ")[2]
+            merged.append(section._replace(kind=kind, name=name))
+    return merged
+
+
+def _split_section(text: str, section: Section, split: Splitter | None) -> list[tuple[int, int]]:
+    """Return the pieces of a section without white space around them, as indices of the whole text."""
+    own = text[section.start : section.stop]
+    pieces = [(0, len(own))] if split is None else check_pairs("sources", list(split(own)), "characters")
+    placed = []
+    for start, stop in pieces:
+        piece = own[start:stop]
+        start += len(piece) - len(piece.lstrip())
+        if piece.strip():
+            placed.append((section.start + start, section.start + start + len(piece.strip())))
+    return placed
+
+
+def _with_rest(
+    found: Sequence[TextSource], tokens: Sequence[str], n_prompt: int, rest: str
+) -> list[TextSource]:
+    """Return the sources and those of the other positions, in the order of their first tokens.
+
+    A position that two pieces share, because a token has characters of both, belongs to the first of them.
+    White space belongs to the source before it.
+    """
+    owner: dict[int, int] = {}
+    for index, source in enumerate(found):
+        for position in source.positions:
+            owner.setdefault(position, index)
+    positions: list[list[int]] = [[] for _ in found]
+    others: dict[str, list[int]] = {rest: [], WRITTEN: []}
+    for position, token in enumerate(tokens):
+        before = owner.get(position - 1)
+        if position not in owner and not token.strip() and before is not None:
+            same_side = (position < n_prompt) == (position - 1 < n_prompt)
+            if same_side:
+                owner[position] = before
+        if position in owner:
+            positions[owner[position]].append(position)
+        else:
+            others[rest if position < n_prompt else WRITTEN].append(position)
+    kept = [
+        dataclasses.replace(source, positions=tuple(own))
+        for source, own in zip(found, positions, strict=True)
+        if own
+    ]
+    kept += [_make_source(tokens, own, name, name) for name, own in others.items() if own]
+    return sorted(kept, key=lambda source: source.positions)

@@ -1,0 +1,626 @@
+"""Trace what a model wrote back to its sources: `lens_mix.trace`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.arguments import check_choice, check_slice, check_whole_number, describe_value
+from lens_mix.evaluation.candidates import Aggregation
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
+from lens_mix.lens.model_names import strip_path
+from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder
+from lens_mix.lens.provenance import model_name
+from lens_mix.maps import MixingMap
+from lens_mix.maps.explained import Explained
+from lens_mix.method import Method
+from lens_mix.methods.gim import Gim
+from lens_mix.methods.input_gradients import InputGradients
+from lens_mix.runner import MethodLike, read_methods
+from lens_mix.traces.attribution import Explainer, Written, find_aggregation, read_written
+from lens_mix.traces.generation import generate_tokens
+from lens_mix.traces.reading import (
+    PromptText,
+    Reading,
+    read_causal,
+    read_encoder_decoder,
+    read_prompt_text,
+    read_prompt_tokens,
+    read_source_tokens,
+)
+from lens_mix.traces.sources import (
+    UNITS,
+    Splitter,
+    TextSource,
+    Unit,
+    find_sources,
+    label_positions,
+    split_sentences,
+)
+from lens_mix.traces.spans import SourceScores, WrittenSpan, find_span
+
+if TYPE_CHECKING:
+    from lens_mix.tables import Table
+
+# A generated token may be less probable than the prediction by this many nats, because of rounding.
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+_ROUNDING_OF_HALF = 0.25
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Trace:
+    """What a model wrote after a prompt, and the sources of each part of it.
+
+    Index it with any part of the written text, with the number of a written token or with a slice of them to
+    get a `WrittenSpan`: `t["eight P100 GPUs"].top(5)`. `t[:]` is all that was written.
+
+    Attributes:
+        reading: The tokens and the texts of the prompt and of what was written.
+        unit: What the sources are: "token", "word", "sentence", "message", "document" or "given".
+        log_probabilities: The log probability of each written token, given all tokens before it, in nats.
+        explained: For each written token, what the model predicts in its place, and its log probability.
+        method_name: The name of the method, and of the aggregation if there is one.
+        parameters: The parameters of the method.
+        provenance: The origin of the trace: the model, the releases and the options of the generation.
+        notes: Sentences that a reader should know.
+        model: The model; None if the trace was loaded from a file.
+        hops: The number of steps through written text that `through` added; -1 for all, None for none.
+    """
+
+    reading: Reading
+    unit: str
+    log_probabilities: Float[Tensor, " written"]
+    explained: tuple[Explained, ...]
+    method_name: str
+    parameters: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    model: TransformerLensModel | None = None
+    hops: int | None = None
+    _explainer: Explainer | None = None
+    _split: Splitter | None = None
+    _groups: Any = None
+    # Scores of spans by their ends, scores of all tokens by "steps", and sources by their unit. Traces that
+    # `by` returns share it.
+    _computed: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    # ------------------------------------------------------------------ what was read
+
+    @property
+    def tokens(self) -> list[str]:
+        """Return the tokens of the prompt and then the written ones."""
+        return self.reading.tokens
+
+    @property
+    def n_prompt(self) -> int:
+        """Return the number of tokens before the written ones."""
+        return self.reading.n_prompt
+
+    @property
+    def text(self) -> str:
+        """Return what was written."""
+        return self.text_of(0, self.reading.n_written)
+
+    def text_of(self, start: int, stop: int) -> str:
+        """Return the text of written tokens, from token `start` to before `stop`."""
+        placed = self.reading.written_text
+        if placed is None:
+            return "".join(self.tokens[self.n_prompt + start : self.n_prompt + stop])
+        return placed.text[placed.offsets[start][0] : placed.offsets[stop - 1][1]]
+
+    def sources(self, unit: str | None = None) -> list[TextSource]:
+        """Return the sources of a unit. Each position of `tokens` belongs to exactly one of them.
+
+        Args:
+            unit: The unit, as in `by`. None: that of the trace.
+
+        Raises:
+            ValueError: If the unit is unknown, or needs a text and the prompt was given as tokens.
+        """
+        unit = self.unit if unit is None else unit
+        check_choice("unit", unit, UNITS)
+        if unit == "given" and self._groups is None and ("sources", unit) not in self._computed:
+            raise ValueError("unit: expected one of the others, because lm.trace got no sources= of its own")
+        if ("sources", unit) not in self._computed:
+            self._computed["sources", unit] = find_sources(
+                unit,
+                self.reading.prompt_text,
+                self.reading.written_text,
+                self.tokens,
+                self.n_prompt,
+                self._split or split_sentences(),
+                self._groups,
+            )
+        found: list[TextSource] = self._computed["sources", unit]
+        return found
+
+    def by(self, unit: Unit) -> Trace:
+        """Return the trace with sources of another unit. Nothing is computed again.
+
+        Args:
+            unit: "token", "word", "sentence", "message" (a chat message), "document" (a document, a question
+                or an instruction), or "given" for the sources that `lm.trace` was given.
+
+        Raises:
+            ValueError: As in `sources`.
+        """
+        self.sources(unit)
+        return dataclasses.replace(self, unit=unit)
+
+    # ------------------------------------------------------------------ what it came from
+
+    def __getitem__(self, part: str | int | slice) -> WrittenSpan:
+        """Return a part of what was written.
+
+        Args:
+            part: A text that was written, the number of a written token (negative: from the end), or a slice
+                of their numbers.
+
+        Raises:
+            TypeError: If it is none of these.
+            ValueError: If the text does not occur exactly once, or a number does not exist.
+        """
+        count = self.reading.n_written
+        if isinstance(part, str):
+            placed = self.reading.written_text
+            if placed is None:
+                raise ValueError(
+                    "span: expected the numbers of written tokens, because these were given as tokens, got "
+                    f"{part!r}"
+                )
+            return WrittenSpan(self, *find_span(placed.text, placed.offsets, part))
+        if isinstance(part, slice):
+            numbers = range(count)[check_slice("span", part)]
+            if not numbers or numbers.step != 1:
+                raise ValueError(f"span: expected neighbouring tokens of 0..{count - 1}, got {part}")
+            return WrittenSpan(self, numbers[0], numbers[-1] + 1)
+        index = (
+            check_whole_number("span", part, -count, count - 1, what="a text, a number or a slice") % count
+        )
+        return WrittenSpan(self, index, index + 1)
+
+    @property
+    def spans(self) -> list[WrittenSpan]:
+        """Return the sentences that were written; one span for everything if it has no text."""
+        if self.reading.prompt_text is None or self.reading.written_text is None:
+            return [self[:]]
+        found = []
+        for source in self.sources("sentence"):
+            first, last = source.positions[0] - self.n_prompt, source.positions[-1] - self.n_prompt
+            if first >= 0 and last - first + 1 == len(source.positions):
+                found.append(WrittenSpan(self, first, last + 1))
+        return found or [self[:]]
+
+    def scores_of(self, start: int, stop: int) -> Float[Tensor, " key"]:
+        """Return the scores of a written span for all tokens; they are computed once."""
+        if self.hops is not None:
+            rows: Tensor = self._computed["through", self.hops]
+            return rows[start:stop].sum(0)
+        if (start, stop) not in self._computed:
+            self._computed[start, stop] = self._require_explainer().explain_span(start, stop)
+        scores: Tensor = self._computed[start, stop]
+        return scores
+
+    @property
+    def steps(self) -> MixingMap:
+        """Return a map with a row for each written token, computed when it is first read.
+
+        The row of a written token is the model's row at the position before it, where the token is predicted:
+        the model's row q explains token q + 1. The rows have the positions of the tokens that they explain,
+        and the keys are all tokens. A method with a target takes a backward pass for each token.
+        """
+        reading = self.reading
+        own = self.tokens[reading.n_source :]
+        positions = list(range(self.n_prompt - reading.n_source, len(own)))
+        keys = torch.arange(len(self.tokens))
+        return MixingMap(
+            scores=self._steps()[None],
+            tokens=own,
+            key_tokens=self.tokens if reading.n_source else None,  # type: ignore[arg-type]
+            queries=positions,
+            mask=keys[None] < torch.tensor(positions)[:, None] + reading.n_source,
+            causal=not reading.n_source,
+            method=self.method_name,
+            parameters=dict(self.parameters),
+            kind="input",
+            explained=self.explained,
+            provenance={**self.provenance, "predicts_next": False},
+            notes=self.notes,
+        )
+
+    def _steps(self) -> Float[Tensor, "written key"]:
+        name = ("through", self.hops) if self.hops is not None else "steps"
+        if name not in self._computed:
+            self._computed[name] = self._require_explainer().explain_each()
+        rows: Tensor = self._computed[name]
+        return rows
+
+    def through(self, hops: int | None = None) -> Trace:
+        """Return the trace with sources reached through what was written before, down to the prompt.
+
+        A_gp and A_gg are the shares of each written token in the prompt and in the written tokens before it:
+        magnitudes of `steps`, with rows that sum to 1. A written token stands for its own sources:
+
+            X = A_gp + A_gg A_gp + A_gg² A_gp + … = (I − A_gg)⁻¹ A_gp
+
+        The scores of the new trace are X. Its rows sum to 1, and no written token is a source. This is the
+        total influence of CAGE (Walker et al., 2025) with this trace's map as the attribution.
+
+        Args:
+            hops: The number of written tokens on a path at most; 0 for A_gp alone. None: any number.
+
+        Raises:
+            ValueError: If `hops` is below 0.
+        """
+        number = -1 if hops is None else check_whole_number("hops", hops, 0)
+        if ("through", number) not in self._computed:
+            rows = dataclasses.replace(self, hops=None)._steps()
+            self._computed["through", number] = sum_paths(rows, self.n_prompt, hops)
+        return dataclasses.replace(self, hops=number)
+
+    def verify(self, k: int = 5) -> SourceScores:
+        """Return the `k` strongest sources of everything that was written, each measured without it.
+
+        It is `t[:].verify(k)`; see `WrittenSpan.verify`.
+        """
+        return self[:].verify(k)
+
+    def top(self, k: int = 5, everything: bool = False) -> SourceScores:
+        """Return the `k` strongest sources of everything that was written; see `WrittenSpan.top`."""
+        return self[:].top(k, everything)
+
+    def context_share(self) -> Table:
+        """Return for each written token which share of its scores is in which kind of text.
+
+        The rows are the written tokens. The columns are token, probability, and a share 0 to 1 for each kind:
+        "document", "question", "instruction", a role of a message, "prompt", "template", and "written" for
+        what the model wrote before. The shares of a row sum to 1.
+        """
+        import pandas as pd
+
+        from lens_mix.tables import Table
+
+        kinds = [
+            kind for kind, _ in label_positions(self.reading.prompt_text, len(self.tokens), self.n_prompt)
+        ]
+        shares = _normalize(self._steps())
+        columns: dict[str, Any] = {
+            "token": pd.Series(self.tokens[self.n_prompt :], dtype=object),
+            "probability": self.log_probabilities.exp().tolist(),
+        }
+        for kind in dict.fromkeys(kinds):
+            places = [place for place, each in enumerate(kinds) if each == kind]
+            columns[kind] = shares[:, places].sum(-1).tolist()
+        return Table(columns)
+
+    def to_dataframe(self) -> Table:
+        """Return a table with one row for each written sentence and each of its sources.
+
+        The columns are span, log_probability, source, kind, name, position (of the source's first token),
+        score and share.
+        """
+        from lens_mix.tables import Table
+
+        records = []
+        for span in self.spans:
+            for each in span.top(len(self.tokens), everything=True):
+                records.append(
+                    {
+                        "span": span.text,
+                        "log_probability": span.log_probability,
+                        "source": each.source.text,
+                        "kind": each.source.kind,
+                        "name": each.source.name,
+                        "position": each.source.positions[0],
+                        "score": each.score,
+                        "share": each.share,
+                    }
+                )
+        return Table(records)
+
+    # ------------------------------------------------------------------ keeping it
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace to a safetensors file, with all scores that were computed; `Trace.load` reads it.
+
+        Raises:
+            TypeError: If the parameters contain something that JSON cannot represent.
+            OSError: If the file cannot be written.
+        """
+        from lens_mix.traces.saved import save
+
+        save(self, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], model: TransformerLensModel | None = None) -> Trace:
+        """Read a trace that `save` wrote.
+
+        Args:
+            path: The file.
+            model: The model, to compute further scores. None: only what was computed before can be read.
+
+        Raises:
+            FileNotFoundError: If the file does not exist.
+            ValueError: If the file does not contain a trace.
+        """
+        from lens_mix.traces.saved import load
+
+        return load(path, model)
+
+    def require_model(self) -> TransformerLensModel:
+        """Return the model.
+
+        Raises:
+            ValueError: If the trace was loaded without one.
+        """
+        if self.model is None:
+            raise ValueError(
+                "trace: expected a trace with its model, got one from a file; give it, as in "
+                "lm.Trace.load(path, model)"
+            )
+        return self.model
+
+    def _require_explainer(self) -> Explainer:
+        if self._explainer is None:
+            raise ValueError(
+                "trace: expected scores that were computed before the trace was saved, got others; compute "
+                "them again with lm.trace"
+            )
+        return self._explainer
+
+    def __repr__(self) -> str:
+        """Return what was traced, and the strongest sources of everything that was written."""
+        count = f"{self.n_prompt} prompt tokens, {self.reading.n_written} written"
+        model = self.provenance.get("model", "model")
+        sources = sum(source.is_content for source in self.sources())
+        return (
+            f"Trace({model}: {count}; {self.method_name}; {sources} sources by {self.unit})\n{self.top(3)!r}"
+        )
+
+
+def sum_paths(
+    rows: Float[Tensor, "written key"], n_prompt: int, hops: int | None
+) -> Float[Tensor, "written key"]:
+    """Return each written token's shares in the prompt, through the written tokens before it.
+
+    Args:
+        rows: The scores of each written token for all tokens; written token r is key n_prompt + r.
+        n_prompt: The number of tokens of the prompt.
+        hops: As in `Trace.through`.
+    """
+    shares = _normalize(rows)
+    from_prompt, from_written = shares[:, :n_prompt], shares[:, n_prompt:]
+    if hops is None:
+        total = torch.linalg.solve_triangular(
+            torch.eye(len(rows), dtype=shares.dtype) - from_written, from_prompt, upper=False
+        )
+    else:
+        total, term = from_prompt.clone(), from_prompt
+        for _ in range(hops):
+            term = from_written @ term
+            total += term
+    return torch.nn.functional.pad(total, (0, rows.shape[1] - n_prompt))
+
+
+def _normalize(rows: Float[Tensor, "written key"]) -> Float[Tensor, "written key"]:
+    """Return magnitudes in float64 whose rows sum to 1; a row of zeros stays."""
+    sizes = rows.double().abs()
+    total = sizes.sum(-1, keepdim=True)
+    return sizes / torch.where(total > 0, total, 1)
+
+
+def trace(
+    model: TransformerLensModel,
+    prompt: Any,
+    *,
+    answer: Any = None,
+    generate: int | None = None,
+    sources: Unit | Splitter | Mapping[str, Any] | Sequence[Any] = "sentence",
+    method: MethodLike | None = None,
+    aggregation: str | Aggregation | None = None,
+    language: str = "en",
+    seed: int = 0,
+    prepend_bos: bool | None = None,
+    max_memory: int | None = None,
+    **generation: Any,
+) -> Trace:
+    """Trace what a model wrote back to the sentences, documents or tokens that it came from.
+
+    The model reads the prompt and the answer in one pass. A written span is explained as one number, its log
+    probability after everything before it. The scores of a source are the sums over its tokens.
+
+        t = lm.trace(model, lm.Documents({"report": "..."}, question="..."), generate=64)
+        t["eight P100 GPUs"].top(5)
+
+    Args:
+        model: Any causal TransformerLens model, or an encoder-decoder.
+        prompt: A string, chat messages, `lm.Documents`, or tokens [pos]; the source of an encoder-decoder.
+        answer: What was written after the prompt: a string, which begins with its space if it needs one; or
+            tokens (of an encoder-decoder: from the start token on).
+        generate: The largest number of tokens that the model writes itself. Either this or `answer`.
+        sources: The unit of the sources: "token", "word", "sentence", "message" or "document". Or a function
+            that splits a text into pairs (first character, character after the last); or groups of the
+            prompt's positions or texts, as in `lm.Occlusion`.
+        method: A method by name or with its parameters. None: the one with the best evidence
+            (docs/evidence/traces.md).
+        aggregation: How to combine the layers of a layer map: a name of `lm.evaluate` ("mean", "rollout", …),
+            "max" (the largest of all layers and heads), or a function. None: "mean".
+        language: The language of the sentences, as an ISO 639-1 code for the package sentencex.
+        seed: The seed of the draws of `generate`.
+        prepend_bos: As in `lm.run`, for strings.
+        max_memory: As in `lm.run`.
+        generation: Options of the model's `generate`: do_sample, temperature, top_k, top_p, …. By default the
+            most probable token is written.
+
+    Returns:
+        The trace. The scores of everything that was written are computed; those of other spans are computed
+        when they are read. A span takes about a forward and a backward pass with the default method.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If an argument has a wrong value, or the prompt does not end between two tokens.
+        UnsupportedModelError: If the model does not write text, or the method cannot run on it.
+    """
+    if (answer is None) == (generate is None):
+        raise ValueError(
+            "answer, generate: expected one of the two, got both"
+            if answer is not None
+            else "answer, generate: expected what was written, or how many tokens to write, got neither"
+        )
+    if answer is not None and generation:
+        raise TypeError(
+            f"trace: expected options of generate= only with it, got {sorted(generation)}; options of "
+            "lm.run are prepend_bos and max_memory"
+        )
+    model_class = model_class_of(model)
+    if not (is_causal_model(model, model_class) or is_encoder_decoder(model, model_class)):
+        raise UnsupportedModelError(
+            "trace: expected a causal model or an encoder-decoder, which write text, got an encoder"
+        )
+    unit, split, groups = _read_sources(sources, language)
+    aggregated = find_aggregation(aggregation)
+    methods = _default_methods(model) if method is None else [_read_method(method)]
+    text = read_prompt_text(model, prompt)
+    check_whole_number("seed", seed, 0)
+    if generate is None:
+        reading = _read(model, prompt, text, answer, prepend_bos)
+        written = read_written(model, reading)
+        notes: list[str] = []
+    else:
+        count = check_whole_number("generate", generate, 1)
+        reading, written, notes = _write(model, prompt, text, count, seed, prepend_bos, generation)
+    found, reasons = _first_that_runs(model, reading, methods, aggregated, {"max_memory": max_memory})
+    explainer, whole = found
+    record = {"generate": generate, "seed": seed, **generation} if generate is not None else {}
+    return Trace(
+        reading=reading,
+        unit=unit,
+        log_probabilities=written.log_probabilities,
+        explained=written.explained,
+        method_name=explainer.name,
+        parameters=explainer.method.parameters(),
+        provenance={"model": strip_path(model_name(model)), **({"generation": record} if record else {})},
+        notes=(*notes, *(f"trace: a better method cannot run: {reason}" for reason in reasons)),
+        model=model,
+        _explainer=explainer,
+        _split=split,
+        _groups=groups,
+        _computed={(0, reading.n_written): whole},
+    )
+
+
+def _read_sources(sources: Any, language: str) -> tuple[str, Splitter, Any]:
+    """Return the unit, the function that splits text into sentences, and the groups that were given."""
+    if isinstance(sources, str):
+        check_choice("sources", sources, [unit for unit in UNITS if unit != "given"])
+        return sources, split_sentences(language), None
+    if callable(sources):
+        return "sentence", sources, None
+    return "given", split_sentences(language), sources
+
+
+def _default_methods(model: TransformerLensModel) -> list[Method]:
+    """Return the methods to try, the best one first (docs/evidence/traces.md)."""
+    if is_encoder_decoder(model, model_class_of(model)):
+        return [InputGradients()]
+    return [Gim(readout="absolute", activations="ratio"), Gim(readout="absolute")]
+
+
+def _read_method(method: MethodLike) -> Method:
+    methods, is_single = read_methods(method)
+    if not is_single:
+        raise TypeError(f"method: expected one method, got {describe_value(method)}")
+    return next(iter(methods.values()))
+
+
+def _read(
+    model: TransformerLensModel, prompt: Any, text: PromptText | None, answer: Any, prepend_bos: bool | None
+) -> Reading:
+    """Return the prompt and what was written after it."""
+    if is_encoder_decoder(model, model_class_of(model)):
+        return read_encoder_decoder(model, prompt if text is None else text.text, text, answer)
+    return read_causal(model, read_prompt_tokens(model, prompt, text, prepend_bos), text, answer)
+
+
+def _write(
+    model: TransformerLensModel,
+    prompt: Any,
+    text: PromptText | None,
+    count: int,
+    seed: int,
+    prepend_bos: bool | None,
+    options: Mapping[str, Any],
+) -> tuple[Reading, Written, list[str]]:
+    """Return the prompt, what the model writes after it, and notes.
+
+    The most probable tokens are compared with the predictions of one pass over all tokens. If some differ,
+    they are written again without the cache of keys and values, which is wrong in some models.
+
+    Raises:
+        UnsupportedModelError: If the model cannot write, or its tokens are not those that the pass predicts.
+    """
+    has_encoder = is_encoder_decoder(model, model_class_of(model))
+    if has_encoder:
+        tokens = read_source_tokens(model, prompt if text is None else text.text)
+    else:
+        tokens = read_prompt_tokens(model, prompt, text, prepend_bos)
+    part = "joint" if has_encoder else None
+    reasons: list[str] = []
+    for kept in ({}, {"use_past_kv_cache": False}):
+        given = {**options, **kept}
+        answer = generate_tokens(model, tokens, count, part=part, seed=seed, options=given)
+        if has_encoder:
+            reading = read_encoder_decoder(model, tokens, text, answer)
+        else:
+            reading = read_causal(model, tokens, text, answer)
+        written = read_written(model, reading)
+        reason = None if options else _find_other_prediction(written)
+        if reason is None:
+            notes = [f"generate: written without the cache, because with it {each}" for each in reasons]
+            return reading, written, notes
+        reasons.append(reason)
+        if has_encoder:
+            break
+    raise UnsupportedModelError(
+        f"generate: expected model.generate to write what a pass over all tokens predicts, got another text: "
+        f"{reasons[-1]}; give the text as answer="
+    )
+
+
+def _find_other_prediction(written: Written) -> str | None:
+    """Return which written token is not the prediction of the pass; None if all are."""
+    numbers = written.log_probabilities
+    allowed = _ROUNDING.get(numbers.dtype, _ROUNDING_OF_HALF)
+    for index, (entry, number) in enumerate(zip(written.explained, numbers.tolist(), strict=True)):
+        if entry.probability is not None and number < math.log(entry.probability) - allowed:
+            return (
+                f"token {index} has {entry.target} = {number:.3g}, where the pass predicts "
+                f"{entry.prediction!r}"
+            )
+    return None
+
+
+def _first_that_runs(
+    model: TransformerLensModel,
+    reading: Reading,
+    methods: Sequence[Method],
+    aggregation: tuple[str, Aggregation],
+    options: dict[str, Any],
+) -> tuple[tuple[Explainer, Float[Tensor, " key"]], list[str]]:
+    """Return the first method that can run, the scores of all that was written, and why others cannot run."""
+    reasons: list[str] = []
+    for method in methods:
+        own = aggregation if method.scope == "layer" else None
+        explainer = Explainer(model, reading, method, own, options)
+        try:
+            return (explainer, explainer.explain_span(0, reading.n_written)), reasons
+        except UnsupportedModelError as problem:
+            reasons.append(str(problem))
+    raise UnsupportedModelError(f"trace: {'; '.join(dict.fromkeys(reasons))}")
