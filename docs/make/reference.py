@@ -94,7 +94,7 @@ PAGES = (
         "traces",
         "Trace written text",
         "Find out which documents, sentences or tokens of a prompt a written text came from.",
-        ("trace", "Trace", "Documents"),
+        ("trace", "trace_many", "Trace", "Documents"),
         others=(
             "lens_mix.traces.spans.WrittenSpan",
             "lens_mix.traces.spans.SourceScore",
