@@ -93,8 +93,8 @@ PAGES = (
     Page(
         "traces",
         "Trace written text",
-        "Find the sentences, documents or tokens that a written text came from, and measure what it needs.",
-        ("trace", "Documents", "Trace"),
+        "Find out which documents, sentences or tokens of a prompt a written text came from.",
+        ("trace", "trace_many", "Trace", "Documents"),
         others=(
             "lens_mix.traces.spans.WrittenSpan",
             "lens_mix.traces.spans.SourceScore",
@@ -105,6 +105,8 @@ PAGES = (
         links={
             "Which passage did this answer come from?": "how_to/passage",
             "Explain a generation": "how_to/generation",
+            "The page of a trace": "guides/read_the_page",
+            "Command line": "guides/command_line",
             "Course: traces": "courses/traces",
         },
     ),
