@@ -215,8 +215,8 @@ for name in ["control: tokens", "control: position", *compared]:
 pd.DataFrame(rows).T
 
 # %% [markdown]
-# "Right first" counts how often the map has the sentence with the largest loss first. In the figure, a point is
-# a sentence. Points at the top are sentences that the answer needs. A good map has them at the right.
+# "Right first" counts how often the map has the sentence with the largest loss first. In the figure, a point
+# is a sentence. Points at the top are sentences that the answer needs. A good map has them at the right.
 
 # %%
 figure, panels = plt.subplots(1, len(compared), figsize=(9.5, 2.6), sharex=True, sharey=True)
@@ -316,8 +316,8 @@ print(known[-1].verify(5))
 
 # %% [markdown]
 # **Length.** The score of a sentence is the sum of its tokens' scores, so a long sentence that is not needed
-# may have a higher score than a short one that is. So compare a map with the number of tokens, as in the table
-# above.
+# may have a higher score than a short one that is. So compare a map with the number of tokens, as in the
+# table above.
 #
 # ## What to keep in mind
 #
