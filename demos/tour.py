@@ -169,8 +169,8 @@ for mixing_map in lm.run_many(model, prompts, "value_zeroing", batch_size=2):
 # The maps above explain the next word. `lm.trace` explains a text that a model wrote, by the sentences of its
 # prompt. A score is an estimate, so `verify` deletes each sentence and measures what the words lose. "Oslo"
 # needs one sentence: without it, it loses 9.34 nats. "Norway" is in no document. It loses nothing without
-# that sentence (−0.10 nats): the model adds it itself. To see all words and their sources, open the page with
-# `trace.show()`.
+# that sentence (−0.10 nats): the model adds it itself. `trace.show()` is a page on which a click on any words
+# shows their sources.
 
 # %%
 documents = {

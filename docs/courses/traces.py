@@ -117,7 +117,7 @@ print(f"{span.text!r}: log probability {value:.3f}")
 times_input = lm.InputGradients(score="times_input")
 same = lm.trace(model, lm.Documents(report, question), answer=tokens[t.n_prompt :], method=times_input)
 assert abs(span.log_probability - value.item()) < 1e-4
-torch.testing.assert_close(same[span.start : span.stop].scores, by_hand, rtol=1e-3, atol=1e-5)
+torch.testing.assert_close(same[span.start : span.stop].scores, by_hand, rtol=1e-2, atol=1e-3)
 for source, entry in zip(t.sources(), same["located in Oslo"].map.scores[0, 0], strict=False):
     assert abs(by_hand[list(source.positions)].sum() - entry) < 1e-3
 print("equal to the library")

@@ -29,7 +29,8 @@ TOY = """
     # %%
     import os
     import demos.models
-    print("printed", os.environ["HF_HUB_OFFLINE"], os.listdir())
+    from tqdm.auto import tqdm
+    print("printed", *tqdm([os.environ["HF_HUB_OFFLINE"], os.listdir()]))
 
     # %% [markdown]
     # ## A picture and a table
@@ -70,6 +71,8 @@ def test_a_source_becomes_a_page_with_outputs_and_a_notebook(tmp_path: Path) -> 
     assert "```python\nimport os" in text
     # The working folder is a new one, and demos can be imported there.
     assert "```text\nprinted 1 []\n```" in text
+    # A progress bar is not part of a page.
+    assert "2/2" not in text
     assert "## A picture and a table" in text
     picture = re.search(r"!\[Figure: A picture and a table\]\((toy_files/\w+\.png)\)", text)
     assert picture
