@@ -229,9 +229,12 @@ panels[0].set_ylabel("loss in nats", fontsize=8)
 plt.show()
 
 # %% [markdown]
-# Six questions show how the comparison works, and not which map is better. ContextCite and AT2 also use
-# deletions. ContextCite deletes random sets of sentences and fits a linear model to the effects
-# (exercise 2). AT2 learns one weight for each attention head from such deletions, and then needs none.
+# Some answers are wrong. A trace explains what the model wrote, right or wrong. Six questions show how the
+# comparison works, and not which map is better.
+#
+# ContextCite and AT2 also use deletions. ContextCite deletes random sets of sentences and fits a linear model
+# to the effects (exercise 2). AT2 learns one weight for each attention head from such deletions, and then
+# needs none.
 
 # %% [markdown]
 # ## Through what was written before
