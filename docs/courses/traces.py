@@ -253,13 +253,12 @@ print(chain[-1].top(9, everything=True))
 
 # %% [markdown]
 # Let A be the matrix of shares: row r has the magnitudes of written token r's scores, scaled to sum 1. It has
-# two parts. A_gp has the columns of the prompt, and A_gg those of the written tokens. A written token stands
-# for its own sources, and these for theirs:
+# two parts. A_gp has the columns of the prompt, and A_gg those of the written tokens. A written token is
+# replaced by its own sources, and these by theirs, until all are in the prompt:
 #
 #     X = A_gp + A_gg A_gp + A_gg² A_gp + … = (I − A_gg)⁻¹ A_gp
 #
-# A_gg has entries only below its diagonal, so the sum ends. All rows of X sum to 1: everything has reached
-# the prompt. CAGE computes this influence. FlashTrace follows it for a fixed number of steps, called hops.
+# A_gg has entries only below its diagonal, so the sum ends, and all rows of X sum to 1. CAGE computes this influence. FlashTrace follows it for a fixed number of steps, called hops.
 
 # %%
 shares = np.abs(chain.steps.scores[0].double().numpy())
@@ -324,7 +323,7 @@ print(known[-1].verify(5))
 #
 # ## What to keep in mind
 #
-# - A share says where to look. The loss says whether the words need the sentence.
+# - A share shows where to look. The loss shows whether the words need the sentence.
 # - Deletion also changes the text: a pronoun may lose its noun, and later tokens move. A loss is the answer
 #   to one exact question, and not the only one that can be asked.
 # - The span matters. The whole answer, a word and a token have different sources.
