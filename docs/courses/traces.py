@@ -258,7 +258,8 @@ print(chain[-1].top(9, everything=True))
 #
 #     X = A_gp + A_gg A_gp + A_gg² A_gp + … = (I − A_gg)⁻¹ A_gp
 #
-# A_gg has entries only below its diagonal, so the sum ends, and all rows of X sum to 1. CAGE computes this influence. FlashTrace follows it for a fixed number of steps, called hops.
+# A_gg has entries only below its diagonal, so the sum ends, and all rows of X sum to 1. CAGE computes this
+# influence. FlashTrace follows it for a fixed number of steps, called hops.
 
 # %%
 shares = np.abs(chain.steps.scores[0].double().numpy())
