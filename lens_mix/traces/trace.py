@@ -278,7 +278,8 @@ class Trace:
             X = A_gp + A_gg A_gp + A_gg² A_gp + … = (I − A_gg)⁻¹ A_gp
 
         The scores of the new trace are X. Its rows sum to 1, and no written token is a source. This is the
-        total influence of CAGE (Walker et al., 2025) with this trace's map as the attribution.
+        total influence of CAGE (Walker and Ewetz, 2025, arXiv 2512.15663), with this trace's map as the
+        attribution.
 
         Args:
             hops: The number of written tokens on a path at most; 0 for A_gp alone. None: any number.
