@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix import targets
+from lens_mix.arguments import check_instance
 from lens_mix.evaluation.candidates import Aggregation, aggregations_by_name
 from lens_mix.lens.batches import Prompt, pad
 from lens_mix.lens.model import Lens
@@ -23,12 +24,14 @@ from lens_mix.lens.unembedding import row_at, unembedding_at
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import Method
+from lens_mix.methods.alti_logit import AltiLogit
 from lens_mix.methods.attribution_patching import AttributionPatching
+from lens_mix.methods.context_length import ContextLength
 from lens_mix.runner import run
 from lens_mix.traces.reading import Reading
 
 # These explain a prediction at one position, so the scores of a span are the sums of its tokens' rows.
-_OF_ONE_POSITION = (AttributionPatching,)
+_OF_ONE_POSITION = (AttributionPatching, ContextLength)
 # As many tokens as this run at once if each row has a pass of its own.
 _TOKENS_AT_ONCE = 1024
 
@@ -50,15 +53,22 @@ def find_aggregation(aggregation: str | Aggregation | None) -> tuple[str, Aggreg
             function from layer maps to an input map. None: "mean".
 
     Raises:
+        TypeError: If it is neither a name nor a function.
         ValueError: If the name is unknown.
     """
     if aggregation is None:
         aggregation = "mean"
     if callable(aggregation):
         return getattr(aggregation, "__name__", "custom"), aggregation
+    check_instance("aggregation", aggregation, str, "a name or a function")
     if aggregation == "max":
         return "max", largest_over_layers
-    return aggregation, aggregations_by_name([aggregation])[aggregation]
+    try:
+        return aggregation, aggregations_by_name([aggregation])[aggregation]
+    except ValueError as problem:
+        raise ValueError(
+            f"aggregation: expected 'max' or a name of lm.evaluate, got {aggregation!r}; {problem}"
+        ) from problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +88,11 @@ class Explainer:
     method: Method
     aggregation: tuple[str, Aggregation] | None
     options: dict[str, Any]
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters of the method, without its target, which is what was written."""
+        return {name: value for name, value in self.method.parameters().items() if name != "target"}
 
     @property
     def name(self) -> str:
@@ -131,11 +146,18 @@ class Explainer:
         given = prompt.tokens if prompt.target is None else (prompt.tokens, prompt.target)
         options = {"part": self.reading.part, "progress": None, **self.options}
         mapped: MixingMap = run(self.model, given, method, queries=None if needs_all else rows, **options)
+        if len(mapped.key_tokens or mapped.tokens) != len(self.reading.tokens):
+            raise ValueError(
+                f"method: expected one whose keys are the {len(self.reading.tokens)} tokens, got "
+                f"{self.method!r}, whose keys are groups of them; group them by sources="
+            )
         return mapped if self.aggregation is None or mapped.kind == "input" else self.aggregation[1](mapped)
 
     def _select(self, mapped: MixingMap, rows: list[int]) -> Float[Tensor, "row key"]:
         """Return rows of an input map, with a key for every token of the reading."""
-        scores = mapped.scores[-1] if not mapped.has_heads else mapped.merge_heads().scores[-1]
+        merged = (mapped.merge_heads() if mapped.has_heads else mapped).scores
+        # The layers of this method are shares of one logit.
+        scores = merged.sum(0) if isinstance(self.method, AltiLogit) else merged[-1]
         return torch.stack([self._pad(scores[mapped.row_index(row)]) for row in rows])
 
     def _sum_rows(self, mapped: MixingMap, rows: list[int]) -> Float[Tensor, " key"]:

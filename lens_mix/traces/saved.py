@@ -8,18 +8,24 @@ import os
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from lens_mix.arguments import check_file_path
 from lens_mix.files import replacing
 from lens_mix.lens.batches import Prompt
-from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps.explained import as_explained, as_records
+from lens_mix.registry import all_methods
+from lens_mix.traces.attribution import Explainer, find_aggregation, read_written
 from lens_mix.traces.documents import Section
 from lens_mix.traces.reading import Reading
 from lens_mix.traces.sources import UNITS, PlacedText, TextSource
 from lens_mix.traces.trace import Trace
 
 _FORMAT = "lens_mix.Trace/1"
+# Log probabilities of one model differ by less, in nats, on other machines and in half precision.
+_ALLOWED = 0.25
 
 
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
@@ -101,15 +107,51 @@ def load(path: str | os.PathLike[str], model: TransformerLensModel | None) -> Tr
         _from_record(record["written_text"]),
     )
     explained = as_explained(record["explained"], reading.n_written)
+    explainer = None
+    if model is not None:
+        _require_same_model(model, reading, tensors["log_probabilities"])
+        explainer = _make_explainer(model, reading, record)
     return Trace(
         reading=reading,
         log_probabilities=tensors["log_probabilities"],
         explained=explained or (),
         notes=tuple(record["notes"]),
         model=model,
+        _explainer=explainer,
         _computed=computed,
         **{name: record[name] for name in ("unit", "method_name", "hops", "parameters", "provenance")},
     )
+
+
+def _require_same_model(
+    model: TransformerLensModel, reading: Reading, expected: Float[Tensor, " written"]
+) -> None:
+    """Raise a ValueError unless the written tokens have the log probabilities of the file in this model."""
+    try:
+        found = read_written(model, reading).log_probabilities
+    except UnsupportedModelError as problem:
+        raise ValueError(
+            f"model: expected the model of the trace, got one that fails: {problem}"
+        ) from problem
+    difference = float((found - expected.to(found)).abs().max())
+    if not difference <= _ALLOWED:
+        raise ValueError(
+            f"model: expected the model of the trace, got one whose log probabilities of the written tokens "
+            f"differ by up to {difference:.3g} nats; give that model, or None to read what was computed"
+        )
+
+
+def _make_explainer(
+    model: TransformerLensModel, reading: Reading, record: dict[str, Any]
+) -> Explainer | None:
+    """Return what computes further scores; None if the method or the aggregation was the user's own."""
+    name, _, aggregation = record["method_name"].partition(", ")
+    try:
+        method = all_methods()[name](**record["parameters"])
+        aggregated = find_aggregation(aggregation) if aggregation else None
+    except (KeyError, TypeError, ValueError):
+        return None
+    return Explainer(model, reading, method, aggregated, {})
 
 
 def _to_record(text: PlacedText | None) -> dict[str, Any] | None:

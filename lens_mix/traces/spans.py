@@ -31,7 +31,7 @@ class SourceScore(NamedTuple):
         score: The sum of its tokens' scores, in the unit of the method.
         share: The magnitude of the score, divided by the sum of magnitudes over all sources.
         loss: The log probability in nats that the span loses without the source; negative if it gains. None:
-            not measured.
+            not measured, or the prompt has no other tokens.
     """
 
     source: TextSource
@@ -167,7 +167,11 @@ class WrittenSpan:
         reading, model = self.trace.reading, self.trace.require_model()
         measured = []
         for each in tqdm(listed, desc="passes without a source", delay=2, leave=False):
-            without = read_written(model, reading, reading.without(each.source.positions))
+            rest = reading.without(each.source.positions)
+            if rest is None:
+                measured.append(each)
+                continue
+            without = read_written(model, reading, rest)
             lost = self.log_probability - float(without.log_probabilities[self.start : self.stop].sum())
             measured.append(each._replace(loss=lost))
         return SourceScores(measured, listed.explanation)
@@ -202,7 +206,8 @@ def find_span(text: str, offsets: Sequence[tuple[int, int]], wanted: str) -> tup
     Raises:
         ValueError: If the text does not contain it exactly once.
     """
-    count = text.count(wanted) if wanted.strip() else 0
+    starts = [place for place in range(len(text)) if wanted.strip() and text.startswith(wanted, place)]
+    count = len(starts)
     if count != 1:
         found = "which is not in" if count == 0 else f"which occurs {count} times in"
         hint = (
@@ -211,7 +216,7 @@ def find_span(text: str, offsets: Sequence[tuple[int, int]], wanted: str) -> tup
         raise ValueError(
             f"span: expected a part of the written text, got {wanted!r}, {found} {text!r}; {hint}"
         )
-    low = text.index(wanted) + len(wanted) - len(wanted.lstrip())
-    high = text.index(wanted) + len(wanted.rstrip())
+    low = starts[0] + len(wanted) - len(wanted.lstrip())
+    high = starts[0] + len(wanted.rstrip())
     inside = [index for index, (start, stop) in enumerate(offsets) if start < high and stop > low]
     return inside[0], inside[-1] + 1
