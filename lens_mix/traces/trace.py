@@ -576,8 +576,8 @@ def _read_method(method: MethodLike) -> Method:
     usual = {field.name: field.default_factory for field in dataclasses.fields(read)}.get("target")
     if callable(usual) and getattr(read, "target", None) != usual():
         raise ValueError(
-            f"method: expected {read.name!r} without a target, because a trace explains what was written, got "
-            f"{read!r}; to explain another number use lm.run"
+            f"method: expected {read.name!r} without a target, because a trace explains what was written, "
+            f"got {read!r}; to explain another number use lm.run"
         )
     if isinstance(read, AltiLogit) and read.token == "predicted":
         return dataclasses.replace(read, token="next")
