@@ -40,8 +40,15 @@ def tokenizer_of(kind: str = "byte-level", has_bos: bool = True, template: str |
         has_bos: Whether it writes <s> before a text.
         template: The chat template.
     """
-    backend = _train(kind)
-    bos = {"bos_token": "<s>", "add_bos_token": True} if has_bos else {}
+    from tokenizers import processors
+
+    backend, bos = _train(kind), {}
+    if has_bos:
+        numbers = [("<s>", SPECIAL.index("<s>"))]
+        backend.post_processor = processors.TemplateProcessing(
+            "<s> $A", "<s> $A <s> $B", special_tokens=numbers
+        )
+        bos = {"bos_token": "<s>", "add_bos_token": True}
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="</s>",
@@ -51,6 +58,8 @@ def tokenizer_of(kind: str = "byte-level", has_bos: bool = True, template: str |
         name_or_path="toy",
         **bos,
     )
+    # With this, TransformerLens does not look for the tokenizer on the hub.
+    tokenizer.init_kwargs["add_bos_token"] = True
     tokenizer.chat_template = template
     return tokenizer
 

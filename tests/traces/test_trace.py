@@ -87,7 +87,9 @@ def given(request):
 
 def given_writes(model: object) -> bool:
     try:
-        lm.trace(model, torch.tensor([3, 4]), answer=torch.tensor([3, 4]), sources="token", method="attention")
+        lm.trace(
+            model, torch.tensor([3, 4]), answer=torch.tensor([3, 4]), sources="token", method="attention"
+        )
     except lm.UnsupportedModelError as problem:
         return "got an encoder" not in str(problem)
     return True
