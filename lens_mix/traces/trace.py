@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import check_choice, check_slice, check_whole_number, describe_value
+from lens_mix.arguments import check_choice, check_instance, check_slice, check_whole_number, describe_value
 from lens_mix.evaluation.candidates import Aggregation
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.model_names import strip_path
@@ -546,7 +547,16 @@ def trace(
 
 
 def _read_sources(sources: Any, language: str) -> tuple[str, Splitter, Any]:
-    """Return the unit, the function that splits text into sentences, and the groups that were given."""
+    """Return the unit, the function that splits text into sentences, and the groups that were given.
+
+    Raises:
+        TypeError: If the sources or the language have a wrong type.
+        ValueError: If a unit or the code of a language is none.
+    """
+    check_instance("language", language, str, "the code of a language, such as 'en'")
+    # The package splits texts of unknown languages like English ones.
+    if re.fullmatch(r"[a-z]{2,3}([-_]\w+)?", language) is None:
+        raise ValueError(f"language: expected the code of a language, such as 'en', got {language!r}")
     if isinstance(sources, str):
         check_choice("sources", sources, [unit for unit in UNITS if unit != "given"])
         return sources, split_sentences(language), None
