@@ -89,7 +89,7 @@ class WrittenSpan:
     @property
     def log_probability(self) -> float:
         """Return the log probability of the span after the prompt and what was written before it, in nats."""
-        return float(self.trace.log_probabilities[self.start : self.stop].sum())
+        return float(self.trace.log_probabilities[self.start : self.stop].double().sum())
 
     @property
     def probability(self) -> float:
@@ -172,7 +172,7 @@ class WrittenSpan:
                 measured.append(each)
                 continue
             without = read_written(model, reading, rest)
-            lost = self.log_probability - float(without.log_probabilities[self.start : self.stop].sum())
+            lost = self.log_probability - float(without.log_probabilities[self.start : self.stop].double().sum())
             measured.append(each._replace(loss=lost))
         return SourceScores(measured, listed.explanation)
 
