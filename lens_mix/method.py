@@ -12,7 +12,7 @@ from torch import Tensor
 from lens_mix.arguments import check_flags
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, record_attention
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.changed_backward import Rules
+from lens_mix.lens.changed_backward import BackwardRules
 from lens_mix.lens.effort import Passes
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
@@ -129,7 +129,7 @@ class Method:
         """Return the parameters by name, for the map's record."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> Rules | None:
+    def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> BackwardRules | None:
         """Return the changed rules of a backward pass through the clean pass; None if the method needs none.
 
         With rules, the clean pass runs with gradients and keeps its autograd graph (`block.clean.graph`).

@@ -214,9 +214,18 @@ class Session:
             reason = find_mismatch(clean, verification, watched, recorded) if watched else None
             if reason is not None:
                 self._raise_unsupported(reason)
-            yield CheckedPass(
-                self, clean, verification, engines, rows, describe_user_hooks(clean, verification, watched)
-            )
+            try:
+                yield CheckedPass(
+                    self,
+                    clean,
+                    verification,
+                    engines,
+                    rows,
+                    describe_user_hooks(clean, verification, watched),
+                )
+            finally:
+                if graph is not None:
+                    graph.release()
 
     def _choose_engines(self, verification: Verification, no_algebra: str | None = None) -> dict[str, str]:
         """Return the engine of each method by its label. `no_algebra` is a reason not to use "algebra"."""

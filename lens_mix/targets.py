@@ -175,6 +175,17 @@ class Target:
         """
         return None
 
+    def rows_read(self, tokens: Int[Tensor, " pos"]) -> range | None:
+        """Return the positions whose logits are enough for the target; None: it needs those of all positions.
+
+        The functions of `of_prompt` then also take the logits of these positions alone, which saves most of
+        the unembedding's time and memory.
+
+        Args:
+            tokens: The tokens of the output's positions.
+        """
+        return None
+
     def default_row(self, context: Context) -> int | None:
         """Return the default position of the map's row, or None for the default of the model."""
         return self.reads_position(context)
@@ -376,28 +387,30 @@ class _Span(Target):
     stop: int | None
 
     def of_prompt(self, context: Context) -> TargetFunction:
-        first, after = self._find_ends(context)
-        tokens = context.tokens[first:after, None]
+        rows = self.rows_read(_require_tokens(context, "span").tokens)
+        tokens = context.tokens[rows.start + 1 : rows.stop + 1, None]
 
         def compute_log_probability(logits: Tensor) -> Tensor:
-            log_probabilities = _measure(logits[:, first - 1 : after - 1], "log_probability")
+            # A prompt has more positions than the span, so the count says whether these are all of them.
+            own = logits if logits.shape[1] == len(rows) else logits[:, rows.start : rows.stop]
+            log_probabilities = _measure(own, "log_probability")
             return log_probabilities.gather(-1, tokens.expand(len(logits), -1, -1)).sum((1, 2))
 
         return compute_log_probability
 
-    def _find_ends(self, context: Context) -> tuple[int, int]:
-        """Return the first position of the span and the position after its last."""
-        count = len(_require_tokens(context, "span").tokens)
+    def rows_read(self, tokens: Int[Tensor, " pos"]) -> range:
+        count = len(tokens)
         first, after, _ = slice(self.start, self.stop).indices(count)
         if not 1 <= first < after or (self.stop is not None and abs(self.stop) > count):
             raise ValueError(
                 f"span: expected 1 <= start < stop <= {count}, the number of tokens, because "
                 f"nothing predicts the first token; got {self.start} and {self.stop}"
             )
-        return first, after
+        return range(first - 1, after - 1)
 
     def in_words(self, context: Context) -> str:
-        tokens = context.tokens[slice(*self._find_ends(context))].tolist()
+        rows = self.rows_read(context.tokens)
+        tokens = context.tokens[rows.start + 1 : rows.stop + 1].tolist()
         if context.tokenizer is None:
             return f"log probability of the tokens {tokens}"
         return f"log probability of {''.join(name_token(context.tokenizer, token) for token in tokens)!r}"

@@ -195,8 +195,10 @@ def _compute_pattern_gradient(
     wide = torch.promote_types(pattern.dtype, torch.float32)
     weights, gradient_of_weights = pattern.to(wide), gradient.to(wide)
     to_no_key = sink(pattern)
-    all_weights = torch.cat([weights, to_no_key], dim=-1)
-    tempered = (all_weights.log() / temperature).softmax(-1).nan_to_num(0)[..., :-1]
+    # The softmax of log P / T is P to the power 1/T, divided by its sum. The power 1/2 is a fast square root.
+    powers = weights.pow(1 / temperature)
+    sums = powers.sum(-1, keepdim=True) + to_no_key.pow(1 / temperature)
+    tempered = powers / torch.where(sums > 0, sums, 1)
     weighted_sum = (tempered * gradient_of_weights).sum(-1, keepdim=True)
     gradient_of_scores = tempered * (gradient_of_weights - weighted_sum)
     changed = torch.where(weights > 0, gradient_of_scores / weights, 0)

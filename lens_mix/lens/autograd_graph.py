@@ -13,7 +13,7 @@ from torch import Tensor
 from lens_mix.hooks import record_mixing
 from lens_mix.hooks.mixing import check_mixing
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.changed_backward import ChangedRules, Rules
+from lens_mix.lens.changed_backward import BackwardRules, ChangedRules
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 
@@ -45,9 +45,9 @@ class AutogradGraph:
         rules: The rules of the backward pass.
     """
 
-    def __init__(self, lens: Lens, anatomies: Sequence[BlockAnatomy], rules: Rules) -> None:
+    def __init__(self, lens: Lens, anatomies: Sequence[BlockAnatomy], rules: BackwardRules) -> None:
         self.rules, self._lens = rules, lens
-        self._changed = ChangedRules(lens, anatomies, rules, after=[lens.n_layers], leaf=True)
+        self._changed = ChangedRules(lens, anatomies, rules, after=range(1, lens.n_layers + 1), leaf=True)
         template = lens.stack.attention_template
         self._recorded: dict[str, Tensor] = {}
         self._recording = [
@@ -63,6 +63,33 @@ class AutogradGraph:
         """Return a context whose passes follow the rules; the first pass builds the autograd graph."""
         return self._changed.applied(self._recording)
 
+    def release(self) -> None:
+        """Free the autograd graph. References in cycles would otherwise keep it after its use."""
+        self._recorded.clear()
+        self._changed.streams.clear()
+
+    def gradients(
+        self, value: Float[Tensor, " 1"], numbers: Sequence[int]
+    ) -> list[tuple[Float[Tensor, "batch pos d_model"], Float[Tensor, "batch pos d_model"]]]:
+        """Return residual streams, and the gradient of a number with respect to each; the graph is kept.
+
+        Args:
+            value: The number.
+            numbers: After how many blocks each stream is read; 0 for the input of the first block.
+
+        Raises:
+            ValueError: The number has no gradient.
+            UnsupportedModelError: A changed rule gets no gradient.
+        """
+        _require_differentiable(value)
+        streams = [self._changed.streams[number] for number in numbers]
+        # The leaf is included, because only its gradient reaches the rules of the first block.
+        _, *gradients = torch.autograd.grad(
+            value, [self._changed.streams[0], *streams], torch.ones_like(value), retain_graph=True
+        )
+        self._changed.require_gradients()
+        return [(stream.detach(), each) for stream, each in zip(streams, gradients, strict=True)]
+
     def mixing(self, value: Float[Tensor, " 1"]) -> dict[int, Mixing]:
         """Return every layer's mixing with the gradient of a number; the autograd graph is kept.
 
@@ -71,11 +98,7 @@ class AutogradGraph:
             UnsupportedModelError: A layer or a changed rule gets no gradient, or the mixed values of a layer
                 are not pattern @ values.
         """
-        if not value.requires_grad:
-            raise ValueError(
-                "target: expected a differentiable function of the output, got a value without a gradient "
-                "(a detach, an argmax or a no_grad inside?)"
-            )
+        _require_differentiable(value)
         layers = self._lens.stack.attention_layers
         recorded = {layer: self._recorded_of(layer) for layer in layers}
         mixed = {layer: z for layer, (_, _, z) in recorded.items() if z.requires_grad}
@@ -99,6 +122,14 @@ class AutogradGraph:
                 "transformers"
             )
         return self._recorded[pattern], self._recorded[value], self._recorded[z]
+
+
+def _require_differentiable(value: Tensor) -> None:
+    if not value.requires_grad:
+        raise ValueError(
+            "target: expected a differentiable function of the output, got a value without a gradient "
+            "(a detach, an argmax or a no_grad inside?)"
+        )
 
 
 def _checked(pattern: Tensor, values: Tensor, mixed: Tensor, gradient: Tensor) -> Mixing:

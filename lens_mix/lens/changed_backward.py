@@ -116,7 +116,7 @@ class ChangedRules:
         logits: bool = True,
         leaf: bool = False,
     ) -> None:
-        self._lens, self._rules, self._constants = lens, rules, constants
+        self._lens, self._rules, self._constants, self._leaf = lens, rules, constants, leaf
         self.streams: dict[int, Float[Tensor, "copy pos d_model"]] = {}
         self._pairs: list[HookPair] = []
         self._changes: list[Change] = []
@@ -163,13 +163,16 @@ class ChangedRules:
         """Return the change that records the residual stream after a number of blocks."""
         blocks = self._lens.stack.blocks
 
+        def keep(stream: Tensor) -> None:
+            # Later passes from a stream of the first pass show other tensors, which are not in its graph.
+            if torch.is_grad_enabled() and not (self._leaf and number in self.streams):
+                self.streams[number] = stream
+
         def record_input(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch.is_grad_enabled():
-                self.streams[number] = BlockCall(args, kwargs, None).resid_pre
+            keep(BlockCall(args, kwargs, None).resid_pre)
 
         def record_output(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.is_grad_enabled():
-                self.streams[number] = first_tensor(output)
+            keep(first_tensor(output))
 
         if number == len(blocks):
             return forward_hook(blocks[-1], record_output)

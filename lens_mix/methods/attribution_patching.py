@@ -204,7 +204,7 @@ class AttributionPatching(RowTargetMethod):
 def _make_graph(first: Block, prompt: int, rules: Rules) -> AutogradGraph:
     """Return the autograd graph of one prompt: the clean pass's, or that of another pass under the rules."""
     graph = first.clean.graph
-    if graph is not None and graph.rules == rules:
+    if graph is not None and graph.rules == rules and graph.resid_post is not None:
         return graph
     graph = AutogradGraph(first.clean.lens, list(first.verification.anatomy.values()), rules)
     alone = first.batch.select(torch.tensor([prompt], device=first.tokens.device, dtype=torch.long))

@@ -70,6 +70,8 @@ class BoundTarget:
         clean: For each number, its value in the clean pass.
         positions: For each number, the only position of the batch's logits that it reads; None if any number
             reads several.
+        rows_read: For each example, the positions of the batch's logits that are enough for the target
+            (`Target.rows_read`); None if it needs all of them.
     """
 
     block: Block
@@ -79,6 +81,7 @@ class BoundTarget:
     prompt_index: Int[Tensor, " number"]
     clean: Float[Tensor, " number"]
     positions: Int[Tensor, " number"] | None
+    rows_read: Int[Tensor, "example read"] | None
 
     @property
     def reads_logits(self) -> bool:
@@ -126,6 +129,8 @@ class BoundTarget:
         copies = self.prompt_index[index]
         if self.positions is not None:
             options["positions"] = self.positions[index]
+        elif self.rows_read is not None:
+            options["positions"] = self.rows_read[copies]
         options |= {"rows": copies, "batch": batch, "gradients": gradients}
         values = []
         with torch.set_grad_enabled(gradients):
@@ -133,7 +138,8 @@ class BoundTarget:
             for number, chosen in _runs(index):
                 span = self.spans[int(self.prompt_index[number])]
                 tokens = self._tokens_read(batch, chosen, span)
-                values.append(evaluate(self.functions[number], _at(output[chosen], span), *tokens))
+                own = output[chosen] if self.rows_read is not None else _at(output[chosen], span)
+                values.append(evaluate(self.functions[number], own, *tokens))
             return torch.cat(values)
 
     def _tokens_read(self, batch: Batch | None, copies: slice, span: slice) -> tuple[Tensor, ...]:
@@ -284,7 +290,8 @@ def _bound(
     clean: list[Tensor] = []
     positions: list[int] = []
     index: list[tuple[int, int]] = []
-    for prompt, (span, context) in enumerate(_contexts(blocks[-1], read)):
+    rows_read = _find_rows_read(blocks[-1], read)
+    for prompt, (span, context) in enumerate(_contexts(blocks[-1], read, rows_read)):
         spans.append(span)
         for within, placed in targets_of(read, context, prompt, span.start).items():
             functions.append(placed.of_prompt(context))
@@ -298,15 +305,42 @@ def _bound(
     every = torch.tensor(positions, dtype=torch.long, device=device)
     only_positions = every if len(every) == len(functions) else None
     bound = BoundTarget(
-        blocks[0], read, tuple(spans), tuple(functions), prompt_index, torch.cat(clean), only_positions
+        blocks[0],
+        read,
+        tuple(spans),
+        tuple(functions),
+        prompt_index,
+        torch.cat(clean),
+        only_positions,
+        rows_read,
     )
     return bound, within_prompt
 
 
-def _contexts(block: Block, target: Target) -> Iterator[tuple[slice, Context]]:
+def _find_rows_read(block: Block, target: Target) -> Int[Tensor, "example read"] | None:
+    """Return the positions of the batch's logits that are enough for the target, as many in each example."""
+    if target.reads != "logits" or block.batch.logits_tokens.ndim != 2:
+        return None
+    found = []
+    for tokens, real in zip(block.batch.logits_tokens, block.batch.logits_real, strict=True):
+        rows = target.rows_read(tokens[real])
+        if rows is None:
+            return None
+        found.append(real.nonzero()[rows.start : rows.stop, 0])
+    return torch.stack(found) if len(set(map(len, found))) == 1 else None
+
+
+def _contexts(
+    block: Block, target: Target, rows_read: Int[Tensor, "example read"] | None
+) -> Iterator[tuple[slice, Context]]:
     """Yield each example's own positions in the clean output, and the context that a target may use.
 
     The row that the target explains by default is recorded for the prompt's map.
+
+    Args:
+        block: The last block.
+        target: The target.
+        rows_read: The only positions of the output to compute; None for all.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -317,14 +351,14 @@ def _contexts(block: Block, target: Target) -> Iterator[tuple[slice, Context]]:
     tokens, given = (block.batch.logits_tokens, {}) if reads_logits else (block.tokens, batch.inputs)
     # Further inputs belong to the source of an encoder-decoder, whichever part is mapped.
     has_source = not reads_logits and batch.target is not None and block.stack.reads_target
-    output = read_output(block, target)
+    output = read_output(block, target, positions=rows_read)
     for prompt, real in enumerate(block.batch.logits_real if reads_logits else block.real):
         places = real.nonzero()[:, 0]
         span = slice(int(places[0]), int(places[-1]) + 1)
         own = batch.real[prompt] if has_source else span
         context = Context(
             tokens[prompt, span],
-            _at(output[prompt : prompt + 1], span),
+            output[prompt : prompt + 1] if rows_read is not None else _at(output[prompt : prompt + 1], span),
             block.clean.lens.tokenizer,
             {name: value[prompt, own] for name, value in given.items()},
             source=batch.tokens[prompt, own] if has_source else None,
@@ -390,7 +424,7 @@ def read_output(
     target: Target,
     fwd_hooks: Sequence[HookPair] = (),
     *,
-    positions: Int[Tensor, " copy"] | None = None,
+    positions: Int[Tensor, " copy"] | Int[Tensor, "copy read"] | None = None,
     **options: Any,
 ) -> Tensor:
     """Return the output that a target reads, from a pass that runs from a block on.
@@ -399,13 +433,18 @@ def read_output(
         block: The block from which the pass runs.
         target: The target.
         fwd_hooks: TransformerLens hooks.
-        positions: For each copy, the only position whose logits are computed; None for all.
+        positions: For each copy, the only position whose logits are computed, or several; None for all.
         **options: As in `Block.logits`.
     """
     if target.reads == "logits":
         logits = block.logits(fwd_hooks, positions=positions, **options)
         # The view has the position's logits at every position, because targets use indices of all positions.
-        return logits if positions is None else logits.expand(-1, block.batch.logits_real.shape[1], -1)
+        # A target that reads several positions takes their logits alone.
+        return (
+            logits
+            if positions is None or positions.ndim == 2
+            else logits.expand(-1, block.batch.logits_real.shape[1], -1)
+        )
     resid = last_residual_from(block.clean, block.layer, fwd_hooks, **options)
     reads_normed = getattr(target, "after_final_norm", False)
     return block.after_final_norm(resid, options.get("gradients", False)) if reads_normed else resid

@@ -15,7 +15,8 @@ from typing_extensions import override
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.changed_backward import Activations, changed_backward
+from lens_mix.lens.autograd_graph import AutogradGraph
+from lens_mix.lens.changed_backward import Activations, BackwardRules, changed_backward
 from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
 from lens_mix.method import Method
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, gradients_of
@@ -75,6 +76,11 @@ class ChangedGradients(RowTargetMethod):
         return f"activations='ratio' needs a feed-forward that is written down, got {kind!r}"
 
     @override
+    def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> BackwardRules | None:
+        # The shares of constants are gradients of copies of the prompt, which the clean pass does not have.
+        return None if self.conserves else self
+
+    @override
     def passes(self, blocks: Sequence[Block]) -> Passes:
         return row_passes(blocks, GRADIENT_PASS, "a backward pass for each row")
 
@@ -86,6 +92,9 @@ class ChangedGradients(RowTargetMethod):
                 f"separate residual streams, got {self.after_blocks!r}"
             )
         bound = bind_rows(blocks, self.target)
+        graph = blocks[0].clean.graph
+        if graph is not None and graph.rules == self:
+            return [bound.scatter(self._read_graph(bound, graph), blocks[-1])]
         chunks = [
             self._compute_scores(blocks, bound, rows) for rows in bound.chunks(self.internal_batch_size)
         ]
@@ -103,6 +112,16 @@ class ChangedGradients(RowTargetMethod):
                 for number in check_items("after_blocks", given, "")
             ]
         return list(range(check_whole_number("after_blocks", given, 0) + 1))
+
+    def _read_graph(self, bound: BoundRows, graph: AutogradGraph) -> Float[Tensor, "row key"]:
+        """Return the scores of all rows from the autograd graph of the clean pass, without another pass."""
+        rows = range(len(bound.functions))
+        scores = []
+        for row in bound.block.with_bar(rows, len(rows), "rows"):
+            streams = graph.gradients(bound.value_in(graph, row), self._list_streams())
+            wide = torch.promote_types(streams[0][0].dtype, torch.float32)
+            scores.append(self._read_out([state.to(wide) * gradient.to(wide) for state, gradient in streams]))
+        return torch.cat(scores)
 
     def _compute_scores(
         self, blocks: Sequence[Block], bound: BoundRows, rows: Tensor
