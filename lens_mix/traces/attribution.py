@@ -113,7 +113,8 @@ class Explainer:
             return self._sum_rows(self._run(self._with_target(targets.next_token(rows[-1])), rows), rows)
         method = self._with_target(targets.span(first + start, first + stop))
         if self.method.scope == "model":
-            return self._pad(self._run(method, [-1]).scores[-1, 0])
+            # A removed token of the span or after it changes the span by rounding only.
+            return self._pad(self._run(method, [-1]).scores[-1, 0, : self.reading.n_prompt + stop - 1])
         return self._sum_rows(self._run(method, rows), rows)
 
     def explain_each(self) -> Float[Tensor, "written key"]:
@@ -145,6 +146,8 @@ class Explainer:
         needs_all = self.aggregation is not None and self.aggregation[0] not in ("mean", "max", "last")
         given = prompt.tokens if prompt.target is None else (prompt.tokens, prompt.target)
         options = {"part": self.reading.part, "progress": None, **self.options}
+        if self.aggregation is not None and "residual measured" in self.aggregation[0]:
+            options["residual_shares"] = True
         mapped: MixingMap = run(self.model, given, method, queries=None if needs_all else rows, **options)
         if len(mapped.key_tokens or mapped.tokens) != len(self.reading.tokens):
             raise ValueError(
@@ -163,7 +166,7 @@ class Explainer:
     def _sum_rows(self, mapped: MixingMap, rows: list[int]) -> Float[Tensor, " key"]:
         return self._select(mapped, rows).sum(0)
 
-    def _pad(self, row: Float[Tensor, " key"]) -> Float[Tensor, " key"]:
+    def _pad(self, row: Float[Tensor, " read"]) -> Float[Tensor, " key"]:
         """Return a row with scores of 0 for tokens that are no keys of the map, on the CPU."""
         row = row.detach().cpu().to(torch.promote_types(row.dtype, torch.float32))
         return torch.nn.functional.pad(row, (0, len(self.reading.tokens) - len(row)))

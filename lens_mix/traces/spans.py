@@ -172,7 +172,9 @@ class WrittenSpan:
                 measured.append(each)
                 continue
             without = read_written(model, reading, rest)
-            lost = self.log_probability - float(without.log_probabilities[self.start : self.stop].double().sum())
+            lost = self.log_probability - float(
+                without.log_probabilities[self.start : self.stop].double().sum()
+            )
             measured.append(each._replace(loss=lost))
         return SourceScores(measured, listed.explanation)
 
