@@ -8,8 +8,6 @@ import os
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from lens_mix.arguments import check_file_path
 from lens_mix.files import replacing
@@ -89,7 +87,22 @@ def load(path: str | os.PathLike[str], model: TransformerLensModel | None) -> Tr
             f"path: expected a trace that Trace.save wrote ({_FORMAT!r}), got format "
             f"{metadata.get('format')!r} in {location}"
         )
-    record: dict[str, Any] = json.loads(metadata["record"])
+    try:
+        record: dict[str, Any] = json.loads(metadata["record"])
+        trace = _read_trace(record, tensors)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as problem:
+        raise ValueError(
+            f"path: expected a trace that Trace.save wrote, got {location}, whose record is incomplete: "
+            f"{problem}"
+        ) from problem
+    if model is None:
+        return trace
+    _require_same_model(model, trace)
+    return dataclasses.replace(trace, model=model, _explainer=_make_explainer(model, trace))
+
+
+def _read_trace(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Trace:
+    """Return the trace of a file, without its model."""
     computed: dict[Any, Any] = {
         tuple(key) if isinstance(key, list) else key: tensors[f"scores {index}"]
         for index, key in enumerate(record["computed"])
@@ -106,34 +119,25 @@ def load(path: str | os.PathLike[str], model: TransformerLensModel | None) -> Tr
         _from_record(record["prompt_text"]),
         _from_record(record["written_text"]),
     )
-    explained = as_explained(record["explained"], reading.n_written)
-    explainer = None
-    if model is not None:
-        _require_same_model(model, reading, tensors["log_probabilities"])
-        explainer = _make_explainer(model, reading, record)
     return Trace(
         reading=reading,
         log_probabilities=tensors["log_probabilities"],
-        explained=explained or (),
+        explained=as_explained(record["explained"], reading.n_written) or (),
         notes=tuple(record["notes"]),
-        model=model,
-        _explainer=explainer,
         _computed=computed,
         **{name: record[name] for name in ("unit", "method_name", "hops", "parameters", "provenance")},
     )
 
 
-def _require_same_model(
-    model: TransformerLensModel, reading: Reading, expected: Float[Tensor, " written"]
-) -> None:
-    """Raise a ValueError unless the written tokens have the log probabilities of the file in this model."""
+def _require_same_model(model: TransformerLensModel, trace: Trace) -> None:
+    """Raise a ValueError unless the written tokens have the trace's log probabilities in this model."""
     try:
-        found = read_written(model, reading).log_probabilities
+        found = read_written(model, trace.reading).log_probabilities
     except UnsupportedModelError as problem:
         raise ValueError(
             f"model: expected the model of the trace, got one that fails: {problem}"
         ) from problem
-    difference = float((found - expected.to(found)).abs().max())
+    difference = float((found - trace.log_probabilities.to(found)).abs().max())
     if not difference <= _ALLOWED:
         raise ValueError(
             f"model: expected the model of the trace, got one whose log probabilities of the written tokens "
@@ -141,17 +145,15 @@ def _require_same_model(
         )
 
 
-def _make_explainer(
-    model: TransformerLensModel, reading: Reading, record: dict[str, Any]
-) -> Explainer | None:
+def _make_explainer(model: TransformerLensModel, trace: Trace) -> Explainer | None:
     """Return what computes further scores; None if the method or the aggregation was the user's own."""
-    name, _, aggregation = record["method_name"].partition(", ")
+    name, _, aggregation = trace.method_name.partition(", ")
     try:
-        method = all_methods()[name](**record["parameters"])
+        method = all_methods()[name](**trace.parameters)
         aggregated = find_aggregation(aggregation) if aggregation else None
     except (KeyError, TypeError, ValueError):
         return None
-    return Explainer(model, reading, method, aggregated, {})
+    return Explainer(model, trace.reading, method, aggregated, {})
 
 
 def _to_record(text: PlacedText | None) -> dict[str, Any] | None:

@@ -67,6 +67,11 @@ def _first_run(model: Any, tokens: torch.Tensor) -> Any:
     lm.run(model, tokens, ["attention", "value_zeroing"])
 
 
+def _trace(model: Any, tokens: torch.Tensor) -> Any:
+    lm.trace(model, tokens[0, :4], answer=tokens[0, 4:], sources="token").verify(2)
+    return lm.trace(model, tokens[0], generate=2, sources="token", method="attention", do_sample=True)
+
+
 CALLS: dict[str, Call] = {
     "first_run": _first_run,
     "context_length": lambda model, tokens: lm.run(model, tokens, "context_length", max_memory=60_000),
@@ -76,6 +81,7 @@ CALLS: dict[str, Call] = {
     "pruned": _pruned,
     "attention_attribution": _attention_attribution,
     "pruning_curves": _pruning_curves,
+    "trace": _trace,
 }
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 
 import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.lens.state import all_modules
 from tests.matrix import Case, case_of, cases, model_of, prompt_of
 from tests.tiny_models import is_encoder_decoder
-from tests.traces.readers import reader
+from tests.traces.readers import PLAIN, reader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 N_PROMPT = 4
@@ -173,3 +175,87 @@ def test_other_precisions(dtype):
     torch.testing.assert_close(t.log_probabilities.double(), exact.log_probabilities, atol=tolerance, rtol=0)
     assert t[:].scores.dtype == torch.float32
     assert is_encoder_decoder(model) is False
+
+
+# ------------------------------------------------------------------ the model afterwards
+
+
+def state_of(model: object) -> list[object]:
+    """Return everything that a trace must not change."""
+    tokenizer = model.tokenizer
+    found = [torch.is_grad_enabled(), torch.random.get_rng_state().tolist()]
+    found += [
+        tokenizer.padding_side,
+        tokenizer.chat_template,
+        tokenizer.eos_token,
+        model.cfg.default_prepend_bos,
+    ]
+    found.append(str(tokenizer.backend_tokenizer.post_processor))
+    for module in all_modules(model):
+        found += [module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)]
+        found += [len(getattr(module, "fwd_hooks", ())), len(getattr(module, "bwd_hooks", ()))]
+        found += ["forward" in vars(module)]
+        found.append(getattr(vars(module).get("config"), "_attn_implementation", None))
+        parameters = list(module.parameters(recurse=False))
+        found += [[parameter.requires_grad, parameter.grad is None] for parameter in parameters]
+    return found
+
+
+def unusual() -> object:
+    """Return a model with unusual settings."""
+    model = reader(template=PLAIN)
+    model.tokenizer.padding_side = "left"
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 2 == 0)
+    for index, module in enumerate(all_modules(model)):
+        module.training = index % 2 == 0
+    # The first run fills lazy caches.
+    lm.trace(model, "Oslo", generate=2)
+    return model
+
+
+def everything(model: object) -> None:
+    t = lm.trace(model, lm.Documents({"a": "Oslo has trains. Yes."}, "Where?"), answer="In Oslo.")
+    t.verify(2)
+    t.steps.top(1, query=t.n_prompt)
+    lm.trace(model, "The company", generate=3, do_sample=True, method="attention")
+
+
+def test_the_model_is_as_it_was():
+    model = unusual()
+    before = state_of(model)
+    everything(model)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("how", ["error", "signal"])
+@pytest.mark.parametrize("moment", [1, 9, 14])
+def test_the_model_is_as_it_was_after_an_interruption(how, moment):
+    """Interrupt the nth pass by an error of the model, or by Ctrl-C."""
+    model = unusual()
+    expected = lm.trace(model, "Oslo has trains", answer=" in Oslo.")[:].scores
+    before, count = state_of(model), 0
+    layer = model.blocks[1].mlp
+    original = type(layer).forward
+
+    def interrupt(*args: object, **kwargs: object) -> object:
+        nonlocal count
+        count += 1
+        if count == moment:
+            if how == "error":
+                raise ArithmeticError("in the model")
+            signal.raise_signal(signal.SIGINT)
+        return original(*args, **kwargs)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    wanted = KeyboardInterrupt if how == "signal" else (ArithmeticError, lm.UnsupportedModelError)
+    try:
+        type(layer).forward = interrupt
+        with pytest.raises(wanted):
+            everything(model)
+    finally:
+        type(layer).forward = original
+        signal.signal(signal.SIGINT, handler)
+    assert count >= moment
+    assert state_of(model) == before
+    assert torch.equal(lm.trace(model, "Oslo has trains", answer=" in Oslo.")[:].scores, expected)
