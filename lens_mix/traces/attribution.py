@@ -36,7 +36,7 @@ _OF_ONE_POSITION = (AttributionPatching, ContextLength)
 _TOKENS_AT_ONCE = 1024
 
 
-def largest_over_layers(mixing_map: MixingMap) -> MixingMap:
+def _largest_over_layers(mixing_map: MixingMap) -> MixingMap:
     """Return the input map with the largest score of all layers and heads for each query and key."""
     scores = mixing_map.scores.flatten(0, -3).amax(0, keepdim=True)
     made = mixing_map.merge_heads().layer(-1) if mixing_map.has_heads else mixing_map.layer(-1)
@@ -62,7 +62,7 @@ def find_aggregation(aggregation: str | Aggregation | None) -> tuple[str, Aggreg
         return getattr(aggregation, "__name__", "custom"), aggregation
     check_instance("aggregation", aggregation, str, "a name or a function")
     if aggregation == "max":
-        return "max", largest_over_layers
+        return "max", _largest_over_layers
     try:
         return aggregation, aggregations_by_name([aggregation])[aggregation]
     except ValueError as problem:

@@ -81,7 +81,7 @@ class Documents:
         """Return the documents as one text for a model without a chat template, and its sections."""
         start = f"{self.instruction}\n\n" if self.instruction else ""
         content, sections = self._join(f"Question: {self.question}" if self.question else "")
-        moved = [shift(section, len(start)) for section in sections]
+        moved = [_shift(section, len(start)) for section in sections]
         if self.instruction:
             moved.insert(0, Section("instruction", "instruction", 0, len(self.instruction)))
         return f"{start}{content}\nAnswer:", moved
@@ -99,7 +99,7 @@ class Documents:
         return text + question, sections
 
 
-def shift(section: Section, by: int, message: str | None = None) -> Section:
+def _shift(section: Section, by: int, message: str | None = None) -> Section:
     """Return a section at a later place of a text."""
     return section._replace(start=section.start + by, stop=section.stop + by, message=message)
 
@@ -143,7 +143,7 @@ def render_chat(
         for section in own:
             start, stop = (min(max(end - cut, 0), len(kept)) for end in (section.start, section.stop))
             moved = section._replace(start=start, stop=stop)
-            sections.append(shift(moved, found.start(index + 1), f"{index + 1} {role}"))
+            sections.append(_shift(moved, found.start(index + 1), f"{index + 1} {role}"))
     return rendered, sections
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,9 @@ from lens_mix.traces.attribution import Explainer, find_aggregation, read_writte
 from lens_mix.traces.documents import Section
 from lens_mix.traces.reading import Reading
 from lens_mix.traces.sources import UNITS, PlacedText, TextSource
-from lens_mix.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from lens_mix.traces.trace import Trace
 
 _FORMAT = "lens_mix.Trace/1"
 # Log probabilities of one model differ by less, in nats, on other machines and in half precision.
@@ -69,8 +71,8 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
         raise OSError(f"path: expected a file that can be written, got {location}: {problem}") from problem
 
 
-def load(path: str | os.PathLike[str], model: TransformerLensModel | None) -> Trace:
-    """Read a trace; see `Trace.load`."""
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the fields of a saved trace by name, without its model; see `Trace.load`."""
     from safetensors import SafetensorError, safe_open
 
     location = check_file_path("path", path)
@@ -88,21 +90,15 @@ def load(path: str | os.PathLike[str], model: TransformerLensModel | None) -> Tr
             f"{metadata.get('format')!r} in {location}"
         )
     try:
-        record: dict[str, Any] = json.loads(metadata["record"])
-        trace = _read_trace(record, tensors)
+        return _read_fields(json.loads(metadata["record"]), tensors)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as problem:
         raise ValueError(
             f"path: expected a trace that Trace.save wrote, got {location}, whose record is incomplete: "
             f"{problem}"
         ) from problem
-    if model is None:
-        return trace
-    _require_same_model(model, trace)
-    return dataclasses.replace(trace, model=model, _explainer=_make_explainer(model, trace))
 
 
-def _read_trace(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Trace:
-    """Return the trace of a file, without its model."""
+def _read_fields(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     computed: dict[Any, Any] = {
         tuple(key) if isinstance(key, list) else key: tensors[f"scores {index}"]
         for index, key in enumerate(record["computed"])
@@ -119,17 +115,17 @@ def _read_trace(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Tra
         _from_record(record["prompt_text"]),
         _from_record(record["written_text"]),
     )
-    return Trace(
-        reading=reading,
-        log_probabilities=tensors["log_probabilities"],
-        explained=as_explained(record["explained"], reading.n_written) or (),
-        notes=tuple(record["notes"]),
-        _computed=computed,
+    return {
+        "reading": reading,
+        "log_probabilities": tensors["log_probabilities"],
+        "explained": as_explained(record["explained"], reading.n_written) or (),
+        "notes": tuple(record["notes"]),
+        "_computed": computed,
         **{name: record[name] for name in ("unit", "method_name", "hops", "parameters", "provenance")},
-    )
+    }
 
 
-def _require_same_model(model: TransformerLensModel, trace: Trace) -> None:
+def require_same_model(model: TransformerLensModel, trace: Trace) -> None:
     """Raise a ValueError unless the written tokens have the trace's log probabilities in this model."""
     try:
         found = read_written(model, trace.reading).log_probabilities
@@ -145,7 +141,7 @@ def _require_same_model(model: TransformerLensModel, trace: Trace) -> None:
         )
 
 
-def _make_explainer(model: TransformerLensModel, trace: Trace) -> Explainer | None:
+def make_explainer(model: TransformerLensModel, trace: Trace) -> Explainer | None:
     """Return what computes further scores; None if the method or the aggregation was the user's own."""
     name, _, aggregation = trace.method_name.partition(", ")
     try:

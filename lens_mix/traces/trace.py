@@ -274,7 +274,7 @@ class Trace:
         number = -1 if hops is None else check_whole_number("hops", hops, 0)
         if ("through", number) not in self._computed:
             rows = dataclasses.replace(self, hops=None)._steps()
-            self._computed["through", number] = sum_paths(rows, self.n_prompt, hops)
+            self._computed["through", number] = _sum_paths(rows, self.n_prompt, hops)
         return dataclasses.replace(self, hops=number)
 
     def verify(self, k: int = 5) -> SourceScores:
@@ -362,9 +362,13 @@ class Trace:
             FileNotFoundError: If the file does not exist.
             ValueError: If the file does not contain a trace, or the trace is of another model.
         """
-        from lens_mix.traces.saved import load
+        from lens_mix.traces import saved
 
-        return load(path, model)
+        trace = Trace(**saved.load(path))
+        if model is None:
+            return trace
+        saved.require_same_model(model, trace)
+        return dataclasses.replace(trace, model=model, _explainer=saved.make_explainer(model, trace))
 
     def require_model(self) -> TransformerLensModel:
         """Return the model.
@@ -398,7 +402,7 @@ class Trace:
         )
 
 
-def sum_paths(
+def _sum_paths(
     rows: Float[Tensor, "written key"], n_prompt: int, hops: int | None
 ) -> Float[Tensor, "written key"]:
     """Return each written token's shares in the prompt, through the written tokens before it.

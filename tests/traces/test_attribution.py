@@ -11,7 +11,7 @@ import torch
 import lens_mix as lm
 from lens_mix.registry import all_methods
 from lens_mix.traces.attribution import find_aggregation
-from lens_mix.traces.trace import sum_paths
+from lens_mix.traces.trace import _sum_paths
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import bridge, gpt2_like, llama_like, toy_tokenizer
 from tests.traces.readers import PLAIN, reader
@@ -295,7 +295,7 @@ def test_more_hops_than_written_tokens_are_all_paths():
 
 def test_rows_of_zeros_stay():
     rows = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, -1.0, 2.0, 0.0]])
-    assert sum_paths(rows, 2, None).tolist() == [[0, 0, 0, 0], [0.25, 0.25, 0, 0]]
+    assert _sum_paths(rows, 2, None).tolist() == [[0, 0, 0, 0], [0.25, 0.25, 0, 0]]
 
 
 @pytest.mark.parametrize("hops", [-1, 1.5, "2", True])
