@@ -109,6 +109,10 @@ TABLES = {
     "smollm2-held_out": Table(f"{_HELD_OUT}/smollm2.md", "SmolLM2, held out", "partial, 95 %"),
     "smollm2-forms": Table(f"{_HELD_OUT}/forms.md", "Forms of the recipe", "held out", 105),
     "smollm2-long": Table(f"{_HELD_OUT}/forms.md", "Rows of", "partial, 95 %"),
+    "smollm2-exact": Table(f"{_HELD_OUT}/exact.md", "smollm2, held out, at most", "partial, 95 %"),
+    "smollm2-exact-long": Table(f"{_HELD_OUT}/exact.md", "smollm2, held out, more", "partial, 95 %"),
+    "smollm2-exact-all": Table(f"{_HELD_OUT}/exact.md", "smollm2, held out, all", "partial, 95 %"),
+    "gemma3-exact": Table(f"{_HELD_OUT}/exact_gemma3.md", "gemma3, held out, at most", "partial, 95 %"),
     "flan-t5-joint": Table(f"{_HELD_OUT}/joint.md", "Input maps over", "partial (position out)", 30),
     "hansards-layers": Table(_HANSARDS, "By layer, the end of the sentence competes", "layer 2", 447),
     "hansards-floors": Table(_HANSARDS, "Floors and published aligners", "AER", 447),
@@ -137,6 +141,10 @@ _LIBRARY = {
     "smollm2-long": (
         *(f"{_PARTIAL} by plain words", _SMOLLM2),
         *("of them with more than 20 tokens", "input_map.library smollm2 held_out"),
+    ),
+    "smollm2-exact": (
+        *(f"{_PARTIAL} by plain words", _SMOLLM2),
+        *("held-out prompts of at most 32 tokens", "input_map.exact smollm2"),
     ),
     "flan-t5-joint": (
         *(f"{_PARTIAL} by plain words", "flan-t5-small"),

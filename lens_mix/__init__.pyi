@@ -39,6 +39,7 @@ from .registry import register
 from .runner import run, run_many, support
 from .statistics.summary import table
 from .traces.documents import Documents
+from .traces.many import trace_many
 from .traces.trace import Trace, trace
 from .view.page import page
 from .view.position_figure import show_position
@@ -104,6 +105,7 @@ __all__ = [
     "targets",
     "testing",
     "trace",
+    "trace_many",
     "tree_text",
     "view",
 ]

@@ -1,4 +1,4 @@
-"""Define the command line: `lens-mix map MODEL TEXT`, and `methods`, `support`, `check`, `evaluate`, `serve`.
+"""Define the command line: `lens-mix map MODEL TEXT`, `trace`, `methods`, `support`, `evaluate` and others.
 
 It needs the extra `cli` (typer). MODEL is the name or the folder of a model that transformers can load. An
 error is one line on the standard error. The exit code is 2 for a wrong argument or file and for a model that
@@ -23,6 +23,10 @@ try:
 except ImportError as problem:
     raise SystemExit("lens-mix: the command line needs typer: pip install 'lens_mix[cli]'") from problem
 
+# Errors of the library that start with these name an argument that is an option here.
+_NAMED_AS_OPTIONS = tuple(
+    f"{name}: " for name in ("queries", "layers", "span", "answer", "generate", "sources", "aggregation")
+)
 _LONGEST_LINE = 600  # the most characters of an error; some libraries list all valid values in their errors
 
 
@@ -52,8 +56,7 @@ def _describe(problem: Exception) -> tuple[str, int]:
         return "interrupted", 1
     if isinstance(problem, (ValueError, OSError, ImportError)):
         text = str(problem) or type(problem).__name__
-        # An error of the library names the argument, which is an option here.
-        return f"--{text}" if text.startswith(("queries: ", "layers: ")) else text, 2
+        return f"--{text}" if text.startswith(_NAMED_AS_OPTIONS) else text, 2
     return f"{type(problem).__name__}: {problem} (LENS_MIX_DEBUG=1 in the environment shows where)", 1
 
 
@@ -74,6 +77,7 @@ _Model = Annotated[
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+_DEFAULT_GENERATED = 64
 _DEFAULT_EVALUATED = (
     *("attention", "value_zeroing", "attn_res_ln", "alti", "decompx"),
     *("gradient_attention", "input_gradients"),
@@ -169,6 +173,127 @@ def _map_text(
         typer.echo(f"\nwrote the page of all views: {path}", err=as_json)
     if not (out or show or as_json):
         typer.echo("\n--open shows the page of all views, --out page.html writes it")
+
+
+@app.command("trace")
+def _trace_text(
+    model: _Model,
+    text: Annotated[
+        str | None,
+        typer.Argument(metavar="TEXT", help="The prompt, if it is not made of documents."),
+    ] = None,
+    document: Annotated[
+        list[str] | None,
+        _option(
+            "A document of the prompt: a text file, as NAME=FILE or as FILE, whose name without ending is "
+            "then the document's name; repeat it for several.",
+            "NAME=FILE",
+        ),
+    ] = None,
+    question: Annotated[str, _option("The question about the documents.", "TEXT")] = "",
+    instruction: Annotated[str, _option("What the model is told before the documents.", "TEXT")] = "",
+    answer: Annotated[
+        str | None,
+        _option(
+            "What was written after the prompt, with its first space if it needs one. Default: what the "
+            "model writes.",
+            "TEXT",
+        ),
+    ] = None,
+    generate: Annotated[
+        int | None,
+        _option(
+            f"The largest number of tokens that the model writes. Default: {_DEFAULT_GENERATED}.",
+            "NUMBER",
+            min=1,
+        ),
+    ] = None,
+    sources: Annotated[
+        str,
+        _option(
+            "What the sources are: token, word, sentence, message or document. Default: sentence.", "UNIT"
+        ),
+    ] = "sentence",
+    span: Annotated[
+        list[str] | None,
+        _option(
+            "A part of what was written, to list its sources; repeat it for several. Default: each sentence.",
+            "TEXT",
+        ),
+    ] = None,
+    top: Annotated[
+        int, _option("The number of sources to list for each part. Default: 5.", "NUMBER", min=1)
+    ] = 5,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Measure what each part loses without each listed source: a forward pass for each.",
+        ),
+    ] = False,
+    method: Annotated[
+        str | None,
+        _option("A method of `lens-mix methods`. Default: the one with the best evidence.", "NAME"),
+    ] = None,
+    aggregation: Annotated[
+        str | None,
+        _option(
+            "How the maps of the layers become one, for methods with layer maps (mean, max, rollout, ...). "
+            "Default: mean.",
+            "NAME",
+        ),
+    ] = None,
+    out: Annotated[Path | None, _option("Write the page of the trace to this file.", "FILE")] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the page of the trace in the browser.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Print which sentences of a prompt, or documents, a written text came from.
+
+    The prompt is TEXT, or documents with a question. The result is text, or JSON with --json. With --out or
+    --open it is also one self-contained page: click a written sentence, and its sources are coloured.
+    """
+    from lens_mix import report
+    from lens_mix.arguments import check_choice
+    from lens_mix.traces.attribution import find_aggregation
+    from lens_mix.traces.sources import UNITS
+    from lens_mix.traces.trace import trace
+
+    # The arguments are checked first, because loading a model takes long.
+    prompt = _read_traced(text, document or [], question, instruction)
+    if answer is not None and generate is not None:
+        raise ValueError("--answer, --generate: expected one of the two, got both")
+    if answer is not None and not answer.strip():
+        raise ValueError(f"--answer: expected what was written, got {answer!r}")
+    if out is not None:
+        _check_writable("--out", out)
+    check_choice("sources", sources, [unit for unit in UNITS if unit != "given"])
+    if method is not None:
+        _check_methods([method], allow_input_map=False)
+    find_aggregation(aggregation)
+    traced = trace(
+        _load(model),
+        prompt,
+        answer=answer,
+        generate=(generate or _DEFAULT_GENERATED) if answer is None else None,
+        sources=sources,
+        method=method,
+        aggregation=aggregation,
+    )
+    parts = [traced[part] for part in span] if span else traced.spans
+    if verify:
+        for part in parts:
+            part.verify(top)
+    if as_json:
+        _print_json(report.trace_record(traced, parts, top))
+    else:
+        typer.echo(report.describe_trace(traced, parts, top))
+    page = traced.show() if out is not None or show else None
+    written = page.save(out) if page is not None and out is not None else None
+    opened = page.open() if page is not None and show else None
+    for path in filter(None, (written, opened)):
+        typer.echo(f"\nwrote the page of the trace: {path}", err=as_json)
+    if not (out or show or as_json):
+        typer.echo("\n--open shows the page of the trace, --out page.html writes it")
 
 
 @app.command()
@@ -368,14 +493,14 @@ def _progress() -> bool | None:
     return True if sys.stderr.isatty() else None
 
 
-def _check_methods(names: Sequence[str]) -> None:
+def _check_methods(names: Sequence[str], allow_input_map: bool = True) -> None:
     """Raise an error for an unknown method."""
     from lens_mix import registry
     from lens_mix.named_maps import INPUT_MAP
 
     for name in names:
         try:
-            if name != INPUT_MAP:
+            if name != INPUT_MAP or not allow_input_map:
                 registry.find_method(name)
         except ValueError:
             close = difflib.get_close_matches(name, registry.list_names(), 1)
@@ -424,16 +549,54 @@ def _without_nan(value: Any) -> Any:
 
 def _read_prompts(path: Path) -> list[str]:
     """Return the lines of a text file, without blank ones."""
-    from lens_mix.arguments import check_file_path
-
-    try:
-        text = Path(check_file_path("--prompts", path)).read_text(encoding="utf-8")
-    except UnicodeDecodeError as problem:
-        raise ValueError(f"--prompts: expected a text file in UTF-8, got {path}: {problem}") from problem
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in _read_text("--prompts", path).splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"--prompts: expected a prompt on each line, got none in {path}")
     return lines
+
+
+def _read_text(option: str, path: Path) -> str:
+    from lens_mix.arguments import check_file_path
+
+    try:
+        return Path(check_file_path(option, path)).read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{option}: expected a text file in UTF-8, got {path}: {problem}") from problem
+
+
+def _read_traced(text: str | None, documents: Sequence[str], question: str, instruction: str) -> Any:
+    """Return the prompt of a trace: the text, or the documents in the files with what belongs to them."""
+    from lens_mix.traces.documents import Documents
+
+    if text is not None and documents:
+        raise ValueError(
+            "TEXT, --document: expected one of the two, got both; a question about documents is --question"
+        )
+    if text is None and not documents:
+        raise ValueError("TEXT, --document: expected a prompt or documents, got neither")
+    if text is not None:
+        if question or instruction:
+            raise ValueError("--question, --instruction: expected documents with them, got only TEXT")
+        if not text.strip():
+            raise ValueError(f"TEXT: expected a prompt, got {text!r}")
+        return text
+    texts: dict[str, str] = {}
+    for given in documents:
+        name, equals, place = given.partition("=")
+        # The name of a file may contain an equals sign itself.
+        is_named = bool(equals) and not Path(given).exists()
+        path = Path(place if is_named else given)
+        name = name if is_named else path.stem
+        content = _read_text("--document", path).strip()
+        if not name.strip() or not content:
+            raise ValueError(f"--document: expected NAME=FILE with a name and a text, got {given!r}")
+        if name in texts:
+            raise ValueError(
+                f"--document: expected different names, got {name!r} twice; write another one, as in "
+                f"'{name} 2={path}'"
+            )
+        texts[name] = content
+    return Documents(texts, question=question, instruction=instruction)
 
 
 def _check_writable(option: str, path: Path) -> None:

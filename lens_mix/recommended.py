@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from lens_mix.arguments import check_choice
+from lens_mix.arguments import check_choice, check_whole_number
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.prompts import further_inputs, is_causal_model, is_encoder_decoder
 from lens_mix.lens.rows import Selection
@@ -15,7 +15,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.measured import sentence
 from lens_mix.method import Method
 from lens_mix.methods.attention import AttentionWeights
-from lens_mix.methods.attribution_patching import AttributionPatching
+from lens_mix.methods.attribution_patching import LONGEST_MEASURED, AttributionPatching
 from lens_mix.methods.decompx import DecompX
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.input_gradients import InputGradients
@@ -26,6 +26,9 @@ from lens_mix.targets import TargetLike, predicted
 # The evidence was measured with these replacements (docs/evidence/input_map.md).
 _WORDS = (" thing", " green")
 
+# The details of `AttributionPatching` about its measured scores.
+_MEASURED = ("measured", "measured_passes")
+
 # These are the names of each recipe's facts in `lens_mix/measured.json`. A recipe that is missing here was
 # not measured separately.
 EVIDENCE = {
@@ -34,6 +37,7 @@ EVIDENCE = {
         "smollm2-forms: … for 24: lm.AttributionPatching",
         "smollm2-long: SmolLM2, held out, more than 20 tokens",
     ),
+    "attribution_patching, measured": ('smollm2-exact: lm.input_map(exact="auto")',),
     "decompx": ("rxnfp-importance: decompx",),
     "gim with ratios": ('smollm2-held_out: gim, activations="ratio", readout="absolute"',),
 }
@@ -44,6 +48,7 @@ def input_map(
     prompt: Any,
     queries: Selection | Literal["default"] | None = "default",
     target: TargetLike | None = None,
+    exact: int | Literal["auto", False] = "auto",
     **options: Any,
 ) -> MixingMap:
     """Return the map from input tokens to an output that has the best evidence on this kind of model.
@@ -51,10 +56,11 @@ def input_map(
     It is computed by the first of these recipes that can run on the model. The notes of the map say why the
     earlier ones cannot.
 
-    1. `attribution_patching` estimates how the target changes if a token is replaced. It needs a few forward
-       passes, and a causal model on a TransformerBridge that takes positions. Among the maps that need no
-       forward pass per token, its ranking agreed best with measured replacement on short prompts. On long
-       prompts and on a second model it was not the best, and it is poor at finding a single planted fact.
+    1. `attribution_patching` is how the target changes if a token is replaced. In rows of at most 32 tokens
+       the strongest scores are measured (`exact`), and all others are estimated. It takes up to twelve
+       forward passes if it measures, and about five otherwise. It needs a causal model on a TransformerBridge
+       that takes positions. Without measured scores it was not the best on long prompts and on a second
+       model. It is poor at finding a single planted fact.
     2. `decompx` decomposes the representation of a position. It runs on bidirectional models if no target is
        given. It agreed best on one encoder, a BERT of chemical reactions, and poorly on another, which was
        trained on number agreement.
@@ -75,6 +81,12 @@ def input_map(
         target: What is explained, at the position of each row: the text of a token (" Paris": its
             probability), one of `lm.targets`, or a function of the logits. None: the log probability of the
             model's own prediction there. `decompx` explains the representation of the position instead.
+        exact: How many scores of each row are measured, by replacing the token in whole passes, instead of
+            estimated. This is for `attribution_patching` only. The strongest ones are measured, and the
+            query's own. "auto": as many as make the map take about twice the time of the estimate alone.
+            These are all scores of a row of at most 17 tokens, and none of a row of more than 32 tokens,
+            which this cost did not improve. False: none. `lm.AttributionPatching` (`n_measured`) describes
+            how the others are rescaled.
         options: As in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
             part="decoder" excludes the source. `layers` is for `decompx`, which has a map of each layer. Its
             default is the last layer, which was measured. The other recipes have one map, which is labelled
@@ -100,15 +112,47 @@ def input_map(
     if isinstance(queries, str):
         check_choice("queries", queries, ("default",))
         queries = find_default_row(model, prompt, target, **options)
-    method, name, mixing_map, reasons = _run_first(model, prompt, queries, target, options)
-    evidence = {"recipe": method.name, "figures": _figures(name)}
+    n_measured = _read_exact(exact)
+    method, name, mixing_map, reasons = _run_first(model, prompt, queries, target, n_measured, options)
+    notes = [f"input_map: a better recipe cannot run: {reason}" for reason in reasons]
+    evidence: dict[str, Any] = {"recipe": method.name, "figures": _figures(name)}
+    if isinstance(method, AttributionPatching) and n_measured:
+        (measured,), (passes,) = (mixing_map.provenance["details"][key] for key in _MEASURED)
+        evidence |= dict(zip(_MEASURED, (measured, passes), strict=True))
+        if not any(measured):
+            evidence["figures"] = _figures(method.name)
+        notes += _describe_measured(mixing_map, measured)
+    elif n_measured not in (0, "auto"):
+        notes.append(f"input_map: exact={n_measured} has no effect, because {method.name} measures no score")
     return mixing_map.replace(
-        provenance={**mixing_map.provenance, "input_map": evidence},
-        notes=(
-            *mixing_map.notes,
-            *(f"input_map: a better recipe cannot run: {reason}" for reason in reasons),
-        ),
+        provenance={**mixing_map.provenance, "input_map": evidence}, notes=(*mixing_map.notes, *notes)
     )
+
+
+def _read_exact(exact: Any) -> int | Literal["auto"]:
+    """Return the argument `exact` as the `n_measured` of `AttributionPatching`."""
+    if exact is False or exact == "auto":
+        return exact or 0
+    if isinstance(exact, bool) or not isinstance(exact, int):
+        raise TypeError(f"exact: expected 'auto', a whole number or False, got {exact!r}")
+    return check_whole_number("exact", exact, 0)
+
+
+def _describe_measured(mixing_map: MixingMap, measured: Sequence[Sequence[int]]) -> list[str]:
+    """Return notes about the rows that have estimated scores, with the number of measured ones."""
+    rows = list(zip(mixing_map.query_positions, measured, strict=True))
+    notes = [
+        f"input_map: in the row of position {query}, {len(chosen)} of {query + 1} scores are measured by "
+        "replacing the token, and the others are estimated and rescaled"
+        for query, chosen in rows
+        if 0 < len(chosen) <= query
+    ]
+    if not all(measured):
+        notes.append(
+            f"input_map: all scores of rows of more than {LONGEST_MEASURED} tokens are estimated; exact=8 "
+            "measures the 8 strongest"
+        )
+    return notes
 
 
 def recommended_method(model: TransformerLensModel) -> Method:
@@ -118,7 +162,7 @@ def recommended_method(model: TransformerLensModel) -> Method:
         UnsupportedModelError: If none of the recipes can run.
     """
     part = "joint" if is_encoder_decoder(model, model_class_of(model)) else None
-    return _run_first(model, any_prompt(model), -1, None, {"part": part, "progress": None})[0]
+    return _run_first(model, any_prompt(model), -1, None, "auto", {"part": part, "progress": None})[0]
 
 
 def find_default_row(
@@ -155,11 +199,12 @@ def _run_first(
     prompt: Any,
     queries: Selection | None,
     target: TargetLike | None,
+    n_measured: int | Literal["auto"],
     options: Mapping[str, Any],
 ) -> tuple[Method, str, MixingMap, list[str]]:
     """Return the first recipe that can run, its name, its map, and why the earlier ones cannot run."""
     reasons: list[str] = []
-    for method, name in _list_recipes(model, target, options["part"]):
+    for method, name in _list_recipes(model, target, n_measured, options["part"]):
         if isinstance(method, DecompX) and not _is_bidirectional(model, prompt, options):
             continue
         try:
@@ -173,13 +218,16 @@ def _run_first(
 
 
 def _list_recipes(
-    model: TransformerLensModel, target: TargetLike | None, part: str | None
+    model: TransformerLensModel,
+    target: TargetLike | None,
+    n_measured: int | Literal["auto"],
+    part: str | None,
 ) -> Iterable[tuple[Method, str]]:
     """Return the recipes for a part of a model, the best one first, each with its name in `EVIDENCE`."""
     asked = predicted(of="log_probability") if target is None else target
     if part == "joint":
         return [(InputGradients(asked), "joint input_gradients")]
-    return _recipes(model, asked, by_default=target is None)
+    return _recipes(model, asked, n_measured, by_default=target is None)
 
 
 def _figures(name: str) -> str:
@@ -188,16 +236,19 @@ def _figures(name: str) -> str:
 
 
 def _recipes(
-    model: TransformerLensModel, target: TargetLike, by_default: bool
+    model: TransformerLensModel, target: TargetLike, n_measured: int | Literal["auto"], by_default: bool
 ) -> Iterator[tuple[Method, str]]:
     """Yield the recipes, the best one first, each with its name in `EVIDENCE`.
 
     Args:
         model: The model.
         target: The target.
+        n_measured: The number of scores that `AttributionPatching` measures.
         by_default: Whether it is the default target, and not one that the user gave.
     """
-    yield AttributionPatching(target, replacements=_words(model)), "attribution_patching"
+    patching = AttributionPatching(target, replacements=_words(model), n_measured=n_measured)
+    names = {0: "attribution_patching", "auto": "attribution_patching, measured"}
+    yield patching, names.get(n_measured, "attribution_patching, some measured")
     if by_default:
         yield DecompX(), "decompx"
     yield Gim(target, readout="absolute", activations="ratio"), "gim with ratios"

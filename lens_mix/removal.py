@@ -56,7 +56,7 @@ class Copies:
         """The number of samples, which is the number of consecutive copies of each group."""
         return len(self.others)
 
-    def at(self, chunk: slice) -> Copies:
+    def at(self, chunk: slice | Bool[Tensor, " copy"]) -> Copies:
         """Return some of the copies."""
         return Copies(self.prompt_index[chunk], self.removed[chunk], self.sample[chunk], self.others)
 

@@ -1,8 +1,8 @@
-"""Report maps as text and as JSON, for the command line."""
+"""Report maps and traces as text and as JSON, for the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from lens_mix.evaluation.candidates import AS_IT_IS, candidate_rows
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import normalise_by_magnitude
 from lens_mix.maps.explained import as_records
+from lens_mix.traces.spans import WrittenSpan
+from lens_mix.traces.trace import Trace
 from lens_mix.view.labels import make_visible, name_model
 
 _SOURCES = 5  # the number of keys that are listed for a row
@@ -135,4 +137,57 @@ def _map_record(m: MixingMap, every_row: bool) -> dict[str, Any]:
             }
             for query in positions
         ],
+    }
+
+
+def describe_trace(trace: Trace, spans: Sequence[WrittenSpan], k: int) -> str:
+    """Return lines of text: what was written, and the strongest sources of some parts of it.
+
+    Args:
+        trace: The trace.
+        spans: The parts.
+        k: The number of sources for each part.
+    """
+    count = f"{trace.n_prompt} prompt tokens, {trace.reading.n_written} written"
+    listed = [span.top(k) for span in spans]
+    lines = [f"{name_model(trace.provenance)}, {count}: {trace.text.strip()}"]
+    lines += [f"the strongest sources by {trace.unit}, as shares of the scores of {trace.method_name}"]
+    if any(each.loss is not None for scores in listed for each in scores):
+        lines += ["nats: the log probability that the part loses without the source, measured"]
+    for scores in listed:
+        lines += ["", repr(scores)]
+    lines += ["", *(f"note: {note}" for note in trace.notes)] if trace.notes else []
+    return "\n".join(lines)
+
+
+def trace_record(trace: Trace, spans: Sequence[WrittenSpan], k: int) -> dict[str, Any]:
+    """Return a trace, with the strongest sources of some parts of it, as values that JSON can represent.
+
+    Args:
+        trace: The trace.
+        spans: The parts.
+        k: The number of sources for each part.
+    """
+    return {
+        "model": name_model(trace.provenance),
+        "method": trace.method_name,
+        "tokens": trace.tokens,
+        "prompt_tokens": trace.n_prompt,
+        "text": trace.text,
+        "unit": trace.unit,
+        "spans": [_span_record(span, k) for span in spans],
+        "notes": list(trace.notes),
+    }
+
+
+def _span_record(span: WrittenSpan, k: int) -> dict[str, Any]:
+    listed = [{**each.source.__dict__, **each._asdict()} for each in span.top(k)]
+    for each in listed:
+        del each["source"]
+    return {
+        "text": span.text,
+        "positions": list(span.positions),
+        "log_probability": span.log_probability,
+        "probability": span.probability,
+        "sources": listed,
     }

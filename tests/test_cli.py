@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -121,6 +122,78 @@ def test_positions_and_layers_that_do_not_exist_are_named_as_options(folder):
         assert error.startswith(f"lens-mix: {option}: ")
 
 
+@pytest.fixture
+def documents(tmp_path):
+    """Return options with two documents in files; the first one's name is that of its file."""
+    (tmp_path / "family.txt").write_text("My grandmother was born in Italy. She sang to us.\n")
+    (tmp_path / "war.txt").write_text("He left the country after war.")
+    options = ["--document", tmp_path / "family.txt", "--document", f"the war={tmp_path / 'war.txt'}"]
+    return [*options, "--question", "They live in"]
+
+
+def test_trace_prints_the_sources_of_each_sentence(folder, documents, tmp_path):
+    out = tmp_path / "page.html"
+    found = called("trace", folder, *documents, "--answer", " Italy. She sang.", "--out", out)
+    assert found.exit_code == 0, found.output
+    assert str(folder) not in found.output
+    prompt = lm.Documents(
+        {
+            "family": "My grandmother was born in Italy. She sang to us.",
+            "the war": "He left the country after war.",
+        },
+        question="They live in",
+    )
+    t = lm.trace(_model(folder), prompt, answer=" Italy. She sang.")
+    assert len(t.spans) == 2
+    for span in t.spans:
+        assert repr(span.top(5)) in found.output
+    assert f"{t.n_prompt} prompt tokens, {t.reading.n_written} written: Italy. She sang." in found.output
+    assert f"wrote the page of the trace: {out}" in found.output
+    assert "<!DOCTYPE html>" in out.read_text()
+
+
+def test_trace_as_json_with_options(folder, documents):
+    options = [
+        "--answer",
+        " Italy. She sang.",
+        "--span",
+        "Italy",
+        "--span",
+        "She sang",
+        "--sources",
+        "document",
+    ]
+    more = ["--top", 2, "--verify", "--method", "attention", "--aggregation", "max", "--json"]
+    found = called("trace", folder, *documents, *options, *more)
+    assert found.exit_code == 0, found.output
+    record = json.loads(found.stdout)
+    assert (record["method"], record["unit"]) == ("attention, max", "document")
+    assert [span["text"].strip() for span in record["spans"]] == ["Italy", "She sang"]
+    for span in record["spans"]:
+        assert "".join(record["tokens"][place] for place in span["positions"]) == span["text"]
+        assert span["positions"][0] >= record["prompt_tokens"]
+        assert math.log(span["probability"]) == pytest.approx(span["log_probability"])
+        first, second = span["sources"]
+        assert abs(first["score"]) >= abs(second["score"])
+        assert {first["name"], second["name"]} < {"family", "the war", "question"}
+        assert isinstance(first["loss"], float)
+        assert record["tokens"][first["positions"][0]].strip() == first["text"].split()[0]
+
+
+def test_trace_of_a_text_that_the_model_continues(folder, tmp_path, monkeypatch):
+    from lens_mix.view.page import Page
+
+    monkeypatch.setattr(Page, "open", lambda self: tmp_path / "opened.html", raising=False)
+    found = called(
+        "trace", folder, "My grandmother was born in", "--generate", 3, "--sources", "word", "--open"
+    )
+    assert found.exit_code == 0, found.output
+    assert "6 prompt tokens, " in found.output
+    assert f"wrote the page of the trace: {tmp_path / 'opened.html'}" in found.output
+    found = called("trace", folder, "My grandmother was born in", "--generate", 3)
+    assert "--open shows the page of the trace" in found.output
+
+
 def test_map_opens_a_page(folder, tmp_path, monkeypatch):
     from lens_mix.view.page import Page
 
@@ -186,7 +259,7 @@ def test_every_command_on_a_model(loaded, tmp_path):
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
 
 
-@pytest.mark.parametrize("command", ["", "map", "methods", "serve", "support", "check", "evaluate"])
+@pytest.mark.parametrize("command", ["", "map", "trace", "methods", "serve", "support", "check", "evaluate"])
 def test_help(command):
     found = called(*command.split(), "--help")
     assert found.exit_code == 0
@@ -223,6 +296,26 @@ def test_arguments_that_are_wrong():
         ("map", "m", "b c", "--layers", ""): "--layers: expected whole numbers",
         ("map", "m", ""): "TEXT: expected a prompt, got ''",
         ("map", "m", " \n\t\u3000"): "TEXT: expected a prompt",
+        ("trace", "m"): "TEXT, --document: expected a prompt or documents, got neither",
+        ("trace", "m", " "): "TEXT: expected a prompt",
+        ("trace", "m", "b", "--document", "x"): "TEXT, --document: expected one of the two, got both",
+        ("trace", "m", "b", "--question", "c"): "--question, --instruction: expected documents",
+        (
+            "trace",
+            "m",
+            "b",
+            "--answer",
+            "c",
+            "--generate",
+            "3",
+        ): "--answer, --generate: expected one of the two",
+        ("trace", "m", "b", "--answer", " "): "--answer: expected what was written",
+        ("trace", "m", "b", "--generate", "0"): "--generate",
+        ("trace", "m", "b", "--top", "0"): "--top",
+        ("trace", "m", "b", "--sources", "line"): "--sources: expected",
+        ("trace", "m", "b", "--method", "altii"): "did you mean 'alti'",
+        ("trace", "m", "b", "--method", "input_map"): "--method: expected a name",
+        ("trace", "m", "b", "--aggregation", "middle"): "middle",
         ("serve", "m", "--port", "port"): "--port",
         ("serve", "m", "--port", "65536"): "65535",
         ("serve", "m", "--port", "-1"): "--port",
@@ -259,6 +352,17 @@ def test_files_that_are_wrong(loaded, tmp_path):
         ("map", "any", "b", "--out", none / "page.html"): f"got {none}",
         ("map", "any", "b", "--out", tmp_path): "the folder",
         ("map", "any", "b", "--out", ""): "--out",
+        ("trace", "any", "b", "--out", tmp_path): "the folder",
+        ("trace", "any", "--document", none): f"--document: expected a file that exists, got {none}",
+        ("trace", "any", "--document", f"a={none}"): f"--document: expected a file that exists, got {none}",
+        ("trace", "any", "--document", tmp_path): "the folder",
+        ("trace", "any", "--document", tmp_path / "blank.txt"): "NAME=FILE with a name and a text",
+        ("trace", "any", "--document", f"={tmp_path / 'prompts.txt'}"): "NAME=FILE with a name and a text",
+        ("trace", "any", "--document", tmp_path / "binary.bin"): "UTF-8",
+        (
+            *("trace", "any", "--document", tmp_path / "prompts.txt"),
+            *("--document", f"prompts={tmp_path / 'list.jsonl'}"),
+        ): "different names, got 'prompts' twice",
         (*evaluate, "--prompts", none): f"got {none}",
         (*evaluate, "--prompts", tmp_path): "the folder",
         (*evaluate, "--prompts", tmp_path / "blank.txt"): "a prompt on each line",

@@ -27,12 +27,64 @@ def test_causal_bridges_get_patching_with_its_record():
         "input",
         (),
     )
-    expected = lm.run(model, prompt, lm.AttributionPatching(), queries=[-1])
+    expected = lm.run(model, prompt, lm.AttributionPatching(n_measured="auto"), queries=[-1])
     assert torch.equal(found.scores, expected.scores)
     assert found.provenance["input_map"] == {
         "recipe": "attribution_patching",
+        "figures": sentence(*EVIDENCE["attribution_patching, measured"]),
+        "measured": [[0, 1, 2, 3, 4, 5]],
+        "measured_passes": [7.0],
+    }
+
+
+def test_measured_scores_are_asked_for_and_recorded():
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    prompt = tokens(model, 1, 8, 1)[0]
+    none = lm.input_map(model, prompt, exact=False)
+    assert torch.equal(none.scores, lm.run(model, prompt, lm.AttributionPatching(), queries=[-1]).scores)
+    assert none.provenance["input_map"] == {
+        "recipe": "attribution_patching",
         "figures": sentence(*EVIDENCE["attribution_patching"]),
     }
+    some = lm.input_map(model, prompt, queries=[1, -1], exact=3)
+    assert [len(measured) for measured in some.provenance["input_map"]["measured"]] == [2, 4]
+    assert some.parameters["n_measured"] == 3
+    assert some.provenance["input_map"]["figures"] == "not measured separately"
+    # Everything in the first row is measured.
+    (note,) = [note for note in some.notes if note.startswith("input_map")]
+    assert "in the row of position 7, 4 of 8 scores are measured" in note
+    again = lm.run_again(model, some)
+    assert torch.equal(again.scores, some.scores)
+
+
+def test_nothing_is_measured_in_long_rows():
+    model = build_or_skip(bridge, "gpt2", torch.float64, n_positions=64)
+    prompt = tokens(model, 1, 33, 1)[0]
+    found, estimated = lm.input_map(model, prompt), lm.input_map(model, prompt, exact=False)
+    assert torch.equal(found.scores, estimated.scores)
+    assert found.provenance["input_map"] == {
+        **estimated.provenance["input_map"],
+        "measured": [[]],
+        "measured_passes": [0.0],
+    }
+    assert "all scores of rows of more than 32 tokens are estimated" in found.notes[-1]
+    both = lm.input_map(model, prompt, queries=[3, -1])
+    assert both.provenance["input_map"]["measured"] == [[0, 1, 2, 3], []]
+    assert both.provenance["input_map"]["figures"] == sentence(*EVIDENCE["attribution_patching, measured"])
+
+
+def test_exact_on_a_model_without_such_copies():
+    model = build_or_skip(bridge, "mistral", torch.float64)
+    prompt = tokens(model, 1, 7, 1)[0]
+    assert "exact=2 has no effect, because gim" in lm.input_map(model, prompt, exact=2).notes[-1]
+    assert "exact" not in lm.input_map(model, prompt).notes[-1]
+
+
+@pytest.mark.parametrize(("exact", "error"), [(True, TypeError), ("all", TypeError), (-1, ValueError)])
+def test_bad_numbers_of_measured_scores(exact, error):
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    with pytest.raises(error, match="exact: expected"):
+        lm.input_map(model, torch.arange(3, 9), exact=exact)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Measure the cost of input maps of the last position, in forward passes of the same prompt.
 
-python -m benchmarks.input_map.forwards smollm2 16 64                writes results/forwards.md; a minute
+python -m benchmarks.input_map.forwards smollm2 16 20 64             writes results/forwards.md; two minutes
 """
 
 from __future__ import annotations
@@ -11,36 +11,69 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import lens_mix as lm
 from benchmarks.common import describe_machine, describe_measurement, markdown_table
+from lens_mix.methods import occlusion
 
 REPEATS = 9
+# Occlusion takes longer, so it is measured on a short prompt and less often.
+OCCLUDED, OCCLUSION_REPEATS = 20, 3
 
 
-def ways_of(model: Any, count: int) -> dict[str, Callable[[], Any]]:
-    """Return what is compared on a prompt of `count` drawn tokens, by name."""
-    tokens = torch.randint(1000, 40000, (count,), generator=torch.Generator().manual_seed(0))
+def draw_tokens(count: int) -> torch.Tensor:
+    """Return a prompt of drawn tokens."""
+    return torch.randint(1000, 40000, (count,), generator=torch.Generator().manual_seed(0))
+
+
+def forward_of(model: Any, tokens: torch.Tensor) -> Callable[[], None]:
+    """Return a function that runs one forward pass."""
 
     def forward() -> None:
         with torch.no_grad():
             model(tokens[None])
 
+    return forward
+
+
+def ways_of(model: Any, count: int) -> dict[str, Callable[[], Any]]:
+    """Return what is compared on a prompt of `count` drawn tokens, by name."""
+    tokens = draw_tokens(count)
     gim = lm.Gim(activations="ratio", readout="absolute")
     return {
-        "forward": forward,
+        "forward": forward_of(model, tokens),
         "`attention`, one row": lambda: lm.run(model, tokens, "attention", queries=[-1]),
         "`gim`, ratio, absolute": lambda: lm.run(model, tokens, gim, queries=[-1]),
+        "`lm.input_map(exact=False)`": lambda: lm.input_map(model, tokens, exact=False),
         "`lm.input_map`": lambda: lm.input_map(model, tokens),
     }
 
 
-def processor_seconds(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
+def occlusions_of(model: Any) -> dict[str, Callable[[], Any]]:
+    """Return the two ways to run the copies of `lm.Occlusion`, by name."""
+    tokens, method = draw_tokens(OCCLUDED), lm.Occlusion()
+
+    def shared() -> None:
+        lm.run(model, tokens, method, queries=[-1], progress=None)
+
+    def whole() -> None:
+        with mock.patch.object(occlusion, "rows_beside_copies", return_value=[]):
+            shared()
+
+    return {
+        "forward": forward_of(model, tokens),
+        "every copy in a whole pass": whole,
+        "copies from the replaced token on": shared,
+    }
+
+
+def processor_seconds(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Return the median processor time of each way. They take turns, so that other load falls on all."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(REPEATS + 1):
+    for turn in range(repeats + 1):
         for name, run in ways.items():
             start = time.process_time()
             run()
@@ -58,7 +91,7 @@ def main(model_name: str, *counts: str) -> None:
     model = getattr(models, model_name)()
     rows = []
     for count in map(int, counts):
-        seconds = processor_seconds(ways_of(model, count))
+        seconds = processor_seconds(ways_of(model, count), REPEATS)
         forward = seconds.pop("forward")
         rows += [
             {
@@ -69,6 +102,16 @@ def main(model_name: str, *counts: str) -> None:
             }
             for name, taken in seconds.items()
         ]
+    seconds = processor_seconds(occlusions_of(model), OCCLUSION_REPEATS)
+    forward, whole = seconds.pop("forward"), seconds["every copy in a whole pass"]
+    occlusions = [
+        {
+            "`lm.Occlusion()`": name,
+            "forward passes": f"{taken / forward:.1f}",
+            "share of the time of whole passes": f"{taken / whole:.2f}",
+        }
+        for name, taken in seconds.items()
+    ]
     command = f"python -m benchmarks.input_map.forwards {' '.join([model_name, *counts])}"
     page = (
         f"# Cost of input maps\n\nWritten by `PYTHONPATH=.:demos {command}`; "
@@ -76,6 +119,8 @@ def main(model_name: str, *counts: str) -> None:
         f"{REPEATS} runs in turns.\n\n"
         f"Machine: {describe_machine()}.\n\n## Forward passes of {model_name}\n\n"
         f"{describe_measurement()}\n\n{markdown_table(rows)}\n"
+        f"## Occlusion of {model_name}\n\n{OCCLUDED} tokens, four replacements of each, one row; medians of "
+        f"{OCCLUSION_REPEATS} runs in turns.\n\n{describe_measurement()}\n\n{markdown_table(occlusions)}\n"
     )
     (Path(__file__).parent / "results" / "forwards.md").write_text(page, encoding="utf-8")
     print(page)

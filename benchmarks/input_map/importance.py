@@ -1,7 +1,8 @@
 """Measure what replacing each token does to the model's own answer, and store it.
 
-    python -m benchmarks.input_map.importance smollm2 choose [limit]       (or gemma3, held_out)
+    python -m benchmarks.input_map.importance smollm2 choose [limit] [longest]       (or gemma3, held_out)
 
+`limit` is the number of prompts that are drawn. Of these, those of more than `longest` tokens are left out.
 Each prompt has a file with the tokens, the answer, and two numbers for every scored position: the means over
 four replacement words of abs(Δ log p(answer)) and of KL(p ‖ p replaced). Three more removals of the token are
 measured: its embedding is replaced by the mean embedding, its values are zeroed in all layers, and the
@@ -109,8 +110,8 @@ def measure(decoder: Decoder, tokenizer: Any, tokens: Tensor) -> dict[str, Tenso
     }
 
 
-def main(model_name: str, half: str, limit: str = "1000") -> None:
-    """Store the importance of all prompts of one half."""
+def main(model_name: str, half: str, limit: str = "1000", longest: str = "1000") -> None:
+    """Store the importance of the prompts of one half."""
     torch.set_num_threads(1)
     model, tokenizer = load(model_name)
     decoder = Decoder(model)
@@ -124,6 +125,8 @@ def main(model_name: str, half: str, limit: str = "1000") -> None:
         if path.exists() and "dropped" in torch.load(path):
             continue
         tokens = tokens_of(tokenizer, prompt)
+        if len(tokens) > int(longest):
+            continue
         torch.save(measure(decoder, tokenizer, tokens), path)
         if number % 10 == 0:
             print(

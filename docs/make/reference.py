@@ -91,6 +91,19 @@ PAGES = (
         },
     ),
     Page(
+        "traces",
+        "Trace written text",
+        "Find out which documents, sentences or tokens of a prompt a written text came from.",
+        ("trace", "trace_many", "Trace", "Documents"),
+        others=(
+            "lens_mix.traces.spans.WrittenSpan",
+            "lens_mix.traces.spans.SourceScore",
+            "lens_mix.traces.spans.SourceScores",
+            "lens_mix.traces.sources.TextSource",
+        ),
+        links={"The page of a trace": "guides/read_the_page", "Command line": "guides/command_line"},
+    ),
+    Page(
         "aggregation",
         "Aggregate layer maps",
         "Compute input maps, from each position down to the input tokens, from the maps of single layers.",

@@ -79,7 +79,7 @@ def row_passes(
     blocks: Sequence[Block],
     each: float,
     reason: str,
-    cheaper: str = "lm.input_map takes about five, without signs",
+    cheaper: str = "lm.input_map takes five to twelve, without signs",
 ) -> Passes:
     """Return about how many forward passes the asked rows take.
 

@@ -210,7 +210,7 @@ class BoundRows(BoundTarget):
             own, tokens = _at(output[copies], span), self._tokens_read(batch, copies, span)
             for row in (self.prompt_index == prompt).nonzero()[:, 0].tolist():
                 if distributions:
-                    yield row, copies, _log_probabilities(own, int(self.queries[row]) - span.start)
+                    yield row, copies, log_probabilities(own, int(self.queries[row]) - span.start)
                 else:
                     yield row, copies, evaluate(self.functions[row], own, *tokens)
 
@@ -516,8 +516,9 @@ def _at(output: Float[Tensor, " copy *whole"], span: slice) -> Float[Tensor, " c
     return output[:, span] if output.ndim == 3 else output
 
 
-def _log_probabilities(
+def log_probabilities(
     output: Float[Tensor, "copy *pos d_vocab"], place: int
 ) -> Float[Tensor, "copy d_vocab"]:
+    """Return the log probabilities of all tokens at a position, at least in float32."""
     logits = output if output.ndim == 2 else output[:, place]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

@@ -61,7 +61,9 @@ class ContextLength(RowTargetMethod):
     @override
     def passes(self, blocks: Sequence[Block]) -> Passes:
         counts = blocks[0].real.sum(dim=1).tolist()
-        return Passes(counts, "one for each token at most", "lm.input_map takes about five, without signs")
+        return Passes(
+            counts, "one for each token at most", "lm.input_map takes five to twelve, without signs"
+        )
 
     @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:

@@ -1,184 +1,248 @@
-"""Run a prompt beside replacements of some of its tokens, with copies of its last token that read them."""
+"""Run a prompt beside copies with other tokens, in one pass that runs only what differs from the prompt."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lens_mix.hooks import HookPair, must_fire, record_attention
+from lens_mix.hooks import mask_attention, must_fire
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens.batches import Batch, Prompt
 from lens_mix.lens.copies import count_copies
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.replay import relative_error
+from lens_mix.lens.replay import BlockCall, captured_calls, relative_error
 from lens_mix.lens.users_hooks import has_user_hooks
-from lens_mix.methods.bound_target import BoundRows, evaluate
+from lens_mix.methods.bound_target import BoundRows, evaluate, log_probabilities
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
+    from lens_mix.removal import Copies
+    from lens_mix.targets import Target
+
+# The most tokens that run after the prompt in one pass. More would cost more in attention than they save.
+_MOST_TOKENS = {"cpu": 256}
+_MOST_TOKENS_ELSEWHERE = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The order of tokens in one sequence that measures many replacements in one pass.
+    """The order of tokens in one sequence that runs many copies of a prompt in one pass.
 
-    The sequence contains, in this order:
+    The sequence contains the prompt, and then for each copy the positions that are run again. An index sees
+    the tokens up to its position: of its own copy those that are run again, of the prompt all others. So two
+    kinds of copies are possible if token j is replaced:
 
-    - the prompt;
-    - for each set, one replacement of every chosen token;
-    - copies of the last token, each of which sees one replacement instead of the replaced token;
-    - one copy that sees the prompt itself (the control).
-
-    A replacement of the token at position j sees the tokens before j and itself. Its copy of the last token
-    sees the replacement and not j. A replacement of the last token needs no copy. The control must give the
-    same values as the last token, from the end of the sequence.
+    - All positions from j on are run again. Attention is causal, so this is the whole pass over the copy.
+    - Only j and the last position are run again. The tokens between them are those of the clean pass.
 
     Attributes:
-        tokens: The indices of the prompt's tokens and of the control.
-        replaced: The indices of the replacements. The last of a set replaces the last token.
-        read: The indices whose logits are read: the copies of each set, then its last replacement.
+        rerun: Which positions of each copy are run again.
+        index: The index of each position of each copy: the prompt's own if it is not run again.
         positions: The position of each index.
         allowed: Which indices each index may see.
     """
 
-    tokens: Int[Tensor, " pos"]
-    replaced: Int[Tensor, "set chosen"]
-    read: Int[Tensor, "set chosen"]
+    rerun: Bool[Tensor, "copy pos"]
+    index: Int[Tensor, "copy pos"]
     positions: Int[Tensor, " index"]
     allowed: Bool[Tensor, "index index"]
 
     @classmethod
-    def of(cls, count: int, chosen: Int[Tensor, " chosen"], sets: int) -> Layout:
-        """Return the layout of a prompt of `count` tokens. The last chosen position is its last."""
-        last, replaced_positions = count - 1, chosen[:-1]
-        replaced = count + torch.arange(sets * len(chosen), device="cpu").unflatten(0, (sets, -1))
-        copies = (
-            count
-            + replaced.numel()
-            + torch.arange(sets * len(replaced_positions), device="cpu").reshape(sets, -1)
-        )
-        control = torch.tensor([count + replaced.numel() + copies.numel()], dtype=torch.long, device="cpu")
-        of_last = torch.full((copies.numel() + 1,), last, dtype=torch.long, device="cpu")
-        positions = torch.cat([torch.arange(count, device="cpu"), chosen.repeat(sets), of_last])
-        allowed = torch.eye(len(positions), dtype=torch.bool, device="cpu")
-        # An index sees the tokens before its position, and of those at its position only itself.
-        allowed[:, :count] |= torch.arange(count, device="cpu") < positions[:, None]
-        allowed[copies, replaced_positions] = False
-        allowed[copies, replaced[:, :-1]] = True
-        read = torch.cat([copies, replaced[:, -1:]], dim=1)
-        return cls(
-            torch.cat([torch.arange(count, device="cpu"), control]), replaced, read, positions, allowed
-        )
+    def of(cls, rerun: Bool[Tensor, "copy pos"]) -> Layout:
+        """Return the layout of copies, from the positions that are run again."""
+        rerun = rerun.cpu()
+        count, prompt = rerun.shape[1], torch.arange(rerun.shape[1], device="cpu")
+        copy, position = rerun.nonzero().unbind(1)
+        positions = torch.cat([prompt, position])
+        owner = torch.cat([torch.full_like(prompt, -1), copy])
+        allowed = owner[:, None] == owner
+        allowed[count:, :count] = ~rerun[copy]
+        allowed &= positions <= positions[:, None]
+        index = prompt.repeat(len(rerun), 1)
+        index[rerun] = count + torch.arange(len(copy), device="cpu")
+        return cls(rerun, index, positions, allowed)
 
-    def extend_to(self, last: int) -> Layout:
-        """Return the layout with one more index, which nothing sees, at the prompt's last position."""
-        positions = torch.cat([self.positions, torch.tensor([last], dtype=torch.long, device="cpu")])
-        allowed = torch.block_diag(self.allowed, torch.ones(1, 1, dtype=torch.bool, device="cpu"))
-        return dataclasses.replace(self, positions=positions, allowed=allowed)
-
-    def fill(self, tokens: Int[Tensor, " pos"], others: Int[Tensor, "set chosen"]) -> Int[Tensor, " index"]:
-        """Return the tokens of the pass, with the replacements at their indices."""
-        filled = tokens[self.positions.clamp_max(len(tokens) - 1).to(tokens.device)]
-        filled[self.replaced.to(tokens.device)] = others
-        return filled
+    def fill(self, tokens: Int[Tensor, " pos"], copies: Int[Tensor, "copy pos"]) -> Int[Tensor, " index"]:
+        """Return the tokens of the pass, from those of the prompt and of the copies."""
+        return torch.cat([tokens, copies[self.rerun.to(copies.device)]])
 
 
 @dataclasses.dataclass(frozen=True)
 class SideBySide:
-    """The prompt of one row up to the query, run with replacements for some of its tokens beside it.
+    """A prompt of a clean pass, which can run beside copies of it.
 
     Attributes:
         blocks: All blocks of the model.
         bound: The target of all rows.
-        row: The number of the row.
-        token_positions: The positions of the prompt's tokens in the padded batch, up to the query.
-        chosen: Which of these are replaced. The last one is the query.
-        mixed: For each layer, z of the clean pass at these positions.
-        interventions: The function that makes the hooks for a layout: `AttributionPatching.interventions`.
+        rows: The indices of the rows that are read, all of one prompt.
     """
 
     blocks: Sequence[Block]
     bound: BoundRows
-    row: int
-    token_positions: Int[Tensor, " pos"]
-    chosen: Int[Tensor, " chosen"]
-    mixed: Mapping[int, Float[Tensor, "pos head d_head"]]
-    interventions: Callable[..., list[HookPair]]
+    rows: Sequence[int]
 
     @property
-    def tokens(self) -> Int[Tensor, " pos"]:
-        """Return the tokens up to the query."""
-        return self.bound.block.tokens[self.bound.prompt_index[self.row], self.token_positions]
+    def prompt(self) -> int:
+        """The index of the prompt."""
+        return int(self.bound.prompt_index[self.rows[0]])
 
-    def compute_changes(self, others: Int[Tensor, "set chosen"]) -> Float[Tensor, "set chosen"]:
-        """Return how much the target of each replacement differs from that of the clean pass.
+    @property
+    def last(self) -> int:
+        """The last position of the padded batch that is read."""
+        return max(int(self.bound.queries[row]) for row in self.rows)
+
+    @property
+    def places(self) -> Int[Tensor, " pos"]:
+        """The positions of the prompt's tokens in the padded batch, as far as they are run."""
+        first = self.bound.block
+        places = first.real[self.prompt].nonzero()[:, 0]
+        read = places[places <= self.last]
+        # If the angles depend on the largest position, the pass needs the same one as the clean pass.
+        return places if first.clean.lens.angles_differ(len(read), len(places)) else read
+
+    def _most_tokens(self, count: int, needed: int) -> int:
+        """Return how many tokens may run after a prompt of `count` tokens, at least those of one copy."""
+        lens, max_memory = self.bound.block.clean.lens, self.bound.block.max_memory
+        most = max(needed, _MOST_TOKENS.get(lens.device.type, _MOST_TOKENS_ELSEWHERE))
+        while True:
+            length = count + most + 1
+            try:
+                count_copies(lens, max_memory, length, logits=length)
+                return most
+            except ValueError:
+                if most == needed:
+                    raise
+                most = max(needed, most // 2)
+
+    def values_by_row(
+        self,
+        copies: Copies,
+        rerun: Bool[Tensor, "copy input"] | None = None,
+        *,
+        distributions: bool = False,
+    ) -> Iterator[tuple[int, Int[Tensor, " read"], Float[Tensor, " read *d_vocab"]]]:
+        """Yield, for each row, the row's index, some copies that run its query again, and its number in each.
+
+        A row that no copy runs again is not yielded, because it does not change. Others may be yielded
+        several times, for other copies.
 
         Args:
-            others: The replacements of the chosen tokens.
+            copies: Copies of the prompt.
+            rerun: Which positions of each copy are run again; None for all from the first removed one on.
+            distributions: Whether to yield the log probabilities of all tokens at the row, not its number.
 
         Raises:
-            UnsupportedModelError: As in `compute_targets`, and if user hooks act on some positions only.
-            ValueError: As in `compute_targets`.
+            UnsupportedModelError: The prompt's own tokens are not those of the clean pass, or user hooks act
+                on some positions only.
+            ValueError: A pass with one copy needs more memory than `max_memory`.
         """
-        first, clean = self.bound.block, self.bound.clean[self.row]
-        if has_user_hooks(first.clean.lens.modules):
-            # A hook on certain positions misses the replacements. Tokens that replace themselves detect that.
-            error = float((self.compute_targets(self.tokens[self.chosen][None]) - clean).abs().max())
-            if not error <= pass_tolerance(first.inputs.dtype) * max(1.0, float(clean.abs())):
-                raise UnsupportedModelError(
-                    "attribution_patching: expected the model's hooks to act alike at all positions, because "
-                    "replacements run at others; tokens that replace themselves change the target by "
-                    f"{error:.1e}"
-                )
-        # A pass serves several sets, which share the prompt. More sets would cost more in attention.
-        chunks = others.split(8 if first.max_memory is None else 1)
-        return torch.cat(list(map(self.compute_targets, chunks))) - clean
+        first, places = self.bound.block, self.places
+        rerun = (copies.removed.cumsum(-1) > 0 if rerun is None else rerun)[:, places]
+        rerun = rerun & (places <= self.last)
+        own = first.tokens[self.prompt, places]
+        others = copies.others[copies.sample, self.prompt][:, places]
+        others = torch.where(copies.removed[:, places], others, own)
+        chunks = self._split(rerun.sum(-1).tolist())
+        for chunk in first.with_bar(chunks, len(chunks), "chunks"):
+            some = rerun[chunk]
+            if has_user_hooks(first.clean.lens.modules):
+                # A hook on certain positions misses the copies, which the prompt's own tokens detect.
+                for row, _, values in self._read(own, own.expand_as(others[chunk]), some, False):
+                    _check_same(values, self.bound.clean[row], pass_tolerance(first.inputs.dtype))
+            for row, read, values in self._read(own, others[chunk], some, distributions):
+                yield row, read + chunk.start, values
 
-    def compute_targets(self, others: Int[Tensor, "set chosen"]) -> Float[Tensor, "set chosen"]:
-        """Return the target if the query's token sees another token instead of a chosen one.
+    def _split(self, sizes: Sequence[int]) -> list[slice]:
+        """Return slices over copies of these numbers of tokens, each of which is one pass."""
+        most = self._most_tokens(len(self.places), max(sizes, default=0))
+        chunks, start, total = [], 0, 0
+        for copy, size in enumerate(sizes):
+            if total + size > most and copy > start:
+                chunks.append(slice(start, copy))
+                start, total = copy, 0
+            total += size
+        return [*chunks, slice(start, len(sizes))]
 
-        The chosen tokens are replaced one at a time.
+    def _read(
+        self, own: Tensor, others: Tensor, rerun: Bool[Tensor, "copy pos"], whole: bool
+    ) -> Iterator[tuple[int, Int[Tensor, " read"], Float[Tensor, " read *d_vocab"]]]:
+        """Run one pass and yield as `values_by_row`, or log probabilities if `whole`."""
+        places = self.places
+        queries = torch.stack([(places == self.bound.queries[row]).nonzero()[0, 0] for row in self.rows])
+        is_read = torch.zeros_like(rerun)
+        is_read[:, queries] = rerun[:, queries]
+        logits = self._run(own, others, rerun, is_read)
+        copy, query = is_read.nonzero().unbind(1)
+        length = int(self.bound.block.real[self.prompt].sum())
+        for row, own_query in zip(self.rows, queries, strict=True):
+            of_row = query == own_query
+            if not bool(of_row.any()):
+                continue
+            as_prompt = logits[of_row][:, None].expand(-1, length, -1)
+            if whole:
+                yield row, copy[of_row], log_probabilities(as_prompt, 0)
+            else:
+                yield row, copy[of_row], evaluate(self.bound.functions[row], as_prompt)
 
-        Args:
-            others: The replacements of the chosen tokens.
+    @torch.no_grad()
+    def _run(
+        self, own: Tensor, others: Tensor, rerun: Bool[Tensor, "copy pos"], is_read: Bool[Tensor, "copy pos"]
+    ) -> Float[Tensor, "read d_vocab"]:
+        """Return the logits at the read positions of copies, after a check of the prompt's own tokens.
 
-        Raises:
-            UnsupportedModelError: The interventions have no effect, or change the prompt's own tokens.
-            ValueError: The pass needs more memory than `max_memory`.
+        A control is added after the copies: the last position, which sees the prompt itself.
         """
-        first, layout = self.bound.block, Layout.of(len(self.token_positions), self.chosen, len(others))
-        prompt = int(self.bound.prompt_index[self.row])
-        whole = int(first.real[prompt].sum())
-        if first.clean.lens.angles_differ(len(self.token_positions), whole):
-            # If the angles depend on the largest position, the pass needs the same one as the clean pass.
-            layout = layout.extend_to(whole - 1)
-        length = len(layout.positions)
-        count_copies(first.clean.lens, first.max_memory, length, logits=length)
-        recorded: dict[str, Tensor] = {}
-        pairs, controls, queries = [], [], layout.tokens[None].to(self.token_positions.device)
-        for block in self.blocks:
-            options = {"attention": block.stack.attention_template}
-            pairs += self.interventions(block.layer, layout.allowed, **options)
-            controls += record_attention(block.layer, recorded, ["z"], queries=queries, **options)
-        tokens = layout.fill(self.tokens, others)[None]
+        first = self.bound.block
+        control = torch.arange(len(own), device=rerun.device) == len(own) - 1
+        layout = Layout.of(torch.cat([rerun, control[None]]))
+        tokens = layout.fill(own, torch.cat([others, own[None]]))[None]
         batch = _make_batch(first, tokens, layout.positions.to(tokens.device)[None])
-        read = layout.read.flatten()[None]
+        calls: dict[int, BlockCall] = {}
+        capturing = captured_calls(dict(enumerate(first.stack.blocks)), calls)
+        template = first.stack.attention_template
+        pairs = [mask_attention(block.layer, layout.allowed, attention=template) for block in self.blocks]
+        read = layout.index[:-1][is_read.cpu()].to(tokens.device)[None]
         try:
-            with torch.no_grad(), must_fire(*pairs, *controls) as hooks:
-                logits = first.logits(hooks, batch=batch, positions=read)[0]
+            with must_fire(*pairs) as hooks:
+                logits = first.logits(hooks, batch=batch, positions=read, changes=capturing)[0]
         except RuntimeError as problem:
-            raise UnsupportedModelError(f"attribution_patching: {problem}") from problem
-        for block, (name, _) in zip(self.blocks, controls, strict=True):
-            _check_control(recorded[str(name)][0], self.mixed[block.layer])
-        as_prompt = logits[:, None].expand(-1, int(first.real[prompt].sum()), -1)
-        values = evaluate(self.bound.functions[self.row], as_prompt)
-        by_row: Tensor = values.unflatten(0, (-1, len(self.chosen)))
-        return by_row
+            raise UnsupportedModelError(str(problem)) from problem
+        compared = torch.cat([layout.positions[: len(own)], layout.index[-1, -1:]]).to(tokens.device)
+        for layer, call in calls.items():
+            clean = first.clean.calls[layer].resid_post[self.prompt, self.places]
+            _check_control(call.resid_post[0, compared], torch.cat([clean, clean[-1:]]))
+        return logits
+
+
+def may_share_passes(first: Block, target: Target) -> bool:
+    """Return whether a model and a target allow that prompts run beside their copies, without a pass."""
+    lens, stack = first.clean.lens, first.stack
+    takes_positions = lens.takes_input("position_ids") and not stack.reads_target and not stack.is_joint
+    return (
+        first.verification.causal and takes_positions and target.reads == "logits" and not target.reads_tokens
+    )
+
+
+def rows_beside_copies(bound: BoundRows) -> list[list[int]]:
+    """Return the rows of each prompt that may run beside its copies, as far as is known without a pass.
+
+    That needs a causal model that takes position ids, a prompt without further inputs, and a target that
+    reads nothing but the logits of the row.
+    """
+    first = bound.block
+    if bound.positions is None or not may_share_passes(first, bound.target):
+        return []
+    by_prompt = [(bound.prompt_index == prompt).nonzero()[:, 0] for prompt in bound.prompt_index.unique()]
+    return [
+        rows.tolist()
+        for rows in by_prompt
+        if not first.batch.prompts[int(bound.prompt_index[rows[0]])].inputs
+    ]
 
 
 def _make_batch(first: Block, tokens: Int[Tensor, "copy pos"], positions: Int[Tensor, "copy pos"]) -> Batch:
@@ -191,14 +255,24 @@ def _make_batch(first: Block, tokens: Int[Tensor, "copy pos"], positions: Int[Te
     return Batch(prompts, tokens, torch.ones_like(tokens, dtype=torch.bool), None, None, inputs)
 
 
-def _check_control(mixed: Float[Tensor, " index *axes"], clean: Float[Tensor, "pos head d_head"]) -> None:
-    """Check that the tokens and the control mix the same values as the tokens of the clean pass."""
-    expected = torch.cat([clean, clean[-1:]]).flatten(1)
-    error = relative_error(mixed.flatten(1).to(expected.dtype), expected)
-    if not error <= pass_tolerance(mixed.dtype):
+def _check_same(values: Float[Tensor, " copy"], clean: Tensor, bound: float) -> None:
+    """Check that copies with the prompt's own tokens have the target of the clean pass."""
+    error = float((values - clean).abs().max())
+    if not error <= bound * max(1.0, float(clean.abs())):
         raise UnsupportedModelError(
-            "attribution_patching: expected attention to read only tokens and their positions, so that a "
-            "prompt can be run beside its replacements; got other mixed values for the same tokens. Likely "
-            "causes: a sliding window shorter than the prompt and its replacements, or positions that are "
-            "counted instead of read, as with ALiBi"
+            "expected the model's hooks to act alike at all positions, because "
+            "replacements run at others; tokens that replace themselves change the target by "
+            f"{error:.1e}"
+        )
+
+
+def _check_control(found: Float[Tensor, "index d_model"], clean: Float[Tensor, "index d_model"]) -> None:
+    """Check that the prompt's tokens and the control leave a block as in the clean pass."""
+    error = relative_error(found, clean)
+    if not error <= pass_tolerance(found.dtype):
+        raise UnsupportedModelError(
+            "expected attention to read only tokens and their positions, so that a "
+            "prompt can be run beside its replacements; got other residual streams for the same tokens. "
+            "Likely causes: a sliding window shorter than the prompt and its replacements, or positions that "
+            "are counted instead of read, as with ALiBi"
         )

@@ -50,8 +50,14 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
         if isinstance(value, torch.Tensor):
             tensors[f"scores {len(names)}"] = value
             names.append(list(key) if isinstance(key, tuple) else key)
+    losses = [
+        [*key[1:], [[positions, loss] for positions, loss in value.items()]]
+        for key, value in trace._computed.items()
+        if isinstance(value, dict)
+    ]
     record = {
         "computed": names,
+        "losses": losses,
         "sources": sources,
         "strings": reading.tokens,
         "n_source": reading.n_source,
@@ -107,6 +113,8 @@ def _read_fields(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> di
         computed["sources", unit] = [
             TextSource(**{**each, "positions": tuple(each["positions"])}) for each in listed
         ]
+    for start, stop, measured in record["losses"]:
+        computed["losses", start, stop] = {tuple(positions): loss for positions, loss in measured}
     reading = Reading(
         Prompt(tensors["tokens"], tensors.get("target")),
         record["n_source"],

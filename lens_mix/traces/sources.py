@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -16,6 +17,7 @@ from lens_mix.traces.documents import TEMPLATE, WRITTEN, Section
 Unit = Literal["token", "word", "sentence", "message", "document", "given"]
 UNITS: tuple[str, ...] = get_args(Unit)
 
+_WORD = re.compile(r"\S+")
 # A function from a text to its pieces, as pairs of the first character and the one after the last.
 Splitter = Callable[[str], Iterable[tuple[int, int]]]
 
@@ -124,7 +126,7 @@ def find_sources(
     if unit == "token":
         return [_make_source(tokens, [position], labels) for position in range(len(tokens))]
     if unit == "word":
-        return [_make_source(tokens, word, labels) for word in _find_words(tokens, n_prompt)]
+        return [_make_source(tokens, word, labels) for word in _find_words(prompt, written, tokens, n_prompt)]
     if unit == "given":
         readable = tokens[: n_source or n_prompt]
         found = [
@@ -191,20 +193,34 @@ def _make_source(
     return TextSource(text, *labels[positions[-1]], tuple(positions))
 
 
-def _find_words(tokens: Sequence[str], n_prompt: int) -> list[list[int]]:
+def _find_words(
+    prompt: PlacedText | None, written: PlacedText | None, tokens: Sequence[str], n_prompt: int
+) -> list[list[int]]:
     """Return the positions of each word, of the prompt or of what was written.
 
     Raises:
-        ValueError: If the tokens have no marks of words.
+        ValueError: If the tokens have no marks of words, and their text is not known.
     """
     try:
         # A short answer may have no mark of its own.
         words = find_words(tokens)
     except ValueError as problem:
-        raise ValueError(
-            f"sources: expected a tokenizer that marks the words, got tokens {list(tokens)[:8]}; use "
-            "'token', or groups of positions"
-        ) from problem
+        if prompt is None or written is None:
+            raise ValueError(
+                f"sources: expected a tokenizer that marks the words, got tokens {list(tokens)[:8]}; use "
+                "'token', or groups of positions"
+            ) from problem
+        spelled = [
+            text.find_tokens(*match.span())
+            for text in (prompt, written)
+            for match in _WORD.finditer(text.text)
+        ]
+        owner = _find_owners(spelled, tokens, n_prompt)
+        found: dict[tuple[str, int], list[int]] = {}
+        for position in range(len(tokens)):
+            key = ("word", owner[position]) if position in owner else ("token", position)
+            found.setdefault(key, []).append(position)
+        words = list(found.values())
     halves = [
         ([each for each in word if each < n_prompt], [each for each in word if each >= n_prompt])
         for word in words

@@ -31,7 +31,7 @@ class SourceScore(NamedTuple):
         score: The sum of its tokens' scores, in the unit of the method.
         share: The magnitude of the score, divided by the sum of magnitudes over all sources.
         loss: The log probability in nats that the span loses without the source; negative if it gains. None:
-            not measured, or the prompt has no other tokens.
+            `verify` has not measured it, or the prompt has no other tokens.
     """
 
     source: TextSource
@@ -53,9 +53,11 @@ class SourceScores(list[SourceScore]):
 
     def __repr__(self) -> str:
         """Return the explanation and one line per source: its share, what the span loses, and its text."""
+        has_losses = any(each.loss is not None for each in self)
+        blank = " " * 15 if has_losses else ""
         lines = [
             f"{each.share:>6.0%}  "
-            + (f"{each.loss:>+8.2f} nats  " if each.loss is not None else "")
+            + (f"{each.loss:>+8.2f} nats  " if each.loss is not None else blank)
             + str(each.source)
             for each in self
         ]
@@ -148,14 +150,16 @@ class WrittenSpan:
         check_flags(everything=everything)
         listed = [each for each in self._by_source if everything or each.source.is_content]
         strongest = sorted(listed, key=lambda each: -abs(each.score))[:k]
+        losses = self.trace.losses_of(self.start, self.stop)
+        strongest = [each._replace(loss=losses.get(each.source.positions)) for each in strongest]
         return SourceScores(strongest, self._explain(everything))
 
     def verify(self, k: int = 5) -> SourceScores:
         """Return the `k` strongest sources with what the span's log probability loses without each of them.
 
         A source is removed by deleting its tokens from the prompt, so that the text after it moves up. What
-        was written stays the same. It takes one forward pass per source; the log probability with all sources
-        is that of the trace.
+        was written stays the same. It takes one forward pass per source that was not measured before; the log
+        probability with all sources is that of the trace. `top`, the page and a saved trace have the losses.
 
         Args:
             k: The number of sources, 1 or more.
@@ -164,19 +168,15 @@ class WrittenSpan:
             ValueError: If `k` is below 1, or the trace was loaded from a file and has no model.
         """
         listed = self.top(k)
-        reading, model = self.trace.reading, self.trace.require_model()
-        measured = []
-        for each in tqdm(listed, desc="passes without a source", delay=2, leave=False):
-            rest = reading.without(each.source.positions)
-            if rest is None:
-                measured.append(each)
-                continue
-            without = read_written(model, reading, rest)
-            lost = self.log_probability - float(
-                without.log_probabilities[self.start : self.stop].double().sum()
-            )
-            measured.append(each._replace(loss=lost))
-        return SourceScores(measured, listed.explanation)
+        reading = self.trace.reading
+        missing = [each.source.positions for each in listed if each.loss is None]
+        for positions in tqdm(missing, desc="passes without a source", delay=2, leave=False):
+            rest = reading.without(positions)
+            if rest is not None:
+                without = read_written(self.trace.require_model(), reading, rest).log_probabilities
+                lost = self.log_probability - float(without[self.start : self.stop].double().sum())
+                self.trace.keep_loss(self.start, self.stop, positions, lost)
+        return self.top(k)
 
     def _explain(self, everything: bool) -> str:
         """Return the span with its probability, and the shares of what is not listed."""

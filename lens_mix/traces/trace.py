@@ -56,6 +56,7 @@ from lens_mix.version import __version__
 
 if TYPE_CHECKING:
     from lens_mix.tables import Table
+    from lens_mix.view.page import Page
 
 # A generated token may be less probable than the prediction by this many nats, because of rounding.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -97,8 +98,8 @@ class Trace:
     _explainer: Explainer | None = None
     _split: Splitter | None = None
     _groups: Any = None
-    # Scores of spans by their ends, scores of all tokens by "steps", and sources by their unit. Traces that
-    # `by` returns share it.
+    # Scores of spans by their ends, scores of all tokens by "steps", sources by their unit, and what a span
+    # loses without sources by "losses" and its ends. Traces that `by` returns share it.
     _computed: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     # ------------------------------------------------------------------ what was read
@@ -210,6 +211,24 @@ class Trace:
                 found.append(WrittenSpan(self, first, last + 1))
         return found or [self[:]]
 
+    @property
+    def computed_spans(self) -> list[WrittenSpan]:
+        """Return the spans whose scores were computed, or for which sources were measured, in text order."""
+        ends = [key[-2:] for key in self._computed if isinstance(key, tuple) and isinstance(key[-2], int)]
+        return [WrittenSpan(self, *each) for each in sorted(set(ends))]
+
+    def losses_of(self, start: int, stop: int) -> dict[tuple[int, ...], float]:
+        """Return what a written span loses without each source that `verify` measured, in nats.
+
+        The keys are the positions of the sources.
+        """
+        losses: dict[tuple[int, ...], float] = self._computed.get(("losses", start, stop), {})
+        return losses
+
+    def keep_loss(self, start: int, stop: int, positions: tuple[int, ...], loss: float) -> None:
+        """Keep what a written span loses without a source, as `losses_of` returns it."""
+        self._computed.setdefault(("losses", start, stop), {})[positions] = loss
+
     def scores_of(self, start: int, stop: int) -> Float[Tensor, " key"]:
         """Return the scores of a written span for all tokens; they are computed once."""
         if self.hops is not None:
@@ -247,11 +266,19 @@ class Trace:
             notes=self.notes,
         )
 
+    @property
+    def has_steps(self) -> bool:
+        """Return whether the scores of single written tokens were computed, so that `steps` costs nothing."""
+        return self._steps_name in self._computed
+
+    @property
+    def _steps_name(self) -> Any:
+        return "steps" if self.hops is None else ("through", self.hops)
+
     def _steps(self) -> Float[Tensor, "written key"]:
-        name = ("through", self.hops) if self.hops is not None else "steps"
-        if name not in self._computed:
-            self._computed[name] = self._require_explainer().explain_each()
-        rows: Tensor = self._computed[name]
+        if not self.has_steps:
+            self._computed[self._steps_name] = self._require_explainer().explain_each()
+        rows: Tensor = self._computed[self._steps_name]
         return rows
 
     def through(self, hops: int | None = None) -> Trace:
@@ -316,7 +343,7 @@ class Trace:
         """Return a table with one row for each written sentence and each of its sources.
 
         The columns are span, log_probability, source, kind, name, position (of the source's first token),
-        score and share.
+        score, share and loss: what the span loses without the source, if `verify` measured it.
         """
         from lens_mix.tables import Table
 
@@ -333,9 +360,30 @@ class Trace:
                         "position": each.source.positions[0],
                         "score": each.score,
                         "share": each.share,
+                        "loss": math.nan if each.loss is None else each.loss,
                     }
                 )
         return Table(records)
+
+    # ------------------------------------------------------------------ showing it
+
+    def show(self) -> Page:
+        """Return a page on which a click on a written sentence colours its sources in the prompt.
+
+        A notebook shows the page; `.open()` opens it in a browser, and `.save(path)` writes it. It needs no
+        network and computes nothing. So the scores of each written sentence are computed here, with a
+        backward pass for each if the method has a target. The page also has what was computed before: other
+        parts of the text, the scores of single tokens if `steps` was read, and what `verify` measured.
+        """
+        from lens_mix.view.page.trace import trace_page
+
+        return trace_page(self)
+
+    def _repr_html_(self) -> str:
+        """Return the sources of everything that was written, as text with colours and without a script."""
+        from lens_mix.view.notebook import describe_trace_html
+
+        return describe_trace_html(self)
 
     # ------------------------------------------------------------------ keeping it
 

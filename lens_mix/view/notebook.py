@@ -1,15 +1,22 @@
-"""Find out whether this program runs in a notebook, and make what a notebook shows of a map."""
+"""Find out whether this program runs in a notebook, and make what a notebook shows of a map or a trace."""
 
 from __future__ import annotations
 
 import base64
 import html
+import itertools
 import sys
+from typing import TYPE_CHECKING
 
 from lens_mix.maps import MixingMap
 from lens_mix.maps.exchange import describe
+from lens_mix.traces.documents import TEMPLATE
 from lens_mix.view.position import PositionView
 from lens_mix.view.position_svg import draw_svg
+
+if TYPE_CHECKING:
+    from lens_mix.traces.spans import SourceScore
+    from lens_mix.traces.trace import Trace
 
 # The class of the shell in notebooks of Jupyter and VS Code; the shells of other notebooks derive from it.
 _KERNEL = "ZMQInteractiveShell"
@@ -39,3 +46,37 @@ def describe_html(mixing_map: MixingMap) -> str:
         f"<div><code>{line}</code></div><div><strong>{title}</strong></div><div>{sentence}</div>"
         f'<img alt="{title}. {sentence}" src="data:image/svg+xml;base64,{image}">'
     )
+
+
+def describe_trace_html(trace: Trace) -> str:
+    """Return the sources of everything that a trace's model wrote, coloured by their shares.
+
+    Nothing is computed but the scores of everything that was written, which a trace has. It has no script,
+    so that a notebook shows it before it is trusted. The colours are transparent, so that they suit a light
+    and a dark notebook.
+    """
+    line, span = repr(trace).splitlines()[0], trace[:]
+    scored = sorted(span.top(len(trace.tokens), everything=True), key=lambda each: each.source.positions)
+    shown = [each for each in scored if each.source.kind != TEMPLATE]
+    most = max((abs(each.share) for each in shown), default=0.0) or 1.0
+    # Words and tokens have their spaces, and pieces of text have none around them.
+    space = "" if trace.unit in ("token", "word") else " "
+    parts = []
+    for name, sources in itertools.groupby(shown, lambda each: each.source.name):
+        pieces = space.join(_colour_source(each, most) for each in sources)
+        parts.append(f"<div><strong>{html.escape(name)}</strong> {pieces}</div>")
+    listed = "".join(f"<li>{each.share:.0%} {html.escape(str(each.source))}</li>" for each in span.top(5))
+    return (
+        f"<div><code>{html.escape(line)}</code></div>"
+        f'<div style="white-space:pre-wrap;max-width:60em">{"".join(parts)}</div>'
+        f"<div>{html.escape(span.top(1).explanation)}</div><ol>{listed}</ol>"
+        "<div><code>.show()</code> shows the sources of each sentence.</div>"
+    )
+
+
+def _colour_source(scored: SourceScore, most: float) -> str:
+    """Return the text of a source on a ground that is blue, or orange for a negative score."""
+    colour = "11,92,173" if scored.score >= 0 else "217,95,2"
+    title = html.escape(f"{scored.source.name}: {scored.share:.0%}")
+    style = f"background:rgba({colour},{0.55 * (abs(scored.share) / most) ** 0.5:.2f})"
+    return f'<span title="{title}" style="{style}">{html.escape(scored.source.text)}</span>'

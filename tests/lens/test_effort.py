@@ -61,23 +61,27 @@ def test_many_passes_are_announced_before_they_are_made(model, method, monkeypat
 
 @pytest.mark.parametrize("method", EXPENSIVE, ids=repr)
 def test_the_announced_number_is_about_right(method, monkeypatch):
-    """Count the positions that pass through the blocks. A backward pass is not counted here."""
+    """Count the positions that pass through the blocks, forwards and backwards."""
     model = decoder()
-    (sentence,) = sentences(run_or_skip(model, method, progress=None))
-    stated = float(re.search(r"about ([\d,]+)", sentence)[1].replace(",", ""))
     block = type(next(module for name, module in model.named_modules() if name.endswith("blocks.0")))
     forward, counted = block.forward, []
 
     @functools.wraps(forward)
     def counting(self, *args, **kwargs):
         stream = args[0] if args else next(v for v in kwargs.values() if torch.is_tensor(v))
-        counted.append(stream.shape[0] * stream.shape[1])
-        return forward(self, *args, **kwargs)
+        size = stream.shape[0] * stream.shape[1]
+        counted.append(size)
+        output = forward(self, *args, **kwargs)
+        stream = output[0] if isinstance(output, tuple) else output
+        if stream.requires_grad:
+            stream.register_hook(lambda _: counted.append(size))
+        return output
 
     monkeypatch.setattr(block, "forward", counting)
-    lm.run(model, PROMPT, method, progress=None)
-    forwards = sum(counted) / len(PROMPT) / model.cfg.n_layers
-    assert forwards / 2 < stated < forwards * 3, (stated, forwards)
+    (sentence,) = sentences(run_or_skip(model, method, progress=None))
+    stated = float(re.search(r"about ([\d,]+)", sentence)[1].replace(",", ""))
+    passes = sum(counted) / len(PROMPT) / model.cfg.n_layers
+    assert passes / 2 < stated < passes * 3, (stated, passes)
 
 
 def test_one_row_and_cheap_methods_say_nothing(model):
@@ -119,9 +123,9 @@ def test_closed_forms_over_pairs_of_tokens_say_so_too(method, last_row, monkeypa
 def test_a_bar_or_none_instead_of_the_warning(model, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        shown = lm.run(model, PROMPT, lm.Gim(internal_batch_size=6), progress=True)
+        shown = lm.run(model, PROMPT, lm.InputGradients(internal_batch_size=6), progress=True)
         bars = capsys.readouterr().err
-        silent = lm.run(model, PROMPT, lm.Gim(internal_batch_size=6), progress=None)
+        silent = lm.run(model, PROMPT, lm.InputGradients(internal_batch_size=6), progress=None)
     # There are 24 rows, six at a time.
     assert "/4 " in bars
     assert "queries=[-1]" in sentences(shown)[0]
@@ -129,9 +133,9 @@ def test_a_bar_or_none_instead_of_the_warning(model, capsys):
 
 
 def test_a_bar_moves(model, capsys):
-    whole = lm.run(model, PROMPT, "gim", progress=None)
+    whole = lm.run(model, PROMPT, "input_gradients", progress=None)
     capsys.readouterr()
-    found = lm.run(model, PROMPT, "gim", progress=True)
+    found = lm.run(model, PROMPT, "input_gradients", progress=True)
     # There are eight rows at a time, although all would fit.
     assert "/3 " in capsys.readouterr().err
     torch.testing.assert_close(found.scores, whole.scores)

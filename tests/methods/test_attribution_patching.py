@@ -1,5 +1,6 @@
 """Test attribution patching against plain transformers, occlusion, and a recomputed softmax."""
 
+import dataclasses
 import math
 
 import pytest
@@ -11,7 +12,12 @@ from benchmarks.input_map.decoder import Decoder
 from lens_mix.hooks import must_fire, record_mixing, zero_values
 from lens_mix.lens.autograd_graph import Mixing
 from lens_mix.lens.model import Lens
-from lens_mix.methods.attribution_patching import _make_graph, hidden_effects, hidden_key_effects
+from lens_mix.methods.attribution_patching import (
+    _make_graph,
+    hidden_effects,
+    hidden_key_effects,
+    rescale,
+)
 from lens_mix.methods.bound_target import bind_rows
 from lens_mix.methods.side_by_side import Layout
 from lens_mix.statistics.passes import run_prompt
@@ -67,9 +73,10 @@ def test_terms_add_up_and_neighbours_have_nothing_between():
     assert bool((between[-2:] == 0).all())
 
 
-def test_rows_and_prompts_are_as_alone():
+@pytest.mark.parametrize("n_measured", [0, 2, "auto"])
+def test_rows_and_prompts_are_as_alone(n_measured):
     model = build_or_skip(bridge, "gpt2", torch.float64)
-    method = lm.AttributionPatching(replacements=STAND_INS)
+    method = lm.AttributionPatching(replacements=STAND_INS, n_measured=n_measured)
     prompts = [tokens(model, 1, length, seed=length)[0] for length in (7, 4)]
     together = list(lm.run_many(model, prompts, method, batch_size=2))
     for prompt, found in zip(prompts, together, strict=True):
@@ -128,9 +135,14 @@ def test_the_clean_pass_leaves_the_graph_of_a_prompt_alone(monkeypatch):
         lm.run(model, prompt, method, queries=queries)
         assert len(passes) == expected
     passes.clear()
-    # With a memory bound, the autograd graph has a pass of its own, and so has each replacement.
+    # With a memory bound, the autograd graph has a pass of its own.
     lm.run(model, prompt, method, queries=[-1], max_memory=10_000_000)
-    assert (len(passes), passes.count(True)) == (4 + 1 + 1, 2)
+    assert (len(passes), passes.count(True)) == (4 + 1, 2)
+    passes.clear()
+    # If everything is measured, nothing is estimated: the clean pass, the unembedding, one pass with copies.
+    measured = lm.AttributionPatching(replacements=STAND_INS, n_measured="auto")
+    lm.run(model, prompt, measured, queries=[-1])
+    assert len(passes) == 3
 
 
 def test_other_methods_of_the_run_are_out_of_the_graph():
@@ -193,35 +205,24 @@ def test_as_many_keys_as_asked_are_exact():
         assert bool(same[-1])
 
 
-def test_layout_by_hand():
-    layout = Layout.of(3, torch.tensor([1, 2]), 2)
-    assert layout.positions.tolist() == [0, 1, 2, 1, 2, 1, 2, 2, 2, 2]
-    assert layout.tokens.tolist() == [0, 1, 2, 9]
-    assert layout.replaced.tolist() == [[3, 4], [5, 6]]
-    assert layout.read.tolist() == [[7, 4], [8, 6]]
-    seen = [row.nonzero()[:, 0].tolist() for row in layout.allowed]
-    assert seen[:3] == [[0], [0, 1], [0, 1, 2]]
-    assert seen[3:7] == [[0, 3], [0, 1, 4], [0, 5], [0, 1, 6]]
-    # The copies beside s1 of both sets, in place of t1, and the control.
-    assert seen[7:] == [[0, 3, 7], [0, 5, 8], [0, 1, 9]]
-
-
 # Hugging Face's RMSNorms and softmaxes are float32 in any dtype.
 @pytest.mark.parametrize(("name", "bound"), [("gpt2", 1e-10), ("llama", 1e-5)])
 def test_edits_on_a_run_of_ones_own_give_the_direct_term(name, bound):
     model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 10)
     method = lm.AttributionPatching(replacements=STAND_INS[:1], paths="direct")
     found = lm.run(model, prompt, method, queries=[-1]).scores[0, 0]
-    chosen, last = torch.tensor([0, 2, 4, 6]), len(prompt) - 1
-    layout = Layout.of(len(prompt), chosen, sets=1)
+    chosen, last = [0, 2, 4, 6], len(prompt) - 1
+    rerun = torch.eye(len(prompt), dtype=torch.bool)[chosen]
+    rerun[:, -1] = True
+    layout = Layout.of(rerun)
     hooks = [pair for layer in range(2) for pair in method.interventions(layer, layout.allowed)]
-    stand_ins = torch.full((1, len(chosen)), STAND_INS[0])
-    stand_ins += stand_ins == prompt[chosen]
+    copies = prompt.repeat(len(chosen), 1)
+    copies[range(len(chosen)), chosen] = STAND_INS[0] + (prompt[chosen] == STAND_INS[0]).long()
     with torch.no_grad(), must_fire(*hooks) as pairs, model.hooks(fwd_hooks=pairs):
-        beside = layout.fill(prompt, stand_ins)
+        beside = layout.fill(prompt, copies)
         logits = model(beside[None], position_ids=layout.positions[None])[0].log_softmax(-1)
     log_p = logits[:, logits[last].argmax()]
-    expected = (log_p[layout.read[0]] - log_p[last]).abs()
+    expected = (log_p[layout.index[:, -1]] - log_p[last]).abs()
     torch.testing.assert_close(found[chosen], expected, atol=bound, rtol=0)
 
 
@@ -260,6 +261,66 @@ def test_terms_to_first_order_are_the_formula_on_the_gradients_of_the_rules(name
     torch.testing.assert_close(direct[:-1], effects[-1, :-1].abs(), atol=1e-6, rtol=0)
 
 
+# Hugging Face's RMSNorms and softmaxes are float32 in any dtype.
+@pytest.mark.parametrize(("name", "bound"), [("gpt2", 1e-10), ("llama", 1e-6)])
+def test_the_strongest_scores_are_measured_and_the_others_keep_their_order(name, bound):
+    model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 12)
+    replaced = lm.Occlusion(replacements=STAND_INS, measure="absolute")
+    expected = lm.run(model, prompt, replaced, queries=[-1]).scores[0, 0]
+    estimated = last_row(model, prompt)
+    found = lm.run(model, prompt, lm.AttributionPatching(replacements=STAND_INS, n_measured=3), queries=[-1])
+    row, (chosen,) = found.scores[0, 0], found.provenance["details"]["measured"][0]
+    assert chosen == sorted([*estimated[:-1].topk(3).indices.tolist(), 8])
+    assert found.provenance["details"]["measured_passes"] == [
+        [round(sum(2 * (9 - j) for j in chosen) / 9, 1)]
+    ]
+    torch.testing.assert_close(row[chosen], expected[chosen], atol=bound, rtol=0)
+    assert not torch.allclose(row[chosen], estimated[chosen], atol=1e-3)
+    others = [j for j in range(9) if j not in chosen]
+    factor = expected[chosen].sum() / estimated[chosen].sum()
+    torch.testing.assert_close(row[others], estimated[others] * factor, atol=bound, rtol=0)
+
+
+def test_all_scores_of_a_short_prompt_are_measured_and_some_of_a_long_one():
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    for length, everything in ((17, True), (18, False), (32, False)):
+        prompt = tokens(model, 1, length, seed=length)[0]
+        method = lm.AttributionPatching(replacements=STAND_INS, n_measured="auto")
+        found = lm.run(model, prompt, method, queries=[-1])
+        replaced = lm.Occlusion(replacements=STAND_INS, measure="absolute")
+        expected = lm.run(model, prompt, replaced, queries=[-1], progress=None).scores[0, 0]
+        (chosen,) = found.provenance["details"]["measured"][0]
+        assert (len(chosen) == length) == everything
+        assert length - 1 in chosen
+        torch.testing.assert_close(found.scores[0, 0, chosen], expected[chosen], atol=1e-10, rtol=0)
+        # Measuring runs at most 1.5 times the tokens of the estimate, which takes 7.5 passes or less.
+        (passes,) = found.provenance["details"]["measured_passes"][0]
+        assert 4 < passes <= (2.5 if everything else 1.5) * 7.5
+        assert not any("forward passes" in note for note in found.notes)
+
+
+def test_rows_of_more_than_32_tokens_are_estimated_alone():
+    model = build_or_skip(bridge, "gpt2", torch.float64, n_positions=64)
+    prompt, method = tokens(model, 1, 33, seed=0)[0], lm.AttributionPatching(replacements=STAND_INS)
+    auto = dataclasses.replace(method, n_measured="auto")
+    found, estimated = (lm.run(model, prompt, each, queries=[10, -1]) for each in (auto, method))
+    assert torch.equal(found.scores[0, 1], estimated.scores[0, 1])
+    assert not torch.allclose(found.scores[0, 0], estimated.scores[0, 0])
+    assert found.provenance["details"] == {
+        "measured": [[list(range(11)), []]],
+        "measured_passes": [[12.0, 0.0]],
+    }
+    some = lm.run(model, prompt, dataclasses.replace(method, n_measured=2), queries=[-1])
+    assert len(some.provenance["details"]["measured"][0][0]) == 3
+
+
+def test_rescaled_by_hand():
+    found = rescale(torch.tensor([4.0, 1.0, 2.0, 2.0]), torch.tensor([0, 3]), torch.tensor([9.0, 0.0]))
+    assert found.tolist() == [9.0, 1.5, 3.0, 0.0]
+    nothing = rescale(torch.tensor([0.0, 0.0]), torch.tensor([1]), torch.tensor([3.0]))
+    assert nothing.tolist() == [0.0, 3.0]
+
+
 def test_one_token():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     found = last_row(model, torch.tensor([7]))
@@ -291,6 +352,9 @@ def test_hooked_transformers_are_refused():
     [
         ({"paths": "indirect"}, ValueError, "paths: expected 'all'"),
         ({"n_samples": 0}, ValueError, "n_samples"),
+        ({"n_measured": -1}, ValueError, "n_measured"),
+        ({"n_measured": "all"}, TypeError, "n_measured"),
+        ({"n_measured": 2, "paths": "direct"}, ValueError, "n_measured: measures all paths"),
         ({"replacements": []}, ValueError, "replacements"),
         ({"target": 3}, TypeError, "target"),
     ],

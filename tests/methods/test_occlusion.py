@@ -8,6 +8,7 @@ import torch
 import lens_mix as lm
 from lens_mix.hooks import mask_keys, zero_values
 from lens_mix.methods.occlusion import lost_without_key
+from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import (
     available,
@@ -114,6 +115,26 @@ def test_edits_on_a_run_of_ones_own_give_the_scores(build, by):
     found = lm.run(model, tokens, method).scores[0]
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
     assert float(found.abs().max()) > 1e-3
+
+
+# Two replacements of 24 tokens: the copies have 24 + 23 + … + 1 tokens, or 24 each.
+@pytest.mark.parametrize(
+    ("name", "options", "queries", "passes"),
+    [
+        ("gpt2", {}, None, 2 * 24 * 25 / 2 / 24),
+        ("gpt2", {}, [5], 2 * 6 * 7 / 2 / 24),
+        ("gpt2", {"spans": [(4, 2), (20,)]}, None, 2 * (22 + 4) / 24),
+        ("gpt2", {"target": lm.targets.head(lambda resid: resid[:, -1, 0])}, [-1], 48),
+        ("bert", {}, None, 48),
+    ],
+)
+def test_the_estimate_of_passes_knows_what_is_shared(name, options, queries, passes):
+    model = build_or_skip(bridge, name)
+    prompt = torch.arange(3, 27)
+    method = lm.Occlusion(replacements=[3, 5], **options)
+    found = method.passes(run_prompt(model, prompt, method, queries=queries).blocks)
+    assert found.counts == [pytest.approx(passes)]
+    assert ("from there on" in found.reason) == (passes < 48)
 
 
 SPANS = [(0, 2), (1,), (4, 5)]
@@ -232,10 +253,12 @@ def test_rows_and_batches(by, spans):
     model = build_or_skip(bridge, "llama", torch.float64)
     prompts = [prompt_of(model, length, seed) for length, seed in ((7, 1), (4, 2), (6, 3))]
     alone = [lm.run(model, prompt, method) for prompt in prompts]
+    # Replacements share a pass, and other passes have other copies. Llama's softmax is float32 in any dtype.
+    bound = 1e-6 if by == "replace" else 1e-10
     for prompt, whole in zip(prompts, alone, strict=True):
         cut = lm.run(model, prompt, method, queries=[-1, 1], max_memory=10**6)
         assert cut.layers == [model.cfg.n_layers - 1]
-        torch.testing.assert_close(cut.scores[0], whole.scores[0, [-1, 1]], atol=1e-10, rtol=0)
+        torch.testing.assert_close(cut.scores[0], whole.scores[0, [-1, 1]], atol=bound, rtol=0)
     for together, one in zip(lm.run_many(model, prompts, method), alone, strict=True):
         torch.testing.assert_close(together.scores, one.scores, atol=1e-6, rtol=0)
 

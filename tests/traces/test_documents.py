@@ -138,7 +138,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_template_that_does_not_write_the_contents(name):
-    with pytest.raises(ValueError, match="prompt: expected a chat template that writes each .* as a string"):
+    with pytest.raises(ValueError, match=r"prompt: expected a chat template that writes each .* as a string"):
         render_chat(tokenizer(BAD[name]), MESSAGES)
 
 

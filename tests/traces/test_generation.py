@@ -159,7 +159,9 @@ def test_a_hooked_transformer_with_folded_norms():
     tokens = torch.tensor([5, 9, 12, 7])
     if transformer_lens_version()[0] < 3:
         # Its `generate` adds no position embeddings, with the cache or without.
-        with pytest.raises(lm.UnsupportedModelError, match="generate: expected model.generate to write what"):
+        with pytest.raises(
+            lm.UnsupportedModelError, match=r"generate: expected model.generate to write what"
+        ):
             lm.trace(model, tokens, generate=8, sources="token", method="attention")
         return
     t = lm.trace(model, tokens, generate=8, sources="token", method="attention")
@@ -168,15 +170,14 @@ def test_a_hooked_transformer_with_folded_norms():
 
 def test_a_model_that_never_writes_what_it_predicts(monkeypatch):
     model = gpt2_like(torch.float64, tokenizer=toy_tokenizer())
-    monkeypatch.setattr(
-        type(model),
-        "generate",
-        lambda self, given, *, max_new_tokens, use_past_kv_cache=True, return_type, verbose, do_sample, stop_at_eos, eos_token_id=None: (
-            torch.tensor([[*given[0].tolist(), 3, 4]])
-        ),
-    )
+
+    @functools.wraps(type(model).generate)
+    def generate(self, given, **options):
+        return torch.tensor([[*given[0].tolist(), 3, 4]])
+
+    monkeypatch.setattr(type(model), "generate", generate)
     with pytest.raises(
-        lm.UnsupportedModelError, match="generate: expected model.generate to write what a pass"
+        lm.UnsupportedModelError, match=r"generate: expected model.generate to write what a pass"
     ):
         lm.trace(model, torch.tensor([5, 9]), generate=2, sources="token")
 
@@ -210,7 +211,9 @@ def test_nothing_but_the_end_is_an_error():
     tokens = torch.tensor([5, 9, 12, 7])
     (first,) = greedy(model, tokens, 1)
     model.tokenizer.eos_token = f"w{first}"
-    with pytest.raises(ValueError, match="generate: expected .* only the end of the text; change the prompt"):
+    with pytest.raises(
+        ValueError, match=r"generate: expected .* only the end of the text; change the prompt"
+    ):
         lm.trace(model, tokens, generate=6, sources="token")
 
 
@@ -269,7 +272,7 @@ def test_a_model_that_cannot_generate():
 
     model.generate = generate
     with pytest.raises(
-        lm.UnsupportedModelError, match="generate: expected .* RuntimeError: no generation here"
+        lm.UnsupportedModelError, match=r"generate: expected .* RuntimeError: no generation here"
     ):
         lm.trace(model, torch.tensor([5, 9]), generate=2, sources="token")
 

@@ -88,7 +88,7 @@ def test_with_and_without_a_beginning(kind, has_bos):
         read_by_model = model.to_tokens("Oslo has GPUs", prepend_bos=prepend_bos)[0].tolist()
         if read_by_model[len(read_by_model) - len(own) :] != own:
             # TransformerLens writes the beginning as text, and metaspace then adds no space after it.
-            with pytest.raises(ValueError, match="expected the tokens of the tokenizer.*as tokens"):
+            with pytest.raises(ValueError, match=r"expected the tokens of the tokenizer.*as tokens"):
                 read(model, "Oslo has GPUs", " On", prepend_bos)
             continue
         reading = read(model, "Oslo has GPUs", " On", prepend_bos)
@@ -101,7 +101,7 @@ def test_the_answer_is_read_after_the_prompt(kind):
     model = reader_of(kind)
     with pytest.raises(ValueError, match=r"answer: expected .*'Oslo' after ' founded in ', which merge"):
         lm.trace(model, "The company was founded in ", answer="Oslo")
-    with pytest.raises(ValueError, match="answer: expected .*'unded in Oslo' after .*, which merge"):
+    with pytest.raises(ValueError, match=r"answer: expected .*'unded in Oslo' after .*, which merge"):
         lm.trace(model, "The company was fo", answer="unded in Oslo")
     for empty in ("",):
         with pytest.raises(ValueError, match="answer: expected text of at least one token, got ''"):
@@ -224,7 +224,7 @@ def test_a_slow_tokenizer_has_no_offsets():
         add_bos_token=True,
     )
     with pytest.raises(
-        ValueError, match="expected a fast tokenizer, .* got Slow; give the prompt and the ans"
+        ValueError, match=r"expected a fast tokenizer, .* got Slow; give the prompt and the ans"
     ):
         lm.trace(model, "w3 w4", answer=" w5")
     assert lm.trace(model, [3, 4], answer=[5], sources="token").tokens == ["w3", "w4", "w5"]

@@ -197,10 +197,10 @@ def test_other_files(tmp_path):
     with pytest.raises(ValueError, match=r"path: expected a trace that Trace\.save wrote, got"):
         lm.Trace.load(path)
     lm.run(model_of(), torch.tensor([30, 40]), "attention").save(path)
-    with pytest.raises(ValueError, match="path: expected a trace .* got format 'lens_mix"):
+    with pytest.raises(ValueError, match=r"path: expected a trace .* got format 'lens_mix"):
         lm.Trace.load(path)
     save_file({"a": torch.ones(2)}, path)
-    with pytest.raises(ValueError, match="path: expected a trace .* got format None"):
+    with pytest.raises(ValueError, match=r"path: expected a trace .* got format None"):
         lm.Trace.load(path)
     for record in ("{}", "no json", "[]"):
         save_file({"a": torch.ones(2)}, path, metadata={"format": "lens_mix.Trace/1", "record": record})

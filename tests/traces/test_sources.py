@@ -178,8 +178,11 @@ def test_words_of_a_short_answer(kind):
 
 
 def test_words_without_marks_say_so(model):
+    """Check that the words are those of the text, if it is known."""
+    t = lm.trace(model, "w3 w4", answer=" w5 w6", sources="word")
+    assert [each.text for each in t.sources()] == ["<bos>", "w3", "w4", "w5", "w6"]
     with pytest.raises(ValueError, match=r"sources: expected a tokenizer that marks the words.*use 'token'"):
-        lm.trace(model, "w3 w4", answer=" w5", sources="word")
+        lm.trace(model, torch.tensor([3, 4]), answer=[5], sources="word")
 
 
 # ------------------------------------------------------------------ sources of the user's own
@@ -225,7 +228,7 @@ def test_an_error_of_the_splitter_is_its_own():
     def split(text):
         raise LookupError("mine")
 
-    with pytest.raises(LookupError, match="^mine$"):
+    with pytest.raises(LookupError, match=r"^mine$"):
         trace(PROMPT, sources=split)
 
 

@@ -151,7 +151,7 @@ def test_an_encoder_writes_nothing(label):
         pytest.skip("this TransformerLens has no such model")
     model = model_of(case)
     for asked in ({"answer": torch.tensor([3])}, {"generate": 3}):
-        with pytest.raises(lm.UnsupportedModelError, match="expected a causal model .* got an encoder"):
+        with pytest.raises(lm.UnsupportedModelError, match=r"expected a causal model .* got an encoder"):
             lm.trace(model, prompt_of(model), sources="token", **asked)
 
 

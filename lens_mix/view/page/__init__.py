@@ -29,6 +29,7 @@ Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap | Mapping[str, M
 
 # These files are joined to one script in this order. The last one starts it, so it must come last.
 _SCRIPTS = (
+    "common.js",
     "numbers.js",
     "drawing.js",
     "answer.js",
@@ -42,13 +43,15 @@ _SCRIPTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """One page of maps; `save` writes it, and a notebook shows it as the result of a cell.
+    """One page of maps or of a trace; `save` writes it, and a notebook shows it as the result of a cell.
 
     Attributes:
         html: The whole file.
+        title: What the page contains, as the title of its frame in a notebook.
     """
 
     html: str
+    title: str = "maps of a prompt"
 
     def __repr__(self) -> str:
         return f"Page({len(self.html) / 1e6:.1f} MB of HTML; .save('page.html') writes it)"
@@ -83,7 +86,7 @@ class Page:
         # A notebook may show a page twice, so each frame has its own name.
         name = f"lens-mix-{uuid.uuid4().hex[:12]}"
         return (
-            f'<iframe id="{name}" title="maps of a prompt" srcdoc="{html.escape(self.html)}" '
+            f'<iframe id="{name}" title="{self.title}" srcdoc="{html.escape(self.html)}" '
             'sandbox="allow-scripts allow-downloads" allow="fullscreen" '
             'style="width:100%;height:640px;border:0"></iframe>'
             '<script>addEventListener("message",e=>{'
@@ -133,7 +136,7 @@ def page(
         "prompts": [[pack(m, label, numbers) for label, m in labelled.items()] for labelled in prompts],
         "trees": pack_trees(prompts, trees),
     }
-    made = Page(_make_document(data, str(numbers)))
+    made = Page(make_document(data, str(numbers), "page.html", ("page.css",), _SCRIPTS))
     if path is not None:
         made.save(path)
     return made
@@ -159,10 +162,22 @@ def _label_maps(entry: MixingMap | Mapping[str, Any]) -> dict[str, MixingMap]:
     return {str(label): check_instance("maps", m, MixingMap, "MixingMaps") for label, m in entry.items()}
 
 
-def _make_document(data: Mapping[str, Any], numbers: str) -> str:
+def make_document(
+    data: Mapping[str, Any], numbers: str, template: str, styles: Sequence[str], scripts: Sequence[str]
+) -> str:
+    """Return an HTML file that contains everything it needs and runs no other script.
+
+    Args:
+        data: What the scripts read, as values that JSON can represent.
+        numbers: The text of `Numbers`.
+        template: The name of the file that contains %%DATA%% and the like.
+        styles: The names of the style sheets, which are joined in this order.
+        scripts: The names of the scripts, which are joined in this order.
+    """
     files = importlib.resources.files(__package__)
-    template, style = ((files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
-    script = "\n".join((files / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    style, script = (
+        "\n".join((files / name).read_text(encoding="utf-8") for name in names) for names in (styles, scripts)
+    )
     policy = (
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -175,7 +190,8 @@ def _make_document(data: Mapping[str, Any], numbers: str) -> str:
         "NUMBERS": numbers,
     }
     # The template is split before anything is inserted, so that a token such as "%%DATA%%" is not replaced.
-    return "".join(contents.get(piece, piece) for piece in template.split("%%"))
+    text = (files / template).read_text(encoding="utf-8")
+    return "".join(contents.get(piece, piece) for piece in text.split("%%"))
 
 
 def digest(text: str) -> str:

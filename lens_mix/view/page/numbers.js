@@ -1,4 +1,3 @@
-"use strict";
 // A view is a function `async xView(view)` that fills the empty element `view` from `state` and `map()`, and sets
 // `exported`, a function that returns the rows for CSV and JSON. It may return a function that draws the view again
 // after a change of `state`; this one returns false if the view must be built anew. Properties of a view:
@@ -8,27 +7,8 @@
 // `map()` is a map that the view takes. `state.first` and `state.diagonal` are 1 if the first token and the position
 // itself are drawn; they are 0 at first, and the view then shows them as numbers and leaves them out of its scale.
 // `state.layer` is null until the user chooses a layer. `tip(event, text)` shows a tooltip.
-// Tokens are only ever inserted as text (textContent, canvas text, SVG text), so that none can act as markup.
-const DATA = JSON.parse(document.getElementById("data").textContent);
 // This is a Map because a user's method may be named "constructor", which every plain object has.
 const SCORES = new Map(Object.entries(DATA.scores));
-const $ = id => document.getElementById(id);
-const make = (name, attributes = {}, ...children) => {
-  const node = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key === "text") node.textContent = value;
-    else if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-    else if (value !== false && value !== null) node.setAttribute(key, value);
-  }
-  node.append(...children);
-  return node;
-};
-const draw = (name, attributes, text) => {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  if (text !== undefined) node.textContent = text;
-  return node;
-};
 
 // ------------------------------------------------------------------ state
 const state = { prompt: 0, map: null, layer: null, key: null, head: -1, query: null, view: "layers", unit: "share", by: "token",
@@ -109,18 +89,6 @@ function set(changes) {
 // ------------------------------------------------------------------ numbers
 // The numbers of a layer are stored as deflated float16, uint8 or int8: those of visible keys only, head by head and
 // row by row. They stay in that form, and a table converts each code to its number.
-let texts = null;
-async function inflate([start, end]) {
-  texts ??= $("numbers").textContent;
-  const text = texts.slice(start, end);
-  const bytes = Uint8Array.fromBase64 ? Uint8Array.fromBase64(text) : Uint8Array.from(atob(text), c => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Response(stream).arrayBuffer();
-}
-function fromFloat16(bits) {
-  const sign = bits & 0x8000 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
-  return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -24 * fraction);
-}
 const CODES = { float16: { type: Uint16Array, count: 65536, number: fromFloat16 },
   uint8: { type: Uint8Array, count: 256, number: c => (c / 255) ** 2 },
   int8: { type: Int8Array, count: 256, number: c => { const x = (c << 24 >> 24) / 127; return Math.sign(x) * x * x; } } };
@@ -203,15 +171,6 @@ async function unitRow(m, place, head, query) {
 const summed = (row, units) => units.map(keys => keys.every(key => Number.isNaN(row[key])) ? NaN
   : keys.reduce((sum, key) => sum + (row[key] || 0), 0));
 const strongest = row => row.reduce((most, x) => Number.isNaN(x) ? most : Math.max(most, Math.abs(x)), 0);
-const shown = x => Number.isNaN(x) ? "hidden" : x === 0 ? "0"
-  : Math.abs(x) >= 0.001 && Math.abs(x) < 10000 ? x.toPrecision(4) : x.toExponential(2);
-function percent(x) {
-  const whole = 100 * x, size = Math.abs(whole);
-  return Number.isNaN(x) ? "hidden" : size === 0 ? "0 %" : size < 0.0001 ? "< 0.0001 %"
-    : `${minus(size >= 9.95 ? whole.toFixed(0) : size >= 0.1 ? whole.toFixed(1) : whole.toPrecision(1))} %`;
-}
-// Return a number with a minus sign that is as wide as a digit.
-const minus = text => String(text).replace(/^-/, "−");
 const shownUnit = x => state.unit === "share" ? percent(x) : shown(x);
 const unit = () => state.unit === "share" ? "share of the row" : "raw score";
 const headShown = m => m.heads && state.head < m.heads ? state.head : -1;
@@ -249,62 +208,4 @@ function spearman(a, b) {
     xy += (x[i] - mean) * (y[i] - mean); xx += (x[i] - mean) ** 2; yy += (y[i] - mean) ** 2;
   }
   return xx && yy ? xy / Math.sqrt(xx * yy) : NaN;
-}
-
-// ------------------------------------------------------------------ tokens
-const JOINER = 0x200d;
-const visible = token => [...token].map((c, i, all) => {
-  const point = c.codePointAt(0);
-  if (c === "\n") return "↵";
-  if (c === "\t") return "⇥";
-  // The character that joins two emoji is kept, because they are drawn as one.
-  if (point === JOINER && i && /^\p{Extended_Pictographic}/u.test(all[i + 1] || "")) return c;
-  if (point < 32 || point === 127 || (point >= 0x200b && point <= 0x200f) || (point >= 0x202a && point <= 0x202e)
-    || (point >= 0x2066 && point <= 0x2069) || (point >= 0xd800 && point <= 0xdfff) || point === 0xfffe || point === 0xffff)
-    return "\u27e8" + point.toString(16) + "\u27e9";
-  return c;
-}).join("").replace(/^[Ġ▁]/, " ");
-// A token that is a piece of a character is written as the character and the token's number, "é[1/2]".
-const NUMBERED = /^(.+)(\[(\d{1,6})\/(\d{1,6})\])$/s;
-// Return the text of neighbouring tokens; the pieces of a character become that character.
-function joined(tokens) {
-  const texts = [];
-  for (let i = 0; i < tokens.length; i++) {
-    const [, text, , first, count] = NUMBERED.exec(tokens[i]) || [];
-    const whole = first === "1" && i + +count <= tokens.length && Array.from({ length: +count }, (_, j) => `${text}[${j + 1}/${count}]`)
-      .every((token, j) => token === tokens[i + j]);
-    texts.push(whole ? text : tokens[i]);
-    if (whole) i += count - 1;
-  }
-  return texts.join("");
-}
-function shortened(token, count = 14) {
-  const [, text, number] = NUMBERED.exec(token) || [null, token, ""], all = [...text];
-  return (all.length > count ? all.slice(0, count - 1).join("") + "…" : text) + number;
-}
-// Special tokens, as in lens_mix/maps/words.py.
-const SPECIAL = /^\s*(<(?!0x)[^<>\s]+>|\[[A-Z]+\d*\]|\[unused\d+\])\s*$/;
-const SPACED = /^[\sĠ▁]/;
-// Return a text as one line of words.
-function asLine(m) {
-  const tokens = m.tokens.filter(token => !SPECIAL.test(token)), hasSpaces = tokens.some(token => SPACED.test(token));
-  return visible((hasSpaces ? joined(tokens) : tokens.join(" ")).replace(/[Ġ▁]/g, " ")).trim();
-}
-const plain = text => visible(text).trim() || visible(text);
-const named = (tokens, place) => `${place} “${shortened(plain(tokens[place]), 24)}”`;
-const quotedToken = token => `“${shortened(visible(token), 24)}”`;
-
-// Return the positions and the text of a unit.
-const spelled = (tokens, unit) => unit.length === 1 ? named(tokens, unit[0])
-  : `${unit[0]}–${unit[unit.length - 1]} “${shortened(visible(joined(unit.map(i => tokens[i]))).trim(), 60)}”`;
-
-function tip(event, text) {
-  const box = $("tip");
-  box.hidden = !text;
-  if (!text) return;
-  box.textContent = text;
-  const x = Math.min(event.clientX + 14, innerWidth - box.offsetWidth - 8);
-  const y = event.clientY + 18 + box.offsetHeight > innerHeight ? event.clientY - box.offsetHeight - 10 : event.clientY + 18;
-  box.style.left = `${Math.max(4, x)}px`;
-  box.style.top = `${Math.max(4, y)}px`;
 }

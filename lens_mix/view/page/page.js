@@ -11,13 +11,6 @@ function choose(key, text, names, isNumber = false) {
   node.sync = () => { select.value = String(state[key]); };
   return node;
 }
-// Buttons of which one is pressed.
-function press(key, names, label) {
-  const node = make("div", { class: "choice", role: "group", "aria-label": label }, ...names.map(([value, text]) => make("button", { type: "button",
-    "data-option": key, "data-value": value, text, onclick: () => set({ [key]: value }) })));
-  node.sync = () => { for (const button of node.children) button.setAttribute("aria-pressed", String(state[key] === button.dataset.value)); };
-  return node;
-}
 function slide(key, text, attributes, write = String) {
   const input = make("input", { type: "range", "data-option": key, ...attributes, oninput: event => set({ [key]: +event.target.value }) });
   const output = make("output"), node = make("label", {}, `${text} `, input, " ", output);
@@ -138,7 +131,7 @@ async function render() {
   }
   document.body.dataset.ready = String(renders);
   readAhead();
-  if (window.parent !== window) parent.postMessage({ lensMixHeight: document.documentElement.offsetHeight }, "*");
+  tellHeight();
 }
 // Read the numbers of all heads while nothing else is to do, so that a change of the head needs no wait.
 const ahead = new Set();
@@ -211,7 +204,6 @@ function writeHeader() {
   $("about").textContent = [...which, record.model && `model ${record.model}`, record.dtype && `dtype ${record.dtype}`,
     record.engine && `engine ${record.engine}`, record.date, `stored with an error of at most ${shown(error)}`, `lens_mix ${DATA.version}`].filter(Boolean).join(" · ");
   $("notes").textContent = m.notes.length ? `Notes: ${m.notes.join("; ")}` : "";
-  $("maximise").hidden = !document.fullscreenEnabled;
 }
 
 // List the keys that do something on this page.
@@ -243,8 +235,6 @@ $("prompt").addEventListener("change", event => {
   set({ prompt, map: i, query: null, layer: null, key: null, compare: "", tree: 0 });
 });
 $("export").addEventListener("click", event => event.target.dataset.export && save(event.target.dataset.export));
-$("maximise").addEventListener("click", () => document.fullscreenElement ? document.exitFullscreen()
-  : document.documentElement.requestFullscreen?.().catch(() => {}));
 addEventListener("hashchange", () => { readHash(); render(); });
 let width = innerWidth;
 addEventListener("resize", () => {
@@ -273,12 +263,5 @@ addEventListener("keydown", event => {
   else return;
   event.preventDefault();
 });
-// The explanation is shown until it is closed, or until the first click anywhere in the page. A sandboxed frame has no storage, so that it is shown there each time.
-const TOUR = "lens_mix-tour-closed";
-try { $("tour").hidden = localStorage.getItem(TOUR) === "1"; } catch { $("tour").hidden = false; }
-addEventListener("click", () => {
-  $("tour").hidden = true;
-  try { localStorage.setItem(TOUR, "1"); } catch { /* the explanation is shown again next time */ }
-}, { once: true });
 readHash();
 render();

@@ -1,0 +1,204 @@
+"""Make the page of a trace: click a written sentence or token, and its sources in the prompt are coloured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.methods.descriptions import describe
+from lens_mix.version import __version__
+from lens_mix.view.labels import name_model
+from lens_mix.view.page import Page, make_document
+from lens_mix.view.page.data import Numbers, make_plain
+
+if TYPE_CHECKING:
+    from lens_mix.traces.sources import PlacedText, TextSource
+    from lens_mix.traces.spans import WrittenSpan
+    from lens_mix.traces.trace import Trace
+
+_SCRIPTS = ("common.js", "drawing.js", "trace.js")
+_STYLES = ("page.css", "trace.css")
+# The units that the page can switch between, the first one that exists being shown if the trace has another.
+_UNITS = ("sentence", "document", "message", "word", "token", "given")
+
+
+def trace_page(trace: Trace) -> Page:
+    """Return the page of a trace; see `lens_mix.traces.trace.Trace.show`.
+
+    The scores of the written sentences are computed if they were not before. The scores of single tokens are
+    in the page if `Trace.steps` was read.
+    """
+    numbers = Numbers()
+    spans = _find_spans(trace)
+    data = {
+        "version": __version__,
+        "model": name_model(trace.provenance),
+        "method": trace.method_name,
+        "line": describe(trace.method_name.partition(",")[0]).line,
+        "parameters": make_plain(trace.parameters),
+        "generated": "generation" in trace.provenance,
+        "hops": trace.hops,
+        "notes": list(trace.notes),
+        "tokens": trace.tokens,
+        "n_prompt": trace.n_prompt,
+        "boxes": _find_boxes(trace),
+        "blocks": _find_blocks(trace),
+        "unit": trace.unit,
+        "sources": _pack_sources(trace),
+        "spans": [_pack_span(trace, kind, span, numbers) for kind, span in spans],
+        "steps": _pack_steps(trace, numbers),
+        "log_probabilities": [_round(number) for number in trace.log_probabilities.tolist()],
+        "predictions": [[entry.prediction, entry.probability] for entry in trace.explained],
+    }
+    document = make_document(data, str(numbers), "trace.html", _STYLES, _SCRIPTS)
+    return Page(document, "the sources of a text")
+
+
+def _find_spans(trace: Trace) -> list[tuple[str, WrittenSpan]]:
+    """Return the spans of the page with their kinds: sentences, everything, and other parts with scores."""
+    found: dict[tuple[int, int], tuple[str, WrittenSpan]] = {}
+    listed = [
+        *(("sentence", span) for span in trace.spans),
+        ("everything", trace[:]),
+        *(("part", span) for span in trace.computed_spans),
+    ]
+    for kind, span in listed:
+        try:
+            trace.scores_of(span.start, span.stop)
+        except ValueError:
+            # A trace that was loaded from a file has only the scores that were computed before.
+            continue
+        found.setdefault((span.start, span.stop), (kind, span))
+    return list(found.values())
+
+
+def _pack_span(trace: Trace, kind: str, span: WrittenSpan, numbers: Numbers) -> dict[str, Any]:
+    losses = trace.losses_of(span.start, span.stop)
+    return {
+        "kind": kind,
+        "start": span.start,
+        "stop": span.stop,
+        "log_probability": _round(span.log_probability),
+        "scores": _pack_row(span.scores, numbers),
+        "losses": [[_to_ranges(positions), _round(loss)] for positions, loss in losses.items()],
+    }
+
+
+def _pack_steps(trace: Trace, numbers: Numbers) -> list[dict[str, Any]] | None:
+    """Return the scores of each written token; None if they were not computed."""
+    return [_pack_row(row, numbers) for row in trace.steps.scores[0]] if trace.has_steps else None
+
+
+def _pack_row(row: Float[Tensor, " key"], numbers: Numbers) -> dict[str, Any]:
+    """Return the place of a row's numbers, which are stored as float16 of the largest magnitude."""
+    wide = row.detach().cpu().to(torch.float64)
+    largest = float(wide.abs().max()) or 1.0
+    return {"largest": largest, "data": numbers.add((wide / largest).numpy().astype("<f2").tobytes())}
+
+
+def _pack_sources(trace: Trace) -> dict[str, list[list[Any]]]:
+    """Return the kind, the name and the positions of all sources of each unit that the trace has."""
+    packed = {}
+    for unit in _UNITS:
+        try:
+            sources: list[TextSource] = trace.sources(unit)
+        except ValueError:
+            # Tokens have no sentences, and most traces have no sources of their own.
+            continue
+        packed[unit] = [[each.kind, each.name, _to_ranges(each.positions)] for each in sources]
+    places = {unit: [ranges for *_, ranges in sources] for unit, sources in packed.items()}
+    if "message" in places and places["message"] == places["document"]:
+        # A prompt without documents, or without messages, has the same sources by both units.
+        has_messages = any(message is not None for _, _, message, *_ in _find_blocks(trace))
+        same = ["document", "message"] if has_messages else ["message", "document"]
+        packed.pop(next(unit for unit in same if unit != trace.unit))
+    return packed
+
+
+def _to_ranges(positions: Iterable[int]) -> list[list[int]]:
+    """Return ascending positions as pairs of the first one and the one after the last."""
+    ranges: list[list[int]] = []
+    for position in positions:
+        if ranges and ranges[-1][1] == position:
+            ranges[-1][1] = position + 1
+        else:
+            ranges.append([position, position + 1])
+    return ranges
+
+
+def _find_boxes(trace: Trace) -> list[list[Any]]:
+    """Return the text as boxes of neighbouring tokens: [first, after the last, text, whether it is a mark].
+
+    A box has one token, or all tokens that spell one character. A token that spells nothing is a mark, such
+    as <s>. The texts of the other boxes, joined, are the whole text, unless it is unknown.
+    """
+    reading = trace.reading
+    boxes: list[list[Any]] = []
+    for placed, start, stop in (
+        (reading.prompt_text, 0, trace.n_prompt),
+        (reading.written_text, trace.n_prompt, len(trace.tokens)),
+    ):
+        boxes += _place_boxes(trace.tokens, placed, start, stop)
+    return boxes
+
+
+def _place_boxes(tokens: Sequence[str], placed: PlacedText | None, start: int, stop: int) -> list[list[Any]]:
+    boxes: list[list[Any]] = []
+    end = 0
+    for position in range(start, stop):
+        low, high = _offsets_of(placed, position)
+        if low == high or placed is None:
+            boxes.append([position, position + 1, tokens[position], placed is not None])
+        elif high > end:
+            # White space between two tokens belongs to the second one.
+            boxes.append([position, position + 1, placed.text[end:high], False])
+            end = high
+        else:
+            boxes[-1][1] = position + 1
+    if placed is not None and end and end < len(placed.text):
+        last = max(index for index, box in enumerate(boxes) if not box[3])
+        boxes[last][2] += placed.text[end:]
+    return boxes
+
+
+def _offsets_of(placed: PlacedText | None, position: int) -> tuple[int, int]:
+    """Return the first character of a token and the one after the last; equal if it spells nothing."""
+    index = -1 if placed is None else position - placed.first
+    return placed.offsets[index] if placed is not None and 0 <= index < len(placed.offsets) else (0, 0)
+
+
+def _find_blocks(trace: Trace) -> list[list[Any]]:
+    """Return the prompt as blocks: [kind, name, message, first position, position after the last].
+
+    Between the sections of the prompt are blocks of the template.
+    """
+    placed, count = trace.reading.prompt_text, trace.n_prompt
+    if placed is None:
+        return [["prompt", "prompt", None, 0, count]]
+    blocks: list[list[Any]] = []
+    end = 0
+    for section in placed.sections:
+        inside = placed.find_tokens(section.start, section.stop)
+        if not inside or inside[-1] < end:
+            continue
+        start, stop = max(inside[0], end), inside[-1] + 1
+        if start > end:
+            blocks.append(["template", "template", None, end, start])
+        # White space belongs to the text before it, as in the sources.
+        while stop < count and not trace.tokens[stop].strip():
+            stop += 1
+        blocks.append([section.kind, section.name, section.message, start, stop])
+        end = stop
+    if end < count:
+        blocks.append(["template", "template", None, end, count])
+    return blocks
+
+
+def _round(number: float) -> float | None:
+    """Return a number with six digits; None if it is not finite, which JSON cannot represent."""
+    return float(f"{number:.6g}") if math.isfinite(number) else None

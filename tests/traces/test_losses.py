@@ -1,0 +1,67 @@
+"""Test that what `verify` measured is kept: by the span, in tables, and in files."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.traces import spans
+from lens_mix.traces.trace import Trace
+
+
+@pytest.fixture
+def t(model):
+    return lm.trace(
+        model, torch.arange(1, 9), answer=torch.tensor([9, 10, 11]), sources="token", method="attention"
+    )
+
+
+def test_a_source_is_measured_once(t, monkeypatch):
+    calls = []
+    read = spans.read_written
+    monkeypatch.setattr(spans, "read_written", lambda *given: calls.append(given) or read(*given))
+    part = t[1:3]
+    assert [each.loss for each in part.top(4)] == [None] * 4
+    first = part.verify(2)
+    assert len(calls) == 2
+    assert len(part.verify(3)) == 3
+    assert len(calls) == 3
+    assert [each.loss for each in part.top(2)] == [each.loss for each in first]
+    # Other spans were not measured.
+    assert [each.loss for each in t[0:3].top(2)] == [None, None]
+    assert (1, 3) in [(span.start, span.stop) for span in t.computed_spans]
+
+
+def test_a_loss_is_that_of_the_positions_in_every_unit(model):
+    groups = [[0, 1], [2], [3], [4, 5], [6], [7]]
+    given = lm.trace(model, torch.arange(1, 9), answer=torch.tensor([9, 10, 11]), sources=groups)
+    losses = {each.source.positions: each.loss for each in given[1:3].verify(6)}
+    for each in given.by("token")[1:3].top(99):
+        assert each.loss == losses.get(each.source.positions)
+    assert len(losses) == 6
+
+
+def test_tables_and_files_have_the_losses(t, tmp_path):
+    measured = t.verify(2)
+    table = t.to_dataframe()
+    found = dict(zip(table["position"], table["loss"], strict=True))
+    for each in measured:
+        assert found[each.source.positions[0]] == each.loss
+    assert sum(not math.isnan(loss) for loss in found.values()) == 2
+    t.save(tmp_path / "t.safetensors")
+    loaded = Trace.load(tmp_path / "t.safetensors")
+    assert [each.loss for each in loaded[:].top(2)] == [each.loss for each in measured]
+    # Without a model only what was measured is there.
+    assert loaded.verify(2) == measured
+    with pytest.raises(ValueError, match="expected a trace with its model"):
+        loaded.verify(3)
+
+
+def test_a_list_is_aligned_if_some_sources_are_measured(t):
+    t.verify(1)
+    _, first, second = str(t.top(2)).splitlines()
+    assert " nats  " in first
+    assert first.index("'w") == second.index("'w")
