@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lens_mix.arguments import check_choice, check_instance, check_slice, check_whole_number, describe_value
 from lens_mix.evaluation.candidates import Aggregation
+from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.model_names import strip_path
 from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder
@@ -549,6 +550,8 @@ def trace(
         raise UnsupportedModelError(
             "trace: expected a causal model or an encoder-decoder, which write text, got an encoder"
         )
+    # It raises an error for models without weights, and for those that TransformerLens is known to run wrongly.
+    Lens(model)
     unit, split, groups = _read_sources(sources, language)
     methods = _default_methods(model) if method is None else [_read_method(method)]
     aggregated = _read_aggregation(aggregation, methods)
