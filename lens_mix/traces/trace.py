@@ -550,7 +550,7 @@ def trace(
         raise UnsupportedModelError(
             "trace: expected a causal model or an encoder-decoder, which write text, got an encoder"
         )
-    # It raises an error for models without weights, and for those that TransformerLens is known to run wrongly.
+    # It raises an error for models without weights, or that TransformerLens is known to run wrongly.
     Lens(model)
     unit, split, groups = _read_sources(sources, language)
     methods = _default_methods(model) if method is None else [_read_method(method)]

@@ -132,9 +132,10 @@ def test_a_source_is_removed_by_deleting_its_tokens(given):
         assert loss == pytest.approx(expected, abs=5 * given.tolerance)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in one_part(cases()) if case.refusal is not None], ids=lambda case: case.label
-)
+REFUSED = [case for case in one_part(cases()) if case.refusal is not None]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=[case.label for case in REFUSED])
 def test_what_cannot_be_mapped_has_a_reason(case):
     model = model_of(case)
     prompt = prompt_of(model)
