@@ -266,6 +266,9 @@ def explained() -> Iterator[Case]:
         values = NO_WHOLE if function is targets.masked_token else (*NO_WHOLE, None)
         given = {"label": 3} if function is targets.loss else {}
         yield from each(function, "position", values, **given)
+    yield from each(targets.next_token, "position", (*NO_WHOLE, None))
+    yield from each(targets.span, "start", (*NO_WHOLE, None))
+    yield from each(targets.span, "stop", NO_WHOLE, start=1)
     for function in (targets.predicted, targets.class_, targets.masked_token):
         yield from each(function, "of", NO_CHOICE)
     yield from each(targets.token, "of", NO_CHOICE, token=3)
@@ -291,6 +294,102 @@ def explained() -> Iterator[Case]:
         yield Case(
             f"run({wrong})", functools.partial(attribute, methods=lm.GradientAttention(target=wrong)), word
         )
+
+
+# ------------------------------------------------------------------ traces
+
+
+def traces() -> Iterator[Case]:
+    trace = with_model(lm.trace, prompt=PROMPT, answer=[3], sources="token", method="attention")
+    prompts = (
+        None,
+        3,
+        3.5,
+        {},
+        {"text": "w3"},
+        [],
+        b"w3",
+        [3, 10**30],
+        [3.5, 4],
+        [True, False],
+        ["w3"],
+        [[]],
+    )
+    yield from each(trace, "prompt", (*prompts, torch.ones(4), torch.tensor([[3], [4]]), [10**6]))
+    yield from each(trace, "prompt", ([{"role": "user", "content": "w3"}], [{}], PROMPT.to("meta")))
+    answers = (
+        None,
+        "w3",
+        "",
+        b"w3",
+        3,
+        3.5,
+        {},
+        [],
+        [3.5],
+        [True],
+        [None],
+        ["w3"],
+        [10**6],
+        [-1],
+        [[3], [4]],
+    )
+    yield from each(
+        trace, "answer", (*answers, PROMPT.to_sparse(), PROMPT.to("meta"), torch.ones(2), [10**30])
+    )
+    yield from each(trace, "answer", (None, "", 3.5, {}, b"w3"), prompt="w3 w4")
+    yield from each(trace, "generate", (*NO_WHOLE, 0, -1), answer=None)
+    yield from each(trace, "answer", ([3],), generate=3)
+    yield from each(trace, "seed", (*NO_WHOLE, -1, None))
+    yield from each(
+        trace, "sources", ("paragraph", "given", 3, None, [], [[]], [[9]], [[0], [0]], {0: [1]}, ["w9"])
+    )
+    yield from each(trace, "sources", (b"token", True, 1.5, "sentence", [[-1]], {"a": []}, [[1.5]]))
+    yield from each(
+        trace,
+        "sources",
+        (lambda text: 3, lambda text: [(0, 99)], lambda text: [0]),
+        prompt="w3",
+        answer=" w4",
+    )
+    yield from each(trace, "method", (3, "rolout", [], [None], int, {}, ["attention", "alti"]))
+    yield from each(trace, "method", (lm.Gim("w3"), lm.Occlusion(spans=[[0], [1]])))
+    yield from each(trace, "aggregation", ("rolout", 3, [], ["mean"], b"mean", {}))
+    yield from each(trace, "aggregation", ("mean",), method=None)
+    yield from each(trace, "language", (*NO_CHOICE[1:], "english", ""))
+    yield from each(trace, "prepend_bos", NO_FLAG, prompt="w3 w4", answer=" w5")
+    yield from each(trace, "prepend_bos", (True,))
+    yield from each(trace, "max_memory", ("1GB", 1.5, NAN, INF, True, 0, -1, [1]))
+    yield from each(trace, "model", (*NO_MODEL, Made(meta_model)))
+    yield from each(trace, "temperature", (0.5,))
+    for name in ("temprature", "max_new_tokens", "return_type"):
+        yield from each(trace, name, (3,), answer=None, generate=2)
+    many = with_model(lm.trace_many, prompts=[PROMPT], answers=[[3]])
+    yield from each(many, "prompts", (None, 3, "w3", b"w3", {}, lm.Documents({"a": "w3"})))
+    yield from each(many, "answers", ("w3", b"w3", 3, {}, 1.5))
+    yield from each(many, "progress", (*NO_FLAG, None))
+    yield from each(lm.Documents, "documents", (None, {}, [], "w3", {"a": ""}, {"a": 3}, {3: "a"}, {"": "a"}))
+    for name in ("question", "instruction"):
+        yield from each(lm.Documents, name, (None, 3, ["w3"], b"w3"), documents={"a": "w3"})
+
+
+def read_traces() -> Iterator[Case]:
+    t = lm.trace(model(), PROMPT, answer=[7, 8], sources="token", method="attention")
+    for owner in (t, t[:]):
+        for function in (owner.top, owner.verify):
+            yield from each(function, "k", (*NO_WHOLE, 0, -1, None))
+        yield from each(owner.top, "everything", (*NO_FLAG, None))
+    yield from each(t.by, "unit", ("nothing", 3, ["token"]))
+    yield from each(t.sources, "unit", ("nothing", 3, ["token"]))
+    yield from each(t.by, "unit", ("given",))
+    yield Case("by(sentence)", lambda: t.by("sentence"), "sources")
+    yield from each(t.through, "hops", (*NO_WHOLE, -1))
+    for place, part in enumerate(
+        (*NO_WHOLE[1:], None, 2, -3, "w7", slice(1, 1), slice(None, None, 2), slice("a", None))
+    ):
+        yield Case(f"trace[{part!r}, {place}]", functools.partial(t.__getitem__, part), "span")
+    yield from each(t.save, "path", (None, 3, "", "no/such/folder/t.trace"))
+    yield from each(lm.Trace.load, "path", (None, 3, "", "no/such/file.trace"))
 
 
 # ------------------------------------------------------------------ maps
@@ -810,6 +909,8 @@ PARTS = (
     runs_of_many,
     methods,
     explained,
+    traces,
+    read_traces,
     made_maps,
     held_maps,
     files,

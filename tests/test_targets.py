@@ -6,6 +6,7 @@ from torch.nn import functional
 
 import lens_mix as lm
 from tests import tiny_models
+from tests.matrix import build_or_skip
 from tests.tiny_models import (
     available,
     bridge,
@@ -316,3 +317,156 @@ def test_the_first_row_of_an_encoder():
     assert lm.rollout(found).default_query_position == 0
     target = lm.targets.masked_token(9, position=3)
     assert lm.run(bridge("bert"), TOKENS, lm.GradientAttention(target=target)).default_query == 3
+
+
+# ---------------------------------------------------------------------- the prompt's own tokens
+
+
+def test_own_tokens(model, logits):
+    own = logits.log_softmax(-1)
+    following = own[:-1].gather(-1, TOKENS[1:, None])[:, 0]
+    for position in (0, 2, 4, -2, -6):
+        expected = following[position % 6].item()
+        assert clean_value(model, lm.targets.next_token(position)) == pytest.approx(expected, abs=1e-12)
+    assert clean_value(model, lm.targets.next_token()) == pytest.approx(following[-1].item(), abs=1e-12)
+    for start, stop in ((1, 6), (2, 4), (5, 6), (3, None), (-2, None), (-3, -1), (1, -1)):
+        rows = slice(start % 6 - 1, (stop if stop and stop > 0 else 6 + (stop or 0)) - 1)
+        target = lm.targets.span(start, stop)
+        assert clean_value(model, target) == pytest.approx(following[rows].sum().item(), abs=1e-12)
+
+
+def test_a_row_explains_the_token_after_it(model, logits):
+    """Check that an input map reads the next token at each row, whatever the target's position is."""
+    following = logits.log_softmax(-1)[:-1].gather(-1, TOKENS[1:, None])[:, 0]
+    rows = lm.run(model, TOKENS, lm.InputGradients(lm.targets.next_token()), queries=[1, 3, 4])
+    for entry, position in zip(rows.explained, (1, 3, 4), strict=True):
+        assert entry.value == pytest.approx(following[position].item(), abs=1e-6)
+        assert entry.target == f"log probability of 'w{TOKENS[position + 1]}'"
+        assert entry.prediction == f"w{int(logits[position].argmax())}"
+    assert rows.default_query == 4
+    method = lm.InputGradients(score="times_input")
+    alone = [
+        lm.run(
+            model,
+            TOKENS,
+            lm.InputGradients(lm.targets.next_token(position), score="times_input"),
+            queries=[position],
+        ).scores[-1, 0]
+        for position in (1, 3, 4)
+    ]
+    together = lm.run(
+        model, TOKENS, lm.InputGradients(lm.targets.next_token(), score="times_input"), queries=[1, 3, 4]
+    )
+    torch.testing.assert_close(together.scores[-1], torch.stack(alone), atol=1e-12, rtol=0)
+    assert method.target != lm.targets.next_token()
+
+
+def test_a_span_is_the_sum_of_its_tokens(model):
+    def gradient(target, query):
+        method = lm.InputGradients(target, score="times_input")
+        return lm.run(model, TOKENS, method, queries=[query]).scores[-1, 0]
+
+    whole = gradient(lm.targets.span(2, 5), -1)
+    each = sum(gradient(lm.targets.next_token(position), position) for position in (1, 2, 3))
+    torch.testing.assert_close(whole, each, atol=1e-12, rtol=0)
+    assert not whole[4:].any()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_own_tokens_do_not_count_padding(model, side):
+    prompts = [TOKENS, TOKENS[:3]]
+    for target in (
+        lm.targets.next_token(),
+        lm.targets.next_token(1),
+        lm.targets.span(1),
+        lm.targets.span(-2),
+    ):
+        alone = [clean_value(model, target, prompt) for prompt in prompts]
+        maps = lm.run_many(model, prompts, lm.GradientAttention(target=target), padding_side=side)
+        values = [m.provenance["details"]["target_value"][0] for m in maps]
+        assert values == pytest.approx(alone, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "marian"])
+def test_own_tokens_of_a_decoder(name):
+    model = build_or_skip(bridge, name, torch.float64)
+    source, target = torch.tensor([5, 9, 12]), torch.tensor([2, 7, 30, 21])
+    with torch.no_grad():
+        output = model(source[None], decoder_input=target[None])
+    own = (output if torch.is_tensor(output) else output.logits)[0].log_softmax(-1)
+    following = own[:-1].gather(-1, target[1:, None])[:, 0]
+    for given, expected in (
+        (lm.targets.span(1, 3), following[:2].sum()),
+        (lm.targets.span(-1), following[-1]),
+        (lm.targets.next_token(0), following[0]),
+    ):
+        try:
+            found = lm.run(model, (source, target), lm.InputGradients(given), part="joint", queries=[2])
+        except lm.UnsupportedModelError as problem:
+            # It is T5 before TransformerLens 4.
+            pytest.skip(str(problem))
+        wanted = following[2] if given == lm.targets.next_token(0) else expected
+        assert found.explained[0].value == pytest.approx(wanted.item(), abs=1e-6)
+    layers = lm.run(model, (source, target), lm.GradientAttention(target=lm.targets.span(1)), part="decoder")
+    assert layers.provenance["details"]["target_value"][0] == pytest.approx(following.sum().item(), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (
+            lm.targets.next_token(-1),
+            r"next_token: .*that a token of the prompt follows, got (-1|5), the last of 6",
+        ),
+        (lm.targets.next_token(5), r"next_token: .*that a token of the prompt follows, got 5, the last of 6"),
+        (lm.targets.next_token(6), "position: expected .* from -6 to 5, got 6"),
+        (
+            lm.targets.span(0, 3),
+            r"span: expected 1 <= start < stop <= 6, .*nothing predicts the first token; got 0",
+        ),
+        (lm.targets.span(-6), r"span: expected 1 <= start < stop <= 6"),
+        (lm.targets.span(-99, 3), r"span: expected 1 <= start < stop <= 6"),
+        (lm.targets.span(3, 3), r"span: expected 1 <= start < stop <= 6, .*got 3 and 3"),
+        (lm.targets.span(4, 2), r"span: expected 1 <= start < stop <= 6"),
+        (lm.targets.span(2, 7), r"span: expected 1 <= start < stop <= 6, .*got 2 and 7"),
+        (lm.targets.span(2, -7), r"span: expected 1 <= start < stop <= 6"),
+        (lm.targets.span(6), r"span: expected 1 <= start < stop <= 6"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("method", [lm.InputGradients, lm.GradientAttention, lm.Gim])
+def test_own_tokens_that_are_not_there(model, method, target, message):
+    if method is not lm.GradientAttention and target == lm.targets.next_token(6):
+        # An input map reads its row's position instead.
+        return
+    with pytest.raises(ValueError, match=message):
+        lm.run(model, TOKENS, method(target=target), queries=[-1])
+
+
+def test_the_last_token_has_no_next_one(model):
+    with pytest.raises(ValueError, match=r"next_token: .*targets\.predicted explains"):
+        lm.run(model, TOKENS, lm.InputGradients(lm.targets.next_token()), queries=[2, 5])
+
+
+def test_own_tokens_are_recorded(model):
+    for target, record in (
+        (lm.targets.next_token(), {"target": "NextToken", "position": -2}),
+        (lm.targets.next_token(3), {"target": "NextToken", "position": 3}),
+        (lm.targets.span(2), {"target": "Span", "start": 2, "stop": None}),
+        (lm.targets.span(-3, -1), {"target": "Span", "start": -3, "stop": -1}),
+    ):
+        assert lm.targets.describe(target) == record
+        assert lm.targets.from_record(record) == target
+        made = lm.run(model, TOKENS, lm.InputGradients(target), queries=[4])
+        assert made.parameters["target"] == record
+        assert torch.equal(lm.run_again(model, made).scores, made.scores)
+
+
+def test_own_tokens_in_words(model):
+    found = lm.run(model, TOKENS, lm.GradientAttention(target=lm.targets.span(2, 5)))
+    assert {entry.target for entry in found.explained} == {"log probability of 'w12w7w30'"}
+    without = gpt2_like(torch.float64)
+    found = lm.run(without, TOKENS, lm.GradientAttention(target=lm.targets.span(2, 5)))
+    assert {entry.target for entry in found.explained} == {"log probability of the tokens [12, 7, 30]"}
+    found = lm.run(without, TOKENS, lm.GradientAttention(target=lm.targets.next_token(1)))
+    assert found.explained[0].target == "log probability of 12"

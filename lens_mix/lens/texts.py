@@ -209,6 +209,13 @@ def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
     Raises:
         ValueError: If the tokenizer has no chat template, or a message has no role or content.
     """
+    check_messages(tokenizer, messages)
+    # The text of the template already has the special tokens.
+    return list(tokenizer(render_messages(tokenizer, messages), add_special_tokens=False)["input_ids"])
+
+
+def check_messages(tokenizer: Any, messages: Any) -> None:
+    """Raise a ValueError if the tokenizer has no chat template, or a message has no role or content."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "prompt: expected a tokenizer with a chat template for chat messages, got one without; set "
@@ -218,9 +225,12 @@ def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
         raise ValueError(
             f'prompt: expected messages with "role" and "content", got {describe_value(messages)}'
         )
+
+
+def render_messages(tokenizer: Any, messages: Any) -> str:
+    """Return the text that the chat template makes of messages; see `chat_ids`."""
     needs_answer = messages[-1]["role"] != "assistant"
-    text = tokenizer.apply_chat_template(
+    text: str = tokenizer.apply_chat_template(
         list(map(dict, messages)), tokenize=False, add_generation_prompt=needs_answer
     )
-    # The text of the template already has the special tokens.
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return text

@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix import targets
+from lens_mix.arguments import check_instance
 from lens_mix.evaluation.candidates import Aggregation, aggregations_by_name
 from lens_mix.lens.batches import Prompt, pad
 from lens_mix.lens.model import Lens
@@ -23,17 +24,19 @@ from lens_mix.lens.unembedding import row_at, unembedding_at
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import Method
+from lens_mix.methods.alti_logit import AltiLogit
 from lens_mix.methods.attribution_patching import AttributionPatching
+from lens_mix.methods.context_length import ContextLength
 from lens_mix.runner import run
 from lens_mix.traces.reading import Reading
 
 # These explain a prediction at one position, so the scores of a span are the sums of its tokens' rows.
-_OF_ONE_POSITION = (AttributionPatching,)
+_OF_ONE_POSITION = (AttributionPatching, ContextLength)
 # As many tokens as this run at once if each row has a pass of its own.
 _TOKENS_AT_ONCE = 1024
 
 
-def largest_over_layers(mixing_map: MixingMap) -> MixingMap:
+def _largest_over_layers(mixing_map: MixingMap) -> MixingMap:
     """Return the input map with the largest score of all layers and heads for each query and key."""
     scores = mixing_map.scores.flatten(0, -3).amax(0, keepdim=True)
     made = mixing_map.merge_heads().layer(-1) if mixing_map.has_heads else mixing_map.layer(-1)
@@ -50,15 +53,22 @@ def find_aggregation(aggregation: str | Aggregation | None) -> tuple[str, Aggreg
             function from layer maps to an input map. None: "mean".
 
     Raises:
+        TypeError: If it is neither a name nor a function.
         ValueError: If the name is unknown.
     """
     if aggregation is None:
         aggregation = "mean"
     if callable(aggregation):
         return getattr(aggregation, "__name__", "custom"), aggregation
+    check_instance("aggregation", aggregation, str, "a name or a function")
     if aggregation == "max":
-        return "max", largest_over_layers
-    return aggregation, aggregations_by_name([aggregation])[aggregation]
+        return "max", _largest_over_layers
+    try:
+        return aggregation, aggregations_by_name([aggregation])[aggregation]
+    except ValueError as problem:
+        raise ValueError(
+            f"aggregation: expected 'max' or a name of lm.evaluate, got {aggregation!r}; {problem}"
+        ) from problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +90,11 @@ class Explainer:
     options: dict[str, Any]
 
     @property
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters of the method, without its target, which is what was written."""
+        return {name: value for name, value in self.method.parameters().items() if name != "target"}
+
+    @property
     def name(self) -> str:
         """Return the name of the method, and that of the aggregation if there is one."""
         return self.method.name if self.aggregation is None else f"{self.method.name}, {self.aggregation[0]}"
@@ -98,7 +113,8 @@ class Explainer:
             return self._sum_rows(self._run(self._with_target(targets.next_token(rows[-1])), rows), rows)
         method = self._with_target(targets.span(first + start, first + stop))
         if self.method.scope == "model":
-            return self._pad(self._run(method, [-1]).scores[-1, 0])
+            # A removed token of the span or after it changes the span by rounding only.
+            return self._pad(self._run(method, [-1]).scores[-1, 0, : self.reading.n_prompt + stop - 1])
         return self._sum_rows(self._run(method, rows), rows)
 
     def explain_each(self) -> Float[Tensor, "written key"]:
@@ -130,18 +146,27 @@ class Explainer:
         needs_all = self.aggregation is not None and self.aggregation[0] not in ("mean", "max", "last")
         given = prompt.tokens if prompt.target is None else (prompt.tokens, prompt.target)
         options = {"part": self.reading.part, "progress": None, **self.options}
+        if self.aggregation is not None and "residual measured" in self.aggregation[0]:
+            options["residual_shares"] = True
         mapped: MixingMap = run(self.model, given, method, queries=None if needs_all else rows, **options)
+        if len(mapped.key_tokens or mapped.tokens) != len(self.reading.tokens):
+            raise ValueError(
+                f"method: expected one whose keys are the {len(self.reading.tokens)} tokens, got "
+                f"{self.method!r}, whose keys are groups of them; group them by sources="
+            )
         return mapped if self.aggregation is None or mapped.kind == "input" else self.aggregation[1](mapped)
 
     def _select(self, mapped: MixingMap, rows: list[int]) -> Float[Tensor, "row key"]:
         """Return rows of an input map, with a key for every token of the reading."""
-        scores = mapped.scores[-1] if not mapped.has_heads else mapped.merge_heads().scores[-1]
+        merged = (mapped.merge_heads() if mapped.has_heads else mapped).scores
+        # The layers of this method are shares of one logit.
+        scores = merged.sum(0) if isinstance(self.method, AltiLogit) else merged[-1]
         return torch.stack([self._pad(scores[mapped.row_index(row)]) for row in rows])
 
     def _sum_rows(self, mapped: MixingMap, rows: list[int]) -> Float[Tensor, " key"]:
         return self._select(mapped, rows).sum(0)
 
-    def _pad(self, row: Float[Tensor, " key"]) -> Float[Tensor, " key"]:
+    def _pad(self, row: Float[Tensor, " read"]) -> Float[Tensor, " key"]:
         """Return a row with scores of 0 for tokens that are no keys of the map, on the CPU."""
         row = row.detach().cpu().to(torch.promote_types(row.dtype, torch.float32))
         return torch.nn.functional.pad(row, (0, len(self.reading.tokens) - len(row)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lens_mix.arguments import check_instance, describe_value
+from lens_mix.lens import texts
 
 # Sources of these kinds are not content that a reader could have given or left out.
 TEMPLATE, WRITTEN = "template", "written"
@@ -79,7 +81,7 @@ class Documents:
         """Return the documents as one text for a model without a chat template, and its sections."""
         start = f"{self.instruction}\n\n" if self.instruction else ""
         content, sections = self._join(f"Question: {self.question}" if self.question else "")
-        moved = [shift(section, len(start)) for section in sections]
+        moved = [_shift(section, len(start)) for section in sections]
         if self.instruction:
             moved.insert(0, Section("instruction", "instruction", 0, len(self.instruction)))
         return f"{start}{content}\nAnswer:", moved
@@ -88,15 +90,16 @@ class Documents:
         """Return the documents under their names and then the question, and their sections."""
         text, sections = "", []
         for name, document in self.documents.items():
-            text += f"{name}:\n"
+            text += f"\n\n{name}:\n" if text else f"{name}:\n"
             sections.append(Section("document", name, len(text), len(text) + len(document)))
-            text += f"{document}\n\n"
+            text += document
         if question:
+            text += "\n\n"
             sections.append(Section("question", "question", len(text), len(text) + len(question)))
-        return (text + question).rstrip("\n"), sections
+        return text + question, sections
 
 
-def shift(section: Section, by: int, message: str | None = None) -> Section:
+def _shift(section: Section, by: int, message: str | None = None) -> Section:
     """Return a section at a later place of a text."""
     return section._replace(start=section.start + by, stop=section.stop + by, message=message)
 
@@ -116,46 +119,55 @@ def render_chat(
 
     Raises:
         TypeError: If a content is not text.
-        ValueError: If the template changes the contents, or repeats or leaves out one of them.
+        ValueError: If there is no template, a message has no role or content, or the template raises an
+            error, changes the contents, or repeats or leaves out one of them.
     """
     for message in messages:
-        check_instance("prompt", message["content"], str, "messages whose content is text")
-    contents = [message["content"] for message in messages]
+        check_instance("prompt", message.get("content", ""), str, "messages whose content is text")
+    contents = [message.get("content", "") for message in messages]
     marks = [f"⟦{number}⟧" for number in range(len(messages))]
-    rendered, marked = _render(tokenizer, messages, contents), _render(tokenizer, messages, marks)
-    for given in (contents, [content.strip() for content in contents]):
-        text, places = _fill(marked, marks, given)
-        if text == rendered:
-            break
-    else:
+    rendered = _render(tokenizer, messages)
+    filled = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
+    found = re.fullmatch(_make_pattern(_render(tokenizer, filled), marks, contents), rendered)
+    if found is None:
         raise ValueError(
             "prompt: expected a chat template that writes each message's content once and unchanged, got one "
             "that does not; give the text of the template as a string"
         )
     sections = []
-    for index, (message, content, place) in enumerate(zip(messages, contents, places, strict=True)):
-        role, kept = str(message["role"]), given[index]
+    for index, (message, content) in enumerate(zip(messages, contents, strict=True)):
+        role, kept = str(message["role"]), found[index + 1]
         own = inside[index] if inside is not None else [Section(role, role, 0, len(content))]
         # A template that strips the contents moves their sections.
         cut = content.find(kept)
         for section in own:
             start, stop = (min(max(end - cut, 0), len(kept)) for end in (section.start, section.stop))
-            sections.append(shift(section._replace(start=start, stop=stop), place, f"{index + 1} {role}"))
+            moved = section._replace(start=start, stop=stop)
+            sections.append(_shift(moved, found.start(index + 1), f"{index + 1} {role}"))
     return rendered, sections
 
 
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], contents: Sequence[str]) -> str:
-    filled = [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
-    needs_answer = messages[-1]["role"] != "assistant"
-    text: str = tokenizer.apply_chat_template(filled, tokenize=False, add_generation_prompt=needs_answer)
-    return text
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text that the chat template makes of messages.
+
+    Raises:
+        ValueError: If there is no template, a message has no role or content, or the template raises one.
+    """
+    texts.check_messages(tokenizer, messages)
+    try:
+        return texts.render_messages(tokenizer, messages)
+    except Exception as problem:
+        raise ValueError(
+            "prompt: expected messages that the tokenizer's chat template accepts, got "
+            f"{type(problem).__name__}: {problem}"
+        ) from problem
 
 
-def _fill(marked: str, marks: Sequence[str], contents: Sequence[str]) -> tuple[str, list[int]]:
-    """Return the text with contents in place of the marks, and where each content starts."""
-    text, places = "", []
+def _make_pattern(marked: str, marks: Sequence[str], contents: Sequence[str]) -> str:
+    """Return a pattern of the text with the contents in place of the marks, white space stripped or not."""
+    pattern = ""
     for mark, content in zip(marks, contents, strict=True):
         before, _, marked = marked.partition(mark)
-        places.append(len(text) + len(before))
-        text += before + content
-    return text + marked, places
+        forms = dict.fromkeys([content, content.rstrip(), content.lstrip(), content.strip()])
+        pattern += f"{re.escape(before)}({'|'.join(map(re.escape, forms))})"
+    return pattern + re.escape(marked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +10,46 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from lens_mix.arguments import describe_value
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.replay import is_out_of_memory
+
+# lm.trace sets these itself, or has arguments of its own for them.
+_OWN = ("self", "input", "max_new_tokens", "return_type", "prepend_bos", "generation_kwargs")
+_OTHER_RESULTS = ("output_logits", "return_cache", "return_input_tokens", "names_filter")
+# With other values of these options, the next token may not be the most probable one.
+_MOST_PROBABLE = {
+    "do_sample": False,
+    "freq_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "forced_bos_token_id": None,
+    "stopping_criteria": None,
+}
+
+
+def check_options(model: TransformerLensModel, options: Mapping[str, Any]) -> None:
+    """Raise a TypeError unless the model's `generate` has options of these names."""
+    generate = getattr(model, "generate", None)
+    known = [] if generate is None else list(inspect.signature(generate).parameters)
+    taken = [name for name in known if name not in (*_OWN, *_OTHER_RESULTS)]
+    for name, value in options.items():
+        if name not in taken:
+            raise TypeError(
+                f"{name}: expected an argument of lm.trace or an option of model.generate ({taken}), got "
+                f"{name}={describe_value(value)}"
+            )
+
+
+def takes_most_probable(options: Mapping[str, Any]) -> bool:
+    """Return whether each token that is written with these options is the most probable one."""
+    return all(options.get(name, usual) == usual for name, usual in _MOST_PROBABLE.items())
+
+
+def has_cache_option(model: TransformerLensModel) -> bool:
+    """Return whether the model's `generate` can run without a cache of keys and values."""
+    generate = getattr(model, "generate", None)
+    return generate is not None and "use_past_kv_cache" in inspect.signature(generate).parameters
 
 
 def generate_tokens(
@@ -23,7 +61,7 @@ def generate_tokens(
     seed: int,
     options: Mapping[str, Any],
 ) -> Int[Tensor, " written"]:
-    """Return the tokens that a model writes after a prompt, without the end of the text.
+    """Return the tokens that a model writes after a prompt, without the end of the text at which it stops.
 
     The most probable token is taken, unless the options say otherwise (`do_sample=True`, `temperature=`, …).
 
@@ -60,7 +98,7 @@ def generate_tokens(
                 f"{problem}{needs_tokenizer}; give what was written as answer="
             ) from problem
     written = output[0] if part == "joint" else output[0, len(tokens) :]
-    is_end = [token in ends for token in written.tolist()]
+    is_end = [bool(chosen["stop_at_eos"]) and token in ends for token in written.tolist()]
     start = 1 if part == "joint" else 0
     stop = is_end.index(True, start) if True in is_end[start:] else len(written)
     if stop <= start:

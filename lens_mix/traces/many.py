@@ -48,7 +48,7 @@ def trace_many(
         raise TypeError(
             f"prompts: expected several prompts, got {describe_value(prompts)}; use lm.trace for one prompt"
         )
-    if isinstance(answers, (str, bytes)):
+    if isinstance(answers, (str, bytes, Mapping)) or not isinstance(answers, Iterable | None):
         raise TypeError(f"answers: expected one answer per prompt, got {describe_value(answers)}")
     check_flags(progress=progress)
     total = len(prompts) if isinstance(prompts, Sized) else None

@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lens_mix.arguments import describe_value
+from lens_mix.arguments import check_dense_tensor, describe_value
 from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
-from lens_mix.lens.prompts import is_encoder_decoder, read_prompt
+from lens_mix.lens.prompts import is_encoder_decoder, read_prompt, vocabulary
 from lens_mix.lens.state import reading
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.traces.documents import Documents, Section, render_chat
@@ -63,15 +63,17 @@ class Reading:
         """Return the position of the row that explains a written token: the token before it predicts it."""
         return self.n_prompt - self.n_source - 1 + written
 
-    def without(self, positions: Sequence[int]) -> Prompt:
-        """Return the prompt and what was written, without some tokens of the prompt."""
-        keeps = torch.ones(self.n_prompt, dtype=torch.bool)
+    def without(self, positions: Sequence[int]) -> Prompt | None:
+        """Return the prompt and what was written, without some tokens of the prompt.
+
+        None: The prompt has no other token, so that nothing would predict the first written one.
+        """
+        tokens, count = self.prompt.tokens, self.n_source or self.n_prompt
+        keeps = torch.ones(len(tokens), dtype=torch.bool)
         keeps[list(positions)] = False
-        tokens = self.prompt.tokens
-        if self.n_source:
-            return dataclasses.replace(self.prompt, tokens=tokens[keeps[: self.n_source].to(tokens.device)])
-        kept = torch.cat([keeps, keeps.new_ones(self.n_written)]).to(tokens.device)
-        return dataclasses.replace(self.prompt, tokens=tokens[kept])
+        if not keeps[:count].any():
+            return None
+        return dataclasses.replace(self.prompt, tokens=tokens[keeps.to(tokens.device)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +114,6 @@ def read_prompt_text(model: TransformerLensModel, prompt: Any) -> PromptText | N
     if isinstance(prompt, Documents) and not getattr(tokenizer, "chat_template", None):
         return PromptText(*prompt.to_text(), False)
     messages, inside = prompt.to_messages() if isinstance(prompt, Documents) else (prompt, None)
-    texts.chat_ids(tokenizer, messages)  # It raises the errors of messages and templates.
     return PromptText(*render_chat(tokenizer, messages, inside), True)
 
 
@@ -167,10 +168,12 @@ def read_causal(
             raise ValueError("answer: expected tokens, because the prompt was given as tokens, got text")
         written, written_text = _read_answer(tokenizer, text.text, tokens, answer)
     else:
-        written = _as_tokens(answer, tokens)
+        written = _as_tokens(answer, tokens, vocabulary(model, "prompt"))
         written_text = None if text is None else _place_written(tokenizer, tokens, written)
     whole = torch.cat([tokens, written])
-    prompt = Prompt(whole)
+    with reading(model):
+        # It raises an error if both together are too long.
+        prompt = read_prompt(model, model_class_of(model), whole)
     return Reading(prompt, 0, len(tokens), token_strings(model, whole), prompt_text, written_text)
 
 
@@ -188,8 +191,13 @@ def read_encoder_decoder(
     Raises:
         TypeError, ValueError: As in `lens_mix.run`.
     """
-    with reading(model):
-        prompt = read_prompt(model, model_class_of(model), (source, answer), target_for="joint")
+    try:
+        with reading(model):
+            prompt = read_prompt(model, model_class_of(model), (source, answer), target_for="joint")
+    except (TypeError, ValueError) as problem:
+        # The target of `lens_mix.run` is the answer here.
+        name, _, message = str(problem).partition(":")
+        raise type(problem)(f"{'answer' if name == 'target' else name}:{message}") from problem
     target: Any = prompt.target
     tokenizer: Any = getattr(model, "tokenizer", None)
     prompt_text = written_text = None
@@ -289,35 +297,37 @@ def _place_written(
     encoding. Each token is decoded with all tokens before it, because its text may depend on them.
     """
     before, own = tokens.tolist(), written.tolist()
+    decoded = [
+        tokenizer.decode([*before, *own[:count]], clean_up_tokenization_spaces=False)
+        for count in range(len(own) + 1)
+    ]
+    text, offsets, start = decoded[-1][len(decoded[0]) :], [], 0
+    for each in decoded[1:]:
+        # The first bytes of a character are decoded as a replacement character. All of the character's
+        # tokens have its offsets, as in an encoding.
+        whole = each.rstrip("\ufffd")
+        end = max(start, len(whole) - len(decoded[0]))
+        offsets.append((start, min(end + (whole != each), len(text))))
+        start = end
+    return PlacedText(text, (), len(tokens), offsets)
 
-    def decode(count: int) -> str:
-        text: str = tokenizer.decode([*before, *own[:count]], clean_up_tokenization_spaces=False)
-        return text
 
-    start, ends = len(decode(0)), []
-    for count in range(1, len(own) + 1):
-        # The first bytes of a character are decoded as a replacement character.
-        ends.append(len(decode(count).rstrip("\ufffd")) - start)
-    ends = [max(0, end) for end in ends]
-    text = decode(len(own))[start:]
-    starts = [0, *ends[:-1]]
-    return PlacedText(text, (), len(tokens), list(zip(starts, ends, strict=True)))
-
-
-def _as_tokens(answer: Any, like: Int[Tensor, " pos"]) -> Int[Tensor, " written"]:
+def _as_tokens(answer: Any, like: Int[Tensor, " pos"], d_vocab: int) -> Int[Tensor, " written"]:
     """Return written tokens as a tensor.
 
     Raises:
         TypeError: If they are not whole numbers.
-        ValueError: If there are none, or they have several rows.
+        ValueError: If there are none, they have several rows, or one of them is not in the vocabulary.
     """
     try:
-        written = torch.as_tensor(answer)
+        written = check_dense_tensor("answer", torch.as_tensor(answer))
     except (TypeError, ValueError, RuntimeError) as problem:
         raise TypeError(f"answer: expected text or tokens [pos], got {describe_value(answer)}") from problem
     written = written[0] if written.ndim == 2 and len(written) == 1 else written
-    if written.is_floating_point() or written.dtype == torch.bool:
-        raise TypeError(f"answer: expected text or tokens [pos], got a tensor of {written.dtype}")
     if written.ndim != 1 or not len(written):
         raise ValueError(f"answer: expected at least one token [pos], got shape {list(written.shape)}")
+    if written.is_floating_point() or written.is_complex() or written.dtype == torch.bool:
+        raise TypeError(f"answer: expected text or tokens [pos], got a tensor of {written.dtype}")
+    if int(written.min()) < 0 or int(written.max()) >= d_vocab:
+        raise ValueError(f"answer: expected tokens in 0..{d_vocab - 1}, got {describe_value(answer)}")
     return written.to(like)

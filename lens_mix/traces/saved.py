@@ -5,21 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lens_mix.arguments import check_file_path
 from lens_mix.files import replacing
 from lens_mix.lens.batches import Prompt
-from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps.explained import as_explained, as_records
+from lens_mix.registry import all_methods
+from lens_mix.traces.attribution import Explainer, find_aggregation, read_written
 from lens_mix.traces.documents import Section
 from lens_mix.traces.reading import Reading
 from lens_mix.traces.sources import UNITS, PlacedText, TextSource
-from lens_mix.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from lens_mix.traces.trace import Trace
 
 _FORMAT = "lens_mix.Trace/1"
+# Log probabilities of one model differ by less, in nats, on other machines and in half precision.
+_ALLOWED = 0.25
 
 
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
@@ -71,8 +77,8 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
         raise OSError(f"path: expected a file that can be written, got {location}: {problem}") from problem
 
 
-def load(path: str | os.PathLike[str], model: TransformerLensModel | None) -> Trace:
-    """Read a trace; see `Trace.load`."""
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the fields of a saved trace by name, without its model; see `Trace.load`."""
     from safetensors import SafetensorError, safe_open
 
     location = check_file_path("path", path)
@@ -89,7 +95,16 @@ def load(path: str | os.PathLike[str], model: TransformerLensModel | None) -> Tr
             f"path: expected a trace that Trace.save wrote ({_FORMAT!r}), got format "
             f"{metadata.get('format')!r} in {location}"
         )
-    record: dict[str, Any] = json.loads(metadata["record"])
+    try:
+        return _read_fields(json.loads(metadata["record"]), tensors)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as problem:
+        raise ValueError(
+            f"path: expected a trace that Trace.save wrote, got {location}, whose record is incomplete: "
+            f"{problem}"
+        ) from problem
+
+
+def _read_fields(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     computed: dict[Any, Any] = {
         tuple(key) if isinstance(key, list) else key: tensors[f"scores {index}"]
         for index, key in enumerate(record["computed"])
@@ -108,16 +123,41 @@ def load(path: str | os.PathLike[str], model: TransformerLensModel | None) -> Tr
         _from_record(record["prompt_text"]),
         _from_record(record["written_text"]),
     )
-    explained = as_explained(record["explained"], reading.n_written)
-    return Trace(
-        reading=reading,
-        log_probabilities=tensors["log_probabilities"],
-        explained=explained or (),
-        notes=tuple(record["notes"]),
-        model=model,
-        _computed=computed,
+    return {
+        "reading": reading,
+        "log_probabilities": tensors["log_probabilities"],
+        "explained": as_explained(record["explained"], reading.n_written) or (),
+        "notes": tuple(record["notes"]),
+        "_computed": computed,
         **{name: record[name] for name in ("unit", "method_name", "hops", "parameters", "provenance")},
-    )
+    }
+
+
+def require_same_model(model: TransformerLensModel, trace: Trace) -> None:
+    """Raise a ValueError unless the written tokens have the trace's log probabilities in this model."""
+    try:
+        found = read_written(model, trace.reading).log_probabilities
+    except UnsupportedModelError as problem:
+        raise ValueError(
+            f"model: expected the model of the trace, got one that fails: {problem}"
+        ) from problem
+    difference = float((found - trace.log_probabilities.to(found)).abs().max())
+    if not difference <= _ALLOWED:
+        raise ValueError(
+            f"model: expected the model of the trace, got one whose log probabilities of the written tokens "
+            f"differ by up to {difference:.3g} nats; give that model, or None to read what was computed"
+        )
+
+
+def make_explainer(model: TransformerLensModel, trace: Trace) -> Explainer | None:
+    """Return what computes further scores; None if the method or the aggregation was the user's own."""
+    name, _, aggregation = trace.method_name.partition(", ")
+    try:
+        method = all_methods()[name](**trace.parameters)
+        aggregated = find_aggregation(aggregation) if aggregation else None
+    except (KeyError, TypeError, ValueError):
+        return None
+    return Explainer(model, trace.reading, method, aggregated, {})
 
 
 def _to_record(text: PlacedText | None) -> dict[str, Any] | None:

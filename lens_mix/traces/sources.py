@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-from lens_mix.arguments import check_pairs
+from lens_mix.arguments import check_pairs, check_whole_number
+from lens_mix.maps.characters import join_tokens
 from lens_mix.maps.spans import check_groups, read_groups
-from lens_mix.maps.words import find_words
+from lens_mix.maps.words import find_words, is_special
 from lens_mix.traces.documents import TEMPLATE, WRITTEN, Section
 
 Unit = Literal["token", "word", "sentence", "message", "document", "given"]
 UNITS: tuple[str, ...] = get_args(Unit)
 
+_WORD = re.compile(r"\S+")
 # A function from a text to its pieces, as pairs of the first character and the one after the last.
 Splitter = Callable[[str], Iterable[tuple[int, int]]]
 
@@ -101,6 +104,7 @@ def find_sources(
     n_prompt: int,
     split: Splitter,
     groups: Any = None,
+    n_source: int = 0,
 ) -> list[TextSource]:
     """Return the sources of a unit. Each position belongs to exactly one of them.
 
@@ -112,29 +116,29 @@ def find_sources(
         n_prompt: The number of tokens of the prompt.
         split: The function that splits a text into sentences.
         groups: For the unit "given", groups of the prompt's positions or texts, as in `lens_mix.Occlusion`.
+        n_source: The number of tokens that an encoder reads; 0 without an encoder.
 
     Raises:
-        ValueError: If the unit needs a text, and the prompt was given as tokens.
+        TypeError: If the function that splits a text returns no pairs of whole numbers.
+        ValueError: If the unit needs a text and the prompt was given as tokens, or words have no marks.
     """
-    kinds = label_positions(prompt, len(tokens), n_prompt)
-    if unit in ("token", "word"):
-        pieces = (
-            [[position] for position in range(len(tokens))]
-            if unit == "token"
-            else [
-                *find_words(tokens[:n_prompt]),
-                *([n_prompt + each for each in word] for word in find_words(tokens[n_prompt:])),
-            ]
-        )
-        return [_make_source(tokens, piece, *kinds[piece[-1]]) for piece in pieces]
+    labels = label_positions(prompt, tokens, n_prompt, n_source)
+    if unit == "token":
+        return [_make_source(tokens, [position], labels) for position in range(len(tokens))]
+    if unit == "word":
+        return [_make_source(tokens, word, labels) for word in _find_words(prompt, written, tokens, n_prompt)]
     if unit == "given":
+        readable = tokens[: n_source or n_prompt]
         found = [
             TextSource(
-                "".join(tokens[each] for each in group.positions), "given", group.name, tuple(group.positions)
+                join_tokens([tokens[each] for each in group.positions]),
+                "given",
+                group.name,
+                tuple(group.positions),
             )
-            for group in read_groups(tokens[:n_prompt], check_groups("sources", groups), "sources")
+            for group in read_groups(readable, check_groups("sources", groups), "sources")
         ]
-        return _with_rest(found, tokens, n_prompt, rest="prompt")
+        return _with_rest(found, tokens, n_prompt, labels)
     if prompt is None:
         raise ValueError(
             f"sources: expected 'token', 'word' or groups of positions, because the prompt was given as "
@@ -154,21 +158,74 @@ def find_sources(
             positions = written.find_tokens(start, stop)
             if positions:
                 found.append(TextSource(written.text[start:stop], WRITTEN, WRITTEN, tuple(positions)))
-    return _with_rest(found, tokens, n_prompt, rest=TEMPLATE)
+    return _with_rest(found, tokens, n_prompt, labels)
 
 
-def label_positions(prompt: PlacedText | None, count: int, n_prompt: int) -> list[tuple[str, str]]:
-    """Return the kind and the name of the section of each position."""
-    labels = [("prompt", "prompt") if prompt is None else (TEMPLATE, TEMPLATE)] * n_prompt
-    if prompt is not None:
-        for section in prompt.sections:
-            for position in prompt.find_tokens(section.start, section.stop):
-                labels[position] = (section.kind, section.name)
-    return labels + [(WRITTEN, WRITTEN)] * (count - n_prompt)
+def label_positions(
+    prompt: PlacedText | None, tokens: Sequence[str], n_prompt: int, n_source: int = 0
+) -> list[tuple[str, str]]:
+    """Return the kind and the name of the section of each position.
+
+    Special tokens are template, and so is the start of a decoder.
+
+    Args:
+        prompt: The text of the prompt; None if it was given as tokens.
+        tokens: The tokens of the prompt and then those that were written.
+        n_prompt: The number of tokens of the prompt.
+        n_source: The number of tokens that an encoder reads; 0 without an encoder.
+    """
+    labels = [(TEMPLATE, TEMPLATE)] * n_prompt + [(WRITTEN, WRITTEN)] * (len(tokens) - n_prompt)
+    if prompt is None:
+        for position in range(n_source or n_prompt):
+            if not is_special(tokens[position]):
+                labels[position] = ("prompt", "prompt")
+        return labels
+    pieces = [prompt.find_tokens(section.start, section.stop) for section in prompt.sections]
+    for position, index in _find_owners(pieces, tokens, n_prompt).items():
+        labels[position] = (prompt.sections[index].kind, prompt.sections[index].name)
+    return labels
 
 
-def _make_source(tokens: Sequence[str], positions: Sequence[int], kind: str, name: str) -> TextSource:
-    return TextSource("".join(tokens[each] for each in positions), kind, name, tuple(positions))
+def _make_source(
+    tokens: Sequence[str], positions: Sequence[int], labels: Sequence[tuple[str, str]]
+) -> TextSource:
+    text = join_tokens([tokens[each] for each in positions])
+    return TextSource(text, *labels[positions[-1]], tuple(positions))
+
+
+def _find_words(
+    prompt: PlacedText | None, written: PlacedText | None, tokens: Sequence[str], n_prompt: int
+) -> list[list[int]]:
+    """Return the positions of each word, of the prompt or of what was written.
+
+    Raises:
+        ValueError: If the tokens have no marks of words, and their text is not known.
+    """
+    try:
+        # A short answer may have no mark of its own.
+        words = find_words(tokens)
+    except ValueError as problem:
+        if prompt is None or written is None:
+            raise ValueError(
+                f"sources: expected a tokenizer that marks the words, got tokens {list(tokens)[:8]}; use "
+                "'token', or groups of positions"
+            ) from problem
+        spelled = [
+            text.find_tokens(*match.span())
+            for text in (prompt, written)
+            for match in _WORD.finditer(text.text)
+        ]
+        owner = _find_owners(spelled, tokens, n_prompt)
+        found: dict[tuple[str, int], list[int]] = {}
+        for position in range(len(tokens)):
+            key = ("word", owner[position]) if position in owner else ("token", position)
+            found.setdefault(key, []).append(position)
+        words = list(found.values())
+    halves = [
+        ([each for each in word if each < n_prompt], [each for each in word if each >= n_prompt])
+        for word in words
+    ]
+    return [half for pair in halves for half in pair if half]
 
 
 def _merge_messages(sections: Sequence[Section]) -> list[Section]:
@@ -185,46 +242,59 @@ def _merge_messages(sections: Sequence[Section]) -> list[Section]:
 
 
 def _split_section(text: str, section: Section, split: Splitter | None) -> list[tuple[int, int]]:
-    """Return the pieces of a section without white space around them, as indices of the whole text."""
+    """Return the pieces of a section without white space around them, as indices of the whole text.
+
+    Raises:
+        TypeError: If the pieces are no pairs of whole numbers.
+        ValueError: If they are not in order, or end after the text.
+    """
     own = text[section.start : section.stop]
-    pieces = [(0, len(own))] if split is None else check_pairs("sources", list(split(own)), "characters")
-    placed = []
+    pieces = [(0, len(own))] if split is None else check_pairs("sources", split(own), "pairs of characters")
+    placed, last = [], 0
     for start, stop in pieces:
-        piece = own[start:stop]
+        start = check_whole_number("sources", start, last, len(own), what="a character after the last piece")
+        stop = check_whole_number("sources", stop, start, len(own), what="the end of a piece")
+        last, piece = stop, own[start:stop]
         start += len(piece) - len(piece.lstrip())
         if piece.strip():
             placed.append((section.start + start, section.start + start + len(piece.strip())))
     return placed
 
 
+def _find_owners(pieces: Sequence[Sequence[int]], tokens: Sequence[str], n_prompt: int) -> dict[int, int]:
+    """Return the index of the piece that each position belongs to, if it belongs to one.
+
+    A position that two pieces share, because a token has characters of both, belongs to the first of them.
+    White space belongs to the piece before it.
+    """
+    owner: dict[int, int] = {}
+    for index, positions in enumerate(pieces):
+        for position in positions:
+            owner.setdefault(position, index)
+    for position, token in enumerate(tokens):
+        is_free = position not in owner and not token.strip() and position != n_prompt
+        if is_free and position - 1 in owner:
+            owner[position] = owner[position - 1]
+    return owner
+
+
 def _with_rest(
-    found: Sequence[TextSource], tokens: Sequence[str], n_prompt: int, rest: str
+    found: Sequence[TextSource], tokens: Sequence[str], n_prompt: int, labels: Sequence[tuple[str, str]]
 ) -> list[TextSource]:
     """Return the sources and those of the other positions, in the order of their first tokens.
 
-    A position that two pieces share, because a token has characters of both, belongs to the first of them.
-    White space belongs to the source before it.
+    The other positions of a section are one source, and so are those of the template.
     """
-    owner: dict[int, int] = {}
-    for index, source in enumerate(found):
-        for position in source.positions:
-            owner.setdefault(position, index)
+    owner = _find_owners([source.positions for source in found], tokens, n_prompt)
     positions: list[list[int]] = [[] for _ in found]
-    others: dict[str, list[int]] = {rest: [], WRITTEN: []}
-    for position, token in enumerate(tokens):
-        before = owner.get(position - 1)
-        if position not in owner and not token.strip() and before is not None:
-            same_side = (position < n_prompt) == (position - 1 < n_prompt)
-            if same_side:
-                owner[position] = before
-        if position in owner:
-            positions[owner[position]].append(position)
-        else:
-            others[rest if position < n_prompt else WRITTEN].append(position)
+    others: dict[tuple[str, str], list[int]] = {}
+    for position, label in enumerate(labels):
+        own = positions[owner[position]] if position in owner else others.setdefault(label, [])
+        own.append(position)
     kept = [
         dataclasses.replace(source, positions=tuple(own))
         for source, own in zip(found, positions, strict=True)
         if own
     ]
-    kept += [_make_source(tokens, own, name, name) for name, own in others.items() if own]
+    kept += [_make_source(tokens, own, labels) for own in others.values()]
     return sorted(kept, key=lambda source: source.positions)

@@ -31,7 +31,7 @@ class SourceScore(NamedTuple):
         score: The sum of its tokens' scores, in the unit of the method.
         share: The magnitude of the score, divided by the sum of magnitudes over all sources.
         loss: The log probability in nats that the span loses without the source; negative if it gains. None:
-            `verify` has not measured it.
+            `verify` has not measured it, or the prompt has no other tokens.
     """
 
     source: TextSource
@@ -91,7 +91,7 @@ class WrittenSpan:
     @property
     def log_probability(self) -> float:
         """Return the log probability of the span after the prompt and what was written before it, in nats."""
-        return float(self.trace.log_probabilities[self.start : self.stop].sum())
+        return float(self.trace.log_probabilities[self.start : self.stop].double().sum())
 
     @property
     def probability(self) -> float:
@@ -168,12 +168,14 @@ class WrittenSpan:
             ValueError: If `k` is below 1, or the trace was loaded from a file and has no model.
         """
         listed = self.top(k)
-        missing = [each.source.positions for each in listed if each.loss is None]
         reading = self.trace.reading
+        missing = [each.source.positions for each in listed if each.loss is None]
         for positions in tqdm(missing, desc="passes without a source", delay=2, leave=False):
-            without = read_written(self.trace.require_model(), reading, reading.without(positions))
-            loss = self.log_probability - float(without.log_probabilities[self.start : self.stop].sum())
-            self.trace.keep_loss(self.start, self.stop, positions, loss)
+            rest = reading.without(positions)
+            if rest is not None:
+                without = read_written(self.trace.require_model(), reading, rest).log_probabilities
+                lost = self.log_probability - float(without[self.start : self.stop].double().sum())
+                self.trace.keep_loss(self.start, self.stop, positions, lost)
         return self.top(k)
 
     def _explain(self, everything: bool) -> str:
@@ -206,7 +208,8 @@ def find_span(text: str, offsets: Sequence[tuple[int, int]], wanted: str) -> tup
     Raises:
         ValueError: If the text does not contain it exactly once.
     """
-    count = text.count(wanted) if wanted.strip() else 0
+    starts = [place for place in range(len(text)) if wanted.strip() and text.startswith(wanted, place)]
+    count = len(starts)
     if count != 1:
         found = "which is not in" if count == 0 else f"which occurs {count} times in"
         hint = (
@@ -215,7 +218,7 @@ def find_span(text: str, offsets: Sequence[tuple[int, int]], wanted: str) -> tup
         raise ValueError(
             f"span: expected a part of the written text, got {wanted!r}, {found} {text!r}; {hint}"
         )
-    low = text.index(wanted) + len(wanted) - len(wanted.lstrip())
-    high = text.index(wanted) + len(wanted.rstrip())
+    low = starts[0] + len(wanted) - len(wanted.lstrip())
+    high = starts[0] + len(wanted.rstrip())
     inside = [index for index, (start, stop) in enumerate(offsets) if start < high and stop > low]
     return inside[0], inside[-1] + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import check_choice, check_slice, check_whole_number, describe_value
+from lens_mix.arguments import check_choice, check_instance, check_slice, check_whole_number, describe_value
 from lens_mix.evaluation.candidates import Aggregation
+from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.model_names import strip_path
 from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder
@@ -21,11 +23,17 @@ from lens_mix.lens.provenance import model_name
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import Method
+from lens_mix.methods.alti_logit import AltiLogit
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.input_gradients import InputGradients
 from lens_mix.runner import MethodLike, read_methods
 from lens_mix.traces.attribution import Explainer, Written, find_aggregation, read_written
-from lens_mix.traces.generation import generate_tokens
+from lens_mix.traces.generation import (
+    check_options,
+    generate_tokens,
+    has_cache_option,
+    takes_most_probable,
+)
 from lens_mix.traces.reading import (
     PromptText,
     Reading,
@@ -45,6 +53,7 @@ from lens_mix.traces.sources import (
     split_sentences,
 )
 from lens_mix.traces.spans import SourceScores, WrittenSpan, find_span
+from lens_mix.version import __version__
 
 if TYPE_CHECKING:
     from lens_mix.tables import Table
@@ -53,6 +62,8 @@ if TYPE_CHECKING:
 # A generated token may be less probable than the prediction by this many nats, because of rounding.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 _ROUNDING_OF_HALF = 0.25
+# Before tokens are drawn, as many of the most probable ones are compared with the predictions of a pass.
+_TRIED = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -69,7 +80,7 @@ class Trace:
         explained: For each written token, what the model predicts in its place, and its log probability.
         method_name: The name of the method, and of the aggregation if there is one.
         parameters: The parameters of the method.
-        provenance: The origin of the trace: the model, the releases and the options of the generation.
+        provenance: The origin of the trace: the model, the release and the options of the generation.
         notes: Sentences that a reader should know.
         model: The model; None if the trace was loaded from a file.
         hops: The number of steps through written text that `through` added; -1 for all, None for none.
@@ -138,6 +149,7 @@ class Trace:
                 self.n_prompt,
                 self._split or split_sentences(),
                 self._groups,
+                self.reading.n_source,
             )
         found: list[TextSource] = self._computed["sources", unit]
         return found
@@ -195,7 +207,8 @@ class Trace:
         found = []
         for source in self.sources("sentence"):
             first, last = source.positions[0] - self.n_prompt, source.positions[-1] - self.n_prompt
-            if first >= 0 and last - first + 1 == len(source.positions):
+            is_whole = last - first + 1 == len(source.positions)
+            if first >= 0 and is_whole and source.text.strip():
                 found.append(WrittenSpan(self, first, last + 1))
         return found or [self[:]]
 
@@ -290,7 +303,7 @@ class Trace:
         number = -1 if hops is None else check_whole_number("hops", hops, 0)
         if ("through", number) not in self._computed:
             rows = dataclasses.replace(self, hops=None)._steps()
-            self._computed["through", number] = sum_paths(rows, self.n_prompt, hops)
+            self._computed["through", number] = _sum_paths(rows, self.n_prompt, hops)
         return dataclasses.replace(self, hops=number)
 
     def verify(self, k: int = 5) -> SourceScores:
@@ -315,9 +328,9 @@ class Trace:
 
         from lens_mix.tables import Table
 
-        kinds = [
-            kind for kind, _ in label_positions(self.reading.prompt_text, len(self.tokens), self.n_prompt)
-        ]
+        reading = self.reading
+        labels = label_positions(reading.prompt_text, self.tokens, self.n_prompt, reading.n_source)
+        kinds = [kind for kind, _ in labels]
         shares = _normalize(self._steps())
         columns: dict[str, Any] = {
             "token": pd.Series(self.tokens[self.n_prompt :], dtype=object),
@@ -397,11 +410,15 @@ class Trace:
 
         Raises:
             FileNotFoundError: If the file does not exist.
-            ValueError: If the file does not contain a trace.
+            ValueError: If the file does not contain a trace, or the trace is of another model.
         """
-        from lens_mix.traces.saved import load
+        from lens_mix.traces import saved
 
-        return load(path, model)
+        trace = Trace(**saved.load(path))
+        if model is None:
+            return trace
+        saved.require_same_model(model, trace)
+        return dataclasses.replace(trace, model=model, _explainer=saved.make_explainer(model, trace))
 
     def require_model(self) -> TransformerLensModel:
         """Return the model.
@@ -418,9 +435,10 @@ class Trace:
 
     def _require_explainer(self) -> Explainer:
         if self._explainer is None:
+            self.require_model()
             raise ValueError(
-                "trace: expected scores that were computed before the trace was saved, got others; compute "
-                "them again with lm.trace"
+                f"trace: expected scores that were computed before the trace was saved, got others, for "
+                f"which a file does not describe {self.method_name!r}; compute them again with lm.trace"
             )
         return self._explainer
 
@@ -434,7 +452,7 @@ class Trace:
         )
 
 
-def sum_paths(
+def _sum_paths(
     rows: Float[Tensor, "written key"], n_prompt: int, hops: int | None
 ) -> Float[Tensor, "written key"]:
     """Return each written token's shares in the prompt, through the written tokens before it.
@@ -533,9 +551,13 @@ def trace(
         raise UnsupportedModelError(
             "trace: expected a causal model or an encoder-decoder, which write text, got an encoder"
         )
+    # It raises an error for models without weights, or that TransformerLens is known to run wrongly.
+    Lens(model)
     unit, split, groups = _read_sources(sources, language)
-    aggregated = find_aggregation(aggregation)
     methods = _default_methods(model) if method is None else [_read_method(method)]
+    aggregated = _read_aggregation(aggregation, methods)
+    if max_memory is not None:
+        check_whole_number("max_memory", max_memory, 1, what="a number of bytes")
     text = read_prompt_text(model, prompt)
     check_whole_number("seed", seed, 0)
     if generate is None:
@@ -544,7 +566,18 @@ def trace(
         notes: list[str] = []
     else:
         count = check_whole_number("generate", generate, 1)
+        check_options(model, generation)
         reading, written, notes = _write(model, prompt, text, count, seed, prepend_bos, generation)
+    found_sources = find_sources(
+        unit,
+        reading.prompt_text,
+        reading.written_text,
+        reading.tokens,
+        reading.n_prompt,
+        split,
+        groups,
+        reading.n_source,
+    )
     found, reasons = _first_that_runs(model, reading, methods, aggregated, {"max_memory": max_memory})
     explainer, whole = found
     record = {"generate": generate, "seed": seed, **generation} if generate is not None else {}
@@ -554,19 +587,32 @@ def trace(
         log_probabilities=written.log_probabilities,
         explained=written.explained,
         method_name=explainer.name,
-        parameters=explainer.method.parameters(),
-        provenance={"model": strip_path(model_name(model)), **({"generation": record} if record else {})},
+        parameters=explainer.parameters,
+        provenance={
+            "lens_mix": __version__,
+            "model": strip_path(model_name(model)),
+            **({"generation": record} if record else {}),
+        },
         notes=(*notes, *(f"trace: a better method cannot run: {reason}" for reason in reasons)),
         model=model,
         _explainer=explainer,
         _split=split,
         _groups=groups,
-        _computed={(0, reading.n_written): whole},
+        _computed={(0, reading.n_written): whole, ("sources", unit): found_sources},
     )
 
 
 def _read_sources(sources: Any, language: str) -> tuple[str, Splitter, Any]:
-    """Return the unit, the function that splits text into sentences, and the groups that were given."""
+    """Return the unit, the function that splits text into sentences, and the groups that were given.
+
+    Raises:
+        TypeError: If the sources or the language have a wrong type.
+        ValueError: If a unit or the code of a language is none.
+    """
+    check_instance("language", language, str, "the code of a language, such as 'en'")
+    # The package splits texts of unknown languages like English ones.
+    if re.fullmatch(r"[a-z]{2,3}([-_]\w+)?", language) is None:
+        raise ValueError(f"language: expected the code of a language, such as 'en', got {language!r}")
     if isinstance(sources, str):
         check_choice("sources", sources, [unit for unit in UNITS if unit != "given"])
         return sources, split_sentences(language), None
@@ -583,10 +629,42 @@ def _default_methods(model: TransformerLensModel) -> list[Method]:
 
 
 def _read_method(method: MethodLike) -> Method:
+    """Return a method, whose target will be what was written.
+
+    Raises:
+        TypeError: If it is not one method.
+        ValueError: If there is no method of this name, or it has a target of its own.
+    """
     methods, is_single = read_methods(method)
     if not is_single:
         raise TypeError(f"method: expected one method, got {describe_value(method)}")
-    return next(iter(methods.values()))
+    read = next(iter(methods.values()))
+    usual = {field.name: field.default_factory for field in dataclasses.fields(read)}.get("target")
+    if callable(usual) and getattr(read, "target", None) != usual():
+        raise ValueError(
+            f"method: expected {read.name!r} without a target, because a trace explains what was written, "
+            f"got {read!r}; to explain another number use lm.run"
+        )
+    if isinstance(read, AltiLogit) and read.token == "predicted":
+        return dataclasses.replace(read, token="next")
+    return read
+
+
+def _read_aggregation(
+    aggregation: str | Aggregation | None, methods: Sequence[Method]
+) -> tuple[str, Aggregation]:
+    """Return the name and the function of an aggregation.
+
+    Raises:
+        TypeError: If it is neither a name nor a function.
+        ValueError: If the name is unknown, or the method makes no layer maps.
+    """
+    if aggregation is not None and all(method.scope != "layer" for method in methods):
+        raise ValueError(
+            f"aggregation: expected None, because {methods[0].name!r} makes a map of all layers, got "
+            f"{aggregation!r}; it combines the layers of a layer map, such as method='attention'"
+        )
+    return find_aggregation(aggregation)
 
 
 def _read(
@@ -610,7 +688,8 @@ def _write(
     """Return the prompt, what the model writes after it, and notes.
 
     The most probable tokens are compared with the predictions of one pass over all tokens. If some differ,
-    they are written again without the cache of keys and values, which is wrong in some models.
+    the text is written again without the cache of keys and values, which is wrong in some models. Before
+    other tokens are drawn, a few of the most probable ones are compared.
 
     Raises:
         UnsupportedModelError: If the model cannot write, or its tokens are not those that the pass predicts.
@@ -620,23 +699,34 @@ def _write(
         tokens = read_source_tokens(model, prompt if text is None else text.text)
     else:
         tokens = read_prompt_tokens(model, prompt, text, prepend_bos)
-    part = "joint" if has_encoder else None
-    reasons: list[str] = []
-    for kept in ({}, {"use_past_kv_cache": False}):
-        given = {**options, **kept}
-        answer = generate_tokens(model, tokens, count, part=part, seed=seed, options=given)
+
+    def write(count: int, options: Mapping[str, Any]) -> tuple[Reading, Written]:
+        part = "joint" if has_encoder else None
+        answer = generate_tokens(model, tokens, count, part=part, seed=seed, options=options)
         if has_encoder:
             reading = read_encoder_decoder(model, tokens, text, answer)
         else:
             reading = read_causal(model, tokens, text, answer)
-        written = read_written(model, reading)
-        reason = None if options else _find_other_prediction(written)
+        return reading, read_written(model, reading)
+
+    attempts: list[Mapping[str, Any]] = [options]
+    if has_cache_option(model) and "use_past_kv_cache" not in options:
+        attempts.append({**options, "use_past_kv_cache": False})
+    reasons: list[str] = []
+    is_checked = takes_most_probable(options)
+    if not is_checked and len(attempts) > 1:
+        _, tried = write(min(count, _TRIED), {"stop_at_eos": False})
+        reason = _find_other_prediction(tried)
+        if reason is not None:
+            reasons.append(reason)
+            del attempts[0]
+    for given in attempts:
+        reading, written = write(count, given)
+        reason = _find_other_prediction(written) if is_checked else None
         if reason is None:
             notes = [f"generate: written without the cache, because with it {each}" for each in reasons]
             return reading, written, notes
         reasons.append(reason)
-        if has_encoder:
-            break
     raise UnsupportedModelError(
         f"generate: expected model.generate to write what a pass over all tokens predicts, got another text: "
         f"{reasons[-1]}; give the text as answer="

@@ -67,6 +67,14 @@ def _first_run(model: Any, tokens: torch.Tensor) -> Any:
     lm.run(model, tokens, ["attention", "value_zeroing"])
 
 
+def _trace(model: Any, tokens: torch.Tensor) -> Any:
+    t = lm.trace(model, tokens[0, :4], answer=tokens[0, 4:], sources="token")
+    # A HookedTransformer of some releases needs a tokenizer to write.
+    if hasattr(model, "original_model"):
+        lm.trace(model, tokens[0], generate=2, sources="token", method="attention", do_sample=True)
+    return t.verify(2)
+
+
 CALLS: dict[str, Call] = {
     "first_run": _first_run,
     "context_length": lambda model, tokens: lm.run(model, tokens, "context_length", max_memory=60_000),
@@ -76,6 +84,7 @@ CALLS: dict[str, Call] = {
     "pruned": _pruned,
     "attention_attribution": _attention_attribution,
     "pruning_curves": _pruning_curves,
+    "trace": _trace,
 }
 
 
