@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix import targets
-from lens_mix.arguments import check_instance
+from lens_mix.arguments import check_instance, describe_value
 from lens_mix.evaluation.candidates import Aggregation, aggregations_by_name
 from lens_mix.lens.batches import Prompt, pad
 from lens_mix.lens.model import Lens
@@ -45,12 +45,31 @@ def _largest_over_layers(mixing_map: MixingMap) -> MixingMap:
     return made.replace(scores=scores, mask=mask, kind="input", provenance=provenance)
 
 
+def _aggregate(aggregation: Aggregation, mixing_map: MixingMap) -> MixingMap:
+    """Return the input map that a function of the user's makes of layer maps.
+
+    Raises:
+        TypeError: If it makes something else.
+    """
+    made: Any = aggregation(mixing_map)
+    if not isinstance(made, MixingMap) or made.kind != "input":
+        raise TypeError(
+            "aggregation: expected a function that returns an input map, such as lm.rollout, got "
+            f"{describe_value(made)} from {aggregation!r}; a map of your own becomes an input map by "
+            "m.replace(scores=..., kind='input')"
+        )
+    return made
+
+
 def find_aggregation(aggregation: str | Aggregation | None) -> tuple[str, Aggregation]:
     """Return the name of an aggregation and the function.
 
     Args:
         aggregation: A name of `lens_mix.evaluate`, "max" (the largest score of all layers and heads), or a
             function from layer maps to an input map. None: "mean".
+
+    Returns:
+        The name and the function. A function of the user's has a name that no other aggregation has.
 
     Raises:
         TypeError: If it is neither a name nor a function.
@@ -59,7 +78,8 @@ def find_aggregation(aggregation: str | Aggregation | None) -> tuple[str, Aggreg
     if aggregation is None:
         aggregation = "mean"
     if callable(aggregation):
-        return getattr(aggregation, "__name__", "custom"), aggregation
+        name = getattr(aggregation, "__name__", type(aggregation).__name__)
+        return f"function {name}", functools.partial(_aggregate, aggregation)
     check_instance("aggregation", aggregation, str, "a name or a function")
     if aggregation == "max":
         return "max", _largest_over_layers

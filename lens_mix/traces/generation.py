@@ -1,8 +1,9 @@
-"""Write text with the model: the tokens that its `generate` returns."""
+"""Write text with the model, and compare it with the predictions of one pass over all tokens."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,18 @@ from torch import Tensor
 
 from lens_mix.arguments import describe_value
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
+from lens_mix.lens.prompts import is_encoder_decoder
 from lens_mix.lens.replay import is_out_of_memory
+from lens_mix.traces.attribution import Written, read_written
+from lens_mix.traces.reading import (
+    PromptText,
+    Reading,
+    read_causal,
+    read_encoder_decoder,
+    read_prompt_tokens,
+    read_source_tokens,
+)
 
 # lm.trace sets these itself, or has arguments of its own for them.
 _OWN = ("self", "input", "max_new_tokens", "return_type", "prepend_bos", "generation_kwargs")
@@ -26,10 +37,22 @@ _MOST_PROBABLE = {
     "forced_bos_token_id": None,
     "stopping_criteria": None,
 }
+# These options have no effect unless tokens are drawn.
+_OF_DRAWS = ("temperature", "top_k", "top_p")
+# A generated token may be less probable than the prediction by this many nats, because of rounding.
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+_ROUNDING_OF_HALF = 0.25
+# Before tokens are drawn, as many of the most probable ones are compared with the predictions of a pass.
+_TRIED = 8
 
 
 def check_options(model: TransformerLensModel, options: Mapping[str, Any]) -> None:
-    """Raise a TypeError unless the model's `generate` has options of these names."""
+    """Check the options of the model's `generate`.
+
+    Raises:
+        TypeError: If `generate` has no option of a name, or `lm.trace` sets it itself.
+        ValueError: If an option has no effect, because no tokens are drawn.
+    """
     generate = getattr(model, "generate", None)
     known = [] if generate is None else list(inspect.signature(generate).parameters)
     taken = [name for name in known if name not in (*_OWN, *_OTHER_RESULTS)]
@@ -39,14 +62,94 @@ def check_options(model: TransformerLensModel, options: Mapping[str, Any]) -> No
                 f"{name}: expected an argument of lm.trace or an option of model.generate ({taken}), got "
                 f"{name}={describe_value(value)}"
             )
+        if name in _OF_DRAWS and value is not None and not options.get("do_sample", False):
+            raise ValueError(
+                f"{name}: expected do_sample=True with it, because by default the most probable token is "
+                f"written, got {name}={describe_value(value)} alone"
+            )
 
 
-def takes_most_probable(options: Mapping[str, Any]) -> bool:
+def write(
+    model: TransformerLensModel,
+    prompt: Any,
+    text: PromptText | None,
+    count: int,
+    seed: int,
+    prepend_bos: bool | None,
+    options: Mapping[str, Any],
+) -> tuple[Reading, Written, list[str]]:
+    """Return the prompt, what the model writes after it, and notes.
+
+    The most probable tokens are compared with the predictions of one pass over all tokens. If some differ,
+    the text is written again without the cache of keys and values, which is wrong in some models. Before
+    other tokens are drawn, a few of the most probable ones are compared.
+
+    Raises:
+        UnsupportedModelError: If the model cannot write, or its tokens are not those that the pass predicts.
+    """
+    has_encoder = is_encoder_decoder(model, model_class_of(model))
+    part = "joint" if has_encoder else None
+    allowed = _ROUNDING.get(Lens(model, part).dtype, _ROUNDING_OF_HALF)
+    if has_encoder:
+        tokens = read_source_tokens(model, prompt if text is None else text.text)
+    else:
+        tokens = read_prompt_tokens(model, prompt, text, prepend_bos)
+
+    def attempt(count: int, options: Mapping[str, Any]) -> tuple[Reading, Written]:
+        answer = generate_tokens(model, tokens, count, part=part, seed=seed, options=options)
+        if has_encoder:
+            reading = read_encoder_decoder(model, tokens, text, answer)
+        else:
+            reading = read_causal(model, tokens, text, answer)
+        return reading, read_written(model, reading)
+
+    attempts: list[Mapping[str, Any]] = [options]
+    if _has_cache_option(model) and "use_past_kv_cache" not in options:
+        attempts.append({**options, "use_past_kv_cache": False})
+    reasons: list[str] = []
+    is_checked = _takes_most_probable(options)
+    if not is_checked and len(attempts) > 1:
+        _, tried = attempt(min(count, _TRIED), {"stop_at_eos": False})
+        reason = _find_other_prediction(tried, allowed)
+        if reason is not None:
+            reasons.append(reason)
+            del attempts[0]
+    for given in attempts:
+        reading, written = attempt(count, given)
+        reason = _find_other_prediction(written, allowed) if is_checked else None
+        if reason is None:
+            notes = [f"generate: written without the cache, because with it {each}" for each in reasons]
+            return reading, written, notes
+        reasons.append(reason)
+    raise UnsupportedModelError(
+        f"generate: expected model.generate to write what a pass over all tokens predicts, got another text: "
+        f"{reasons[-1]}; give the text as answer="
+    )
+
+
+def _find_other_prediction(written: Written, allowed: float) -> str | None:
+    """Return which written token is less probable than the prediction of the pass; None if none is.
+
+    Args:
+        written: What the pass gives to the written tokens.
+        allowed: The difference of two log probabilities that rounding explains, in nats.
+    """
+    numbers = written.log_probabilities
+    for index, (entry, number) in enumerate(zip(written.explained, numbers.tolist(), strict=True)):
+        if entry.probability is not None and number < math.log(entry.probability) - allowed:
+            return (
+                f"token {index} has {entry.target} = {number:.3g}, where the pass predicts "
+                f"{entry.prediction!r}"
+            )
+    return None
+
+
+def _takes_most_probable(options: Mapping[str, Any]) -> bool:
     """Return whether each token that is written with these options is the most probable one."""
     return all(options.get(name, usual) == usual for name, usual in _MOST_PROBABLE.items())
 
 
-def has_cache_option(model: TransformerLensModel) -> bool:
+def _has_cache_option(model: TransformerLensModel) -> bool:
     """Return whether the model's `generate` can run without a cache of keys and values."""
     generate = getattr(model, "generate", None)
     return generate is not None and "use_past_kv_cache" in inspect.signature(generate).parameters
@@ -63,7 +166,7 @@ def generate_tokens(
 ) -> Int[Tensor, " written"]:
     """Return the tokens that a model writes after a prompt, without the end of the text at which it stops.
 
-    The most probable token is taken, unless the options say otherwise (`do_sample=True`, `temperature=`, …).
+    The most probable token is taken, unless `do_sample=True` is among the options.
 
     Args:
         model: The model.
@@ -78,7 +181,7 @@ def generate_tokens(
         UnsupportedModelError: If the model cannot generate.
     """
     lens = Lens(model, part)
-    ends = _find_ends(model)
+    ends = _find_ends(model, options)
     chosen: dict[str, Any] = {"do_sample": False, "verbose": False, "stop_at_eos": bool(ends), **options}
     if ends and chosen["stop_at_eos"]:
         chosen.setdefault("eos_token_id", ends if len(ends) > 1 else ends[0])
@@ -109,12 +212,18 @@ def generate_tokens(
     return written[:stop].to(tokens)
 
 
-def _find_ends(model: TransformerLensModel) -> list[int]:
-    """Return the tokens that end a text: those of the tokenizer and of the wrapped model's configuration."""
+def _find_ends(model: TransformerLensModel, options: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end a text.
+
+    They are those of the option `eos_token_id`; without it, those of the tokenizer and of the wrapped model's
+    configuration.
+    """
     tokenizer = getattr(model, "tokenizer", None)
     generation = getattr(getattr(model, "original_model", None), "generation_config", None)
     found: list[int] = []
-    for given in (getattr(tokenizer, "eos_token_id", None), getattr(generation, "eos_token_id", None)):
+    defaults = (getattr(tokenizer, "eos_token_id", None), getattr(generation, "eos_token_id", None))
+    asked = options.get("eos_token_id")
+    for given in defaults if asked is None else (asked,):
         listed = given if isinstance(given, (list, tuple)) else [given]
         found += [int(token) for token in listed if token is not None and int(token) not in found]
     return found

@@ -27,13 +27,9 @@ from lens_mix.methods.alti_logit import AltiLogit
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.input_gradients import InputGradients
 from lens_mix.runner import MethodLike, read_methods
-from lens_mix.traces.attribution import Explainer, Written, find_aggregation, read_written
-from lens_mix.traces.generation import (
-    check_options,
-    generate_tokens,
-    has_cache_option,
-    takes_most_probable,
-)
+from lens_mix.traces.attribution import Explainer, find_aggregation, read_written
+from lens_mix.traces.generation import check_options, write
+from lens_mix.traces.paths import normalize, sum_paths
 from lens_mix.traces.reading import (
     PromptText,
     Reading,
@@ -41,7 +37,6 @@ from lens_mix.traces.reading import (
     read_encoder_decoder,
     read_prompt_text,
     read_prompt_tokens,
-    read_source_tokens,
 )
 from lens_mix.traces.sources import (
     UNITS,
@@ -58,12 +53,6 @@ from lens_mix.version import __version__
 if TYPE_CHECKING:
     from lens_mix.tables import Table
     from lens_mix.view.page import Page
-
-# A generated token may be less probable than the prediction by this many nats, because of rounding.
-_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
-_ROUNDING_OF_HALF = 0.25
-# Before tokens are drawn, as many of the most probable ones are compared with the predictions of a pass.
-_TRIED = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -303,7 +292,7 @@ class Trace:
         number = -1 if hops is None else check_whole_number("hops", hops, 0)
         if ("through", number) not in self._computed:
             rows = dataclasses.replace(self, hops=None)._steps()
-            self._computed["through", number] = _sum_paths(rows, self.n_prompt, hops)
+            self._computed["through", number] = sum_paths(rows, self.n_prompt, hops)
         return dataclasses.replace(self, hops=number)
 
     def verify(self, k: int = 5) -> SourceScores:
@@ -331,7 +320,7 @@ class Trace:
         reading = self.reading
         labels = label_positions(reading.prompt_text, self.tokens, self.n_prompt, reading.n_source)
         kinds = [kind for kind, _ in labels]
-        shares = _normalize(self._steps())
+        shares = normalize(self._steps())
         columns: dict[str, Any] = {
             "token": pd.Series(self.tokens[self.n_prompt :], dtype=object),
             "probability": self.log_probabilities.exp().tolist(),
@@ -452,37 +441,6 @@ class Trace:
         )
 
 
-def _sum_paths(
-    rows: Float[Tensor, "written key"], n_prompt: int, hops: int | None
-) -> Float[Tensor, "written key"]:
-    """Return each written token's shares in the prompt, through the written tokens before it.
-
-    Args:
-        rows: The scores of each written token for all tokens; written token r is key n_prompt + r.
-        n_prompt: The number of tokens of the prompt.
-        hops: As in `Trace.through`.
-    """
-    shares = _normalize(rows)
-    from_prompt, from_written = shares[:, :n_prompt], shares[:, n_prompt:]
-    if hops is None:
-        total = torch.linalg.solve_triangular(
-            torch.eye(len(rows), dtype=shares.dtype) - from_written, from_prompt, upper=False
-        )
-    else:
-        total, term = from_prompt.clone(), from_prompt
-        for _ in range(hops):
-            term = from_written @ term
-            total += term
-    return torch.nn.functional.pad(total, (0, rows.shape[1] - n_prompt))
-
-
-def _normalize(rows: Float[Tensor, "written key"]) -> Float[Tensor, "written key"]:
-    """Return magnitudes in float64 whose rows sum to 1; a row of zeros stays."""
-    sizes = rows.double().abs()
-    total = sizes.sum(-1, keepdim=True)
-    return sizes / torch.where(total > 0, total, 1)
-
-
 def trace(
     model: TransformerLensModel,
     prompt: Any,
@@ -567,7 +525,7 @@ def trace(
     else:
         count = check_whole_number("generate", generate, 1)
         check_options(model, generation)
-        reading, written, notes = _write(model, prompt, text, count, seed, prepend_bos, generation)
+        reading, written, notes = write(model, prompt, text, count, seed, prepend_bos, generation)
     found_sources = find_sources(
         unit,
         reading.prompt_text,
@@ -674,76 +632,6 @@ def _read(
     if is_encoder_decoder(model, model_class_of(model)):
         return read_encoder_decoder(model, prompt if text is None else text.text, text, answer)
     return read_causal(model, read_prompt_tokens(model, prompt, text, prepend_bos), text, answer)
-
-
-def _write(
-    model: TransformerLensModel,
-    prompt: Any,
-    text: PromptText | None,
-    count: int,
-    seed: int,
-    prepend_bos: bool | None,
-    options: Mapping[str, Any],
-) -> tuple[Reading, Written, list[str]]:
-    """Return the prompt, what the model writes after it, and notes.
-
-    The most probable tokens are compared with the predictions of one pass over all tokens. If some differ,
-    the text is written again without the cache of keys and values, which is wrong in some models. Before
-    other tokens are drawn, a few of the most probable ones are compared.
-
-    Raises:
-        UnsupportedModelError: If the model cannot write, or its tokens are not those that the pass predicts.
-    """
-    has_encoder = is_encoder_decoder(model, model_class_of(model))
-    if has_encoder:
-        tokens = read_source_tokens(model, prompt if text is None else text.text)
-    else:
-        tokens = read_prompt_tokens(model, prompt, text, prepend_bos)
-
-    def write(count: int, options: Mapping[str, Any]) -> tuple[Reading, Written]:
-        part = "joint" if has_encoder else None
-        answer = generate_tokens(model, tokens, count, part=part, seed=seed, options=options)
-        if has_encoder:
-            reading = read_encoder_decoder(model, tokens, text, answer)
-        else:
-            reading = read_causal(model, tokens, text, answer)
-        return reading, read_written(model, reading)
-
-    attempts: list[Mapping[str, Any]] = [options]
-    if has_cache_option(model) and "use_past_kv_cache" not in options:
-        attempts.append({**options, "use_past_kv_cache": False})
-    reasons: list[str] = []
-    is_checked = takes_most_probable(options)
-    if not is_checked and len(attempts) > 1:
-        _, tried = write(min(count, _TRIED), {"stop_at_eos": False})
-        reason = _find_other_prediction(tried)
-        if reason is not None:
-            reasons.append(reason)
-            del attempts[0]
-    for given in attempts:
-        reading, written = write(count, given)
-        reason = _find_other_prediction(written) if is_checked else None
-        if reason is None:
-            notes = [f"generate: written without the cache, because with it {each}" for each in reasons]
-            return reading, written, notes
-        reasons.append(reason)
-    raise UnsupportedModelError(
-        f"generate: expected model.generate to write what a pass over all tokens predicts, got another text: "
-        f"{reasons[-1]}; give the text as answer="
-    )
-
-
-def _find_other_prediction(written: Written) -> str | None:
-    """Return which written token is not the prediction of the pass; None if all are."""
-    numbers = written.log_probabilities
-    allowed = _ROUNDING.get(numbers.dtype, _ROUNDING_OF_HALF)
-    for index, (entry, number) in enumerate(zip(written.explained, numbers.tolist(), strict=True)):
-        if entry.probability is not None and number < math.log(entry.probability) - allowed:
-            return (
-                f"token {index} has {entry.target} = {number:.3g}, where the pass predicts "
-                f"{entry.prediction!r}"
-            )
-    return None
 
 
 def _first_that_runs(

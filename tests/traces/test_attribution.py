@@ -11,7 +11,7 @@ import torch
 import lens_mix as lm
 from lens_mix.registry import all_methods
 from lens_mix.traces.attribution import find_aggregation
-from lens_mix.traces.trace import _sum_paths
+from lens_mix.traces.paths import sum_paths
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import bridge, gpt2_like, llama_like, toy_tokenizer
 from tests.traces.readers import PLAIN, reader
@@ -138,6 +138,22 @@ def test_layer_maps_are_combined_and_summed(name):
         t = trace(name, aggregation=aggregation)
         require_close(t[START:STOP].scores, rows[ROWS].sum(0))
         require_close(t.steps.scores[0, START:STOP], rows[ROWS])
+
+
+def test_a_function_is_not_the_aggregation_of_its_name():
+    def mean(layer_maps):
+        # A rollout needs all rows, which the aggregation "mean" does not.
+        return lm.rollout(layer_maps)
+
+    t = trace("attention", aggregation=mean)
+    assert t.method_name == "attention, function mean"
+    assert torch.equal(t[:].scores, trace("attention", aggregation="rollout")[:].scores)
+
+
+@pytest.mark.parametrize("made", [lambda m: m, lambda m: 3, lambda m: m.scores], ids=str)
+def test_a_function_that_makes_no_input_map(made):
+    with pytest.raises(TypeError, match=r"aggregation: expected a function that returns an input map"):
+        trace("attention", aggregation=made)
 
 
 @pytest.mark.parametrize("aggregation", ["rollout", "flow", "rollout, residual measured"])
@@ -300,7 +316,7 @@ def test_more_hops_than_written_tokens_are_all_paths():
 
 def test_rows_of_zeros_stay():
     rows = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, -1.0, 2.0, 0.0]])
-    assert _sum_paths(rows, 2, None).tolist() == [[0, 0, 0, 0], [0.25, 0.25, 0, 0]]
+    assert sum_paths(rows, 2, None).tolist() == [[0, 0, 0, 0], [0.25, 0.25, 0, 0]]
 
 
 @pytest.mark.parametrize("hops", [-1, 1.5, "2", True])

@@ -131,7 +131,7 @@ def test_wrong_seeds(seed):
 
 
 @pytest.mark.skipif(not available(bridge, "gpt2"), reason="no Bridge here")
-@pytest.mark.parametrize("options", [{}, {"verbose": False}, {"top_k": 5}, {"do_sample": True}])
+@pytest.mark.parametrize("options", [{}, {"verbose": False}, {"do_sample": True}])
 def test_a_wrong_cache_is_not_used(options, monkeypatch):
     model = gpt2_like(torch.float64)
     tokens = torch.tensor([5, 9, 12, 7])
@@ -199,11 +199,10 @@ def test_the_end_of_the_text_is_not_written():
     assert t.reading.ids[4:].tolist() == free[:index]
     kept = lm.trace(model, tokens, generate=6, sources="token", stop_at_eos=False)
     assert kept.reading.ids[4:].tolist() == free
-    # Two ends: the first of them counts.
-    both = lm.trace(
-        model, tokens, generate=6, sources="token", eos_token_id=[free[0], end], stop_at_eos=False
-    )
-    assert both.reading.ids[4:].tolist() == free
+    other = {"generate": 6, "sources": "token", "eos_token_id": [free[1], 4]}
+    # The ends that are asked for replace those of the tokenizer.
+    assert lm.trace(model, tokens, **other).reading.ids[4:].tolist() == free[:1]
+    assert lm.trace(model, tokens, **other, stop_at_eos=False).reading.ids[4:].tolist() == free
 
 
 def test_nothing_but_the_end_is_an_error():
@@ -255,6 +254,37 @@ def test_options_need_a_generation():
     for given in ({}, {"answer": " Oslo", "generate": 3}):
         with pytest.raises(ValueError, match="answer, generate: expected"):
             lm.trace(reader(), PROMPT, **given)
+
+
+@pytest.mark.parametrize("option", ["temperature", "top_k", "top_p"])
+def test_options_of_draws_need_draws(option):
+    with pytest.raises(ValueError, match=rf"{option}: expected do_sample=True with it"):
+        lm.trace(reader(), PROMPT, generate=2, **{option: 1})
+    assert lm.trace(reader(), PROMPT, generate=2, do_sample=True, **{option: 1}).reading.n_written == 2
+
+
+def test_rounding_in_half_precision(monkeypatch):
+    """Change the last token to one that is less probable by no more than bfloat16 rounds."""
+    for seed in range(20):
+        model = reader(dtype=torch.bfloat16, seed=seed)
+        tokens = model.to_tokens(PROMPT)[0]
+        with torch.no_grad():
+            logits = model(torch.cat([tokens, torch.tensor(greedy(model, tokens, 3))])[None])[0, -1].float()
+        (largest, other), (_, second) = (each.tolist() for each in logits.topk(2))
+        if 1e-3 < largest - other < 0.1:
+            break
+    generate = type(model).generate
+
+    @functools.wraps(generate)
+    def round_otherwise(self, *given, **options):
+        output = generate(self, *given, **options)
+        output[0, -1] = second
+        return output
+
+    monkeypatch.setattr(type(model), "generate", round_otherwise)
+    t = lm.trace(model, tokens, generate=4, sources="token", method="attention")
+    assert t.reading.ids[-1] == second
+    assert t.notes == ()
 
 
 def test_more_tokens_than_the_model_has_room_for():

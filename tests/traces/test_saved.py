@@ -165,8 +165,17 @@ def test_an_aggregation_of_the_users_is_not_in_the_file(tmp_path):
     assert read.top(9) == t.top(9)
     assert read.verify(1) == t.verify(1)
     with pytest.raises(
-        ValueError, match=r"trace: expected scores .* does not describe 'attention, <lambda>'"
+        ValueError, match=r"trace: expected scores .* does not describe 'attention, function <lambda>'"
     ):
+        read[1:3].top()
+
+
+def test_a_function_is_not_replaced_by_the_aggregation_of_its_name(tmp_path):
+    def rollout(layer_maps):
+        return lm.layer_mean(layer_maps)
+
+    read = again(traced(method="attention", aggregation=rollout), tmp_path, model_of())
+    with pytest.raises(ValueError, match=r"does not describe 'attention, function rollout'"):
         read[1:3].top()
 
 
