@@ -34,6 +34,9 @@ from lens_mix.traces.reading import Reading
 _OF_ONE_POSITION = (AttributionPatching, ContextLength)
 # As many tokens as this run at once if each row has a pass of its own.
 _TOKENS_AT_ONCE = 1024
+# Log probabilities of one model in two passes of different shapes differ by less, in nats.
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+_ROUNDING_OF_HALF = 0.25
 
 
 def _largest_over_layers(mixing_map: MixingMap) -> MixingMap:
@@ -101,6 +104,7 @@ class Explainer:
         method: The method.
         aggregation: The name of the aggregation and the function; None for methods that make input maps.
         options: Options of `lens_mix.run`.
+        notes: The notes of the maps that were computed.
     """
 
     model: TransformerLensModel
@@ -108,6 +112,7 @@ class Explainer:
     method: Method
     aggregation: tuple[str, Aggregation] | None
     options: dict[str, Any]
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -174,7 +179,10 @@ class Explainer:
                 f"method: expected one whose keys are the {len(self.reading.tokens)} tokens, got "
                 f"{self.method!r}, whose keys are groups of them; group them by sources="
             )
-        return mapped if self.aggregation is None or mapped.kind == "input" else self.aggregation[1](mapped)
+        if self.aggregation is not None and mapped.kind != "input":
+            mapped = self.aggregation[1](mapped)
+        self.notes.extend(note for note in mapped.notes if note not in self.notes)
+        return mapped
 
     def _select(self, mapped: MixingMap, rows: list[int]) -> Float[Tensor, "row key"]:
         """Return rows of an input map, with a key for every token of the reading."""
@@ -203,6 +211,11 @@ class Written:
 
     log_probabilities: Float[Tensor, " written"]
     explained: tuple[Explained, ...]
+
+
+def rounding_of(lens: Lens) -> float:
+    """Return the difference of two log probabilities that rounding explains, in nats."""
+    return _ROUNDING.get(lens.dtype, _ROUNDING_OF_HALF)
 
 
 @torch.no_grad()

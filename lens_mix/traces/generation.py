@@ -12,17 +12,18 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix.arguments import describe_value
+from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.prompts import is_encoder_decoder
 from lens_mix.lens.replay import is_out_of_memory
-from lens_mix.traces.attribution import Written, read_written
+from lens_mix.traces.attribution import Written, read_written, rounding_of
 from lens_mix.traces.reading import (
     PromptText,
     Reading,
     read_causal,
     read_encoder_decoder,
-    read_prompt_tokens,
+    read_prompt_alone,
     read_source_tokens,
 )
 
@@ -39,9 +40,6 @@ _MOST_PROBABLE = {
 }
 # These options have no effect unless tokens are drawn.
 _OF_DRAWS = ("temperature", "top_k", "top_p")
-# A generated token may be less probable than the prediction by this many nats, because of rounding.
-_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
-_ROUNDING_OF_HALF = 0.25
 # Before tokens are drawn, as many of the most probable ones are compared with the predictions of a pass.
 _TRIED = 8
 
@@ -89,18 +87,18 @@ def write(
     """
     has_encoder = is_encoder_decoder(model, model_class_of(model))
     part = "joint" if has_encoder else None
-    allowed = _ROUNDING.get(Lens(model, part).dtype, _ROUNDING_OF_HALF)
+    allowed = rounding_of(Lens(model, part))
     if has_encoder:
-        tokens = read_source_tokens(model, prompt if text is None else text.text)
+        read = Prompt(read_source_tokens(model, prompt if text is None else text.text))
     else:
-        tokens = read_prompt_tokens(model, prompt, text, prepend_bos)
+        read = read_prompt_alone(model, prompt, text, prepend_bos)
 
     def attempt(count: int, options: Mapping[str, Any]) -> tuple[Reading, Written]:
-        answer = generate_tokens(model, tokens, count, part=part, seed=seed, options=options)
+        answer = generate_tokens(model, read.tokens, count, part=part, seed=seed, options=options)
         if has_encoder:
-            reading = read_encoder_decoder(model, tokens, text, answer)
+            reading = read_encoder_decoder(model, read.tokens, text, answer)
         else:
-            reading = read_causal(model, tokens, text, answer)
+            reading = read_causal(model, read, text, answer)
         return reading, read_written(model, reading)
 
     attempts: list[Mapping[str, Any]] = [options]

@@ -117,10 +117,10 @@ def read_prompt_text(model: TransformerLensModel, prompt: Any) -> PromptText | N
     return PromptText(*render_chat(tokenizer, messages, inside), True)
 
 
-def read_prompt_tokens(
+def read_prompt_alone(
     model: TransformerLensModel, prompt: Any, text: PromptText | None, prepend_bos: bool | None
-) -> Int[Tensor, " pos"]:
-    """Return the tokens of a prompt of a causal model.
+) -> Prompt:
+    """Return a prompt of a causal model, without what was written after it.
 
     Raises:
         TypeError, ValueError: As in `lens_mix.run`.
@@ -132,7 +132,7 @@ def read_prompt_tokens(
             given = torch.tensor(texts.token_ids(model.tokenizer, text.text), dtype=torch.long)
             prepend_bos = None
     with reading(model):
-        return read_prompt(model, model_class_of(model), given, prepend_bos=prepend_bos).tokens
+        return read_prompt(model, model_class_of(model), given, prepend_bos=prepend_bos)
 
 
 def read_source_tokens(model: TransformerLensModel, source: Any) -> Int[Tensor, " pos"]:
@@ -145,14 +145,12 @@ def read_source_tokens(model: TransformerLensModel, source: Any) -> Int[Tensor, 
         return read_prompt(model, model_class_of(model), source).tokens
 
 
-def read_causal(
-    model: TransformerLensModel, tokens: Int[Tensor, " pos"], text: PromptText | None, answer: Any
-) -> Reading:
+def read_causal(model: TransformerLensModel, prompt: Prompt, text: PromptText | None, answer: Any) -> Reading:
     """Return the reading of a causal model's prompt and an answer.
 
     Args:
         model: The model.
-        tokens: The tokens of the prompt.
+        prompt: The prompt, as `read_prompt_alone` returns it.
         text: The text of the prompt; None if it was given as tokens.
         answer: The text that was written, or its tokens.
 
@@ -160,7 +158,7 @@ def read_causal(
         TypeError: If the answer is neither text nor tokens.
         ValueError: If it is empty, or the prompt's last token merges with it.
     """
-    tokenizer = getattr(model, "tokenizer", None)
+    tokenizer, tokens = getattr(model, "tokenizer", None), prompt.tokens
     prompt_text = None if text is None else _place(tokenizer, text, tokens)
     written_text: PlacedText | None
     if isinstance(answer, str):
@@ -173,8 +171,9 @@ def read_causal(
     whole = torch.cat([tokens, written])
     with reading(model):
         # It raises an error if both together are too long.
-        prompt = read_prompt(model, model_class_of(model), whole)
-    return Reading(prompt, 0, len(tokens), token_strings(model, whole), prompt_text, written_text)
+        read = read_prompt(model, model_class_of(model), whole)
+    both = dataclasses.replace(read, notes=tuple(dict.fromkeys((*prompt.notes, *read.notes))))
+    return Reading(both, 0, len(tokens), token_strings(model, whole), prompt_text, written_text)
 
 
 def read_encoder_decoder(

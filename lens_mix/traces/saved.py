@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _FORMAT = "lens_mix.Trace/1"
 # Log probabilities of one model differ by less, in nats, on other machines and in half precision.
-_ALLOWED = 0.25
+ON_OTHER_MACHINES = 0.25
 
 
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
@@ -133,8 +133,15 @@ def _read_fields(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> di
     }
 
 
-def require_same_model(model: TransformerLensModel, trace: Trace) -> None:
-    """Raise a ValueError unless the written tokens have the trace's log probabilities in this model."""
+def require_same_model(model: TransformerLensModel, trace: Trace, allowed: float, advice: str) -> None:
+    """Raise a ValueError unless the written tokens have the trace's log probabilities in this model.
+
+    Args:
+        model: The model.
+        trace: The trace.
+        allowed: The largest difference of a log probability, in nats.
+        advice: What to do if it is larger, for the error.
+    """
     try:
         found = read_written(model, trace.reading).log_probabilities
     except UnsupportedModelError as problem:
@@ -142,10 +149,10 @@ def require_same_model(model: TransformerLensModel, trace: Trace) -> None:
             f"model: expected the model of the trace, got one that fails: {problem}"
         ) from problem
     difference = float((found - trace.log_probabilities.to(found)).abs().max())
-    if not difference <= _ALLOWED:
+    if not difference <= allowed:
         raise ValueError(
             f"model: expected the model of the trace, got one whose log probabilities of the written tokens "
-            f"differ by up to {difference:.3g} nats; give that model, or None to read what was computed"
+            f"differ by up to {difference:.3g} nats; {advice}"
         )
 
 

@@ -20,6 +20,7 @@ from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelEr
 from lens_mix.lens.model_names import strip_path
 from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder
 from lens_mix.lens.provenance import model_name
+from lens_mix.lens.verification.kept import read_state
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import Method
@@ -27,7 +28,7 @@ from lens_mix.methods.alti_logit import AltiLogit
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.input_gradients import InputGradients
 from lens_mix.runner import MethodLike, read_methods
-from lens_mix.traces.attribution import Explainer, find_aggregation, read_written
+from lens_mix.traces.attribution import Explainer, find_aggregation, read_written, rounding_of
 from lens_mix.traces.generation import check_options, write
 from lens_mix.traces.paths import normalize, sum_paths
 from lens_mix.traces.reading import (
@@ -35,8 +36,8 @@ from lens_mix.traces.reading import (
     Reading,
     read_causal,
     read_encoder_decoder,
+    read_prompt_alone,
     read_prompt_text,
-    read_prompt_tokens,
 )
 from lens_mix.traces.sources import (
     UNITS,
@@ -89,7 +90,8 @@ class Trace:
     _split: Splitter | None = None
     _groups: Any = None
     # Scores of spans by their ends, scores of all tokens by "steps", sources by their unit, and what a span
-    # loses without sources by "losses" and its ends. Traces that `by` returns share it.
+    # loses without sources by "losses" and its ends. "state" is that of the model. Traces that `by` returns
+    # share it.
     _computed: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     # ------------------------------------------------------------------ what was read
@@ -406,25 +408,38 @@ class Trace:
         trace = Trace(**saved.load(path))
         if model is None:
             return trace
-        saved.require_same_model(model, trace)
+        advice = "give that model, or None to read what was computed"
+        saved.require_same_model(model, trace, saved.ON_OTHER_MACHINES, advice)
+        trace._computed["state"] = read_state(Lens(model, trace.reading.part))
         return dataclasses.replace(trace, model=model, _explainer=saved.make_explainer(model, trace))
 
     def require_model(self) -> TransformerLensModel:
-        """Return the model.
+        """Return the model, for further passes.
+
+        If its weights or hooks have changed, it is compared with the trace in a forward pass, because further
+        scores and losses would be those of another model.
 
         Raises:
-            ValueError: If the trace was loaded without one.
+            ValueError: If the trace was loaded without a model, or the model is another one now.
         """
         if self.model is None:
             raise ValueError(
                 "trace: expected a trace with its model, got one from a file; give it, as in "
                 "lm.Trace.load(path, model)"
             )
+        lens = Lens(self.model, self.reading.part)
+        state = read_state(lens)
+        if state != self._computed["state"]:
+            from lens_mix.traces.saved import require_same_model
+
+            advice = "undo the change of its weights or hooks, or trace again"
+            require_same_model(self.model, self, rounding_of(lens), advice)
+            self._computed["state"] = state
         return self.model
 
     def _require_explainer(self) -> Explainer:
+        self.require_model()
         if self._explainer is None:
-            self.require_model()
             raise ValueError(
                 f"trace: expected scores that were computed before the trace was saved, got others, for "
                 f"which a file does not describe {self.method_name!r}; compute them again with lm.trace"
@@ -538,6 +553,7 @@ def trace(
     )
     found, reasons = _first_that_runs(model, reading, methods, aggregated, {"max_memory": max_memory})
     explainer, whole = found
+    notes += [f"trace: a better method cannot run: {reason}" for reason in reasons]
     record = {"generate": generate, "seed": seed, **generation} if generate is not None else {}
     return Trace(
         reading=reading,
@@ -551,12 +567,16 @@ def trace(
             "model": strip_path(model_name(model)),
             **({"generation": record} if record else {}),
         },
-        notes=(*notes, *(f"trace: a better method cannot run: {reason}" for reason in reasons)),
+        notes=tuple(dict.fromkeys((*notes, *reading.prompt.notes, *explainer.notes))),
         model=model,
         _explainer=explainer,
         _split=split,
         _groups=groups,
-        _computed={(0, reading.n_written): whole, ("sources", unit): found_sources},
+        _computed={
+            (0, reading.n_written): whole,
+            ("sources", unit): found_sources,
+            "state": read_state(Lens(model, reading.part)),
+        },
     )
 
 
@@ -631,7 +651,7 @@ def _read(
     """Return the prompt and what was written after it."""
     if is_encoder_decoder(model, model_class_of(model)):
         return read_encoder_decoder(model, prompt if text is None else text.text, text, answer)
-    return read_causal(model, read_prompt_tokens(model, prompt, text, prepend_bos), text, answer)
+    return read_causal(model, read_prompt_alone(model, prompt, text, prepend_bos), text, answer)
 
 
 def _first_that_runs(

@@ -10,6 +10,7 @@ import torch
 import lens_mix as lm
 from lens_mix.traces import spans
 from lens_mix.traces.trace import Trace
+from tests.traces.readers import reader
 
 
 @pytest.fixture
@@ -65,3 +66,38 @@ def test_a_list_is_aligned_if_some_sources_are_measured(t):
     _, first, second = str(t.top(2)).splitlines()
     assert " nats  " in first
     assert first.index("'w") == second.index("'w")
+
+
+# ------------------------------------------------------------------ a model that was changed
+
+
+def scale_weights(model):
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(1.5)
+
+
+def add_hook(model):
+    model.add_hook("blocks.1.attn.hook_z", lambda z, hook: 0 * z)
+
+
+@pytest.mark.parametrize("change", [scale_weights, add_hook])
+def test_another_model_computes_nothing(change):
+    model = reader()
+    t = lm.trace(model, "The company was founded in Oslo.", answer=" On eight GPUs.")
+    known = t[:].scores.clone()
+    change(model)
+    for compute in (lambda: t[0].scores, lambda: t.by("word").steps, lambda: t[:].verify(1), t.through):
+        with pytest.raises(ValueError, match=r"model: expected the model of the trace, .* or trace again"):
+            compute()
+    assert torch.equal(t[:].scores, known)
+
+
+def test_a_change_without_effect_is_none():
+    model = reader()
+    t = lm.trace(model, "The company was founded in Oslo.", answer=" On eight GPUs.")
+    expected = t[:].verify(1)[0].loss
+    model.add_hook("blocks.1.attn.hook_z", lambda z, hook: z + 0)
+    other = lm.trace(model, "The company was founded in Oslo.", answer=" On eight GPUs.")
+    assert t[1].verify(1)
+    model.reset_hooks()
+    assert other[:].verify(1)[0].loss == pytest.approx(expected, abs=1e-9)

@@ -259,3 +259,17 @@ def test_the_model_is_as_it_was_after_an_interruption(how, moment):
     assert count >= moment
     assert state_of(model) == before
     assert torch.equal(lm.trace(model, "Oslo has trains", answer=" in Oslo.")[:].scores, expected)
+
+
+# ------------------------------------------------------------------ notes
+
+
+def test_notes_are_those_of_the_prompt_and_of_the_map():
+    model = reader()
+    twice = lm.trace(model, "<s>Oslo has trains.", answer=" Yes.")
+    assert any(note.startswith("prepend_bos: the prompt begins with <s> twice") for note in twice.notes)
+    assert lm.trace(model, "Oslo has trains.", answer=" Yes.").notes == ()
+    model.add_hook("blocks.1.attn.hook_z", lambda z, hook: 0.5 * z)
+    hooked = lm.trace(model, "Oslo has trains.", answer=" Yes.")
+    assert any("layer 1: a hook scales z of its heads" in note for note in hooked.notes)
+    assert lm.trace(model, "Oslo has trains.", generate=2).notes == hooked.notes

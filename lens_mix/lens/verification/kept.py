@@ -107,6 +107,12 @@ def _find_unembedding_failure(lens: Lens, prompt: Prompt, verification: Verifica
     return None
 
 
+def read_state(lens: Lens) -> tuple[Any, ...]:
+    """Return a value that changes when weights or hooks of the model do, as `_state`, for other modules."""
+    with lens.evaluation_mode():
+        return _state(lens)
+
+
 def _state(lens: Lens) -> tuple[Any, ...]:
     """Return a value that changes when weights or hooks of the model do.
 
