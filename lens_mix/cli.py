@@ -278,6 +278,7 @@ def _trace_text(
         sources=sources,
         method=method,
         aggregation=aggregation,
+        progress=_progress(),
     )
     parts = [traced[part] for part in span] if span else traced.spans
     if verify:

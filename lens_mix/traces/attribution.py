@@ -147,14 +147,16 @@ class Explainer:
         rows = [self.reading.row(each) for each in range(self.reading.n_written)]
         if not hasattr(self.method, "target"):
             return self._select(self._run(self.method, rows), rows)
+        # The bar over the tokens is shown instead of a warning or a bar of each run.
+        quiet = dataclasses.replace(self, options={**self.options, "progress": None})
         if self.method.scope != "model":
-            each = [self.explain_span(index, index + 1) for index in self._bar(range(len(rows)))]
+            each = [quiet.explain_span(index, index + 1) for index in self._bar(range(len(rows)))]
             return torch.stack(each)
         size = max(1, _TOKENS_AT_ONCE // len(self.reading.tokens))
         chunks = [rows[index : index + size] for index in range(0, len(rows), size)]
         found = []
         for chunk in self._bar(chunks):
-            mapped = self._run(self._with_target(targets.next_token(chunk[-1])), chunk)
+            mapped = quiet._run(self._with_target(targets.next_token(chunk[-1])), chunk)
             found.append(self._select(mapped, chunk))
         return torch.cat(found)
 
@@ -195,7 +197,7 @@ class Explainer:
         return self._select(mapped, rows).sum(0)
 
     def _pad(self, row: Float[Tensor, " read"]) -> Float[Tensor, " key"]:
-        """Return a row with scores of 0 for tokens that are no keys of the map, on the CPU."""
+        """Return a row with scores of 0 for tokens that are not keys of the map, on the CPU."""
         row = row.detach().cpu().to(torch.promote_types(row.dtype, torch.float32))
         return torch.nn.functional.pad(row, (0, len(self.reading.tokens) - len(row)))
 

@@ -15,7 +15,7 @@ TEMPLATE, WRITTEN = "template", "written"
 
 
 class Section(NamedTuple):
-    """A part of the prompt's text.
+    """A section of the prompt's text.
 
     Attributes:
         kind: "document", "question" or "instruction"; the role of a message ("user", "system", "assistant",

@@ -52,6 +52,8 @@ def trace_many(
         raise TypeError(f"answers: expected one answer per prompt, got {describe_value(answers)}")
     check_flags(progress=progress)
     total = len(prompts) if isinstance(prompts, Sized) else None
+    # The bar over the prompts is shown instead of the warnings of single prompts.
+    bars = None if progress else False
     pairs = ((prompt, None) for prompt in prompts)
     if answers is not None:
         pairs = itertools.zip_longest(prompts, answers, fillvalue=_MISSING)  # type: ignore[assignment]
@@ -67,7 +69,7 @@ def trace_many(
                     "its answer is missing"
                 )
             try:
-                yield trace(model, prompt, answer=answer, **options)
+                yield trace(model, prompt, answer=answer, progress=bars, **options)
             except (TypeError, ValueError) as problem:
                 raise type(problem)(f"prompt {index}: {problem}") from problem
 

@@ -119,7 +119,7 @@ def find_sources(
         n_source: The number of tokens that an encoder reads; 0 without an encoder.
 
     Raises:
-        TypeError: If the function that splits a text returns no pairs of whole numbers.
+        TypeError: If the function that splits a text does not return pairs of whole numbers.
         ValueError: If the unit needs a text and the prompt was given as tokens, or words have no marks.
     """
     labels = label_positions(prompt, tokens, n_prompt, n_source)
@@ -245,7 +245,7 @@ def _split_section(text: str, section: Section, split: Splitter | None) -> list[
     """Return the pieces of a section without white space around them, as indices of the whole text.
 
     Raises:
-        TypeError: If the pieces are no pairs of whole numbers.
+        TypeError: If the pieces are not pairs of whole numbers.
         ValueError: If they are not in order, or end after the text.
     """
     own = text[section.start : section.stop]

@@ -215,9 +215,7 @@ def find_span(text: str, offsets: Sequence[tuple[int, int]], wanted: str) -> tup
         hint = (
             "write more of the text around it, or give the numbers of its tokens" if count else "correct it"
         )
-        raise ValueError(
-            f"span: expected a part of the written text, got {wanted!r}, {found} {text!r}; {hint}"
-        )
+        raise ValueError(f"span: expected a text that was written, got {wanted!r}, {found} {text!r}; {hint}")
     low = starts[0] + len(wanted) - len(wanted.lstrip())
     high = starts[0] + len(wanted.rstrip())
     inside = [index for index, (start, stop) in enumerate(offsets) if start < high and stop > low]

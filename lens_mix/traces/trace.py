@@ -13,7 +13,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import check_choice, check_instance, check_slice, check_whole_number, describe_value
+from lens_mix.arguments import (
+    check_choice,
+    check_flags,
+    check_instance,
+    check_slice,
+    check_whole_number,
+    describe_value,
+)
 from lens_mix.evaluation.candidates import Aggregation
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
@@ -58,10 +65,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Trace:
-    """What a model wrote after a prompt, and the sources of each part of it.
+    """What a model wrote after a prompt, and the sources of each span of it.
 
-    Index it with any part of the written text, with the number of a written token or with a slice of them to
-    get a `WrittenSpan`: `t["eight P100 GPUs"].top(5)`. `t[:]` is all that was written.
+    Index it with any substring of the written text, with the number of a written token or with a slice of
+    them to get a `WrittenSpan`: `t["eight P100 GPUs"].top(5)`. `t[:]` is all that was written.
 
     Attributes:
         reading: The tokens and the texts of the prompt and of what was written.
@@ -160,11 +167,11 @@ class Trace:
 
     # ------------------------------------------------------------------ what it came from
 
-    def __getitem__(self, part: str | int | slice) -> WrittenSpan:
-        """Return a part of what was written.
+    def __getitem__(self, place: str | int | slice) -> WrittenSpan:
+        """Return a span of what was written.
 
         Args:
-            part: A text that was written, the number of a written token (negative: from the end), or a slice
+            place: A text that was written, the number of a written token (negative: from the end), or a slice
                 of their numbers.
 
         Raises:
@@ -172,21 +179,21 @@ class Trace:
             ValueError: If the text does not occur exactly once, or a number does not exist.
         """
         count = self.reading.n_written
-        if isinstance(part, str):
+        if isinstance(place, str):
             placed = self.reading.written_text
             if placed is None:
                 raise ValueError(
                     "span: expected the numbers of written tokens, because these were given as tokens, got "
-                    f"{part!r}"
+                    f"{place!r}"
                 )
-            return WrittenSpan(self, *find_span(placed.text, placed.offsets, part))
-        if isinstance(part, slice):
-            numbers = range(count)[check_slice("span", part)]
+            return WrittenSpan(self, *find_span(placed.text, placed.offsets, place))
+        if isinstance(place, slice):
+            numbers = range(count)[check_slice("span", place)]
             if not numbers or numbers.step != 1:
-                raise ValueError(f"span: expected neighbouring tokens of 0..{count - 1}, got {part}")
+                raise ValueError(f"span: expected neighbouring tokens of 0..{count - 1}, got {place}")
             return WrittenSpan(self, numbers[0], numbers[-1] + 1)
         index = (
-            check_whole_number("span", part, -count, count - 1, what="a text, a number or a slice") % count
+            check_whole_number("span", place, -count, count - 1, what="a text, a number or a slice") % count
         )
         return WrittenSpan(self, index, index + 1)
 
@@ -277,11 +284,12 @@ class Trace:
         """Return the trace with sources reached through what was written before, down to the prompt.
 
         A_gp and A_gg are the shares of each written token in the prompt and in the written tokens before it:
-        magnitudes of `steps`, with rows that sum to 1. A written token stands for its own sources:
+        magnitudes of `steps`, with rows that sum to 1. Each written token is replaced by its own sources:
 
             X = A_gp + A_gg A_gp + A_gg² A_gp + … = (I − A_gg)⁻¹ A_gp
 
-        The scores of the new trace are X. Its rows sum to 1, and no written token is a source. This is the
+        The scores of the new trace are X, so no written token is a source. With any number of hops its rows
+        sum to 1; with fewer, the rest is what only longer paths reach. Signs are lost. This is the
         total influence of CAGE (Walker and Ewetz, 2025, arXiv 2512.15663), with this trace's map as the
         attribution.
 
@@ -309,11 +317,12 @@ class Trace:
         return self[:].top(k, everything)
 
     def context_share(self) -> Table:
-        """Return for each written token which share of its scores is in which kind of text.
+        """Return for each written token the share of each kind of text in its scores.
 
         The rows are the written tokens. The columns are token, probability, and a share 0 to 1 for each kind:
         "document", "question", "instruction", a role of a message, "prompt", "template", and "written" for
-        what the model wrote before. The shares of a row sum to 1.
+        what the model wrote before. A share is a sum of the tokens' magnitudes, so signed scores do not
+        cancel as they do within the sources of `top`. The shares of a row sum to 1.
         """
         import pandas as pd
 
@@ -366,7 +375,7 @@ class Trace:
         A notebook shows the page; `.open()` opens it in a browser, and `.save(path)` writes it. It needs no
         network and computes nothing. So the scores of each written sentence are computed here, with a
         backward pass for each if the method has a target. The page also has what was computed before: other
-        parts of the text, the scores of single tokens if `steps` was read, and what `verify` measured.
+        spans, the scores of single tokens if `steps` was read, and what `verify` measured.
         """
         from lens_mix.view.page.trace import trace_page
 
@@ -469,6 +478,7 @@ def trace(
     seed: int = 0,
     prepend_bos: bool | None = None,
     max_memory: int | None = None,
+    progress: bool | None = False,
     **generation: Any,
 ) -> Trace:
     """Trace what a model wrote back to the sentences, documents or tokens that it came from.
@@ -496,6 +506,8 @@ def trace(
         seed: The seed of the draws of `generate`.
         prepend_bos: As in `lm.run`, for strings.
         max_memory: As in `lm.run`.
+        progress: As in `lm.run`: True shows bars, False warns before a method takes many passes. The scores
+            of single tokens, and `verify`, show a bar after two seconds in any case.
         generation: Options of the model's `generate`: do_sample, temperature, top_k, top_p, …. By default the
             most probable token is written.
 
@@ -517,7 +529,7 @@ def trace(
     if answer is not None and generation:
         raise TypeError(
             f"trace: expected options of generate= only with it, got {sorted(generation)}; options of "
-            "lm.run are prepend_bos and max_memory"
+            "lm.run are prepend_bos, max_memory and progress"
         )
     model_class = model_class_of(model)
     if not (is_causal_model(model, model_class) or is_encoder_decoder(model, model_class)):
@@ -531,6 +543,9 @@ def trace(
     aggregated = _read_aggregation(aggregation, methods)
     if max_memory is not None:
         check_whole_number("max_memory", max_memory, 1, what="a number of bytes")
+    if progress is not None:
+        check_flags(progress=progress)
+    options = {"max_memory": max_memory, "progress": progress}
     text = read_prompt_text(model, prompt)
     check_whole_number("seed", seed, 0)
     if generate is None:
@@ -551,7 +566,7 @@ def trace(
         groups,
         reading.n_source,
     )
-    found, reasons = _first_that_runs(model, reading, methods, aggregated, {"max_memory": max_memory})
+    found, reasons = _first_that_runs(model, reading, methods, aggregated, options)
     explainer, whole = found
     notes += [f"trace: a better method cannot run: {reason}" for reason in reasons]
     record = {"generate": generate, "seed": seed, **generation} if generate is not None else {}
@@ -585,7 +600,7 @@ def _read_sources(sources: Any, language: str) -> tuple[str, Splitter, Any]:
 
     Raises:
         TypeError: If the sources or the language have a wrong type.
-        ValueError: If a unit or the code of a language is none.
+        ValueError: If there is no such unit, or the language is not a code.
     """
     check_instance("language", language, str, "the code of a language, such as 'en'")
     # The package splits texts of unknown languages like English ones.

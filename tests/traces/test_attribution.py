@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -429,6 +430,20 @@ def test_a_table_of_sentences_and_sources():
 def test_wrong_arguments(options, error, message):
     with pytest.raises(error, match=message):
         trace(**options)
+
+
+def test_many_passes_are_announced():
+    long = torch.arange(3, 40) % 40 + 3
+    given = {"answer": torch.tensor([9, 10]), "sources": "token", "method": "occlusion"}
+    with pytest.warns(UserWarning, match=r"occlusion takes about \d+ forward passes"):
+        t = lm.trace(model_of(), long, **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert t.steps.scores.shape == (1, 2, 39)
+        silent = lm.trace(model_of(), long, **given, progress=None)
+    assert torch.equal(silent[:].scores, t[:].scores)
+    with pytest.raises(TypeError, match="progress: expected"):
+        lm.trace(model_of(), long, **given, progress=3)
 
 
 @pytest.mark.parametrize("max_memory", [200_000, 10**9])

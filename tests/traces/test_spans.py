@@ -60,7 +60,7 @@ def test_texts_numbers_and_slices():
 def test_a_text_has_all_tokens_that_it_cuts(part):
     t = traced()
     if not part.strip() or part.startswith("  "):
-        with pytest.raises(ValueError, match=r"span: expected a part of the written text, got .* not in"):
+        with pytest.raises(ValueError, match=r"span: expected a text that was written, got .* not in"):
             t[part]
         return
     span, placed = t[part], t.reading.written_text
