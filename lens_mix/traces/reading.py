@@ -96,7 +96,7 @@ def read_prompt_text(model: TransformerLensModel, prompt: Any) -> PromptText | N
 
     Raises:
         TypeError: If a message's content is not text.
-        ValueError: If chat messages have no template, or an unusable one.
+        ValueError: If chat messages have no template or an unusable one, or end with what was written.
     """
     tokenizer = getattr(model, "tokenizer", None)
     is_chat = (
@@ -107,6 +107,11 @@ def read_prompt_text(model: TransformerLensModel, prompt: Any) -> PromptText | N
     if tokenizer is None:
         raise ValueError(
             f"prompt: expected tokens, because the model has no tokenizer, got {describe_value(prompt)}"
+        )
+    if is_chat and prompt[-1].get("role") == "assistant":
+        raise ValueError(
+            "prompt: expected messages that end before what was written, got a message of the assistant as "
+            "the last one, which the template ends; give its text as answer="
         )
     if isinstance(prompt, str):
         kind = "source" if is_encoder_decoder(model, model_class_of(model)) else "prompt"
