@@ -26,7 +26,7 @@ from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.model_names import strip_path
 from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder
-from lens_mix.lens.provenance import model_name
+from lens_mix.lens.provenance import model_name, of_run
 from lens_mix.lens.verification.kept import read_state
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
@@ -56,7 +56,6 @@ from lens_mix.traces.sources import (
     split_sentences,
 )
 from lens_mix.traces.spans import SourceScores, WrittenSpan, find_span
-from lens_mix.version import __version__
 
 if TYPE_CHECKING:
     from lens_mix.tables import Table
@@ -77,7 +76,8 @@ class Trace:
         explained: For each written token, what the model predicts in its place, and its log probability.
         method_name: The name of the method, and of the aggregation if there is one.
         parameters: The parameters of the method.
-        provenance: The origin of the trace: the model, the release and the options of the generation.
+        provenance: The origin of the trace: the model, its dtype, versions, the date, and the options and the
+            seed of the generation.
         notes: Sentences that a reader should know.
         model: The model; None if the trace was loaded from a file.
         hops: The number of steps through written text that `through` added; -1 for all, None for none.
@@ -266,6 +266,11 @@ class Trace:
         )
 
     @property
+    def has_explainer(self) -> bool:
+        """Return whether further scores can be computed, and not only those of a file be read."""
+        return self._explainer is not None
+
+    @property
     def has_steps(self) -> bool:
         """Return whether the scores of single written tokens were computed, so that `steps` costs nothing."""
         return self._steps_name in self._computed
@@ -447,7 +452,8 @@ class Trace:
         return self.model
 
     def _require_explainer(self) -> Explainer:
-        self.require_model()
+        if self.model is not None or self._explainer is None:
+            self.require_model()
         if self._explainer is None:
             raise ValueError(
                 f"trace: expected scores that were computed before the trace was saved, got others, for "
@@ -569,6 +575,7 @@ def trace(
     found, reasons = _first_that_runs(model, reading, methods, aggregated, options)
     explainer, whole = found
     notes += [f"trace: a better method cannot run: {reason}" for reason in reasons]
+    lens = Lens(model, reading.part)
     record = {"generate": generate, "seed": seed, **generation} if generate is not None else {}
     return Trace(
         reading=reading,
@@ -578,7 +585,7 @@ def trace(
         method_name=explainer.name,
         parameters=explainer.parameters,
         provenance={
-            "lens_mix": __version__,
+            **of_run(lens, prepend_bos),
             "model": strip_path(model_name(model)),
             **({"generation": record} if record else {}),
         },
@@ -590,7 +597,7 @@ def trace(
         _computed={
             (0, reading.n_written): whole,
             ("sources", unit): found_sources,
-            "state": read_state(Lens(model, reading.part)),
+            "state": read_state(lens),
         },
     )
 

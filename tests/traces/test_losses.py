@@ -83,10 +83,16 @@ def add_hook(model):
 @pytest.mark.parametrize("change", [scale_weights, add_hook])
 def test_another_model_computes_nothing(change):
     model = reader()
-    t = lm.trace(model, "The company was founded in Oslo.", answer=" On eight GPUs.")
+    t = lm.trace(model, "The company was founded in Oslo.", answer=" On eight GPUs. Yes.")
     known = t[:].scores.clone()
     change(model)
-    for compute in (lambda: t[0].scores, lambda: t.by("word").steps, lambda: t[:].verify(1), t.through):
+    for compute in (
+        lambda: t[0].scores,
+        lambda: t.by("word").steps,
+        lambda: t[:].verify(1),
+        t.through,
+        t.show,
+    ):
         with pytest.raises(ValueError, match=r"model: expected the model of the trace, .* or trace again"):
             compute()
     assert torch.equal(t[:].scores, known)

@@ -273,5 +273,5 @@ def test_messages_and_documents_end_where_the_answer_begins():
     assert t.tokens[: t.n_prompt][-1] == "\n"
     assert t.tokens.count("<s>") == 0
     ended = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In"}]
-    with pytest.raises(ValueError, match="prompt: expected messages that end before .* as answer="):
+    with pytest.raises(ValueError, match=r"prompt: expected messages that end before .* as answer="):
         lm.trace(model, ended, answer=" Oslo.")

@@ -174,6 +174,7 @@ def test_other_precisions(dtype):
     tolerance = 1e-4 if dtype == torch.float32 else 0.2
     torch.testing.assert_close(t.log_probabilities.double(), exact.log_probabilities, atol=tolerance, rtol=0)
     assert t[:].scores.dtype == torch.float32
+    assert t.provenance["dtype"] == str(dtype).removeprefix("torch.")
     assert is_encoder_decoder(model) is False
 
 

@@ -71,6 +71,8 @@ def _find_spans(trace: Trace) -> list[tuple[str, WrittenSpan]]:
         try:
             trace.scores_of(span.start, span.stop)
         except ValueError:
+            if trace.has_explainer:
+                raise
             # A trace that was loaded from a file has only the scores that were computed before.
             continue
         found.setdefault((span.start, span.stop), (kind, span))
