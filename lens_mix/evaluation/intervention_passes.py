@@ -29,16 +29,22 @@ FLAT = 1e-6  # A smaller difference of the target, relative to its size, is due 
 
 @dataclasses.dataclass(frozen=True)
 class _Interventions(Method):
-    """The requests to a session: recorded patterns, and verified hooks on values and patterns."""
+    """The requests to a session: verified hooks on values and patterns."""
 
     # Errors use this name.
     name: ClassVar[str] = "a scale that intervenes in passes"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
-    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
 
     # The session raises an error for a method with a target if logits, or z under user hooks, are unreliable.
     target: TargetLike | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _InterventionsOnPatterns(_Interventions):
+    """The same requests, and recorded patterns, whose memory grows with the square of the prompt."""
+
+    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +136,7 @@ def intervention_passes(
     prompt: Any,
     target: TargetLike | None,
     *,
+    records_patterns: bool = False,
     part: str | None = None,
     max_memory: int | None = None,
     prepend_bos: bool | None = None,
@@ -143,6 +150,7 @@ def intervention_passes(
         prompt: As in `lm.run`, a single one.
         target: The target (the text of a token, one of `lens_mix.targets`, or any callable logits -> [copy]);
             None for the log probability of the model's last prediction.
+        records_patterns: Whether the clean pass records the patterns of all layers.
         part: As in `lm.run`.
         max_memory: As in `lm.run`.
         prepend_bos: As in `lm.run`.
@@ -154,7 +162,8 @@ def intervention_passes(
         UnsupportedModelError: Hooks on values and patterns can't be used on this model.
     """
     target = targets.predicted(of="log_probability") if target is None else target
-    methods = {"interventions": _Interventions(targets.as_target(target))}
+    requests = _InterventionsOnPatterns if records_patterns else _Interventions
+    methods = {"interventions": requests(targets.as_target(target))}
     session = Session(model, methods, part=part, max_memory=max_memory)
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     with session.checked_pass([read]) as checked:
