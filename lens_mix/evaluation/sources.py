@@ -241,10 +241,11 @@ def _read_sources(passes: InterventionPasses, removal: Removal, groups: Any) -> 
     last = first - 1 if removal.keeps_target else first
     late = [group for group in read if group.positions[-1] > last]
     if late:
+        stays = " and has to stay" if removal.keeps_target else ""
         raise ValueError(
-            f"sources: expected positions up to {last}, because the target reads position {first}"
-            f"{', which has to stay,' if removal.keeps_target else ''} and a causal model no later ones, got "
-            f"{[(group.name, group.positions[-1]) for group in late[:3]]}; leave these sources out"
+            f"sources: expected positions up to {last}, because the target is first read at position {first}, "
+            f"which sees no later ones{stays}, got {late[0].name!r} up to {late[0].positions[-1]}; leave out "
+            f"such sources, or positions"
         )
     return read
 

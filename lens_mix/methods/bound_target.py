@@ -486,12 +486,7 @@ def evaluate(
 
 
 def _why_not_finite(output: Tensor) -> str:
-    if not bool(output.isnan().any()):
-        return ""
-    reason = ": the output of the model, which it reads, has NaN"
-    if output.dtype == torch.float64:
-        reason += "; in float64 some models (MPT) give NaN if a position has only masked keys: use float32"
-    return reason
+    return ": the output of the model, which it reads, has NaN" if bool(output.isnan().any()) else ""
 
 
 def gradients_of(values: Float[Tensor, " copy"], leaves: Sequence[Tensor]) -> list[Tensor]:
