@@ -76,6 +76,12 @@ class InterventionPasses:
         """The position of the mapped part that the target reads; None if several, or of another part."""
         return self.first_block.record.default_rows[0]
 
+    @property
+    def first_read(self) -> int | None:
+        """The first position of the mapped part that the target reads; None if it is unknown."""
+        rows = self.bound.rows_read
+        return self.place if rows is None else int(rows[0, 0]) - self.bound.spans[0].start
+
     def positions(self, selection: Selection | None) -> list[int]:
         """Return the selected positions, ascending; None selects all that the target may attend to."""
         chosen = read_selection(selection, self.length, "positions")
@@ -92,6 +98,7 @@ class InterventionPasses:
         logits = 0
         if self.bound.reads_logits:
             logits = 1 if self.bound.positions is not None else self.first_block.batch.logits_tokens.shape[1]
+            logits = logits if self.bound.rows_read is None else self.bound.rows_read.shape[1]
         return count_copies(session.lens, session.max_memory, positions, logits=logits)
 
     def values(

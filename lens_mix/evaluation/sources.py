@@ -233,9 +233,7 @@ def top_k_drop(
 def _read_sources(passes: InterventionPasses, removal: Removal, groups: Any) -> list[Group]:
     """Return the sources, of which none has a position that the removal keeps or that has no effect."""
     read = read_groups(passes.checked.tokens(0), groups, "sources")
-    # A target of several positions reads its first token's probability at the position before it.
-    reads = getattr(passes.bound.target, "start", None)
-    first = passes.place if reads is None else reads - 1
+    first = passes.first_read
     if first is None or not passes.checked.verification.causal:
         return read
     last = first - 1 if removal.keeps_target else first

@@ -19,7 +19,6 @@ from lens_mix.evaluation import (
     spearman,
     top_k_drop,
 )
-from lens_mix.targets import Target
 from tests import tiny_models
 from tests.matrix import build_or_skip, cases
 from tests.tiny_models import bridge, llama_like, wrapped_model
@@ -30,21 +29,7 @@ SOURCES = {"a": [1, 2], "b": [3], "c": [4, 5]}
 START, STOP = 7, 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Span(Target):
-    """The log probability of the tokens from `start` to `stop`."""
-
-    start: int = START
-    stop: int = STOP
-
-    def of_prompt(self, context):
-        tokens = context.tokens[self.start : self.stop]
-
-        def measure(logits):
-            read = logits[:, self.start - 1 : self.stop - 1].log_softmax(-1)
-            return read.gather(-1, tokens.expand(len(logits), -1)[..., None])[..., 0].sum(-1)
-
-        return measure
+TARGET = lm.targets.span(START, STOP)
 
 
 def log_probability(model, prompt, removed) -> float:
@@ -72,7 +57,7 @@ CAUSAL = [
 def test_ablations_are_passes_of_shorter_prompts(case):
     model = case.build()
     prompt = tiny_models.tokens(model, 1, 10)[0]
-    found = source_ablations(model, prompt, SOURCES, target=Span(), ablations=12)
+    found = source_ablations(model, prompt, SOURCES, target=TARGET, ablations=12)
     assert found.sources == ("a", "b", "c")
     assert found.clean == pytest.approx(log_probability(model, prompt, ()), abs=1e-5)
     for kept, value in zip(found.kept.tolist(), found.values.tolist(), strict=True):
@@ -84,13 +69,13 @@ def test_scores_are_those_of_the_hugging_face_model(name):
     model = build_or_skip(bridge, name, torch.float64)
     reference = wrapped_model(name, torch.float64)
     prompt, row = tiny_models.tokens(model, 1, 10)[0], torch.tensor([0.5, -1.0, 2.0])
-    ablations = {"target": Span(), "ablations": 20, "seed": 3}
+    ablations = {"target": TARGET, "ablations": 20, "seed": 3}
     kept = torch.rand(20, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64) < 0.5
     values = [log_probability(reference, prompt, positions_of(each)) for each in kept.tolist()]
     expected = spearman(kept.double() @ row.double(), torch.tensor(values, dtype=torch.float64))
     assert lds(model, prompt, row, SOURCES, **ablations) == pytest.approx(expected, abs=1e-9)
     clean = log_probability(reference, prompt, ())
-    drop = top_k_drop(model, prompt, row, SOURCES, target=Span(), k=[1, 2, 3, 4])
+    drop = top_k_drop(model, prompt, row, SOURCES, target=TARGET, k=[1, 2, 3, 4])
     assert drop.ranked == ("c", "a", "b")
     for k, removed in enumerate(([4, 5], [4, 5, 1, 2], [4, 5, 1, 2, 3]), 1):
         expected = clean - log_probability(reference, prompt, removed)
@@ -100,7 +85,7 @@ def test_scores_are_those_of_the_hugging_face_model(name):
 
 
 def test_the_random_control_is_the_mean_of_random_orders(model, prompt):
-    found = top_k_drop(model, prompt, torch.tensor([3.0, 2.0, 1.0]), SOURCES, target=Span(), k=1, draws=60)
+    found = top_k_drop(model, prompt, torch.tensor([3.0, 2.0, 1.0]), SOURCES, target=TARGET, k=1, draws=60)
     singles = [found.clean - log_probability(model, prompt, group) for group in SOURCES.values()]
     orders = [torch.randperm(3, generator=torch.Generator().manual_seed(seed + 1)) for seed in range(60)]
     firsts = [singles[int(order[0])] for order in orders]
@@ -186,13 +171,13 @@ def test_scores_of_positions_are_summed_and_maps_are_read(model, prompt):
     )
     rows = {"sources": of_sources, "list": [3.0, -1.0, 9.0], "positions": of_positions}
     rows |= {"map": by_token, "map of sources": by_source, "other": -of_sources}
-    found = lds(model, prompt, rows, SOURCES, target=Span(), ablations=16)
+    found = lds(model, prompt, rows, SOURCES, target=TARGET, ablations=16)
     assert list(found) == list(rows)
     assert len({found[name] for name in list(rows)[:-1]}) == 1
     assert found["other"] == pytest.approx(-found["sources"])
-    alone = lds(model, prompt, by_token, SOURCES, target=Span(), ablations=16)
+    alone = lds(model, prompt, by_token, SOURCES, target=TARGET, ablations=16)
     assert alone == pytest.approx(found["map"])
-    drops = top_k_drop(model, prompt, rows, SOURCES, target=Span())
+    drops = top_k_drop(model, prompt, rows, SOURCES, target=TARGET)
     assert {drop.ranked for name, drop in drops.items() if name != "other"} == {("c", "a", "b")}
     assert drops["other"].ranked == ("b", "a", "c")
 
@@ -210,7 +195,7 @@ def test_other_removals_and_targets(model, prompt):
 
 
 def test_seeds_and_memory(model, prompt):
-    usual = {"target": Span(), "ablations": 16}
+    usual = {"target": TARGET, "ablations": 16}
     first = source_ablations(model, prompt, SOURCES, **usual)
     again = source_ablations(model, prompt, SOURCES, max_memory=400_000, **usual)
     assert torch.equal(first.kept, again.kept)
@@ -248,7 +233,7 @@ def test_the_task_scores_rows_as_the_functions_do(model, prompt):
 
 
 def test_errors(model, prompt):
-    row, target = torch.ones(3), Span()
+    row, target = torch.ones(3), TARGET
     for function in (lds, top_k_drop):
         with pytest.raises(ValueError, match=r"rows\['row'\]: expected one score per source, \[3\], or per"):
             function(model, prompt, torch.ones(4), SOURCES, target=target)
@@ -263,7 +248,7 @@ def test_errors(model, prompt):
         with pytest.raises(ValueError, match="sources: expected positions up to 5, because the target is first read"):
             function(model, prompt, row, [[1], [2], [5, 6]], target=target)
         with pytest.raises(ValueError, match="sources: expected positions up to 8, because the target is first read"):
-            function(model, prompt, row[:1], [[9]], removal="zero_values", target=Span(9, 10))
+            function(model, prompt, row[:1], [[9]], removal="zero_values", target=lm.targets.span(-1))
     with pytest.raises(ValueError, match="sources: expected each position in one group at most"):
         source_ablations(model, prompt, [[1, 2], [2]], target=target)
     with pytest.raises(ValueError, match="ablations: expected a whole number, 2 or more"):
