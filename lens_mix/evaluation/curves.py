@@ -141,7 +141,7 @@ def removal_curves(
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is unknown, out of range, or does not fit the prompt.
-        UnsupportedModelError: The verification of the model fails, or "drop" needs an attention mask that it lacks.
+        UnsupportedModelError: The verification of the model fails, or it lacks the mask that "drop" needs.
     """
     chosen_removal = as_removal(removal)
     exact, beam = (

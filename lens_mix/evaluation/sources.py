@@ -142,13 +142,13 @@ def lds(
     """Compute the linear datamodelling score (LDS): whether scores of sources add up to measured effects.
 
     It is the rank correlation (Spearman), over random ablations, between the sum of the scores of the sources
-    that an ablation keeps and the target in that ablation (Park et al., "TRAK", ICML 2023; for sources of a
-    context, Cohen-Wang et al., "ContextCite", NeurIPS 2024, arXiv:2409.00729, and AT2, 2025). It is -1 to 1,
-    and higher is better. Equal scores for all sources predict the number of kept sources, so their LDS is
-    that of this number, and not 0.
+    that an ablation keeps and the target in that ablation (Park et al., "TRAK", ICML 2023). It is -1 to 1.
+    Higher is better. Equal scores for all sources predict the number of kept sources, so their LDS is that of
+    this number, and not 0.
 
-    ContextCite measures the logit log(p / (1 - p)) of the probability p of the whole response. It has the
-    same order as log p, which the default target measures, so the LDS is the same.
+    ContextCite (Cohen-Wang et al., NeurIPS 2024, arXiv:2409.00729) and AT2 (Cohen-Wang et al., 2025,
+    arXiv:2504.13752) measure the logit log(p / (1 - p)) of the probability p of the whole response. It has
+    the order of log p, which the default target measures, so the LDS is the same.
 
     Args:
         model: As in `source_ablations`.
@@ -219,9 +219,7 @@ def top_k_drop(
         TypeError, ValueError, UnsupportedModelError: As in `lds`.
     """
     chosen, groups = as_removal(removal), check_groups("sources", sources)
-    counts = [
-        check_whole_number("k", one, 1) for one in check_items("k", k, "whole numbers", 1, alone=True)
-    ]
+    counts = [check_whole_number("k", one, 1) for one in check_items("k", k, "whole numbers", 1, alone=True)]
     draws, seed = check_whole_number("draws", draws, 1), check_whole_number("seed", seed, 0)
     with intervention_passes(model, prompt, target, **options) as passes:
         read = _read_sources(passes, chosen, groups)
@@ -241,9 +239,9 @@ def _read_sources(passes: InterventionPasses, removal: Removal, groups: Any) -> 
     if late:
         stays = " and has to stay" if removal.keeps_target else ""
         raise ValueError(
-            f"sources: expected positions up to {last}, because the target is first read at position {first}, "
-            f"which sees no later ones{stays}, got {late[0].name!r} up to {late[0].positions[-1]}; leave out "
-            f"such sources, or positions"
+            f"sources: expected positions up to {last}, because the target is first read at {first}, which "
+            f"sees no later ones{stays}, got {late[0].name!r} up to {late[0].positions[-1]}; leave out such "
+            "sources, or these positions"
         )
     return read
 
@@ -277,8 +275,8 @@ def _read_row(argument: str, row: Any) -> Tensor:
     if isinstance(row, MixingMap):
         if row.kind != "input":
             raise ValueError(
-                f"{argument}: expected an input map, got a layer map of {row.method!r}; lm.rollout, lm.flow or "
-                "lm.layer_mean make input maps of layer maps"
+                f"{argument}: expected an input map, got a layer map of {row.method!r}; lm.rollout, lm.flow "
+                "or lm.layer_mean make input maps of layer maps"
             )
         row = next(iter(candidate_rows(row, row.default_query_position, {}).values()))
     return check_real_tensor(argument, row).to("cpu", torch.float64)

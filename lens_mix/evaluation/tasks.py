@@ -40,7 +40,8 @@ class Case:
 
     Attributes:
         prompt: As in `lm.run`.
-        query: The position of the row. Negative positions count from the end.
+        query: The position of the row, or several whose rows are summed (for a target that is one number of
+            the prompt, such as `lm.targets.span`). Negative positions count from the end.
         relevant: The positions of the tokens that decide, if they are known.
         target: What is explained there. None: the prediction.
         sources: Groups of positions whose removal is measured, as `spans` of `lm.Occlusion`, if the task
@@ -48,10 +49,18 @@ class Case:
     """
 
     prompt: Any
-    query: int = -1
+    query: int | Sequence[int] = -1
     relevant: tuple[int, ...] = ()
     target: TargetLike | None = None
     sources: Groups = ()
+
+    @property
+    def queries(self) -> list[int]:
+        """The positions of the rows."""
+        return [
+            check_whole_number("query", each)
+            for each in check_items("query", self.query, "positions", 1, alone=True)
+        ]
 
 
 class Task(abc.ABC):
@@ -111,7 +120,7 @@ class RowTask(Task):
         self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
     ) -> dict[str, dict[str, float]]:
         truth = self.truth(model, case, **options).cpu()
-        return {name: self.score(row.cpu(), truth, case.query) for name, row in candidates.items()}
+        return {name: self.score(row.cpu(), truth, case.queries[-1]) for name, row in candidates.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +164,7 @@ class Importance(RowTask):
     @override
     def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
         mixing_map: MixingMap = run(
-            model, case.prompt, self.occlusion, queries=[case.query], progress=None, **options
+            model, case.prompt, self.occlusion, queries=case.queries, progress=None, **options
         )
         row = mixing_map.scores[0, 0].double()
         hidden = ~mixing_map.visible()[0, 0].to(row.device)
@@ -211,7 +220,8 @@ class Cues(RowTask):
 
     @override
     def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
-        visible = run(model, case.prompt, "attention", queries=[case.query], layers=[-1], **options).visible()
+        last = case.queries[-1:]
+        visible = run(model, case.prompt, "attention", queries=last, layers=[-1], **options).visible()
         relevant = torch.zeros(visible.shape[-1], dtype=torch.float64, device="cpu")
         relevant[list(case.relevant)] = 1
         hidden = ~visible[0, 0].cpu()

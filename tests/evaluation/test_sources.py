@@ -42,8 +42,9 @@ def log_probability(model, prompt, removed) -> float:
     return sum(float(logits[start - 1 + i, prompt[START + i]]) for i in range(STOP - START))
 
 
-def positions_of(kept, sources=tuple(SOURCES.values())) -> list[int]:
-    return [each for group, is_kept in zip(sources, kept, strict=True) if not is_kept for each in group]
+def positions_of(kept, sources=None) -> list[int]:
+    groups = SOURCES.values() if sources is None else sources
+    return [each for group, is_kept in zip(groups, kept, strict=True) if not is_kept for each in group]
 
 
 CAUSAL = [
@@ -229,6 +230,25 @@ def test_the_task_scores_rows_as_the_functions_do(model, prompt):
     assert "top_5_drop" in board.to_markdown("position")
 
 
+def test_the_task_explains_several_tokens(model, prompt):
+    """The rows before the written tokens are summed; a method with a target explains the whole span."""
+    case = Case(prompt, query=(6, 7, 8), target=TARGET, sources=SOURCES)
+    methods = ["attention", "input_gradients", "gradient_attention", lm.AttributionPatching()]
+    board = lm.evaluate(model, Sources([case], ablations=16), methods, ["mean"])
+    assert "reads a single position" in board.refused["attribution_patching"]
+    explained = lm.run(model, prompt, lm.InputGradients(target=TARGET), queries=[-1])
+    by_head = lm.layer_mean(lm.run(model, prompt, lm.GradientAttention(target=TARGET)))
+    rows = {
+        "attention": lm.layer_mean(lm.run(model, prompt, "attention")).scores[-1, [6, 7, 8]].sum(0),
+        "input_gradients": explained.scores[-1, 0],
+        "gradient_attention": by_head.scores[-1, [6, 7, 8]].sum(0),
+    }
+    expected = lds(model, prompt, rows, SOURCES, target=TARGET, ablations=16)
+    found = {record["method"]: record["lds"] for record in board.records}
+    assert found == pytest.approx({**found, **expected})
+    assert set(found) == {"random", "position", *rows}
+
+
 # ------------------------------------------------------------------ errors
 
 
@@ -245,9 +265,13 @@ def test_errors(model, prompt):
             function(model, prompt, row, SOURCES, target=target, removal="cut")
         with pytest.raises(ValueError, match="expected an input map, got a layer map of 'attention'"):
             function(model, prompt, lm.run(model, prompt, "attention"), SOURCES, target=target)
-        with pytest.raises(ValueError, match="sources: expected positions up to 5, because the target is first read"):
+        with pytest.raises(
+            ValueError, match="sources: expected positions up to 5, because the target is first read"
+        ):
             function(model, prompt, row, [[1], [2], [5, 6]], target=target)
-        with pytest.raises(ValueError, match="sources: expected positions up to 8, because the target is first read"):
+        with pytest.raises(
+            ValueError, match="sources: expected positions up to 8, because the target is first read"
+        ):
             function(model, prompt, row[:1], [[9]], removal="zero_values", target=lm.targets.span(-1))
     with pytest.raises(ValueError, match="sources: expected each position in one group at most"):
         source_ablations(model, prompt, [[1, 2], [2]], target=target)
