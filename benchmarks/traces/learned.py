@@ -208,8 +208,8 @@ def make_rows(model_name: str) -> Iterator[str]:
     learned = learn(choose)
     with_masks = sum(bool(each.record.masks) for each in held_out)
     yield (
-        f"{len(choose)} prompts of the half to choose on, {len(held_out)} held out, {with_masks} of them with "
-        "random removals."
+        f"{len(choose)} prompts to learn from, {len(held_out)} held out, {with_masks} of them with random "
+        "removals."
     )
     yield ""
     table = {
@@ -221,9 +221,7 @@ def make_rows(model_name: str) -> Iterator[str]:
     best = "gim, ratio, absolute"
     columns = {"LDS": score_lds, "source accuracy": score_source}
     measured = {
-        (name, column): [
-            function(example, row) for example, row in zip(held_out, rows, strict=True)
-        ]
+        (name, column): [function(example, row) for example, row in zip(held_out, rows, strict=True)]
         for name, rows in table.items()
         for column, function in columns.items()
     }
