@@ -12,12 +12,14 @@ AT2 maximises the correlation with the logit over random ablations, by gradient 
 each prompt are centred and scaled to the same variance, so least squares also measures the correlation within
 a prompt, and a ridge penalty is chosen by cross-validation over prompts.
 
-"collect" stores the prompts of both halves with their removals and features, eight of each family, as far as
-they do not exist. Value Zeroing of each head is a group of its own beside those of `benchmarks.traces.maps`.
+"collect" stores the prompts of both halves with their removals and features, eight of each family (or of the
+families that are named after the number), as far as they do not exist. Value Zeroing of each head is a group
+of its own beside those of `benchmarks.traces.maps`.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import sys
@@ -53,6 +55,9 @@ OTHERS = {
     "position": "controls",
     "random": "controls",
 }
+# The map that the others are compared with, and the one by measured removals.
+BASE = "gim, ratio, absolute"
+CEILING = "removal of each sentence"
 STRENGTHS = tuple(10.0**power for power in range(-2, 5))
 FOLDS = 5
 LEAST_SENTENCES = 3
@@ -84,11 +89,11 @@ def heads(models: Models, record: Record) -> Rows:
     return {"features: value_zeroing of heads": _sum_over_pieces(found.scores.sum(2), record)}
 
 
-def collect(model_name: str, count: int) -> None:
+def collect(model_name: str, count: int, families: Sequence[str] = REMOVED_BY_FAMILY) -> None:
     """Store the records and their features, in turns, so that the families are balanced at any time."""
     models, start = load_models(model_name), time.process_time()
     for number in range(1, count + 1):
-        for half, family in itertools.product(("choose", "held_out"), REMOVED_BY_FAMILY):
+        for half, family in itertools.product(("choose", "held_out"), families):
             find(models.plain, models.tokenizer, model_name, half, family, number)
             for path, record in list(records(model_name, half, family))[:number]:
                 compute(models, path, record, sorted({*FEATURES.values(), *OTHERS.values()} - {HEADS}))
@@ -206,36 +211,36 @@ def make_rows(model_name: str) -> Iterator[str]:
     """Yield the lines of the table of one model: LDS and source accuracy on the held-out half."""
     choose, held_out = (list(read_examples(model_name, half)) for half in ("choose", "held_out"))
     learned = learn(choose)
-    with_masks = sum(bool(each.record.masks) for each in held_out)
-    yield (
-        f"{len(choose)} prompts to learn from, {len(held_out)} held out, {with_masks} of them with random "
-        "removals."
-    )
-    yield ""
-    table = {
+    rows = {
         f"learned weights, {name}": [each.features[name] @ weights for each in held_out]
         for name, (_, weights) in learned.items()
     }
-    table |= {name: [each.scores[name] for each in held_out] for name in OTHERS}
-    table["removal of each sentence (the ceiling)"] = [np.array(each.record.effects) for each in held_out]
-    best = "gim, ratio, absolute"
-    columns = {"LDS": score_lds, "source accuracy": score_source}
-    measured = {
-        (name, column): [function(example, row) for example, row in zip(held_out, rows, strict=True)]
-        for name, rows in table.items()
-        for column, function in columns.items()
-    }
-    yield f"| map | strength | LDS | n | LDS above {best} | source accuracy | n | accuracy above {best} |"
-    yield "|---" * 8 + "|"
-    for name in table:
+    rows |= {name: [each.scores[name] for each in held_out] for name in OTHERS}
+    rows[CEILING] = [np.array(each.record.effects) for each in held_out]
+    linear = {name: list(map(score_lds, held_out, of_map)) for name, of_map in rows.items()}
+    for half, examples in (("choose", choose), ("held_out", held_out)):
+        families = collections.Counter(each.record.family for each in examples)
+        yield f"Half {half}: {', '.join(f'{count} {name}' for name, count in sorted(families.items()))}."
+    yield ""
+    yield f"| map | penalty | LDS | n | LDS above {BASE} | right source | n |"
+    yield "|---" * 7 + "|"
+    for name, of_map in rows.items():
         kind = name.removeprefix("learned weights, ")
-        cells = [name, f"{learned[kind][0]:g}" if kind in learned else "–"]
-        for column in columns:
-            values, against = measured[name, column], measured[best, column]
-            interval = bootstrap(values)
-            cells += [format_interval(interval), str(interval.count)]
-            cells.append("–" if name == best else format_interval(bootstrap(values, against)))
+        found = bootstrap(linear[name])
+        gain = "–" if name == BASE else format_interval(bootstrap(linear[name], linear[BASE]))
+        sources = np.array(list(map(score_source, held_out, of_map)))
+        share = f"{sources.mean():.2f} [{', '.join(f'{end:.2f}' for end in wilson(sources))}]"
+        penalty = f"{learned[kind][0]:g}" if kind in learned else "–"
+        cells = [name, penalty, format_interval(found), str(found.count), gain, share, str(len(sources))]
         yield f"| {' | '.join(cells)} |"
+
+
+def wilson(values: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval of a share (Wilson), which is not empty if all values are equal."""
+    count, share, z = len(values), values.mean(), 1.959964
+    middle = share + z * z / (2 * count)
+    half = z * np.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return (middle - half) / (1 + z * z / count), (middle + half) / (1 + z * z / count)
 
 
 def format_interval(interval: Any) -> str:
@@ -269,6 +274,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     command, model = sys.argv[1:3]
     if command == "collect":
-        collect(model, int(sys.argv[3]))
+        collect(model, int(sys.argv[3]), sys.argv[4:] or REMOVED_BY_FAMILY)
     else:
         print("\n".join(make_rows(model)))
