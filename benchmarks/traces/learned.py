@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import sys
 import time
@@ -55,6 +56,8 @@ OTHERS = {
     "position": "controls",
     "random": "controls",
 }
+# Models have no name in a group, but their numbers of layers differ.
+MODEL_OF_LAYERS = {30: "smollm2", 18: "gemma3"}
 # The map that the others are compared with, and the one by measured removals.
 BASE = "gim, ratio, absolute"
 CEILING = "removal of each sentence"
@@ -210,10 +213,10 @@ def learn(examples: Sequence[Example]) -> dict[str, tuple[float, np.ndarray]]:
 def make_rows(model_name: str) -> Iterator[str]:
     """Yield the lines of the table of one model: LDS and source accuracy on the held-out half."""
     choose, held_out = (list(read_examples(model_name, half)) for half in ("choose", "held_out"))
-    learned = learn(choose)
+    found = learn(choose)
     rows = {
         f"learned weights, {name}": [each.features[name] @ weights for each in held_out]
-        for name, (_, weights) in learned.items()
+        for name, (_, weights) in found.items()
     }
     rows |= {name: [each.scores[name] for each in held_out] for name in OTHERS}
     rows[CEILING] = [np.array(each.record.effects) for each in held_out]
@@ -226,12 +229,12 @@ def make_rows(model_name: str) -> Iterator[str]:
     yield "|---" * 7 + "|"
     for name, of_map in rows.items():
         kind = name.removeprefix("learned weights, ")
-        found = bootstrap(linear[name])
+        mean = bootstrap(linear[name])
         gain = "–" if name == BASE else format_interval(bootstrap(linear[name], linear[BASE]))
         sources = np.array(list(map(score_source, held_out, of_map)))
         share = f"{sources.mean():.2f} [{', '.join(f'{end:.2f}' for end in wilson(sources))}]"
-        penalty = f"{learned[kind][0]:g}" if kind in learned else "–"
-        cells = [name, penalty, format_interval(found), str(found.count), gain, share, str(len(sources))]
+        penalty = f"{found[kind][0]:g}" if kind in found else "–"
+        cells = [name, penalty, format_interval(mean), str(mean.count), gain, share, str(len(sources))]
         yield f"| {' | '.join(cells)} |"
 
 
@@ -252,22 +255,23 @@ def format_interval(interval: Any) -> str:
 # ------------------------------------------------------------------ as a group of benchmarks.traces.maps
 
 
-def learned_rows(models: Models, record: Record, model_name: str) -> Rows:
-    """Return the learned maps of one record, per token of the prompt.
-
-    Args:
-        models: The models.
-        record: The record.
-        model_name: The name of the model, whose weights are learned from the half to choose on.
-    """
-    learned = learn(list(read_examples(model_name, "choose")))
+def learned(models: Models, record: Record) -> Rows:
+    """Return the learned maps of one record, per token of the prompt, with the weights of "choose"."""
+    weights = read_weights(MODEL_OF_LAYERS[models.bridge.cfg.n_layers])
     methods = {"attention": lm.AttentionWeights(per_head=True), "value_norm": lm.ValueNorms(per_head=True)}
     maps = lm.run(models.bridge, record.tokens, list(methods.values()), queries=record.rows)
     rows: Rows = {}
     for name in methods:
         scores = maps[name].scores.sum(2).flatten(0, 1)[:, : record.n_prompt].double()
-        rows[f"learned weights, {name}"] = torch.from_numpy(learned[name][1]) @ scores
+        rows[f"learned weights, {name}"] = torch.from_numpy(weights[name]) @ scores
     return rows
+
+
+@functools.cache
+def read_weights(model_name: str) -> dict[str, np.ndarray]:
+    """Return the weights for each kind of feature, learned from all that is stored."""
+    examples = list(read_examples(model_name, "choose"))
+    return {name: weights for name, (_, weights) in learn(examples).items()}
 
 
 if __name__ == "__main__":
