@@ -191,9 +191,9 @@ def choose_strength(examples: Sequence[Example], name: str) -> float:
 
 
 def score_lds(example: Example, scores: np.ndarray) -> float:
-    """Return the linear datamodelling score over the random removals; NaN if there are none."""
+    """Return the linear datamodelling score over a statement's random removals; NaN for other families."""
     count = len(example.record.masks)
-    if not count:
+    if not count or example.record.family != "statement":
         return float("nan")
     removed, drops = example.removed[-count:], example.drops[-count:]
     return spearman(torch.from_numpy(removed @ scores), torch.from_numpy(drops))
