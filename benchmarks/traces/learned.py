@@ -236,6 +236,10 @@ def make_rows(model_name: str) -> Iterator[str]:
         penalty = f"{found[kind][0]:g}" if kind in found else "–"
         cells = [name, penalty, format_interval(mean), str(mean.count), gain, share, str(len(sources))]
         yield f"| {' | '.join(cells)} |"
+    first, *others = (name for name in rows if name.startswith("learned weights, "))
+    differences = [f"{name} {format_interval(bootstrap(linear[name], linear[first]))}" for name in others]
+    yield ""
+    yield f"LDS above that of {first}: {'; '.join(differences)}."
 
 
 def wilson(values: np.ndarray) -> tuple[float, float]:
