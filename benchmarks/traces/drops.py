@@ -1,6 +1,6 @@
 """Measure what is lost if a map's five strongest sentences are removed together.
 
-    python -m benchmarks.traces.drops smollm2 choose          (or gemma3, held_out)
+python -m benchmarks.traces.drops smollm2 choose          (or gemma3, held_out)
 """
 
 from __future__ import annotations

@@ -128,9 +128,7 @@ def tokenize(tokenizer: Any, prompt: TracePrompt) -> tuple[Int[Tensor, " prompt"
         stop += len(piece.text)
         ends.append(stop)
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    owners = [
-        next(i for i, end in enumerate(ends) if last <= end) for _, last in encoded["offset_mapping"]
-    ]
+    owners = [next(i for i, end in enumerate(ends) if last <= end) for _, last in encoded["offset_mapping"]]
     return torch.tensor(first + encoded["input_ids"]), torch.tensor([-1] * len(first) + owners)
 
 
@@ -155,7 +153,9 @@ def write(model: Any, tokenizer: Any, tokens: Int[Tensor, " prompt"], prompt: Tr
     cache, step, written = DynamicCache(), tokens, []
     limit = prompt.n_written
     if prompt.answers:
-        limit = 3 + max(len(tokenizer(each, add_special_tokens=False)["input_ids"]) for each in prompt.answers)
+        limit = 3 + max(
+            len(tokenizer(each, add_special_tokens=False)["input_ids"]) for each in prompt.answers
+        )
     while len(written) < limit:
         logits = model(step[None], past_key_values=cache, logits_to_keep=1).logits[0, -1]
         token = int(logits.argmax())

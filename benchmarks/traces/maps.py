@@ -187,7 +187,9 @@ def changed_gradients(models: Models, record: Record, name: str) -> Float[Tensor
         groups = block.self_attn.num_key_value_groups
         scores = query @ key.repeat_interleave(groups, 0).mT * block.self_attn.scaling
         pattern = softmax(scores.masked_fill(hidden, -torch.inf), rules)
-        x = decoder.finish(block, x, pattern @ scaled(value, rules.values).repeat_interleave(groups, 0), rules)
+        x = decoder.finish(
+            block, x, pattern @ scaled(value, rules.values).repeat_interleave(groups, 0), rules
+        )
     log_p = decoder.logits(x[record.rows], rules).log_softmax(-1)
     target = log_p.gather(-1, record.tokens[record.n_prompt :, None]).sum()
     (gradient,) = torch.autograd.grad(target, inputs)

@@ -46,9 +46,7 @@ def source_accuracy(record: Record, row: Float[Tensor, " prompt"]) -> float:
     if record.family == "conflict":
         documents = [record.document_of[piece] for piece in record.sentences]
         numbers = sorted(set(documents))
-        scores = torch.stack(
-            [sum_of(scores, [each == number for each in documents]) for number in numbers]
-        )
+        scores = torch.stack([sum_of(scores, [each == number for each in documents]) for number in numbers])
         gold = [number in {record.document_of[piece] for piece in record.gold} for number in numbers]
     top = scores.argsort(descending=True, stable=True)[: sum(gold)]
     return sum(gold[int(i)] for i in top) / sum(gold)
