@@ -1,4 +1,4 @@
-"""Run the trace benchmarks: prompts, removals and maps, in turns, so that what exists is balanced at any time.
+"""Run the trace benchmarks in rounds: a prompt of each family and model, its removals, and its maps.
 
     python -m benchmarks.traces choose 3                  three prompts per family and model
     python -m benchmarks.traces held_out 8 smollm2        eight, of one model

@@ -1,4 +1,4 @@
-"""Store the rows of all maps for the accepted prompts: one score per prompt token, for the whole written span.
+"""Store the rows of all maps of the accepted prompts: one score per prompt token, for all that was written.
 
     python -m benchmarks.traces.maps smollm2 choose needle          (or gemma3, held_out, another family)
 
@@ -30,7 +30,7 @@ from benchmarks.input_map.importance import load
 from benchmarks.traces.gold import Record, records
 from lens_mix.evaluation.controls import control_rows
 
-# The replacements of the recipe of `lm.input_map`, and how many written tokens it explains. Each takes a pass.
+# The replacements of the recipe of `lm.input_map`, and how many written tokens it explains, each by a pass.
 WORDS = (" thing", " green")
 FIRST_TOKENS = 2
 TOTAL_MIXING = 1.5
@@ -252,7 +252,6 @@ def layers(models: Models, record: Record) -> Rows:
         "value_norm": lm.ValueNorms(per_head=True),
         "information_flow_routes": lm.InformationFlowRoutes(),
         "value_zeroing": lm.ValueZeroing(),
-        "globenc": lm.GlobEnc(),
     }
     maps = lm.run(models.bridge, record.tokens, list(methods.values()), queries=record.rows)
     rows: Rows = {}

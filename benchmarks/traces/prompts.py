@@ -6,8 +6,6 @@ A prompt is a list of pieces of text. Every sentence of the context is a piece, 
 splitter. The makers give candidates; `benchmarks.traces.gold` keeps those that the model answers rightly.
 """
 
-# ruff: noqa: E501 (a template is easier to read on one line)
-
 from __future__ import annotations
 
 import collections

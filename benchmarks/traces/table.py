@@ -140,7 +140,8 @@ def count_prompts(scores: Scores, models: tuple[str, ...]) -> str:
 def page(scores: Scores, half: str, models: tuple[str, ...], title: str) -> str:
     """Return the page of all metrics."""
     halves = {"choose": "the half to choose on", "held_out": "held out"}
-    versions = f"TransformerLens {metadata.version('transformer-lens')}, torch {metadata.version('torch').split('+')[0]}"
+    torch_version = metadata.version("torch").split("+")[0]
+    versions = f"TransformerLens {metadata.version('transformer-lens')}, torch {torch_version}"
     lines = [
         f"# Traces on {title}, {halves[half]}",
         "",
