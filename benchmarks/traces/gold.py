@@ -6,7 +6,8 @@ Each accepted prompt has a file in `outputs/traces/MODEL/HALF/FAMILY/`. A remova
 pieces from the prompt, and measures the log probability of the written tokens. Families:
 
 - needle, long, variables, injection: greedy decoding must give the right answer. The gold sentences are
-  known. For injections, the removal of the sentence must lower the log probability by at least 1 nat.
+  known. For variables and injections every sentence is removed. The removal of the injected sentence, and of
+  some sentence with variables, must lower the log probability by at least 1 nat.
 - conflict: the model must answer with one of the two values. The gold passage is the one whose removal lowers
   the log probability most. Every sentence is removed, too.
 - statement: what the model writes, up to the end of its sentence or 24 tokens. Every sentence is removed,
@@ -244,6 +245,8 @@ def _measure(model: Any, prompt: TracePrompt, record: Record) -> bool:
         used = max(numbers, key=lambda number: record.document_effects[number])
         record.gold = [piece for piece in record.gold if record.document_of[piece] == used]
         return bool(record.gold) and record.document_effects[used] >= LEAST_EFFECT
+    if prompt.family == "variables":
+        return max(record.effects) >= LEAST_EFFECT
     if prompt.family == "injection":
         return record.effects[record.sentences.index(record.gold[0])] >= LEAST_EFFECT
     record.gold = [record.sentences[int(torch.tensor(record.effects).argmax())]]
