@@ -152,7 +152,7 @@ def page(scores: Scores, half: str, models: tuple[str, ...], title: str) -> str:
         f"Measured {date.today().isoformat()} with {versions}.",
     ]
     for metric, (name, meaning) in TITLES.items():
-        lines += ["", f"## {title}, {halves[half]}: {name}", "", meaning, ""]
+        lines += ["", f"## {name[0].upper()}{name[1:]} of {title}, {halves[half]}", "", meaning, ""]
         lines.append(make_table(scores, metric, models, RECOMMENDED))
     return "\n".join(lines) + "\n"
 
