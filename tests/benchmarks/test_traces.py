@@ -267,10 +267,13 @@ def test_records_are_stored_and_read_back(tmp_path: Any, monkeypatch: pytest.Mon
     place = gold.folder("smollm2", "choose", "needle")
     record = make_record(drops={(1, 2): 0.5})
     gold.store(place / "0003.record.pt", record)
-    torch.save({"rows": {"a": torch.ones(12), "features: b": torch.ones(2)}}, place / "0003.x.pt")
+    stored = {"a": torch.ones(12), "alti, mean": torch.arange(4.0), "features: b": torch.ones(2)}
+    torch.save({"rows": stored}, place / "0003.x.pt")
     ((path, found),) = gold.records("smollm2", "choose", "needle")
     assert found.drops == record.drops
-    assert list(drops.rows_of(path)) == ["a"]
+    rows = drops.rows_of(path)
+    assert list(rows) == ["a", "alti, mean", "alti, mean, above the median"]
+    assert rows["alti, mean, above the median"].tolist() == [0, 0, 1, 2]
     torch.testing.assert_close(found.tokens, record.tokens)
 
 
