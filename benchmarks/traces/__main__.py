@@ -22,8 +22,8 @@ from benchmarks.traces.maps import GROUPS, compute, load_models
 
 MODELS = ("smollm2", "gemma3")
 FAMILIES = ("needle", "conflict", "statement", "injection", "variables")
-# Prompts per round: fewer of those in which most maps are right.
-SHARES = {"needle": 0.75, "conflict": 1.0, "statement": 1.0, "injection": 0.5, "variables": 0.75, "long": 0.25}
+# Prompts per round of the held-out half: fewer of those in which most maps are right.
+SHARES = {"needle": 0.75, "conflict": 1, "statement": 1, "injection": 0.5, "variables": 0.75, "long": 0.25}
 # The recipe of `lm.input_map` takes a pass for each written token, so it comes last.
 LAST = "recommended"
 
