@@ -35,12 +35,8 @@ def strongest(record: Record, row: Float[Tensor, " prompt"], count: int) -> tupl
     return tuple(sorted(record.sentences[int(i)] for i in order))
 
 
-def source_accuracy(record: Record, row: Float[Tensor, " prompt"]) -> float:
-    """Return the share of gold sources among as many strongest sources as there are gold ones.
-
-    With one gold source it is 1 if the strongest source is right, else 0. Sources are passages in a conflict,
-    else sentences.
-    """
+def sources(record: Record, row: Float[Tensor, " prompt"]) -> tuple[Float[Tensor, " source"], list[bool]]:
+    """Return the score of each source and whether it is gold: passages in a conflict, else sentences."""
     scores = sentence_scores(record, row)
     gold = [piece in record.gold for piece in record.sentences]
     if record.family == "conflict":
@@ -48,6 +44,21 @@ def source_accuracy(record: Record, row: Float[Tensor, " prompt"]) -> float:
         numbers = sorted(set(documents))
         scores = torch.stack([sum_of(scores, [each == number for each in documents]) for number in numbers])
         gold = [number in {record.document_of[piece] for piece in record.gold} for number in numbers]
+    return scores, gold
+
+
+def is_right(record: Record, row: Float[Tensor, " prompt"]) -> float:
+    """Return 1 if the strongest source is a gold one, else 0."""
+    scores, gold = sources(record, row)
+    return float(gold[int(scores.argsort(descending=True, stable=True)[0])])
+
+
+def source_accuracy(record: Record, row: Float[Tensor, " prompt"]) -> float:
+    """Return the share of gold sources among as many strongest sources as there are gold ones.
+
+    With one gold source it is that of `is_right`.
+    """
+    scores, gold = sources(record, row)
     top = scores.argsort(descending=True, stable=True)[: sum(gold)]
     return sum(gold[int(i)] for i in top) / sum(gold)
 
@@ -121,6 +132,7 @@ def drop(record: Record, row: Float[Tensor, " prompt"], count: int) -> float:
 
 
 METRICS = {
+    "right": is_right,
     "source": source_accuracy,
     "recovery": recovery,
     "rank": deciding_rank,
