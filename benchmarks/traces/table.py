@@ -34,9 +34,14 @@ COMPARED = {
     "attention, rollout": "attention rollout",
 }
 TITLES = {
-    "source": (
+    "right": (
         "right source",
-        "Share of prompts in which the strongest sentence (in a conflict: passage) is right.",
+        "Share of prompts in which the strongest sentence (conflict: passage) is right.",
+    ),
+    "source": (
+        "sources of a chain",
+        "Share of gold sources among as many strongest sources as there are gold ones. Only variables have "
+        "several, so the other families are as above.",
     ),
     "recovery": (
         "recovery at 10 %",
@@ -172,7 +177,7 @@ def summary(scores: Scores) -> str:
     rows = []
     for models, title in (*((((m,), NAMES[m])) for m in MODELS), (MODELS, "both")):
         common = [
-            {key: value for key, value in scores[name]["source"].items() if key[0] in models}
+            {key: value for key, value in scores[name]["right"].items() if key[0] in models}
             for name in COMPARED
         ]
         keys = set.intersection(*(set(each) for each in common))

@@ -210,6 +210,8 @@ def test_the_score_of_a_sentence_is_the_sum_over_its_tokens() -> None:
     assert scores.source_accuracy(record, row) == 1
     assert scores.source_accuracy(make_record(gold=[3]), row) == 0
     assert scores.source_accuracy(make_record(gold=[1, 3]), row) == 0.5
+    assert scores.is_right(make_record(gold=[1, 3]), row) == 0
+    assert scores.is_right(make_record(gold=[1, 2]), row) == 1
 
 
 def test_the_source_of_a_conflict_is_a_passage() -> None:
