@@ -28,7 +28,7 @@ import lens_mix as lm
 from benchmarks.input_map.decoder import Decoder, Rules, scaled, softmax
 from benchmarks.input_map.importance import load
 from benchmarks.traces.gold import Record, records
-from lens_mix.evaluation.controls import control_rows
+from lens_mix.evaluation.controls import control_rows, randomised
 
 # The replacements of the recipe of `lm.input_map`, and how many written tokens it explains, each by a pass.
 WORDS = (" thing", " green")
@@ -204,6 +204,19 @@ def changed(models: Models, record: Record) -> Rows:
     return {name: compute_one(models, record, name) for name in RULES}
 
 
+def shuffled(models: Models, record: Record) -> Rows:
+    """Return two maps of the model with shuffled weights, which knows nothing about the text."""
+    with randomised(models.bridge) as model:
+        target = LIBRARY["gim, ratio, absolute"](span_target(record))
+        maps = lm.run(model, record.tokens, ["attention"], queries=record.rows)
+        relevance = lm.run(model, record.tokens, target, queries=[-1])
+    attention = maps["attention"].scores.double().mean(0).sum(0)
+    return {
+        "gim, ratio, absolute, shuffled weights": relevance.scores[0, 0, : record.n_prompt].double(),
+        "attention, mean, shuffled weights": attention[: record.n_prompt],
+    }
+
+
 def gradients(models: Models, record: Record) -> Rows:
     """Return all maps of plain gradients, and rollouts of attention, from one pass of the plain model.
 
@@ -302,6 +315,7 @@ GROUPS: dict[str, Group] = {
     "layers": Group(layers),
     "rollouts": Group(rollouts, 1300),
     "recommended": Group(recommended),
+    "shuffled": Group(shuffled),
 }
 
 
