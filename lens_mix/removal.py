@@ -1,6 +1,6 @@
 """Removals: ways to take groups of positions (a token, a span, a sentence) out of a model's passes.
 
-A removal replaces the tokens of a group, hides the group by a mask, or zeroes its value vectors.
+A removal replaces the tokens of a group, deletes them, hides them by a mask, or zeroes their value vectors.
 """
 
 from __future__ import annotations
@@ -262,11 +262,12 @@ def replacement(tokens: Sequence[str | int] | None, samples: int, seed: int) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Drop(Removal):
-    """Hide removed positions by the model's attention mask, like padding.
+    """Cut removed positions out of the prompt, so that the remaining tokens are a shorter prompt.
 
-    For most models, TransformerLens counts positions by the mask, so the remaining tokens have the positions
-    of a shorter prompt. In a model without this count (HookedEncoder), every token keeps its position. The
-    position that the target reads is never removed, because it would keep its residual stream.
+    In a causal model of one stack the tokens are deleted. In other models, the attention mask hides them like
+    padding; the models of TransformerLens that count positions along the mask, which are most, then give the
+    remaining tokens the positions of a shorter prompt. The position that the target reads is never removed,
+    because its prediction would be that of the token before it.
     """
 
     keeps_target: ClassVar[bool] = True
@@ -280,6 +281,9 @@ class Drop(Removal):
                 "SampleTokens or ZeroValues"
             )
         batch = block.batch.select(copies.prompt_index)
+        if block.verification.causal and batch.target is None:
+            yield batch.cut(copies.removed), []
+            return
         remaining = batch.real & ~copies.removed
         leaks: list[float] = []
         note = functools.partial(_note_leak, hidden=copies.removed, remaining=remaining, leaks=leaks)

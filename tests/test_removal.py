@@ -196,11 +196,43 @@ def test_removals_are_those_of_the_hugging_face_model(name):
         assert zeroed[index] == pytest.approx(expected, abs=1e-6)
 
 
-def test_dropping_cuts_tokens_out(model, prompt):
-    """Where positions are counted along the mask, what is left is the pass of the shorter prompt."""
-    found = values(model, prompt, Drop(), [0], [1, 4])
-    assert found[0] == pytest.approx(logit(model, prompt[1:]), abs=1e-9)
-    assert found[1] == pytest.approx(logit(model, prompt[[0, 2, 3, 5]]), abs=1e-9)
+CAUSAL = [
+    case
+    for case in cases(refused=False)
+    if case.part is None and not case.wrong_logits and not case.is_a("post-norm")
+]
+
+
+@pytest.mark.parametrize("case", CAUSAL, ids=lambda case: case.label)
+def test_dropping_is_the_pass_of_the_shorter_prompt(case):
+    """Also where attention is local or biased by distance. The prompt is longer than the windows."""
+    model = case.build()
+    prompt = tiny_models.tokens(model, 1, 12)[0]
+    some = ([], [0], [2, 3, 4], [1, 5, 6, 9], list(range(11)))
+    found = values(model, prompt, Drop(), *some)
+    for positions, value in zip(some, found, strict=True):
+        left = [position for position in range(12) if position not in positions]
+        assert value == pytest.approx(logit(model, prompt[left]), abs=1e-5)
+
+
+def test_a_target_of_several_positions_reads_the_tokens_that_remain(model, prompt):
+    """The logits stay at the positions of the whole prompt; a deleted one has those of the token before."""
+    target = lm.targets.head(lambda resid: (resid * torch.arange(1.0, 7)[:, None]).sum((1, 2)))
+
+    def reads_all(logits):
+        return (logits[..., 7] * torch.arange(1.0, 7)).sum(-1)
+
+    with torch.no_grad():
+        _, cache = model.run_with_cache(prompt[[0, 2, 3, 5]][None])
+        short = model(prompt[[0, 2, 3, 5]][None])[0, :, 7]
+    places = [0, 0, 1, 2, 2, 3]
+    weighted = (short[places] * torch.arange(1.0, 7)).sum()
+    found = values(model, prompt, Drop(), [], [1, 4], target=reads_all)
+    assert found[1] == pytest.approx(float(weighted), abs=1e-9)
+    resid = cache["blocks.1.hook_resid_post"][0].sum(-1)
+    weighted = (resid[places] * torch.arange(1.0, 7)).sum()
+    found = values(model, prompt, Drop(), [], [1, 4], target=target)
+    assert found[1] == pytest.approx(float(weighted), abs=1e-9)
 
 
 def test_dropping_is_refused_where_nothing_is_masked():

@@ -35,7 +35,8 @@ from lens_mix.evaluation.probing import (
 )
 from lens_mix.evaluation.pruning import PruningCurves, pruning_curves
 from lens_mix.evaluation.soft import SoftFaithfulness, soft_faithfulness
-from lens_mix.evaluation.tasks import Case, Cells, Cues, Importance, Removals, Task
+from lens_mix.evaluation.sources import SourceAblations, TopKDrop, lds, source_ablations, top_k_drop
+from lens_mix.evaluation.tasks import Case, Cells, Cues, Importance, Removals, Sources, Task
 from lens_mix.evaluation.triggers import (
     Example,
     Trigger,
@@ -72,7 +73,10 @@ __all__ = [
     "Routes",
     "SampleTokens",
     "SoftFaithfulness",
+    "SourceAblations",
+    "Sources",
     "Task",
+    "TopKDrop",
     "Trigger",
     "TriggerReport",
     "ZeroValues",
@@ -91,6 +95,7 @@ __all__ = [
     "importance_correlations",
     "insert_trigger",
     "keep_cells",
+    "lds",
     "mass_accuracy",
     "partial_spearman",
     "planted_facts",
@@ -108,7 +113,9 @@ __all__ = [
     "roc_area",
     "score_constructed",
     "soft_faithfulness",
+    "source_ablations",
     "spearman",
+    "top_k_drop",
     "top_k_overlap",
     "trigger_report",
 ]

@@ -51,7 +51,10 @@ def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> di
 
 
 def candidate_rows(
-    m: MixingMap, query: int, aggregations: Mapping[str, Aggregation], refused: dict[str, str] | None = None
+    m: MixingMap,
+    query: int | Sequence[int],
+    aggregations: Mapping[str, Aggregation],
+    refused: dict[str, str] | None = None,
 ) -> dict[str, Float[Tensor, " key"]]:
     """Return a map's row for one position, for each aggregation by its name, in float64.
 
@@ -61,13 +64,13 @@ def candidate_rows(
 
     Args:
         m: The map.
-        query: The position of the row.
+        query: The position of the row, or several whose rows are summed.
         aggregations: The aggregations by name.
         refused: A dict that gets the reason for each aggregation that is left out.
     """
     if m.kind == "input":
         whole = m.scores.sum(0) if m.method == AltiLogit.name else m.scores[-1]
-        return {AS_IT_IS: whole[m.row_index(query)].double()}
+        return {AS_IT_IS: _sum_rows(m, whole, query)}
     rows = {}
     for name, aggregation in aggregations.items():
         try:
@@ -76,8 +79,15 @@ def candidate_rows(
             if refused is not None:
                 refused[name] = str(problem)
             continue
-        rows[name] = made.scores[-1][made.row_index(query)].double()
+        rows[name] = _sum_rows(made, made.scores[-1], query)
     return rows
+
+
+def _sum_rows(
+    m: MixingMap, scores: Float[Tensor, "query key"], query: int | Sequence[int]
+) -> Float[Tensor, " key"]:
+    positions = [query] if isinstance(query, int) else query
+    return scores[[m.row_index(position) for position in positions]].double().sum(0)
 
 
 def layer_forms(m: MixingMap) -> dict[str, MixingMap]:

@@ -171,7 +171,7 @@ def keep_cells(
     check_instance("maps", named, Mapping, "a MixingMap, or several by name")
     if not named:
         raise ValueError("maps: expected at least one map by its name, got none")
-    with intervention_passes(model, prompt, target, **options) as passes:
+    with intervention_passes(model, prompt, target, records_patterns=True, **options) as passes:
         for name, mixing in named.items():
             _check_map(name, mixing, passes)
         visible = _list_visible(passes)

@@ -122,8 +122,8 @@ def removal_curves(
         prompt: As in `lm.run`.
         rows: Scores over all positions of the prompt [key], a row of an input map that explains the target.
             Or several rows by name, which share the bounds and all passes.
-        removal: "sample" (a token drawn at random), "drop" (the model's attention mask), "mask" (hidden in
-            the attention alone), "zero_values" (in every layer), or a `Removal` with parameters:
+        removal: "sample" (a token drawn at random), "drop" (the tokens are deleted), "mask" (hidden in the
+            attention alone), "zero_values" (in every layer), or a `Removal` with parameters:
             `ReplaceTokens(" the")`, `SampleTokens(samples=4)`.
         target: What is measured. None: the log probability of the prediction at the last position. (The paper
             uses a probability: `lm.targets.predicted()`.)
@@ -141,7 +141,7 @@ def removal_curves(
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is unknown, out of range, or does not fit the prompt.
-        UnsupportedModelError: The verification of the model fails, or it has no attention mask for "drop".
+        UnsupportedModelError: The verification of the model fails, or it lacks the mask that "drop" needs.
     """
     chosen_removal = as_removal(removal)
     exact, beam = (

@@ -29,16 +29,22 @@ FLAT = 1e-6  # A smaller difference of the target, relative to its size, is due 
 
 @dataclasses.dataclass(frozen=True)
 class _Interventions(Method):
-    """The requests to a session: recorded patterns, and verified hooks on values and patterns."""
+    """The requests to a session: verified hooks on values and patterns."""
 
     # Errors use this name.
     name: ClassVar[str] = "a scale that intervenes in passes"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
-    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
 
     # The session raises an error for a method with a target if logits, or z under user hooks, are unreliable.
     target: TargetLike | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _InterventionsOnPatterns(_Interventions):
+    """The same requests, and recorded patterns, whose memory grows with the square of the prompt."""
+
+    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +76,12 @@ class InterventionPasses:
         """The position of the mapped part that the target reads; None if several, or of another part."""
         return self.first_block.record.default_rows[0]
 
+    @property
+    def first_read(self) -> int | None:
+        """The first position of the mapped part that the target reads; None if it is unknown."""
+        rows = self.bound.rows_read
+        return self.place if rows is None else int(rows[0, 0]) - self.bound.spans[0].start
+
     def positions(self, selection: Selection | None) -> list[int]:
         """Return the selected positions, ascending; None selects all that the target may attend to."""
         chosen = read_selection(selection, self.length, "positions")
@@ -86,6 +98,7 @@ class InterventionPasses:
         logits = 0
         if self.bound.reads_logits:
             logits = 1 if self.bound.positions is not None else self.first_block.batch.logits_tokens.shape[1]
+            logits = logits if self.bound.rows_read is None else self.bound.rows_read.shape[1]
         return count_copies(session.lens, session.max_memory, positions, logits=logits)
 
     def values(
@@ -130,6 +143,7 @@ def intervention_passes(
     prompt: Any,
     target: TargetLike | None,
     *,
+    records_patterns: bool = False,
     part: str | None = None,
     max_memory: int | None = None,
     prepend_bos: bool | None = None,
@@ -143,6 +157,7 @@ def intervention_passes(
         prompt: As in `lm.run`, a single one.
         target: The target (the text of a token, one of `lens_mix.targets`, or any callable logits -> [copy]);
             None for the log probability of the model's last prediction.
+        records_patterns: Whether the clean pass records the patterns of all layers.
         part: As in `lm.run`.
         max_memory: As in `lm.run`.
         prepend_bos: As in `lm.run`.
@@ -154,7 +169,8 @@ def intervention_passes(
         UnsupportedModelError: Hooks on values and patterns can't be used on this model.
     """
     target = targets.predicted(of="log_probability") if target is None else target
-    methods = {"interventions": _Interventions(targets.as_target(target))}
+    requests = _InterventionsOnPatterns if records_patterns else _Interventions
+    methods = {"interventions": requests(targets.as_target(target))}
     session = Session(model, methods, part=part, max_memory=max_memory)
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     with session.checked_pass([read]) as checked:

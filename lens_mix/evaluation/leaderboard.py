@@ -270,8 +270,8 @@ class _Evaluation:
 
         Rollouts need these shares.
         """
-        # Only one row of an input map is scored, but an aggregation needs all rows of layer maps.
-        asked: dict[str, Any] = {"queries": [case.query]} if method.scope != "layer" else {}
+        # Only some rows of an input map are scored, but an aggregation needs all rows of layer maps.
+        asked: dict[str, Any] = {"queries": _find_rows(case, method)} if method.scope != "layer" else {}
         asked["progress"] = None
         mixing_map: MixingMap
         if not self.task.layer_maps:
@@ -295,7 +295,7 @@ class _Evaluation:
                 continue
             if not self.task.layer_maps:
                 reasons: dict[str, str] = {}
-                rows = candidate_rows(m, case.query, self.aggregations, reasons)
+                rows = candidate_rows(m, _find_rows(case, method), self.aggregations, reasons)
                 self.refused.update({f"{label}{suffix}, {name}": why for name, why in reasons.items()})
                 candidates |= {(label + suffix, name): row for name, row in rows.items()}
             elif m.kind == "layer":
@@ -303,6 +303,13 @@ class _Evaluation:
             else:
                 self.refused[label + suffix] = "an input map has no cells of single layers"
         return candidates
+
+
+def _find_rows(case: Case, method: Method) -> list[int]:
+    """Return the positions of the rows of a case that are summed."""
+    explains_prompt = method.scope == "model" and case.target is not None and hasattr(method, "target")
+    # An input map explains a number of the whole prompt in one row, which has to see all of it.
+    return [-1] if explains_prompt and len(case.queries) > 1 else case.queries
 
 
 def _summarise(metric: str, scores: pandas.Series, base: pandas.Series | None) -> dict[str, float]:

@@ -24,8 +24,10 @@ from lens_mix.evaluation.agreement import (
 )
 from lens_mix.evaluation.cells import Operator, keep_cells
 from lens_mix.evaluation.curves import removal_curves
+from lens_mix.evaluation.sources import lds, top_k_drop
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.maps import MixingMap
+from lens_mix.maps.spans import Groups
 from lens_mix.methods.occlusion import Occlusion
 from lens_mix.removal import Removal
 from lens_mix.runner import run
@@ -38,15 +40,27 @@ class Case:
 
     Attributes:
         prompt: As in `lm.run`.
-        query: The position of the row. Negative positions count from the end.
+        query: The position of the row, or several whose rows are summed (for a target that is one number of
+            the prompt, such as `lm.targets.span`). Negative positions count from the end.
         relevant: The positions of the tokens that decide, if they are known.
         target: What is explained there. None: the prediction.
+        sources: Groups of positions whose removal is measured, as `spans` of `lm.Occlusion`, if the task
+            needs them.
     """
 
     prompt: Any
-    query: int = -1
+    query: int | Sequence[int] = -1
     relevant: tuple[int, ...] = ()
     target: TargetLike | None = None
+    sources: Groups = ()
+
+    @property
+    def queries(self) -> list[int]:
+        """The positions of the rows."""
+        return [
+            check_whole_number("query", each)
+            for each in check_items("query", self.query, "positions", 1, alone=True)
+        ]
 
 
 class Task(abc.ABC):
@@ -106,7 +120,7 @@ class RowTask(Task):
         self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
     ) -> dict[str, dict[str, float]]:
         truth = self.truth(model, case, **options).cpu()
-        return {name: self.score(row.cpu(), truth, case.query) for name, row in candidates.items()}
+        return {name: self.score(row.cpu(), truth, case.queries[-1]) for name, row in candidates.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +164,7 @@ class Importance(RowTask):
     @override
     def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
         mixing_map: MixingMap = run(
-            model, case.prompt, self.occlusion, queries=[case.query], progress=None, **options
+            model, case.prompt, self.occlusion, queries=case.queries, progress=None, **options
         )
         row = mixing_map.scores[0, 0].double()
         hidden = ~mixing_map.visible()[0, 0].to(row.device)
@@ -206,7 +220,8 @@ class Cues(RowTask):
 
     @override
     def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
-        visible = run(model, case.prompt, "attention", queries=[case.query], layers=[-1], **options).visible()
+        last = case.queries[-1:]
+        visible = run(model, case.prompt, "attention", queries=last, layers=[-1], **options).visible()
         relevant = torch.zeros(visible.shape[-1], dtype=torch.float64, device="cpu")
         relevant[list(case.relevant)] = 1
         hidden = ~visible[0, 0].cpu()
@@ -270,6 +285,59 @@ class Removals(_PromptTask):
     def describe(self) -> dict[str, Any]:
         how = self.removal if isinstance(self.removal, str) else repr(self.removal)
         return {"task": self.name, "removal": how, "exact": self.exact, "beam": self.beam}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources(Task):
+    """Score whether a map ranks sources (sentences, documents) as removing them does.
+
+    The score of a source is the sum of the row over its positions. lds is the linear datamodelling score
+    (`lds`). top_1_drop, top_3_drop and top_5_drop are what the target loses without the 1, 3 or 5 strongest
+    sources (`top_k_drop`), in its unit; they are not defined for fewer sources.
+
+    Args:
+        given: Cases that name their sources. The sources are before the position that the target reads.
+        removal: As in `lds`.
+        ablations: As in `lds`.
+        seed: As in `lds`.
+    """
+
+    name: ClassVar[str] = "sources"
+    metrics: ClassVar[tuple[str, ...]] = ("lds", "top_1_drop", "top_3_drop", "top_5_drop")
+
+    given: Sequence[Case]
+    removal: str | Removal = "drop"
+    ablations: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        cases = check_items("given", self.given, "cases", least=1, kind=Case)
+        if not all(case.sources for case in cases):
+            raise ValueError("given: expected cases that name their sources, got some without")
+        object.__setattr__(self, "given", cases)
+
+    @override
+    def cases(self, model: TransformerLensModel) -> list[Case]:
+        return list(self.given)
+
+    @override
+    def scores(
+        self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
+    ) -> dict[str, dict[str, float]]:
+        how: dict[str, Any] = {"target": case.target, "removal": self.removal, "seed": self.seed, **options}
+        of_case = (model, case.prompt, dict(candidates), case.sources)
+        linear = lds(*of_case, ablations=self.ablations, **how)
+        # The leaderboard has a random row, so one draw of the control is enough.
+        drops = top_k_drop(*of_case, draws=1, **how)
+        return {
+            name: {"lds": linear[name], **{f"top_{k}_drop": drop for k, drop in drops[name].drops.items()}}
+            for name in candidates
+        }
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        how = self.removal if isinstance(self.removal, str) else repr(self.removal)
+        return {"task": self.name, "removal": how, "ablations": self.ablations, "seed": self.seed}
 
 
 @dataclasses.dataclass(frozen=True)

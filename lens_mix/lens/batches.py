@@ -47,6 +47,8 @@ class Batch:
         inputs: Further model inputs by name, padded with zeros.
         hidden: The keys of the mapped stack that no query sees, as if they were masked. They still count in
             the numbers of the positions. None if no key is hidden.
+        places: For each position of the prompt before tokens were cut out, its place in `tokens`. A token
+            that was cut out has the place of the last one that remains before it. None if none was cut out.
     """
 
     prompts: tuple[Prompt, ...]
@@ -56,6 +58,7 @@ class Batch:
     target_real: Bool[Tensor, "batch target_pos"] | None
     inputs: Mapping[str, Tensor]
     hidden: Bool[Tensor, "batch key"] | None = None
+    places: Int[Tensor, "batch whole_pos"] | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -70,8 +73,29 @@ class Batch:
         target = None if self.target is None else self.target[examples]
         target_real = None if self.target_real is None else self.target_real[examples]
         inputs = {name: value[examples] for name, value in self.inputs.items()}
-        hidden = None if self.hidden is None else self.hidden[examples]
-        return Batch(prompts, self.tokens[examples], self.real[examples], target, target_real, inputs, hidden)
+        hidden, places = (
+            None if tensor is None else tensor[examples] for tensor in (self.hidden, self.places)
+        )
+        tokens, real = self.tokens[examples], self.real[examples]
+        return Batch(prompts, tokens, real, target, target_real, inputs, hidden, places)
+
+    def cut(self, removed: Bool[Tensor, "batch pos"]) -> Batch:
+        """Return the batch without some tokens; those that remain move together, padded on the right.
+
+        Args:
+            removed: The tokens to cut out, not all of an example's.
+        """
+        remaining = self.real & ~removed
+        counts = remaining.sum(1)
+        # A stable sort keeps the order of the tokens that remain.
+        order = (~remaining).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens.gather(1, order),
+            real=torch.arange(order.shape[1], device=order.device) < counts[:, None],
+            inputs={name: value.gather(1, order) for name, value in self.inputs.items()},
+            places=(remaining.cumsum(1) - 1).clamp_min(0),
+        )
 
     @property
     def logits_tokens(self) -> Int[Tensor, "batch pos"]:

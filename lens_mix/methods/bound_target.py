@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lens_mix.lens.continuation import last_residual_from
+from lens_mix.lens.unembedding import row_at
 from lens_mix.method import Method, Scope
 from lens_mix.targets import Context, Target, TargetFunction, TargetLike, as_target, describe, predicted
 
@@ -144,7 +145,10 @@ class BoundTarget:
 
     def _tokens_read(self, batch: Batch | None, copies: slice, span: slice) -> tuple[Tensor, ...]:
         """Return the tokens of altered copies for `evaluate`; nothing if the target does not read them."""
-        return (batch.tokens[copies, span],) if batch is not None and self.target.reads_tokens else ()
+        # If tokens were cut out, the target reads the position that it reads in the clean pass.
+        if batch is None or batch.places is not None or not self.target.reads_tokens:
+            return ()
+        return (batch.tokens[copies, span],)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -434,20 +438,26 @@ def read_output(
         target: The target.
         fwd_hooks: TransformerLens hooks.
         positions: For each copy, the only position whose logits are computed, or several; None for all.
-        **options: As in `Block.logits`.
+        **options: As in `Block.logits`. If tokens were cut out of a `batch`, the output is as before at the
+            positions of the whole prompt.
     """
+    places = getattr(options.get("batch"), "places", None)
     if target.reads == "logits":
-        logits = block.logits(fwd_hooks, positions=positions, **options)
+        if positions is None:
+            return _at_places(block.logits(fwd_hooks, **options), places)
+        read = positions if places is None else row_at(places, positions)
+        logits = block.logits(fwd_hooks, positions=read, **options)
         # The view has the position's logits at every position, because targets use indices of all positions.
         # A target that reads several positions takes their logits alone.
-        return (
-            logits
-            if positions is None or positions.ndim == 2
-            else logits.expand(-1, block.batch.logits_real.shape[1], -1)
-        )
-    resid = last_residual_from(block.clean, block.layer, fwd_hooks, **options)
+        return logits if positions.ndim == 2 else logits.expand(-1, block.batch.logits_real.shape[1], -1)
+    resid = _at_places(last_residual_from(block.clean, block.layer, fwd_hooks, **options), places)
     reads_normed = getattr(target, "after_final_norm", False)
     return block.after_final_norm(resid, options.get("gradients", False)) if reads_normed else resid
+
+
+def _at_places(output: Float[Tensor, " copy *axes"], places: Int[Tensor, "copy pos"] | None) -> Tensor:
+    """Return an output at the places of positions; a classifier's output has no positions."""
+    return output if places is None or output.ndim != 3 else row_at(output, places)
 
 
 def evaluate(
@@ -476,12 +486,7 @@ def evaluate(
 
 
 def _why_not_finite(output: Tensor) -> str:
-    if not bool(output.isnan().any()):
-        return ""
-    reason = ": the output of the model, which it reads, has NaN"
-    if output.dtype == torch.float64:
-        reason += "; in float64 some models (MPT) give NaN if a position has only masked keys: use float32"
-    return reason
+    return ": the output of the model, which it reads, has NaN" if bool(output.isnan().any()) else ""
 
 
 def gradients_of(values: Float[Tensor, " copy"], leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.evaluation import bootstrap, soft_faithfulness
+from lens_mix.evaluation.intervention_passes import InterventionPasses
 from lens_mix.evaluation.soft import _compute_scores, _match_mean
 from tests import tiny_models
 from tests.matrix import cases, prompt_of
@@ -96,6 +97,32 @@ def test_the_scale_of_a_map_is_nothing(model, prompt):
     found = soft_faithfulness(model, prompt, {"small": scores * 1e-3, "large": scores * 1e3})
     assert found["small"].with_only == pytest.approx(found["large"].with_only, abs=1e-12)
     assert found["small"].without == pytest.approx(found["large"].without, abs=1e-12)
+
+
+def test_maps_are_compared_at_equal_retention(model, prompt, monkeypatch):
+    """In the passes themselves, every map keeps the share π of the input's coordinates, in both inputs."""
+    kept = []
+
+    def watch(self, copies, fwd_hooks=(), **options):
+        kept.append(float((options["resid_pre"] != 0).double().mean()))
+        return torch.zeros(copies, dtype=torch.float64)
+
+    monkeypatch.setattr(InterventionPasses, "values", watch)
+    monkeypatch.setattr(InterventionPasses, "at_once", 1000)
+    rows = {
+        "peaked": row(1e6, 1, 1e-6, 1, 1),
+        "flat": torch.ones(5),
+        "none": torch.zeros(5),
+        "one positive": row(-3, 0, 5, -1, 0),
+        "attention": lm.run(model, prompt, "attention").merge_heads().scores[-1, -1],
+    }
+    for retained in (0.2, 0.5, 0.8):
+        kept.clear()
+        soft_faithfulness(model, prompt, rows, retained=retained, samples=1000)
+        erased, *others = kept
+        assert erased == 0
+        # Two inputs per map: 120,000 coordinates have a standard error of at most 0.0015.
+        assert others == pytest.approx([retained] * 2 * len(rows), abs=0.006)
 
 
 def test_positions_that_are_not_ranked_stay(model, prompt):

@@ -116,8 +116,6 @@ def test_contexts_of_other_lengths(kind):
 
 def test_tokens_that_are_dropped_shorten_the_prompt(kind):
     model, fresh = build(kind)
-    if "gemma3" in kind:
-        pytest.skip("its window counts places, not positions")
     tokens = prompt(12)
     removed = torch.zeros(3, 12, dtype=torch.bool)
     removed[1, 2], removed[2, 1:7] = True, True

@@ -63,13 +63,6 @@ def test_a_row_that_sees_nothing_is_no_nan_in_float64(name):
     assert curves[0].deletion == pytest.approx(curves[1].deletion, abs=1e-4)
 
 
-def test_a_row_that_sees_nothing_is_named_where_it_stays_nan():
-    """Map MPT, which takes a boolean mask."""
-    model = bridge("mpt", torch.float64)
-    with pytest.raises(ValueError, match=r"has NaN; in float64 some models \(MPT\) give NaN"):
-        removal_curves(model, tokens(model, 1, 7), torch.arange(7.0, 0.0, -1.0), removal="drop")
-
-
 def test_a_target_says_that_the_model_gave_nan():
     """Let a user hook cause NaN, so that the target is not the cause."""
 

@@ -1,0 +1,206 @@
+"""Write the tables of the trace benchmarks from what is stored.
+
+python -m benchmarks.traces.table choose          writes results/choose_smollm2.md and choose_gemma3.md
+python -m benchmarks.traces.table held_out        writes results/held_out_*.md and results/summary.md
+"""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import math
+import sys
+from collections import defaultdict
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import markdown_table
+from benchmarks.input_map.table import interval as bootstrap_interval
+from benchmarks.traces.__main__ import FAMILIES, MODELS
+from benchmarks.traces.drops import removal_row, rows_of
+from benchmarks.traces.gold import records
+from benchmarks.traces.scores import score
+
+RESULTS = Path(__file__).parent / "results"
+NAMES = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
+# The map that the half to choose on recommends; the paired differences are to it.
+RECOMMENDED = "gim, ratio, absolute"
+CEILING = "removal of each sentence (ceiling)"
+# What the README compares, with the names that it gives them.
+COMPARED = {
+    RECOMMENDED: "recommended map",
+    "attention, mean": "raw attention, mean over layers and heads",
+    "attention, rollout": "attention rollout",
+}
+TITLES = {
+    "right": (
+        "right source",
+        "Share of prompts in which the strongest sentence (conflict: passage) is right.",
+    ),
+    "source": (
+        "sources of a chain",
+        "Share of gold sources among as many strongest sources as there are gold ones. Only variables have "
+        "several, so the other families are as above.",
+    ),
+    "recovery": (
+        "recovery at 10 %",
+        "Share of the gold sentence's tokens among the top tenth of prompt tokens.",
+    ),
+    "rank": ("reciprocal rank", "Reciprocal rank of the best deciding token among prompt tokens."),
+    "LDS": ("LDS", "Spearman of predicted and real log probability over random removals of sentences."),
+    "explained": (
+        "five sentences",
+        "Drop of the log probability without the map's five strongest sentences, over that without the five "
+        "with the largest single effects.",
+    ),
+    "drop of 1": ("drop of 1", "Drop of the log probability without the strongest sentence, in nats."),
+    "drop of 5": ("drop of 5", "Drop of the log probability without the five strongest sentences, in nats."),
+}
+# Scores[map][metric][prompt], where a prompt is (model, family, file).
+Key = tuple[str, str, str]
+Scores = dict[str, dict[str, dict[Key, float]]]
+
+
+def collect(half: str) -> Scores:
+    """Return all scores that are defined."""
+    found: Scores = defaultdict(lambda: defaultdict(dict))
+    for model_name in MODELS:
+        for family in (*FAMILIES, "long"):
+            for path, record in records(model_name, half, family):
+                rows = rows_of(path)
+                ceiling = removal_row(record)
+                if ceiling is not None and rows:
+                    rows[CEILING] = ceiling
+                for name, row in rows.items():
+                    for metric, value in score(record, row).items():
+                        # The ceiling's LDS is that of a linear model of single removals, which is fair.
+                        if not math.isnan(value):
+                            found[name][metric][model_name, family, path.name] = value
+    return found
+
+
+def wilson(values: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval of a share (Wilson), which has a width even if all values are equal."""
+    n, p, z = len(values), values.mean(), 1.959964
+    middle, half = (p + z * z / (2 * n)), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval of a mean: Wilson's for shares, else percentiles of the bootstrap."""
+    return wilson(values) if set(values.tolist()) <= {0.0, 1.0} else bootstrap_interval(values)
+
+
+def cell(values: list[float]) -> str:
+    """Return the mean with its interval, or nothing."""
+    if not values:
+        return ""
+    array = np.array(values)
+    low, high = interval(array)
+    return f"{array.mean():.2f} [{low:.2f}, {high:.2f}]"
+
+
+def difference(better: dict[Key, float], other: dict[Key, float]) -> str:
+    """Return the mean of paired differences with its bootstrap interval, over common prompts."""
+    common = sorted(set(better) & set(other))
+    if not common:
+        return ""
+    values = np.array([better[key] - other[key] for key in common])
+    low, high = bootstrap_interval(values)
+    return f"{values.mean():.2f} [{low:.2f}, {high:.2f}]"
+
+
+def make_table(scores: Scores, metric: str, models: tuple[str, ...], against: str) -> str:
+    """Return the table of one metric, the best map of all families first."""
+
+    def chosen(name: str) -> dict[Key, float]:
+        return {
+            key: value for key, value in scores[name][metric].items() if key[0] in models and key[1] != "long"
+        }
+
+    names = [name for name in scores if chosen(name)]
+    families = [f for f in FAMILIES if any(key[1] == f for name in names for key in chosen(name))]
+    names.sort(key=lambda name: -np.mean(list(chosen(name).values())))
+    rows = []
+    for name in names:
+        values = chosen(name)
+        row = {"map": f"**{name}**" if name == against else name, "n": str(len(values))}
+        row["all, 95 %"] = cell(list(values.values()))
+        if len(families) > 1:
+            for family in families:
+                row[family] = cell([value for key, value in values.items() if key[1] == family])
+        row["recommended less this, 95 %"] = "" if name == against else difference(chosen(against), values)
+        rows.append(row)
+    return markdown_table(rows)
+
+
+def count_prompts(scores: Scores, models: tuple[str, ...]) -> str:
+    """Return how many prompts there are of each family."""
+    keys = [key for key in scores["position"]["recovery"] if key[0] in models]
+    counts = {family: sum(key[1] == family for key in keys) for family in (*FAMILIES, "long")}
+    return ", ".join(f"{count} {family}" for family, count in counts.items() if count)
+
+
+def page(scores: Scores, half: str, models: tuple[str, ...], title: str) -> str:
+    """Return the page of all metrics."""
+    halves = {"choose": "the half to choose on", "held_out": "held out"}
+    torch_version = metadata.version("torch").split("+")[0]
+    versions = f"TransformerLens {metadata.version('transformer-lens')}, torch {torch_version}"
+    lines = [
+        f"# Traces on {title}, {halves[half]}",
+        "",
+        f"Written by `PYTHONPATH=.:demos python -m benchmarks.traces.table {half}`. Prompts: "
+        f"{count_prompts(scores, models)}. Intervals are 95 %, over prompts: percentiles of the bootstrap, "
+        "for shares of 0 and 1 Wilson's. The last column is the paired difference on common prompts.",
+        "",
+        f"Measured {date.today().isoformat()} with {versions}.",
+    ]
+    for metric, (name, meaning) in TITLES.items():
+        lines += ["", f"## {name[0].upper()}{name[1:]} of {title}, {halves[half]}", "", meaning, ""]
+        lines.append(make_table(scores, metric, models, RECOMMENDED))
+    return "\n".join(lines) + "\n"
+
+
+def summary(scores: Scores) -> str:
+    """Return the table of the README: how often three maps name the right source."""
+    lines = [
+        "# How often the right sentence is named",
+        "",
+        "Written by `PYTHONPATH=.:demos python -m benchmarks.traces.table held_out`. Held-out prompts of all "
+        "families. The strongest sentence (in a conflict: passage) is the right one. "
+        f"The recommended map is `{RECOMMENDED}`.",
+        "",
+        "## Right source, held out",
+        "",
+    ]
+    rows = []
+    for models, title in (*((((m,), NAMES[m])) for m in MODELS), (MODELS, "both")):
+        common = [
+            {key: value for key, value in scores[name]["right"].items() if key[0] in models}
+            for name in COMPARED
+        ]
+        keys = set.intersection(*(set(each) for each in common))
+        row = {"model": title, "n": str(len(keys))}
+        for each, label in zip(common, COMPARED.values(), strict=True):
+            row[label] = cell([each[key] for key in sorted(keys)])
+        rows.append(row)
+    return "\n".join([*lines, markdown_table(rows)]) + "\n"
+
+
+def main(half: str) -> None:
+    """Write the pages of one half."""
+    RESULTS.mkdir(exist_ok=True)
+    scores = collect(half)
+    for models, name, title in (
+        *(((m,), m, NAMES[m]) for m in MODELS),
+        (MODELS, "both", "both models"),
+    ):
+        text = page(scores, half, models, title)
+        (RESULTS / f"{half}_{name}.md").write_text(text, encoding="utf-8")
+    if half == "held_out":
+        (RESULTS / "summary.md").write_text(summary(scores), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
