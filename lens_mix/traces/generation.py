@@ -94,7 +94,7 @@ def write(
         read = read_prompt_alone(model, prompt, text, prepend_bos)
 
     def attempt(count: int, options: Mapping[str, Any]) -> tuple[Reading, Written]:
-        answer = generate_tokens(model, read.tokens, count, part=part, seed=seed, options=options)
+        answer = _generate_tokens(model, read.tokens, count, part=part, seed=seed, options=options)
         if has_encoder:
             reading = read_encoder_decoder(model, read.tokens, text, answer)
         else:
@@ -153,7 +153,7 @@ def _has_cache_option(model: TransformerLensModel) -> bool:
     return generate is not None and "use_past_kv_cache" in inspect.signature(generate).parameters
 
 
-def generate_tokens(
+def _generate_tokens(
     model: TransformerLensModel,
     tokens: Int[Tensor, " pos"],
     count: int,

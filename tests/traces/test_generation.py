@@ -9,7 +9,6 @@ import torch
 
 import lens_mix as lm
 from lens_mix.lens.model_classes import transformer_lens_version
-from lens_mix.traces.generation import generate_tokens
 from tests.matrix import build_or_skip, cases, model_of, prompt_of
 from tests.tiny_models import available, bridge, gpt2_like, hooked_transformer, llama_like, toy_tokenizer
 from tests.traces.readers import PLAIN, reader
@@ -315,4 +314,4 @@ def test_out_of_memory_stays_what_it_is():
 
     model.generate = generate
     with pytest.raises(torch.OutOfMemoryError):
-        generate_tokens(model, torch.tensor([5, 9]), 2, part=None, seed=0, options={})
+        lm.trace(model, torch.tensor([5, 9]), generate=2, sources="token")
