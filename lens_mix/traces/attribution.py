@@ -34,6 +34,8 @@ from lens_mix.traces.reading import Reading
 _OF_ONE_POSITION = (AttributionPatching, ContextLength)
 # As many tokens as this run at once if each row has a pass of its own.
 _TOKENS_AT_ONCE = 1024
+# As many rows are read from one clean pass if the method reads its autograd graph; then the bar moves.
+_ROWS_OF_A_GRAPH = 32
 # Log probabilities of one model in two passes of different shapes differ by less, in nats.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 _ROUNDING_OF_HALF = 0.25
@@ -152,7 +154,8 @@ class Explainer:
         if self.method.scope != "model":
             each = [quiet.explain_span(index, index + 1) for index in self._bar(range(len(rows)))]
             return torch.stack(each)
-        size = max(1, _TOKENS_AT_ONCE // len(self.reading.tokens))
+        reads_graph = self.method.clean_rules(()) is not None and not self.reading.n_source
+        size = _ROWS_OF_A_GRAPH if reads_graph else max(1, _TOKENS_AT_ONCE // len(self.reading.tokens))
         chunks = [rows[index : index + size] for index in range(0, len(rows), size)]
         found = []
         for chunk in self._bar(chunks):
