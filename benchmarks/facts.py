@@ -109,6 +109,7 @@ TABLES = {
     "smollm2-held_out": Table(f"{_HELD_OUT}/smollm2.md", "SmolLM2, held out", "partial, 95 %"),
     "smollm2-forms": Table(f"{_HELD_OUT}/forms.md", "Forms of the recipe", "held out", 105),
     "smollm2-long": Table(f"{_HELD_OUT}/forms.md", "Rows of", "partial, 95 %"),
+    "traces": Table("benchmarks/traces/results/summary.md", "Right source", "recommended map"),
     "smollm2-exact": Table(f"{_HELD_OUT}/exact.md", "smollm2, held out, at most", "partial, 95 %"),
     "smollm2-exact-long": Table(f"{_HELD_OUT}/exact.md", "smollm2, held out, more", "partial, 95 %"),
     "smollm2-exact-all": Table(f"{_HELD_OUT}/exact.md", "smollm2, held out, all", "partial, 95 %"),
