@@ -168,6 +168,9 @@ def page(scores: Scores, half: str, models: tuple[str, ...], title: str) -> str:
     for metric, (name, meaning) in TITLES.items():
         lines += ["", f"## {name[0].upper()}{name[1:]} of {title}, {halves[half]}", "", meaning, ""]
         lines.append(make_table(scores, metric, models, RECOMMENDED))
+    lines += ["", f"## Needles and conflicts of {title}, {halves[half]}", ""]
+    lines += ["Recovery, and paired differences: the recommended map less this one.", ""]
+    lines.append(retrieval_table(scores, models))
     long = long_table(scores, models)
     if long:
         lines += ["", f"## Needles of 1,000 tokens of {title}, {halves[half]}", ""]
@@ -177,6 +180,25 @@ def page(scores: Scores, half: str, models: tuple[str, ...], title: str) -> str:
             long,
         ]
     return "\n".join(lines) + "\n"
+
+
+def retrieval_table(scores: Scores, models: tuple[str, ...]) -> str:
+    """Return recovery and paired differences on needles and conflicts, the best map first."""
+
+    def chosen(name: str, metric: str) -> dict[Key, float]:
+        found = scores[name][metric].items()
+        return {key: v for key, v in found if key[0] in models and key[1] in ("needle", "conflict")}
+
+    rows = []
+    for name in scores:
+        values = chosen(name, "recovery")
+        if values:
+            row = {"map": name, "n": str(len(values)), "recovery, 95 %": cell(list(values.values()))}
+            for metric, title in (("recovery", "recovery"), ("right", "right source")):
+                own = chosen(name, metric)
+                row[f"{title}, difference"] = difference(chosen(RECOMMENDED, metric), own)
+            rows.append((-np.mean(list(values.values())), row))
+    return markdown_table([row for _, row in sorted(rows, key=lambda pair: pair[0])])
 
 
 def long_table(scores: Scores, models: tuple[str, ...]) -> str:
