@@ -235,7 +235,8 @@ def summary(scores: Scores) -> str:
         keys = set.intersection(*(set(each) for each in common))
         row = {"model": title, "n": str(len(keys))}
         for each, label in zip(common, COMPARED.values(), strict=True):
-            row[f"{label}, %"] = percent([each[key] for key in sorted(keys)])
+            values = [each[key] for key in sorted(keys)]
+            row |= {label: cell(values), f"{label}, %": percent(values)}
         rows.append(row)
     return "\n".join([*lines, markdown_table(rows)]) + "\n"
 
