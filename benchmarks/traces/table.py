@@ -229,7 +229,11 @@ def summary(scores: Scores) -> str:
     rows = []
     for models, title in (*((((m,), NAMES[m])) for m in MODELS), (MODELS, "both")):
         common = [
-            {key: value for key, value in scores[name]["right"].items() if key[0] in models}
+            {
+                key: value
+                for key, value in scores[name]["right"].items()
+                if key[0] in models and key[1] != "long"
+            }
             for name in COMPARED
         ]
         keys = set.intersection(*(set(each) for each in common))
