@@ -74,8 +74,9 @@ def collect(half: str) -> Scores:
                     rows[CEILING] = ceiling
                 for name, row in rows.items():
                     for metric, value in score(record, row).items():
-                        # The ceiling's LDS is that of a linear model of single removals, which is fair.
-                        if not math.isnan(value):
+                        # What single removals explain is what the others are compared with.
+                        is_given = name == CEILING and metric == "explained"
+                        if not math.isnan(value) and not is_given:
                             found[name][metric][model_name, family, path.name] = value
     return found
 
@@ -99,6 +100,14 @@ def cell(values: list[float]) -> str:
     array = np.array(values)
     low, high = interval(array)
     return f"{array.mean():.2f} [{low:.2f}, {high:.2f}]"
+
+
+def percent(values: list[float]) -> str:
+    """Return a share in percent with its interval, or nothing."""
+    if not values:
+        return ""
+    share, low, high = (round(100 * each) for each in (np.mean(values), *interval(np.array(values))))
+    return f"{share} [{low}, {high}]"
 
 
 def difference(better: dict[Key, float], other: dict[Key, float]) -> str:
@@ -159,7 +168,50 @@ def page(scores: Scores, half: str, models: tuple[str, ...], title: str) -> str:
     for metric, (name, meaning) in TITLES.items():
         lines += ["", f"## {name[0].upper()}{name[1:]} of {title}, {halves[half]}", "", meaning, ""]
         lines.append(make_table(scores, metric, models, RECOMMENDED))
+    lines += ["", f"## Needles and conflicts of {title}, {halves[half]}", ""]
+    lines += ["Recovery, and paired differences: the recommended map less this one.", ""]
+    lines.append(retrieval_table(scores, models))
+    long = long_table(scores, models)
+    if long:
+        lines += ["", f"## Needles of 1,000 tokens of {title}, {halves[half]}", ""]
+        lines += [
+            "One of four sentences of the same form. Means without intervals, because they are few.",
+            "",
+            long,
+        ]
     return "\n".join(lines) + "\n"
+
+
+def retrieval_table(scores: Scores, models: tuple[str, ...]) -> str:
+    """Return recovery and paired differences on needles and conflicts, the best map first."""
+
+    def chosen(name: str, metric: str) -> dict[Key, float]:
+        found = scores[name][metric].items()
+        return {key: v for key, v in found if key[0] in models and key[1] in ("needle", "conflict")}
+
+    rows = []
+    for name in scores:
+        values = chosen(name, "recovery")
+        if values:
+            row = {"map": name, "n": str(len(values)), "recovery, 95 %": cell(list(values.values()))}
+            for metric, title in (("recovery", "recovery"), ("right", "right source")):
+                own = chosen(name, metric)
+                row[f"{title}, difference"] = difference(chosen(RECOMMENDED, metric), own)
+            rows.append((-np.mean(list(values.values())), row))
+    return markdown_table([row for _, row in sorted(rows, key=lambda pair: pair[0])])
+
+
+def long_table(scores: Scores, models: tuple[str, ...]) -> str:
+    """Return the means of long needles."""
+    rows = []
+    for name, by_metric in scores.items():
+        row: dict[str, str] = {"map": name}
+        for metric in ("right", "recovery", "rank"):
+            chosen = [v for key, v in by_metric[metric].items() if key[1] == "long" and key[0] in models]
+            if chosen:
+                row |= {"n": str(len(chosen)), TITLES[metric][0]: f"{np.mean(chosen):.2f}"}
+        rows += [row] if len(row) > 1 else []
+    return markdown_table(sorted(rows, key=lambda row: row["map"])) if rows else ""
 
 
 def summary(scores: Scores) -> str:
@@ -177,13 +229,18 @@ def summary(scores: Scores) -> str:
     rows = []
     for models, title in (*((((m,), NAMES[m])) for m in MODELS), (MODELS, "both")):
         common = [
-            {key: value for key, value in scores[name]["right"].items() if key[0] in models}
+            {
+                key: value
+                for key, value in scores[name]["right"].items()
+                if key[0] in models and key[1] != "long"
+            }
             for name in COMPARED
         ]
         keys = set.intersection(*(set(each) for each in common))
         row = {"model": title, "n": str(len(keys))}
         for each, label in zip(common, COMPARED.values(), strict=True):
-            row[label] = cell([each[key] for key in sorted(keys)])
+            values = [each[key] for key in sorted(keys)]
+            row |= {label: cell(values), f"{label}, %": percent(values)}
         rows.append(row)
     return "\n".join([*lines, markdown_table(rows)]) + "\n"
 

@@ -260,6 +260,7 @@ def test_shares_have_an_interval_although_all_prompts_are_right() -> None:
     assert table.cell([1.0] * 10) == "1.00 [0.72, 1.00]"
     assert table.cell([0.5, 0.5]) == "0.50 [0.50, 0.50]"
     assert table.cell([]) == ""
+    assert table.percent([1.0] * 10) == "100 [72, 100]"
     a, b, c = (("smollm2", "needle", str(i)) for i in range(3))
     assert table.difference({a: 1.0, b: 1.0}, {b: 0.5, c: 0.0}) == "0.50 [0.50, 0.50]"
 
