@@ -53,6 +53,17 @@ def model():
     return shared_models.decoder()
 
 
+@pytest.fixture
+def softmax_in_the_dtype_of_the_model(monkeypatch):
+    """Let softmax compute in the dtype of a float64 model. In many, transformers computes it in float32."""
+    softmax = torch.nn.functional.softmax
+
+    def wide(x, dim=None, dtype=None, **options):
+        return softmax(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", wide)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def shared_models_are_as_they_were_built():
     yield

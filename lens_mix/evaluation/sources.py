@@ -303,7 +303,10 @@ def _measure_drops(
     """Return the drops of several rows, whose passes are run together."""
     orders = {name: falling(row, seed) for name, row in rows.items()}
     # Ties of equal scores are in a random order, so a constant row has the order of its seed.
-    drawn = [falling(torch.zeros(len(sources), device="cpu"), seed + 1 + draw) for draw in range(draws)]
+    drawn = [
+        falling(torch.zeros(len(sources), dtype=torch.float64, device="cpu"), seed + 1 + draw)
+        for draw in range(draws)
+    ]
     possible = [k for k in counts if k <= len(sources)]
     removed = torch.zeros(len(orders) + draws, len(possible), len(sources), dtype=torch.bool, device="cpu")
     for index, order in enumerate([*orders.values(), *drawn]):

@@ -254,8 +254,7 @@ def read_encoding(
     taken = {name: value for name, value in encoding.items() if name not in {*_NOT_FOR_MODELS, *given}}
     try:
         tensors = {
-            name: value if torch.is_tensor(value) else _tensor_of(value, name)
-            for name, value in taken.items()
+            name: value if torch.is_tensor(value) else tensor_of(value, name) for name, value in taken.items()
         }
     except (TypeError, ValueError) as problem:
         raise ValueError(
@@ -285,7 +284,7 @@ def _tokens(
         ValueError: If they have a wrong shape, or `prepend_bos` was given.
     """
     if isinstance(prompt, np.ndarray):
-        prompt = _tensor_of(prompt, name)
+        prompt = tensor_of(prompt, name)
     if isinstance(prompt, (list, tuple)):
         if not all(map(_is_number, prompt)):
             raise TypeError(
@@ -321,7 +320,7 @@ def _tokens(
     return prompt.to(device_of(model), torch.long)
 
 
-def _tensor_of(values: Any, name: str) -> Tensor:
+def tensor_of(values: Any, name: str) -> Tensor:
     """Return an array or a list of numbers as a tensor on the CPU, whatever torch's defaults are.
 
     torch accepts neither all dtypes of NumPy nor all strides. Whole numbers become int64, and the other
@@ -415,7 +414,7 @@ def _like_tokens(value: Any, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
         ValueError: If it is not for text, or has another shape than the tokens.
     """
     if isinstance(value, np.ndarray):
-        value = _tensor_of(value, name)
+        value = tensor_of(value, name)
     if not torch.is_tensor(value):
         raise TypeError(
             f"{name}: expected a tensor of the tokens' shape, got {type(value).__name__}; "

@@ -236,7 +236,7 @@ def read_written(model: TransformerLensModel, reading: Reading, prompt: Prompt |
     own = prompt.tokens if prompt.target is None else prompt.target
     written = reading.ids[reading.n_prompt :]
     first = len(own) - len(written) - 1
-    rows = torch.arange(first, first + len(written))[None]
+    rows = torch.arange(first, first + len(written), device="cpu")[None]
     with LibraryErrors(model):
         lens = Lens(model, reading.part)
         batch = pad([prompt], pad_token(lens.model), "right")

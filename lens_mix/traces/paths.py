@@ -21,7 +21,9 @@ def sum_paths(
     from_prompt, from_written = shares[:, :n_prompt], shares[:, n_prompt:]
     if hops is None:
         total = torch.linalg.solve_triangular(
-            torch.eye(len(rows), dtype=shares.dtype) - from_written, from_prompt, upper=False
+            torch.eye(len(rows), dtype=shares.dtype, device=shares.device) - from_written,
+            from_prompt,
+            upper=False,
         )
     else:
         total, term = from_prompt.clone(), from_prompt

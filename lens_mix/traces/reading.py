@@ -15,7 +15,7 @@ from lens_mix.arguments import check_dense_tensor, describe_value
 from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
-from lens_mix.lens.prompts import is_encoder_decoder, read_prompt, vocabulary
+from lens_mix.lens.prompts import is_encoder_decoder, read_prompt, tensor_of, vocabulary
 from lens_mix.lens.state import reading
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.traces.documents import Documents, Section, render_chat
@@ -69,7 +69,7 @@ class Reading:
         None: The prompt has no other token, so that nothing would predict the first written one.
         """
         tokens, count = self.prompt.tokens, self.n_source or self.n_prompt
-        keeps = torch.ones(len(tokens), dtype=torch.bool)
+        keeps = torch.ones(len(tokens), dtype=torch.bool, device="cpu")
         keeps[list(positions)] = False
         if not keeps[:count].any():
             return None
@@ -134,7 +134,7 @@ def read_prompt_alone(
     if text is not None:
         given = text.text
         if text.is_template:
-            given = torch.tensor(texts.token_ids(model.tokenizer, text.text), dtype=torch.long)
+            given = torch.tensor(texts.token_ids(model.tokenizer, text.text), dtype=torch.long, device="cpu")
             prepend_bos = None
     with reading(model):
         return read_prompt(model, model_class_of(model), given, prepend_bos=prepend_bos)
@@ -324,7 +324,8 @@ def _as_tokens(answer: Any, like: Int[Tensor, " pos"], d_vocab: int) -> Int[Tens
         ValueError: If there are none, they have several rows, or one of them is not in the vocabulary.
     """
     try:
-        written = check_dense_tensor("answer", torch.as_tensor(answer))
+        given = answer if torch.is_tensor(answer) else tensor_of(answer, "answer")
+        written = check_dense_tensor("answer", given)
     except (TypeError, ValueError, RuntimeError) as problem:
         raise TypeError(f"answer: expected text or tokens [pos], got {describe_value(answer)}") from problem
     written = written[0] if written.ndim == 2 and len(written) == 1 else written

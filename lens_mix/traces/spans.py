@@ -124,7 +124,7 @@ class WrittenSpan:
         scored = self._by_source
         explained = Explained(target=f"log probability of {self.text!r}", value=self.log_probability)
         return MixingMap(
-            scores=torch.tensor([[[each.score for each in scored]]]),
+            scores=torch.tensor([[[each.score for each in scored]]], dtype=torch.float64, device="cpu"),
             tokens=[self.text],
             key_tokens=[str(each.source) for each in scored],
             method=self.trace.method_name,

@@ -249,13 +249,14 @@ class Trace:
         reading = self.reading
         own = self.tokens[reading.n_source :]
         positions = list(range(self.n_prompt - reading.n_source, len(own)))
-        keys = torch.arange(len(self.tokens))
+        keys = torch.arange(len(self.tokens), device="cpu")
         return MixingMap(
             scores=self._steps()[None],
             tokens=own,
             key_tokens=self.tokens if reading.n_source else None,  # type: ignore[arg-type]
             queries=positions,
-            mask=keys[None] < torch.tensor(positions)[:, None] + reading.n_source,
+            mask=keys[None]
+            < torch.tensor(positions, dtype=torch.long, device="cpu")[:, None] + reading.n_source,
             causal=not reading.n_source,
             method=self.method_name,
             parameters=dict(self.parameters),

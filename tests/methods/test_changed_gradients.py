@@ -24,17 +24,6 @@ CASES = {case.label: case for case in cases(refused=False)}
 WRITTEN = {"gpt2": by_hand.Gpt2, "llama": by_hand.Llama}
 
 
-@pytest.fixture
-def softmax_in_the_dtype_of_the_model(monkeypatch):
-    """Let Llama's softmax compute in the model's dtype. It is float32 in transformers and the Bridge."""
-    softmax = torch.nn.functional.softmax
-
-    def wide(x, dim=None, dtype=None, **options):
-        return softmax(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "softmax", wide)
-
-
 @functools.cache
 def pair(name):
     """Return a TransformerBridge, and the same model written by hand."""
