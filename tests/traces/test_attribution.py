@@ -151,7 +151,9 @@ def test_a_function_is_not_the_aggregation_of_its_name():
     assert torch.equal(t[:].scores, trace("attention", aggregation="rollout")[:].scores)
 
 
-@pytest.mark.parametrize("made", [lambda m: m, lambda m: 3, lambda m: m.scores], ids=["layers", "number", "tensor"])
+@pytest.mark.parametrize(
+    "made", [lambda m: m, lambda m: 3, lambda m: m.scores], ids=["layers", "number", "tensor"]
+)
 def test_a_function_that_makes_no_input_map(made):
     with pytest.raises(TypeError, match=r"aggregation: expected a function that returns an input map"):
         trace("attention", aggregation=made)
