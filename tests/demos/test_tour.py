@@ -18,7 +18,7 @@ TOUR = Path(__file__).parents[2] / "demos" / "tour.py"
 def test_the_tour_runs_on_a_tiny_model(tmp_path: Path) -> None:
     environment = {
         **os.environ,
-        "LENS_MIX_MODEL": str(save_tiny_llama(tmp_path / "llama")),
+        "LENS_MIX_MODEL": str(save_tiny_llama(tmp_path / "llama", context=128)),
         "PYTHONIOENCODING": "utf-8",
     }
     done = subprocess.run(

@@ -51,6 +51,8 @@ CAUSAL = [
     case
     for case in cases(refused=False)
     if case.part is None and not case.wrong_logits and not case.is_a("post-norm")
+    # This one is not causal.
+    if case.label != "HookedTransformer bidirectional"
 ]
 
 
