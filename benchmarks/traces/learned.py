@@ -33,7 +33,7 @@ import torch
 
 import lens_mix as lm
 from benchmarks.traces.gold import REMOVED_BY_FAMILY, Record, find, records
-from benchmarks.traces.maps import Models, Rows, _sum_over_pieces, compute, file_of, load_models
+from benchmarks.traces.maps import Models, Rows, compute, file_of, load_models, sum_over_pieces
 from benchmarks.traces.scores import sentence_scores
 from lens_mix.evaluation import bootstrap, spearman
 
@@ -89,7 +89,7 @@ def heads(models: Models, record: Record) -> Rows:
     """Return Value Zeroing of each head, as features."""
     method = lm.ValueZeroing(per_head=True)
     found = lm.run(models.bridge, record.tokens, method, queries=record.rows)
-    return {"features: value_zeroing of heads": _sum_over_pieces(found.scores.sum(2), record)}
+    return {"features: value_zeroing of heads": sum_over_pieces(found.scores.sum(2), record)}
 
 
 def collect(model_name: str, count: int, families: Sequence[str] = REMOVED_BY_FAMILY) -> None:

@@ -25,10 +25,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 import lens_mix as lm
-from benchmarks.input_map.decoder import Decoder, Rules, scaled, softmax
 from benchmarks.input_map.importance import load
 from benchmarks.traces.gold import Record, records
 from lens_mix.evaluation.controls import control_rows, randomised
+from lens_mix.targets import Target
+from lens_mix.traces.paths import sum_paths
 
 # The replacements of the recipe of `lm.input_map`, and how many written tokens it explains, each by a pass.
 WORDS = (" thing", " green")
@@ -52,15 +53,9 @@ class Models:
     tokenizer: Any
 
 
-def span_target(record: Record) -> Callable[[Tensor], Tensor]:
-    """Return the log probability of the written tokens, as a function of the logits [copy pos d_vocab]."""
-    rows, written = record.rows, record.tokens[record.n_prompt :]
-
-    def target(logits: Float[Tensor, "copy pos d_vocab"]) -> Float[Tensor, " copy"]:
-        log_p = logits[:, rows].float().log_softmax(-1)
-        return log_p.gather(-1, written.expand(len(log_p), -1)[..., None]).sum((1, 2))
-
-    return target
+def span_target(record: Record) -> Target:
+    """Return the log probability of the written tokens."""
+    return lm.targets.span(record.n_prompt)
 
 
 def rollout_rows(
@@ -80,36 +75,6 @@ def rollout_rows(
     return row
 
 
-def through(
-    steps: Float[Tensor, "written key"], n_prompt: int, hops: int | None = None
-) -> Float[Tensor, " prompt"]:
-    """Return the influence of the prompt on all written tokens, also through written tokens.
-
-    Row r of A is that of written token r, without negative scores and scaled to sum 1. The result is the sum
-    over written tokens of (I − A_gg)⁻¹ A_gp (CAGE, arXiv 2512.15663), or of the first terms of its series:
-    Σ_{k ≤ hops} A_gg^k A_gp (FlashTrace's hops, arXiv 2602.01914).
-
-    Args:
-        steps: The rows of all written tokens over prompt and written tokens.
-        n_prompt: The number of prompt tokens.
-        hops: The number of hops. None: all.
-    """
-    shares = steps.double().clamp_min(0)
-    shares = shares / shares.sum(-1, keepdim=True).clamp_min(1e-300)
-    n_written = len(shares)
-    prompt, between = shares[:, :n_prompt], shares[:, n_prompt : n_prompt + n_written].tril(-1)
-    if hops is None:
-        whole = torch.linalg.solve_triangular(
-            torch.eye(n_written, dtype=shares.dtype) - between, prompt, upper=False
-        )
-        return whole.sum(0)
-    total, term = prompt, prompt
-    for _ in range(hops):
-        term = between @ term
-        total = total + term
-    return total.sum(0)
-
-
 def _layer_rows(name: str, scores: Float[Tensor, "layer row key"], n_prompt: int) -> Rows:
     """Return mean and maximum over layers of raw rows, summed over the written tokens."""
     mean, largest = scores.double().mean(0), scores.double().amax(0)
@@ -117,14 +82,16 @@ def _layer_rows(name: str, scores: Float[Tensor, "layer row key"], n_prompt: int
 
 
 def _through_rows(name: str, scores: Float[Tensor, "layer row key"], n_prompt: int) -> Rows:
+    """Return the influence of the prompt through written tokens (`lm.Trace.through`)."""
     steps = scores.double().mean(0)
+    hops = {"1 hop (FlashTrace)": 1, "all hops (CAGE)": None}
     return {
-        f"{name}, mean, 1 hop (FlashTrace)": through(steps, n_prompt, hops=1),
-        f"{name}, mean, all hops (CAGE)": through(steps, n_prompt),
+        f"{name}, mean, {each}": sum_paths(steps, n_prompt, count).sum(0)[:n_prompt]
+        for each, count in hops.items()
     }
 
 
-def _sum_over_pieces(scores: Float[Tensor, "... key"], record: Record) -> Float[Tensor, "... piece"]:
+def sum_over_pieces(scores: Float[Tensor, "... key"], record: Record) -> Float[Tensor, "... piece"]:
     """Return the sum over the tokens of each piece, for maps that are learned from them."""
     owners = torch.nn.functional.one_hot(record.piece_of.clamp_min(0), len(record.document_of)).double()
     owners[record.piece_of < 0] = 0
@@ -151,16 +118,7 @@ def recommended(models: Models, record: Record) -> Rows:
     return {"lm.input_map, first 2 tokens": rows.sum(0), "lm.input_map, first token": rows[0]}
 
 
-# The rules of the backward pass of each map. The product of a softmax's temperature and the factor 1/4 of
-# queries and keys is 1/2, because the library's GIM leaves out the factor 1/temperature.
-RULES = {
-    "gim": Rules(temperature=2, pattern=0.5, values=0.5, norms=True),
-    "gim, ratio, absolute": Rules(
-        temperature=2, pattern=0.5, values=0.5, norms=True, ratio=True, product=0.5
-    ),
-    "frozen_gradients": Rules(temperature=None, norms=True),
-}
-LIBRARY: dict[str, Callable[[Any], Any]] = {
+CHANGED: dict[str, Callable[[Target], lm.Method]] = {
     "gim": lm.Gim,
     "gim, ratio, absolute": lambda target: lm.Gim(target, activations="ratio", readout="absolute"),
     "frozen_gradients": lm.FrozenGradients,
@@ -168,52 +126,25 @@ LIBRARY: dict[str, Callable[[Any], Any]] = {
 
 
 def span_map(models: Models, record: Record, name: str) -> Float[Tensor, " prompt"]:
-    """Return one of the maps of `RULES`, as the library computes it."""
-    found = lm.run(models.bridge, record.tokens, LIBRARY[name](span_target(record)), queries=[-1])
+    """Return one of the maps of `CHANGED`."""
+    found = lm.run(models.bridge, record.tokens, CHANGED[name](span_target(record)), queries=[-1])
     return found.scores[0, 0, : record.n_prompt].double()
-
-
-def changed_gradients(models: Models, record: Record, name: str) -> Float[Tensor, " prompt"]:
-    """Return one of the maps of `RULES` from the plain model, for prompts within a sliding window.
-
-    It equals `span_map` to rounding, in about half of the time, because it makes only the logits it needs.
-    """
-    rules, decoder = RULES[name], Decoder(models.plain)
-    count = len(record.tokens)
-    inputs = decoder.embed(record.tokens).detach().requires_grad_()
-    hidden, x = torch.ones(count, count, dtype=torch.bool).triu(1), inputs
-    for block, angle in zip(decoder.blocks, decoder.angles(torch.arange(count)), strict=True):
-        query, key, value = decoder.projected(block, x, angle, rules)
-        groups = block.self_attn.num_key_value_groups
-        scores = query @ key.repeat_interleave(groups, 0).mT * block.self_attn.scaling
-        pattern = softmax(scores.masked_fill(hidden, -torch.inf), rules)
-        x = decoder.finish(
-            block, x, pattern @ scaled(value, rules.values).repeat_interleave(groups, 0), rules
-        )
-    log_p = decoder.logits(x[record.rows], rules).log_softmax(-1)
-    target = log_p.gather(-1, record.tokens[record.n_prompt :, None]).sum()
-    (gradient,) = torch.autograd.grad(target, inputs)
-    products = (gradient * inputs.detach())[: record.n_prompt].double()
-    return products.abs().sum(-1) if "absolute" in name else products.sum(-1)
 
 
 def changed(models: Models, record: Record) -> Rows:
     """Return the maps of changed gradients."""
-    window = getattr(models.plain.config, "sliding_window", None)
-    compute_one = span_map if window and len(record.tokens) > window else changed_gradients
-    return {name: compute_one(models, record, name) for name in RULES}
+    return {name: span_map(models, record, name) for name in CHANGED}
 
 
 def shuffled(models: Models, record: Record) -> Rows:
     """Return two maps of the model with shuffled weights, which knows nothing about the text."""
+    name = "gim, ratio, absolute"
     with randomised(models.bridge) as model:
-        target = LIBRARY["gim, ratio, absolute"](span_target(record))
-        maps = lm.run(model, record.tokens, ["attention"], queries=record.rows)
-        relevance = lm.run(model, record.tokens, target, queries=[-1])
-    attention = maps["attention"].scores.double().mean(0).sum(0)
+        attention = lm.run(model, record.tokens, "attention", queries=record.rows)
+        relevance = span_map(dataclasses.replace(models, bridge=model), record, name)
     return {
-        "gim, ratio, absolute, shuffled weights": relevance.scores[0, 0, : record.n_prompt].double(),
-        "attention, mean, shuffled weights": attention[: record.n_prompt],
+        f"{name}, shuffled weights": relevance,
+        "attention, mean, shuffled weights": attention.scores.double().mean(0).sum(0)[: record.n_prompt],
     }
 
 
@@ -255,7 +186,7 @@ def gradients(models: Models, record: Record) -> Rows:
         rows["attention, rollout, total mixing 1.5"] = rollout_rows(
             averaged, start, max(0, 1 - TOTAL_MIXING / len(averaged))
         )[0, :count]
-        rows["features: attention"] = _sum_over_pieces(heads.sum(2), record)
+        rows["features: attention"] = sum_over_pieces(heads.sum(2), record)
     return rows
 
 
@@ -273,8 +204,8 @@ def layers(models: Models, record: Record) -> Rows:
         rows |= _layer_rows(name, scores, record.n_prompt)
         if name != "value_norm":
             rows |= _through_rows(name, scores, record.n_prompt)
-    rows["features: value_norm"] = _sum_over_pieces(maps["value_norm"].scores.sum(2), record)
-    rows["features: value_zeroing"] = _sum_over_pieces(maps["value_zeroing"].scores.sum(1), record)
+    rows["features: value_norm"] = sum_over_pieces(maps["value_norm"].scores.sum(2), record)
+    rows["features: value_zeroing"] = sum_over_pieces(maps["value_zeroing"].scores.sum(1), record)
     return rows
 
 
