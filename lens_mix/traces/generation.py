@@ -18,14 +18,7 @@ from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelEr
 from lens_mix.lens.prompts import is_encoder_decoder
 from lens_mix.lens.replay import is_out_of_memory
 from lens_mix.traces.attribution import Written, read_written, rounding_of
-from lens_mix.traces.reading import (
-    PromptText,
-    Reading,
-    read_causal,
-    read_encoder_decoder,
-    read_prompt_alone,
-    read_source_tokens,
-)
+from lens_mix.traces.reading import PromptText, Reading, add_answer
 
 # lm.trace sets these itself, or has arguments of its own for them.
 _OWN = ("self", "input", "max_new_tokens", "return_type", "prepend_bos", "generation_kwargs")
@@ -69,36 +62,35 @@ def check_options(model: TransformerLensModel, options: Mapping[str, Any]) -> No
 
 def write(
     model: TransformerLensModel,
-    prompt: Any,
+    prompt: Prompt,
     text: PromptText | None,
     count: int,
     seed: int,
-    prepend_bos: bool | None,
     options: Mapping[str, Any],
 ) -> tuple[Reading, Written, list[str]]:
-    """Return the prompt, what the model writes after it, and notes.
+    """Return the prompt and what the model writes after it, what a pass gives to it, and notes.
 
     The most probable tokens are compared with the predictions of one pass over all tokens. If some differ,
     the text is written again without the cache of keys and values, which is wrong in some models. Before
     other tokens are drawn, a few of the most probable ones are compared.
 
+    Args:
+        model: The model.
+        prompt: The prompt, as `read_prompt_alone` returns it.
+        text: The text of the prompt; None if it was given as tokens.
+        count: The largest number of tokens.
+        seed: The seed of the draws.
+        options: Options of the model's `generate`.
+
     Raises:
         UnsupportedModelError: If the model cannot write, or its tokens are not those that the pass predicts.
     """
-    has_encoder = is_encoder_decoder(model, model_class_of(model))
-    part = "joint" if has_encoder else None
+    part = "joint" if is_encoder_decoder(model, model_class_of(model)) else None
     allowed = rounding_of(Lens(model, part))
-    if has_encoder:
-        read = Prompt(read_source_tokens(model, prompt if text is None else text.text))
-    else:
-        read = read_prompt_alone(model, prompt, text, prepend_bos)
 
     def attempt(count: int, options: Mapping[str, Any]) -> tuple[Reading, Written]:
-        answer = _generate_tokens(model, read.tokens, count, part=part, seed=seed, options=options)
-        if has_encoder:
-            reading = read_encoder_decoder(model, read.tokens, text, answer)
-        else:
-            reading = read_causal(model, read, text, answer)
+        answer = _generate_tokens(model, prompt.tokens, count, part=part, seed=seed, options=options)
+        reading = add_answer(model, prompt, text, answer)
         return reading, read_written(model, reading)
 
     attempts: list[Mapping[str, Any]] = [options]

@@ -19,7 +19,7 @@ from lens_mix.lens.prompts import is_encoder_decoder, read_prompt, tensor_of, vo
 from lens_mix.lens.state import reading
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.traces.documents import Documents, Section, render_chat
-from lens_mix.traces.sources import PlacedText
+from lens_mix.traces.sources import PlacedText, Splitter, TextSource, find_sources
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,19 @@ class Reading:
     def row(self, written: int) -> int:
         """Return the position of the row that explains a written token: the token before it predicts it."""
         return self.n_prompt - self.n_source - 1 + written
+
+    def find_sources(self, unit: str, split: Splitter, groups: Any = None) -> list[TextSource]:
+        """Return the sources of a unit; see `lens_mix.traces.sources.find_sources`."""
+        return find_sources(
+            unit,
+            self.prompt_text,
+            self.written_text,
+            self.tokens,
+            self.n_prompt,
+            split,
+            groups,
+            self.n_source,
+        )
 
     def without(self, positions: Sequence[int]) -> Prompt | None:
         """Return the prompt and what was written, without some tokens of the prompt.
@@ -125,44 +138,43 @@ def read_prompt_text(model: TransformerLensModel, prompt: Any) -> PromptText | N
 def read_prompt_alone(
     model: TransformerLensModel, prompt: Any, text: PromptText | None, prepend_bos: bool | None
 ) -> Prompt:
-    """Return a prompt of a causal model, without what was written after it.
+    """Return a prompt, or the source of an encoder-decoder, without what was written after it.
 
     Raises:
         TypeError, ValueError: As in `lens_mix.run`.
     """
-    given = prompt
-    if text is not None:
-        given = text.text
-        if text.is_template:
-            given = torch.tensor(texts.token_ids(model.tokenizer, text.text), dtype=torch.long, device="cpu")
-            prepend_bos = None
+    given = prompt if text is None else text.text
+    if text is not None and text.is_template:
+        given = torch.tensor(texts.token_ids(model.tokenizer, text.text), dtype=torch.long, device="cpu")
+        prepend_bos = None
     with reading(model):
         return read_prompt(model, model_class_of(model), given, prepend_bos=prepend_bos)
 
 
-def read_source_tokens(model: TransformerLensModel, source: Any) -> Int[Tensor, " pos"]:
-    """Return the tokens of an encoder-decoder's source.
-
-    Raises:
-        TypeError, ValueError: As in `lens_mix.run`.
-    """
-    with reading(model):
-        return read_prompt(model, model_class_of(model), source).tokens
-
-
-def read_causal(model: TransformerLensModel, prompt: Prompt, text: PromptText | None, answer: Any) -> Reading:
-    """Return the reading of a causal model's prompt and an answer.
+def add_answer(model: TransformerLensModel, prompt: Prompt, text: PromptText | None, answer: Any) -> Reading:
+    """Return the reading of a prompt and of what was written after it.
 
     Args:
         model: The model.
         prompt: The prompt, as `read_prompt_alone` returns it.
         text: The text of the prompt; None if it was given as tokens.
-        answer: The text that was written, or its tokens.
+        answer: The text that was written, or its tokens: the decoder's tokens from the start token on, if
+            the model has an encoder.
 
     Raises:
         TypeError: If the answer is neither text nor tokens.
         ValueError: If it is empty, or the prompt's last token merges with it.
     """
+    has_encoder = is_encoder_decoder(model, model_class_of(model))
+    read = (_add_to_source if has_encoder else _add_to_prompt)(model, prompt, text, answer)
+    notes = tuple(dict.fromkeys((*prompt.notes, *read.prompt.notes)))
+    return dataclasses.replace(read, prompt=dataclasses.replace(read.prompt, notes=notes))
+
+
+def _add_to_prompt(
+    model: TransformerLensModel, prompt: Prompt, text: PromptText | None, answer: Any
+) -> Reading:
+    """Return the reading of a causal model's prompt and an answer; see `add_answer`."""
     tokenizer, tokens = getattr(model, "tokenizer", None), prompt.tokens
     prompt_text = None if text is None else _place(tokenizer, text, tokens)
     written_text: PlacedText | None
@@ -177,27 +189,16 @@ def read_causal(model: TransformerLensModel, prompt: Prompt, text: PromptText | 
     with reading(model):
         # It raises an error if both together are too long.
         read = read_prompt(model, model_class_of(model), whole)
-    both = dataclasses.replace(read, notes=tuple(dict.fromkeys((*prompt.notes, *read.notes))))
-    return Reading(both, 0, len(tokens), token_strings(model, whole), prompt_text, written_text)
+    return Reading(read, 0, len(tokens), token_strings(model, whole), prompt_text, written_text)
 
 
-def read_encoder_decoder(
-    model: TransformerLensModel, source: Any, text: PromptText | None, answer: Any
+def _add_to_source(
+    model: TransformerLensModel, source: Prompt, text: PromptText | None, answer: Any
 ) -> Reading:
-    """Return the reading of an encoder-decoder's source and an answer.
-
-    Args:
-        model: The model.
-        source: The source: text or tokens.
-        text: The text of the source; None if it was given as tokens.
-        answer: The text that was written, or the decoder's tokens from the start token on.
-
-    Raises:
-        TypeError, ValueError: As in `lens_mix.run`.
-    """
+    """Return the reading of an encoder-decoder's source and an answer; see `add_answer`."""
     try:
         with reading(model):
-            prompt = read_prompt(model, model_class_of(model), (source, answer), target_for="joint")
+            prompt = read_prompt(model, model_class_of(model), (source.tokens, answer), target_for="joint")
     except (TypeError, ValueError) as problem:
         # The target of `lens_mix.run` is the answer here.
         name, _, message = str(problem).partition(":")
@@ -211,17 +212,15 @@ def read_encoder_decoder(
         start = len(target) - len(own)
         if not own or start < 1 or target[start:].tolist() != own:
             raise ValueError(f"answer: expected text of at least one token, got {answer!r}")
-        encoding = _with_offsets(tokenizer, text_target=answer)
-        written_text = PlacedText(answer, (), len(prompt.tokens) + start, encoding)
+        encoding = tokenizer(text_target=answer, add_special_tokens=False, return_offsets_mapping=True)
+        written_text = PlacedText(answer, (), len(prompt.tokens) + start, _offsets_of(encoding))
     if len(target) <= start:
         raise ValueError("answer: expected at least one token after the decoder's start, got none")
     if text is not None:
         with texts.own_template(tokenizer):
             encoding = tokenizer(text.text, return_offsets_mapping=True)
         _require_equal(list(encoding["input_ids"]), prompt.tokens.tolist())
-        prompt_text = PlacedText(
-            text.text, text.sections, 0, [tuple(each) for each in encoding["offset_mapping"]]
-        )
+        prompt_text = PlacedText(text.text, text.sections, 0, _offsets_of(encoding))
     n_source = len(prompt.tokens)
     tokens = token_strings(model, torch.cat([prompt.tokens, target]))
     return Reading(prompt, n_source, n_source + start, tokens, prompt_text, written_text)
@@ -251,11 +250,10 @@ def _encode(tokenizer: Any, text: str) -> tuple[list[tuple[int, int]], list[int]
             f"{type(tokenizer).__name__}; give the prompt and the answer as tokens"
         )
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return [tuple(each) for each in encoding["offset_mapping"]], list(encoding["input_ids"])
+    return _offsets_of(encoding), list(encoding["input_ids"])
 
 
-def _with_offsets(tokenizer: Any, text_target: str) -> list[tuple[int, int]]:
-    encoding = tokenizer(text_target=text_target, add_special_tokens=False, return_offsets_mapping=True)
+def _offsets_of(encoding: Mapping[str, Any]) -> list[tuple[int, int]]:
     return [tuple(each) for each in encoding["offset_mapping"]]
 
 

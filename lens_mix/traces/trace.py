@@ -38,20 +38,12 @@ from lens_mix.runner import MethodLike, read_methods
 from lens_mix.traces.attribution import Explainer, find_aggregation, read_written, rounding_of
 from lens_mix.traces.generation import check_options, write
 from lens_mix.traces.paths import normalize, sum_paths
-from lens_mix.traces.reading import (
-    PromptText,
-    Reading,
-    read_causal,
-    read_encoder_decoder,
-    read_prompt_alone,
-    read_prompt_text,
-)
+from lens_mix.traces.reading import Reading, add_answer, read_prompt_alone, read_prompt_text
 from lens_mix.traces.sources import (
     UNITS,
     Splitter,
     TextSource,
     Unit,
-    find_sources,
     label_positions,
     split_sentences,
 )
@@ -139,16 +131,8 @@ class Trace:
         if unit == "given" and self._groups is None and ("sources", unit) not in self._computed:
             raise ValueError("unit: expected one of the others, because lm.trace got no sources= of its own")
         if ("sources", unit) not in self._computed:
-            self._computed["sources", unit] = find_sources(
-                unit,
-                self.reading.prompt_text,
-                self.reading.written_text,
-                self.tokens,
-                self.n_prompt,
-                self._split or split_sentences(),
-                self._groups,
-                self.reading.n_source,
-            )
+            split = self._split or split_sentences()
+            self._computed["sources", unit] = self.reading.find_sources(unit, split, self._groups)
         found: list[TextSource] = self._computed["sources", unit]
         return found
 
@@ -527,24 +511,7 @@ def trace(
         ValueError: If an argument has a wrong value, or the prompt does not end between two tokens.
         UnsupportedModelError: If the model does not write text, or the method cannot run on it.
     """
-    if (answer is None) == (generate is None):
-        raise ValueError(
-            "answer, generate: expected one of the two, got both"
-            if answer is not None
-            else "answer, generate: expected what was written, or how many tokens to write, got neither"
-        )
-    if answer is not None and generation:
-        raise TypeError(
-            f"trace: expected options of generate= only with it, got {sorted(generation)}; options of "
-            "lm.run are prepend_bos, max_memory and progress"
-        )
-    model_class = model_class_of(model)
-    if not (is_causal_model(model, model_class) or is_encoder_decoder(model, model_class)):
-        raise UnsupportedModelError(
-            "trace: expected a causal model or an encoder-decoder, which write text, got an encoder"
-        )
-    # It raises an error for models without weights, or that TransformerLens is known to run wrongly.
-    Lens(model)
+    _check_request(model, answer, generate, generation)
     unit, split, groups = _read_sources(sources, language)
     methods = _default_methods(model) if method is None else [_read_method(method)]
     aggregated = _read_aggregation(aggregation, methods)
@@ -553,26 +520,19 @@ def trace(
     if progress is not None:
         check_flags(progress=progress)
     options = {"max_memory": max_memory, "progress": progress}
-    text = read_prompt_text(model, prompt)
     check_whole_number("seed", seed, 0)
+    text = read_prompt_text(model, prompt)
+    alone = read_prompt_alone(model, prompt, text, prepend_bos)
+    notes: list[str] = []
     if generate is None:
-        reading = _read(model, prompt, text, answer, prepend_bos)
+        reading = add_answer(model, alone, text, answer)
         written = read_written(model, reading)
-        notes: list[str] = []
     else:
         count = check_whole_number("generate", generate, 1)
         check_options(model, generation)
-        reading, written, notes = write(model, prompt, text, count, seed, prepend_bos, generation)
-    found_sources = find_sources(
-        unit,
-        reading.prompt_text,
-        reading.written_text,
-        reading.tokens,
-        reading.n_prompt,
-        split,
-        groups,
-        reading.n_source,
-    )
+        reading, written, notes = write(model, alone, text, count, seed, generation)
+    # It raises the errors of sources= before the method runs.
+    found_sources = reading.find_sources(unit, split, groups)
     found, reasons = _first_that_runs(model, reading, methods, aggregated, options)
     explainer, whole = found
     notes += [f"trace: a better method cannot run: {reason}" for reason in reasons]
@@ -601,6 +561,36 @@ def trace(
             "state": read_state(lens),
         },
     )
+
+
+def _check_request(
+    model: TransformerLensModel, answer: Any, generate: int | None, generation: Mapping[str, Any]
+) -> None:
+    """Check that there is one text to explain, and that the model is one that writes text.
+
+    Raises:
+        TypeError: If there are options of a generation, but nothing is generated.
+        ValueError: If there is neither an answer nor a generation, or both.
+        UnsupportedModelError: If the model does not write text, has no weights, or is known to run wrongly.
+    """
+    if (answer is None) == (generate is None):
+        raise ValueError(
+            "answer, generate: expected one of the two, got both"
+            if answer is not None
+            else "answer, generate: expected what was written, or how many tokens to write, got neither"
+        )
+    if answer is not None and generation:
+        raise TypeError(
+            f"trace: expected options of generate= only with it, got {sorted(generation)}; options of "
+            "lm.run are prepend_bos, max_memory and progress"
+        )
+    model_class = model_class_of(model)
+    if not (is_causal_model(model, model_class) or is_encoder_decoder(model, model_class)):
+        raise UnsupportedModelError(
+            "trace: expected a causal model or an encoder-decoder, which write text, got an encoder"
+        )
+    # It raises an error for models without weights, or that TransformerLens is known to run wrongly.
+    Lens(model)
 
 
 def _read_sources(sources: Any, language: str) -> tuple[str, Splitter, Any]:
@@ -666,15 +656,6 @@ def _read_aggregation(
             f"{aggregation!r}; it combines the layers of a layer map, such as method='attention'"
         )
     return find_aggregation(aggregation)
-
-
-def _read(
-    model: TransformerLensModel, prompt: Any, text: PromptText | None, answer: Any, prepend_bos: bool | None
-) -> Reading:
-    """Return the prompt and what was written after it."""
-    if is_encoder_decoder(model, model_class_of(model)):
-        return read_encoder_decoder(model, prompt if text is None else text.text, text, answer)
-    return read_causal(model, read_prompt_alone(model, prompt, text, prepend_bos), text, answer)
 
 
 def _first_that_runs(

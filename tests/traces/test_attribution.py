@@ -435,13 +435,14 @@ def test_wrong_arguments(options, error, message):
 
 
 def test_many_passes_are_announced():
-    long = torch.arange(3, 40) % 40 + 3
-    given = {"answer": torch.tensor([9, 10]), "sources": "token", "method": "occlusion"}
-    with pytest.warns(UserWarning, match=r"occlusion takes about \d+ forward passes"):
+    long = torch.arange(3, 15)
+    method = lm.InputGradients(score="integrated", n_steps=20)
+    given = {"answer": torch.tensor([9, 10]), "sources": "token", "method": method}
+    with pytest.warns(UserWarning, match=r"input_gradients takes about \d+ forward passes"):
         t = lm.trace(model_of(), long, **given)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert t.steps.scores.shape == (1, 2, 39)
+        assert t.steps.scores.shape == (1, 2, 14)
         silent = lm.trace(model_of(), long, **given, progress=None)
     assert torch.equal(silent[:].scores, t[:].scores)
     with pytest.raises(TypeError, match="progress: expected"):

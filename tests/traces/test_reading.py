@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import lens_mix as lm
-from lens_mix.traces.reading import read_causal, read_prompt_alone, read_prompt_text
+from lens_mix.traces.reading import add_answer, read_prompt_alone, read_prompt_text
 from tests.matrix import build_or_skip
 from tests.tiny_models import bridge, gpt2_like, toy_tokenizer
 from tests.traces.readers import KINDS, PLAIN, reader, tokenizer_of
@@ -33,8 +33,7 @@ def reader_of(kind, has_bos=True):
 
 def read(model, prompt, answer, prepend_bos=None):
     text = read_prompt_text(model, prompt)
-    tokens = read_prompt_alone(model, prompt, text, prepend_bos)
-    return read_causal(model, tokens, text, answer)
+    return add_answer(model, read_prompt_alone(model, prompt, text, prepend_bos), text, answer)
 
 
 def is_subsequence(part, whole):

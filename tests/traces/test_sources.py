@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies
 
 import lens_mix as lm
-from lens_mix.traces.sources import find_sources, label_positions, split_sentences
+from lens_mix.traces.sources import label_positions, split_sentences
 from tests.traces.readers import KINDS, PLAIN, WITH_DEFAULT, reader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -308,7 +308,5 @@ def test_labels_and_sources_are_of_one_mind():
     labels = label_positions(reading.prompt_text, t.tokens, t.n_prompt)
     for source in t.sources("document"):
         assert {labels[position] for position in source.positions} == {(source.kind, source.name)}
-    again = find_sources(
-        "document", reading.prompt_text, reading.written_text, t.tokens, t.n_prompt, split_sentences()
-    )
+    again = reading.find_sources("document", split_sentences())
     assert again == t.sources("document")
