@@ -213,6 +213,16 @@ def cases(*, cross: bool = False, refused: bool = True) -> list[Case]:
     return [case for case in every_case(cross=cross) if case.exists and (refused or case.refusal is None)]
 
 
+def causal_cases() -> list[Case]:
+    """Return the models here that are causal decoders of one stack, with one norm before each branch."""
+    return [
+        case
+        for case in cases(refused=False)
+        if case.part is None and not case.is_a("post-norm")
+        if case.label != "HookedTransformer bidirectional"
+    ]
+
+
 def case_of(label: str) -> Case:
     """Return the model of the matrix with this label, whether or not it exists here."""
     return next(case for case in every_case(cross=True) if case.label == label)

@@ -13,7 +13,7 @@ from lens_mix.removal import each_group
 from lens_mix.session import Session
 from tests import tiny_models
 from tests.hugging_face_oracle import Reference, edited_values
-from tests.matrix import build_or_skip, cases, prompt_of
+from tests.matrix import build_or_skip, cases, causal_cases, prompt_of
 from tests.tiny_models import bridge, hooked_transformer, wrapped_model
 
 LOGIT = lm.targets.logit(7)
@@ -196,16 +196,7 @@ def test_removals_are_those_of_the_hugging_face_model(name):
         assert zeroed[index] == pytest.approx(expected, abs=1e-6)
 
 
-CAUSAL = [
-    case
-    for case in cases(refused=False)
-    if case.part is None and not case.wrong_logits and not case.is_a("post-norm")
-    # This one is not causal.
-    if case.label != "HookedTransformer bidirectional"
-]
-
-
-@pytest.mark.parametrize("case", CAUSAL, ids=lambda case: case.label)
+@pytest.mark.parametrize("case", causal_cases(), ids=lambda case: case.label)
 def test_dropping_is_the_pass_of_the_shorter_prompt(case):
     """Also where attention is local or biased by distance. The prompt is longer than the windows."""
     model = case.build()

@@ -20,7 +20,7 @@ from lens_mix.evaluation import (
     top_k_drop,
 )
 from tests import tiny_models
-from tests.matrix import build_or_skip, cases
+from tests.matrix import build_or_skip, causal_cases
 from tests.tiny_models import bridge, llama_like, wrapped_model
 
 PROMPT_LENGTH = 10
@@ -47,16 +47,7 @@ def positions_of(kept, sources=None) -> list[int]:
     return [each for group, is_kept in zip(groups, kept, strict=True) if not is_kept for each in group]
 
 
-CAUSAL = [
-    case
-    for case in cases(refused=False)
-    if case.part is None and not case.wrong_logits and not case.is_a("post-norm")
-    # This one is not causal.
-    if case.label != "HookedTransformer bidirectional"
-]
-
-
-@pytest.mark.parametrize("case", CAUSAL, ids=lambda case: case.label)
+@pytest.mark.parametrize("case", causal_cases(), ids=lambda case: case.label)
 def test_ablations_are_passes_of_shorter_prompts(case):
     model = case.build()
     prompt = tiny_models.tokens(model, 1, 10)[0]
