@@ -191,7 +191,7 @@ def _trace_text(
         ),
     ] = None,
     question: Annotated[str, _option("The question about the documents.", "TEXT")] = "",
-    instruction: Annotated[str, _option("What the model is told before the documents.", "TEXT")] = "",
+    instruction: Annotated[str, _option("The instruction to the model, before the documents.", "TEXT")] = "",
     answer: Annotated[
         str | None,
         _option(

@@ -17,7 +17,7 @@ from benchmarks.input_map.importance import load
 from benchmarks.traces.gold import Record, log_p_without, records, store
 from benchmarks.traces.scores import TOP_SENTENCES, best_sentences, strongest
 
-# Rows with this beginning are inputs of learned maps and no maps.
+# Rows with this beginning are inputs of learned maps, and not maps.
 FEATURES = "features: "
 # Maps without negative scores give every token something, so long sentences have large sums. These are also
 # scored above the prompt's median, a variant that was found on the half to choose on.

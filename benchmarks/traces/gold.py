@@ -34,7 +34,7 @@ from benchmarks.input_map.importance import load
 from benchmarks.traces.prompts import TracePrompt, make, make_long
 
 MASKS = 20
-# An effect below this many nats is no answer to the question where the text came from.
+# An effect below this many nats does not show where the text came from.
 LEAST_EFFECT = 1.0
 REMOVED_BY_FAMILY = ("variables", "conflict", "injection", "statement")
 
@@ -149,7 +149,7 @@ def find_deciding(tokenizer: Any, prompt: TracePrompt, gold: Sequence[int], n_fi
 
 @torch.no_grad()
 def write(model: Any, tokenizer: Any, tokens: Int[Tensor, " prompt"], prompt: TracePrompt) -> Tensor | None:
-    """Return the tokens that the model writes by greedy decoding; None if they are no right answer."""
+    """Return the tokens that the model writes by greedy decoding; None if the answer is wrong."""
     ends = {token for token in (tokenizer.eos_token_id,) if token is not None}
     cache, step, written = DynamicCache(), tokens, []
     limit = prompt.n_written

@@ -24,7 +24,7 @@ class Piece:
 
     Attributes:
         text: The text, with its leading space or newline.
-        document: The number of the document or passage, from 0. None: the piece is no source (instruction,
+        document: The number of the document or passage, from 0. None: the piece is not a source (instruction,
             example, question).
         is_gold: Whether the sentence has the answer. In a conflict two sentences have one.
     """
@@ -45,7 +45,7 @@ class TracePrompt:
         pieces: The text in pieces.
         answers: The right answers, each with its leading space. Empty: whatever the model writes.
         values: The strings that decide, each as it is written in a gold sentence.
-        n_written: How many tokens the model writes if there are no right answers.
+        n_written: The number of tokens that the model writes if any answer is right.
     """
 
     half: str

@@ -2,7 +2,7 @@
 
 A row has one score per prompt token. The score of a sentence is the sum over its tokens. Sources are the
 sentences of documents; in a conflict they are the passages. Instructions, examples, questions and the model's
-first token are no sources, but they compete in the measures of single tokens (the first token does not).
+first token are not sources, but they compete in the measures of single tokens (the first token does not).
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Documents:
     Attributes:
         documents: The text of each document by its name, which the prompt contains as a headline.
         question: The question, which follows the documents.
-        instruction: What the model is told before the documents.
+        instruction: The instruction to the model, before the documents.
 
     Raises:
         TypeError: If a name or a text is not a string.

@@ -52,7 +52,7 @@ def test_what_is_written_is_the_loop_of_plain_passes(case):
     try:
         t = lm.trace(model, tokens, generate=6, sources="token", method="attention")
     except lm.UnsupportedModelError as problem:
-        # These releases do not write without a tokenizer, or a bidirectional model is no causal one.
+        # These releases do not write without a tokenizer, or the model is bidirectional.
         assert "needs a tokenizer" in str(problem) or "got an encoder" in str(problem), problem
         return
     except ValueError as problem:

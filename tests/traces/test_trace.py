@@ -124,7 +124,7 @@ def test_a_source_is_removed_by_deleting_its_tokens(given):
     t = trace_or_skip(given)
     clean = given.log_probabilities(given.prompt)
     found = {each.source.positions[0]: each.loss for each in t[1:].verify(99)}
-    # The start of a decoder is no source.
+    # The start of a decoder is not a source.
     assert sorted(found) == list(range(len(given.prompt)))
     for position, loss in found.items():
         rest = torch.cat([given.prompt[:position], given.prompt[position + 1 :]])
