@@ -34,8 +34,9 @@ from lens_mix.traces.reading import Reading
 _OF_ONE_POSITION = (AttributionPatching, ContextLength)
 # As many tokens as this run at once if each row has a pass of its own.
 _TOKENS_AT_ONCE = 1024
-# As many rows are read from one clean pass if the method reads its autograd graph; then the bar moves.
-_ROWS_OF_A_GRAPH = 32
+# As many rows are read from one clean pass if the method reads its autograd graph. With more, the bar would
+# hardly move; with fewer, more time would go into clean passes.
+_ROWS_OF_A_GRAPH = 8
 # Log probabilities of one model in two passes of different shapes differ by less, in nats.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 _ROUNDING_OF_HALF = 0.25
@@ -149,23 +150,25 @@ class Explainer:
         rows = [self.reading.row(each) for each in range(self.reading.n_written)]
         if not hasattr(self.method, "target"):
             return self._select(self._run(self.method, rows), rows)
-        # The bar over the tokens is shown instead of a warning or a bar of each run.
-        quiet = dataclasses.replace(self, options={**self.options, "progress": None})
-        if self.method.scope != "model":
-            each = [quiet.explain_span(index, index + 1) for index in self._bar(range(len(rows)))]
-            return torch.stack(each)
         reads_graph = self.method.clean_rules(()) is not None and not self.reading.n_source
         size = _ROWS_OF_A_GRAPH if reads_graph else max(1, _TOKENS_AT_ONCE // len(self.reading.tokens))
-        chunks = [rows[index : index + size] for index in range(0, len(rows), size)]
+        size = size if self.method.scope == "model" else 1
+        # The bar over the tokens is shown instead of a warning or a bar of each run.
+        quiet = dataclasses.replace(self, options={**self.options, "progress": None})
         found = []
-        for chunk in self._bar(chunks):
-            mapped = quiet._run(self._with_target(targets.next_token(chunk[-1])), chunk)
-            found.append(self._select(mapped, chunk))
+        with tqdm(total=len(rows), desc=f"{self.name}, written tokens", delay=2, leave=False) as bar:
+            for start in range(0, len(rows), size):
+                found.append(quiet._explain_rows(start, rows[start : start + size]))
+                bar.update(len(found[-1]))
         return torch.cat(found)
 
-    def _bar(self, work: Any) -> Any:
-        """Return an iterator over work that shows a bar with the expected time after two seconds."""
-        return tqdm(work, desc=f"{self.name}, each written token", delay=2, leave=False)
+    def _explain_rows(self, start: int, rows: list[int]) -> Float[Tensor, "row key"]:
+        """Return the scores of neighbouring written tokens, the first of which is token `start`."""
+        if self.method.scope != "model":
+            return torch.stack(
+                [self.explain_span(start + each, start + each + 1) for each in range(len(rows))]
+            )
+        return self._select(self._run(self._with_target(targets.next_token(rows[-1])), rows), rows)
 
     def _with_target(self, target: targets.Target) -> Method:
         return dataclasses.replace(self.method, target=target)  # type: ignore[call-arg]
