@@ -226,7 +226,6 @@ def rounding_of(lens: Lens) -> float:
     return _ROUNDING.get(lens.dtype, _ROUNDING_OF_HALF)
 
 
-@torch.no_grad()
 def read_written(model: TransformerLensModel, reading: Reading, prompt: Prompt | None = None) -> Written:
     """Return the log probabilities and the predictions of the written tokens, from one forward pass.
 
@@ -240,17 +239,19 @@ def read_written(model: TransformerLensModel, reading: Reading, prompt: Prompt |
     written = reading.ids[reading.n_prompt :]
     first = len(own) - len(written) - 1
     rows = torch.arange(first, first + len(written), device="cpu")[None]
+    name = functools.partial(name_token, getattr(model, "tokenizer", None))
     with LibraryErrors(model):
         lens = Lens(model, reading.part)
         batch = pad([prompt], pad_token(lens.model), "right")
-        with lens.evaluation_mode(), unembedding_at(lens.model, rows) as narrowed:
-            output = lens.forward(batch)
-    logits = output if torch.is_tensor(output) else output.logits
-    logits = logits[0] if narrowed else row_at(logits, rows)[0]
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    numbers = wide.gather(-1, written.to(wide.device)[:, None])[:, 0] - wide.logsumexp(-1)
-    name = functools.partial(name_token, getattr(model, "tokenizer", None))
-    predictions = read_predictions(logits, name)
+        # Gradients are off in this mode. After torch's own `no_grad`, a signal could leave them off.
+        with lens.evaluation_mode():
+            with unembedding_at(lens.model, rows) as narrowed:
+                output = lens.forward(batch)
+            logits = output if torch.is_tensor(output) else output.logits
+            logits = logits[0] if narrowed else row_at(logits, rows)[0]
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            numbers = wide.gather(-1, written.to(wide.device)[:, None])[:, 0] - wide.logsumexp(-1)
+            predictions = read_predictions(logits, name)
     explained = [
         entry._replace(target=f"log probability of {name(int(token))!r}", value=float(number))
         for entry, token, number in zip(predictions, written, numbers.tolist(), strict=True)

@@ -22,6 +22,7 @@ from lens_mix.arguments import (
     describe_value,
 )
 from lens_mix.evaluation.candidates import Aggregation
+from lens_mix.lens.changes import Changes
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.model_names import strip_path
@@ -521,46 +522,48 @@ def trace(
         check_flags(progress=progress)
     options = {"max_memory": max_memory, "progress": progress}
     check_whole_number("seed", seed, 0)
-    text = read_prompt_text(model, prompt)
-    alone = read_prompt_alone(model, prompt, text, prepend_bos)
-    notes: list[str] = []
-    if generate is None:
-        reading = add_answer(model, alone, text, answer)
-        written = read_written(model, reading)
-    else:
-        count = check_whole_number("generate", generate, 1)
-        check_options(model, generation)
-        reading, written, notes = write(model, alone, text, count, seed, generation)
-    # It raises the errors of sources= before the method runs.
-    found_sources = reading.find_sources(unit, split, groups)
-    found, reasons = _first_that_runs(model, reading, methods, aggregated, options)
-    explainer, whole = found
-    notes += [f"trace: a better method cannot run: {reason}" for reason in reasons]
-    lens = Lens(model, reading.part)
-    record = {"generate": generate, "seed": seed, **generation} if generate is not None else {}
-    return Trace(
-        reading=reading,
-        unit=unit,
-        log_probabilities=written.log_probabilities,
-        explained=written.explained,
-        method_name=explainer.name,
-        parameters=explainer.parameters,
-        provenance={
-            **of_run(lens, prepend_bos),
-            "model": strip_path(model_name(model)),
-            **({"generation": record} if record else {}),
-        },
-        notes=tuple(dict.fromkeys((*notes, *reading.prompt.notes, *explainer.notes))),
-        model=model,
-        _explainer=explainer,
-        _split=split,
-        _groups=groups,
-        _computed={
-            (0, reading.n_written): whole,
-            ("sources", unit): found_sources,
-            "state": read_state(lens),
-        },
-    )
+    # An exception of a signal handler is then not taken for an error of the prompt or of the model.
+    with Changes([]):
+        text = read_prompt_text(model, prompt)
+        alone = read_prompt_alone(model, prompt, text, prepend_bos)
+        notes: list[str] = []
+        if generate is None:
+            reading = add_answer(model, alone, text, answer)
+            written = read_written(model, reading)
+        else:
+            count = check_whole_number("generate", generate, 1)
+            check_options(model, generation)
+            reading, written, notes = write(model, alone, text, count, seed, generation)
+        # It raises the errors of sources= before the method runs.
+        found_sources = reading.find_sources(unit, split, groups)
+        found, reasons = _first_that_runs(model, reading, methods, aggregated, options)
+        explainer, whole = found
+        notes += [f"trace: a better method cannot run: {reason}" for reason in reasons]
+        lens = Lens(model, reading.part)
+        record = {"generate": generate, "seed": seed, **generation} if generate is not None else {}
+        return Trace(
+            reading=reading,
+            unit=unit,
+            log_probabilities=written.log_probabilities,
+            explained=written.explained,
+            method_name=explainer.name,
+            parameters=explainer.parameters,
+            provenance={
+                **of_run(lens, prepend_bos),
+                "model": strip_path(model_name(model)),
+                **({"generation": record} if record else {}),
+            },
+            notes=tuple(dict.fromkeys((*notes, *reading.prompt.notes, *explainer.notes))),
+            model=model,
+            _explainer=explainer,
+            _split=split,
+            _groups=groups,
+            _computed={
+                (0, reading.n_written): whole,
+                ("sources", unit): found_sources,
+                "state": read_state(lens),
+            },
+        )
 
 
 def _check_request(
