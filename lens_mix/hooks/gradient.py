@@ -198,14 +198,16 @@ def _compute_pattern_gradient(
     # The softmax of log P / T is P to the power 1/T, divided by its sum. The power 1/2 is a fast square root.
     powers = weights.pow(1 / temperature)
     sums = powers.sum(-1, keepdim=True) + to_no_key.pow(1 / temperature)
-    tempered = powers / torch.where(sums > 0, sums, 1)
-    weighted_sum = (tempered * gradient_of_weights).sum(-1, keepdim=True)
-    gradient_of_scores = tempered * (gradient_of_weights - weighted_sum)
-    changed = torch.where(weights > 0, gradient_of_scores / weights, 0)
-    # With a sink the gradients of a row do not sum to 0. The softmax subtracts this sum, so it is added here.
-    total = gradient_of_scores.sum(-1, keepdim=True)
-    changed = changed + torch.where(to_no_key > 0, total / to_no_key, 0)
-    return (factor * changed).to(gradient.dtype)
+    sums = torch.where(sums > 0, sums, 1)
+    weighted_sum = torch.linalg.vecdot(powers, gradient_of_weights)[..., None] / sums
+    # g' is P_T / P ⊙ (g − Σ P_T g). It is computed in place, because a pattern has many entries.
+    changed = powers.div_(weights).nan_to_num_(nan=0, posinf=0).mul_(factor / sums)
+    changed.mul_(gradient_of_weights - weighted_sum)
+    if bool(to_no_key.any()):
+        # With a sink the gradients of a row do not sum to 0. The softmax subtracts this sum, so it is added.
+        total = (changed * weights).sum(-1, keepdim=True)
+        changed += torch.where(to_no_key > 0, total / to_no_key, 0)
+    return changed.to(gradient.dtype)
 
 
 def _compute_activation_ratio(
