@@ -364,7 +364,7 @@ class Session:
     def _make_graph(self, batch: Batch, verification: Verification) -> AutogradGraph | None:
         """Return the autograd graph that the clean pass is to record, or None if it is not needed.
 
-        The graph keeps the activations of all blocks in memory, so it is recorded for a single prompt only.
+        The graph may keep the activations of all blocks in memory, so it is for a single prompt only.
         """
         anatomies = list(verification.anatomy.values())
         rules = next(filter(None, (method.clean_rules(anatomies) for method in self.methods.values())), None)
@@ -372,7 +372,7 @@ class Session:
         # There are no gradients in inference mode, for which the target raises an error with the reason.
         if rules is None or not fits or torch.is_inference_mode_enabled():
             return None
-        return AutogradGraph(self.lens, anatomies, rules)
+        return AutogradGraph(self.lens, anatomies, rules, batch.tokens.shape[1])
 
 
 @dataclasses.dataclass(frozen=True)

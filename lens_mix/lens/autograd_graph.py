@@ -1,10 +1,10 @@
-"""The autograd graph of a pass with changed rules; the clean pass can build it at no further pass."""
+"""The autograd graph of a pass with changed rules, which is that of the clean pass."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -14,8 +14,13 @@ from lens_mix.hooks import record_mixing
 from lens_mix.hooks.mixing import check_mixing
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import BackwardRules, ChangedRules
+from lens_mix.lens.copies import bytes_through_block
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.replay import BlockCall, enter_with, first_tensor, relative_error
+
+# The graph of all blocks is kept up to about this many bytes, because running blocks again takes time.
+_MOST_KEPT = 1 << 29
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,44 +34,67 @@ class Mixing:
 
     def at(self, places: Int[Tensor, " pos"]) -> Mixing:
         """Return some positions of the only prompt, without the batch axis."""
-        rows = (each[0, places] for each in (self.values, self.mixed, self.gradient))
-        return Mixing(self.pattern[0][:, places][..., places], *rows)
+        first, count = int(places[0]), len(places)
+        # Neighbouring positions are a view. A copy of a long prompt's pattern would take much time.
+        chosen = slice(first, first + count) if int(places[-1]) == first + count - 1 else places
+        rows = (each[0, chosen] for each in (self.values, self.mixed, self.gradient))
+        return Mixing(self.pattern[0][:, chosen][..., chosen], *rows)
 
 
 class AutogradGraph:
     """The autograd graph from the first block's input to the last block's output, with changed rules.
 
+    It is kept from the clean pass on. The graph of a long prompt would need much more memory than its forward
+    pass. Then each block is run again in the backward pass, from its input in the clean pass, and at most the
+    graph of one block exists.
+
     Args:
         lens: The lens of the model.
         anatomies: The anatomies of all blocks.
         rules: The rules of the backward pass.
+        positions: The number of positions of the prompt.
 
     Attributes:
         rules: The rules of the backward pass.
+        is_kept: Whether the graph of all blocks is kept.
     """
 
-    def __init__(self, lens: Lens, anatomies: Sequence[BlockAnatomy], rules: BackwardRules) -> None:
+    def __init__(
+        self, lens: Lens, anatomies: Sequence[BlockAnatomy], rules: BackwardRules, positions: int
+    ) -> None:
         self.rules, self._lens = rules, lens
-        self._changed = ChangedRules(lens, anatomies, rules, after=range(1, lens.n_layers + 1), leaf=True)
+        size = lens.n_layers * bytes_through_block(lens, positions)
+        self.is_kept = size <= _MOST_KEPT or _shares_keys(lens)
+        after = range(1, lens.n_layers + 1) if self.is_kept else ()
+        self._changed = ChangedRules(lens, anatomies, rules, after=after, leaf=self.is_kept)
         template = lens.stack.attention_template
         self._recorded: dict[str, Tensor] = {}
         self._recording = [
             record_mixing(layer, self._recorded, attention=template) for layer in lens.stack.attention_layers
         ]
+        self._calls: dict[int, BlockCall] = {}
 
     @property
     def resid_post(self) -> Float[Tensor, "batch pos d_model"] | None:
-        """The last block's output in the autograd graph; None before a pass."""
+        """The last block's output, from which a target is computed; None before a pass."""
         return self._changed.streams.get(self._lens.n_layers)
 
     def built(self) -> contextlib.AbstractContextManager[None]:
         """Return a context whose passes follow the rules; the first pass builds the autograd graph."""
-        return self._changed.applied(self._recording)
+        return self._changed.applied(self._recording if self.is_kept else ())
+
+    def read(self, calls: dict[int, BlockCall]) -> None:
+        """Read the calls of the blocks in the pass, from which blocks are run again."""
+        if not self.is_kept:
+            self._calls = calls
+            last = calls[self._lens.n_layers - 1].resid_post
+            self._changed.streams[self._lens.n_layers] = last.detach().requires_grad_(True)
 
     def release(self) -> None:
         """Free the autograd graph. References in cycles would otherwise keep it after its use."""
         self._recorded.clear()
         self._changed.streams.clear()
+        self._calls = {}
 
     def gradients(
         self, value: Float[Tensor, " 1"], numbers: Sequence[int]
@@ -74,14 +102,19 @@ class AutogradGraph:
         """Return residual streams, and the gradient of a number with respect to each; the graph is kept.
 
         Args:
-            value: The number.
+            value: The number, computed from `resid_post`.
             numbers: After how many blocks each stream is read; 0 for the input of the first block.
 
         Raises:
             ValueError: The number has no gradient.
-            UnsupportedModelError: A changed rule gets no gradient.
+            UnsupportedModelError: A changed rule gets no gradient, or a block that is run again gives another
+                output.
         """
         _require_differentiable(value)
+        if not self.is_kept:
+            found: dict[int, tuple[Tensor, Tensor]] = {}
+            self._run_again(value, lambda layer, *stream: found.update({layer: stream}))
+            return [found[number] for number in numbers]
         streams = [self._changed.streams[number] for number in numbers]
         # The leaf is included, because only its gradient reaches the rules of the first block.
         _, *gradients = torch.autograd.grad(
@@ -90,15 +123,22 @@ class AutogradGraph:
         self._changed.require_gradients()
         return [(stream.detach(), each) for stream, each in zip(streams, gradients, strict=True)]
 
-    def mixing(self, value: Float[Tensor, " 1"]) -> dict[int, Mixing]:
-        """Return every layer's mixing with the gradient of a number; the autograd graph is kept.
+    def read_mixing(self, value: Float[Tensor, " 1"], read: Callable[[Mixing], object]) -> None:
+        """Read every layer's mixing with the gradient of a number; the autograd graph is kept.
+
+        Args:
+            value: The number, computed from `resid_post`.
+            read: A function that is called with the mixing of each layer, from the last layer to the first.
 
         Raises:
             ValueError: The number has no gradient.
-            UnsupportedModelError: A layer or a changed rule gets no gradient, or the mixed values of a layer
-                are not pattern @ values.
+            UnsupportedModelError: A layer or a changed rule gets no gradient, the mixed values of a layer are
+                not pattern @ values, or a block that is run again gives another output.
         """
         _require_differentiable(value)
+        if not self.is_kept:
+            self._run_again(value, lambda layer, *stream: None, read)
+            return
         layers = self._lens.stack.attention_layers
         recorded = {layer: self._recorded_of(layer) for layer in layers}
         mixed = {layer: z for layer, (_, _, z) in recorded.items() if z.requires_grad}
@@ -106,12 +146,54 @@ class AutogradGraph:
         inputs, one = [self._changed.streams[0], *mixed.values()], torch.ones_like(value)
         _, *gradients = torch.autograd.grad(value, inputs, one, allow_unused=True, retain_graph=True)
         gradient_of = dict(zip(mixed, gradients, strict=True))
-        for layer in layers:
-            if gradient_of.get(layer) is None:
-                name = self._lens.stack.hook_name("z", layer)
-                raise UnsupportedModelError(f"hooks: no gradient came back to {name}")
         self._changed.require_gradients()
-        return {layer: _checked(*recorded[layer], gradient) for layer, gradient in gradient_of.items()}
+        for layer in reversed(layers):
+            read(self._checked(layer, *recorded[layer], gradient_of.get(layer)))
+
+    def _run_again(
+        self,
+        value: Tensor,
+        read: Callable[[int, Tensor, Tensor], object],
+        read_mixing: Callable[[Mixing], object] | None = None,
+    ) -> None:
+        """Run the blocks again from the last one to the first, each with its own autograd graph.
+
+        Args:
+            value: The number, computed from `resid_post`.
+            read: A function that is called with a block's number, its input, and the number's gradient with
+                respect to that input.
+            read_mixing: A function that is called with the mixing of each block with attention.
+        """
+        resid_post, one = self._changed.streams[self._lens.n_layers], torch.ones_like(value)
+        (gradient,) = torch.autograd.grad(value, [resid_post], one, retain_graph=True)
+        recording = () if read_mixing is None else self._recording
+        with self._lens.evaluation_mode(gradients=True), self._changed.applied(recording):
+            for layer in reversed(range(self._lens.n_layers)):
+                leaf = self._calls[layer].resid_pre.detach().requires_grad_(True)
+                output = self._output_again(layer, leaf)
+                if read_mixing is None or layer not in self._lens.stack.attention_layers:
+                    (gradient,) = torch.autograd.grad(output, [leaf], gradient)
+                else:
+                    recorded = self._recorded_of(layer)
+                    inputs = [leaf, *[recorded[-1]] * recorded[-1].requires_grad]
+                    gradient, *of_z = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
+                    read_mixing(self._checked(layer, *recorded, of_z[0] if of_z else None))
+                    self._recorded.clear()
+                read(layer, leaf.detach(), gradient)
+        self._changed.require_gradients()
+
+    def _output_again(self, layer: int, leaf: Tensor) -> Tensor:
+        """Run a block again from a leaf and return its output, which is compared with that of the pass."""
+        call, block = self._calls[layer], self._lens.stack.blocks[layer]
+        args, kwargs = enter_with(leaf)(block, call.args, call.kwargs)
+        output = first_tensor(block(*args, **kwargs))
+        error = relative_error(output.detach(), call.resid_post)
+        if not error <= self._lens.tolerance:
+            raise UnsupportedModelError(
+                f"{self._lens.where(layer)}: run again for its gradient, the block should give its own "
+                f"output (relative error <= {self._lens.tolerance:.0e}); got a relative error of {error:.1e}"
+            )
+        return output
 
     def _recorded_of(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the pattern, the values and z of one layer."""
@@ -123,6 +205,30 @@ class AutogradGraph:
             )
         return self._recorded[pattern], self._recorded[value], self._recorded[z]
 
+    def _checked(
+        self, layer: int, pattern: Tensor, values: Tensor, mixed: Tensor, gradient: Tensor | None
+    ) -> Mixing:
+        """Return the mixing of one layer.
+
+        Raises:
+            UnsupportedModelError: It gets no gradient, or the mixed values are not pattern @ values.
+        """
+        if gradient is None:
+            name = self._lens.stack.hook_name("z", layer)
+            raise UnsupportedModelError(f"hooks: no gradient came back to {name}")
+        pattern, values, mixed = pattern.detach(), values.detach(), mixed.detach()
+        try:
+            check_mixing("gradients with respect to mixed values", mixed, pattern, values)
+        except RuntimeError as problem:
+            raise UnsupportedModelError(str(problem)) from problem
+        return Mixing(pattern, values, mixed, gradient)
+
+
+def _shares_keys(lens: Lens) -> bool:
+    """Return whether a block reads keys of an earlier one, so that gradients pass between them elsewhere."""
+    configs = {id(config): config for module in lens.modules if (config := vars(module).get("config"))}
+    return any(getattr(config, "num_kv_shared_layers", 0) for config in configs.values())
+
 
 def _require_differentiable(value: Tensor) -> None:
     if not value.requires_grad:
@@ -130,12 +236,3 @@ def _require_differentiable(value: Tensor) -> None:
             "target: expected a differentiable function of the output, got a value without a gradient "
             "(a detach, an argmax or a no_grad inside?)"
         )
-
-
-def _checked(pattern: Tensor, values: Tensor, mixed: Tensor, gradient: Tensor) -> Mixing:
-    pattern, values, mixed = pattern.detach(), values.detach(), mixed.detach()
-    try:
-        check_mixing("gradients with respect to mixed values", mixed, pattern, values)
-    except RuntimeError as problem:
-        raise UnsupportedModelError(str(problem)) from problem
-    return Mixing(pattern, values, mixed, gradient)

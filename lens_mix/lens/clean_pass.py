@@ -200,6 +200,8 @@ def clean_pass(
     # Recorded tensors are detached even if the pass builds an autograd graph.
     recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
     _require_complete(clean, required, layers, last)
+    if graph is not None:
+        graph.read(clean.calls)
     return clean
 
 

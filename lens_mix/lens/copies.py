@@ -26,14 +26,8 @@ def count_copies(
     Raises:
         ValueError: If not even one copy fits in `max_memory`.
     """
-    cfg = lens.model.cfg
-    size = torch.finfo(lens.dtype).bits // 8
-    d_mlp = int(getattr(cfg, "d_mlp", None) or 4 * cfg.d_model)
-    experts = int(getattr(cfg, "experts_per_token", None) or 1)
-    per_position = 12 * cfg.d_model + 6 * lens.n_heads * cfg.d_head + 4 * d_mlp * experts
-    # Scores, masked scores, their float32 softmax and the pattern are in memory at the same time.
-    attention = lens.n_heads * positions**2 * (3 * size + 8)
-    through_one: int = positions * per_position * size + attention
+    cfg, size = lens.model.cfg, torch.finfo(lens.dtype).bits // 8
+    through_one = bytes_through_block(lens, positions)
     bytes_per_copy = blocks * through_one
     bytes_per_copy += 3 * logits * int(getattr(cfg, "d_vocab", 0) or 0) * size
     max_positions = 2048 if lens.device.type == "cpu" else 65536
@@ -48,3 +42,16 @@ def count_copies(
             f"({positions} positions through {blocks} block(s)), got {max_memory}"
         )
     return min(copies, math.floor(max_memory / bytes_per_copy))
+
+
+def bytes_through_block(lens: Lens, positions: int) -> int:
+    """Return about how many bytes of temporary tensors one prompt needs to pass through one block."""
+    cfg = lens.model.cfg
+    size = torch.finfo(lens.dtype).bits // 8
+    d_mlp = int(getattr(cfg, "d_mlp", None) or 4 * cfg.d_model)
+    experts = int(getattr(cfg, "experts_per_token", None) or 1)
+    per_position = 12 * cfg.d_model + 6 * lens.n_heads * cfg.d_head + 4 * d_mlp * experts
+    # Scores, masked scores, their float32 softmax and the pattern are in memory at the same time.
+    attention = lens.n_heads * positions**2 * (3 * size + 8)
+    through_one: int = positions * per_position * size + attention
+    return through_one

@@ -273,9 +273,13 @@ class AttributionPatching(RowTargetMethod):
     ) -> Float[Tensor, " pos"]:
         """Return the estimated scores of one row, at the positions of its tokens in the padded batch."""
         last = len(places) - 1
-        layers = graph.mixing(beside.bound.value_in(graph, beside.rows[0]))
-        mixing = {layer: whole.at(places) for layer, whole in layers.items()}
-        effects = torch.stack([hidden_effects(each) for each in mixing.values()]).sum(0).tril(-1)
+        wide = torch.promote_types(beside.bound.clean.dtype, torch.float32)
+        effects = torch.zeros(len(places), len(places), dtype=wide, device=places.device)
+
+        def add(whole: Mixing) -> None:
+            effects.add_(hidden_effects(whole.at(places)).to(wide).tril_(-1))
+
+        graph.read_mixing(beside.bound.value_in(graph, beside.rows[0]), add)
         between, direct = effects[:-1].square().sum(0).sqrt(), effects[-1].abs()
         if self.paths != "between":
             strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()
@@ -327,7 +331,8 @@ def _make_graph(first: Block, prompt: int, rules: Rules) -> AutogradGraph:
     graph = first.clean.graph
     if graph is not None and graph.rules == rules and graph.resid_post is not None:
         return graph
-    graph = AutogradGraph(first.clean.lens, list(first.verification.anatomy.values()), rules)
+    anatomies, positions = list(first.verification.anatomy.values()), first.batch.tokens.shape[1]
+    graph = AutogradGraph(first.clean.lens, anatomies, rules, positions)
     alone = first.batch.select(torch.tensor([prompt], device=first.tokens.device, dtype=torch.long))
     clean_pass(first.clean.lens, alone, watched=(), graph=graph)
     return graph
@@ -344,17 +349,29 @@ def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:
     wide = torch.promote_types(mixing.mixed.dtype, torch.float32)
     pattern, values, gradient = (each.to(wide) for each in (mixing.pattern, mixing.values, mixing.gradient))
     values = values.repeat_interleave(pattern.shape[0] // values.shape[1], dim=1)
-    attributions = pattern * einsum(gradient, values, "query head d_head, key head d_head -> head query key")
-    # 1 - p loses all digits if one key has nearly all of the weight, so the other keys are summed instead.
-    left = (_sum_others(pattern) + sink(mixing.pattern)).clamp_min(torch.finfo(attributions.dtype).tiny)
-    return (_sum_others(attributions) / left - attributions.sum(-1, keepdim=True)).sum(0)
+    axes = "query head d_head, key head d_head -> head query key"
+    attributions = einsum(gradient, values, axes).mul_(pattern)
+    strongest = pattern.argmax(-1, keepdim=True)
+    left = _sum_others(pattern, strongest).add_(sink(mixing.pattern))
+    left.clamp_min_(torch.finfo(attributions.dtype).tiny)
+    changes = _sum_others(attributions, strongest).div_(left).sub_(attributions.sum(-1, keepdim=True))
+    return changes.sum(0)
 
 
-def _sum_others(x: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
-    """Return, for every key, the sum over all other keys."""
-    before = torch.nn.functional.pad(x.cumsum(-1)[..., :-1], (1, 0))
-    after = torch.nn.functional.pad(x.flip(-1).cumsum(-1)[..., :-1], (1, 0)).flip(-1)
-    return before + after
+def _sum_others(
+    x: Float[Tensor, "head query key"], strongest: Int[Tensor, "head query 1"]
+) -> Float[Tensor, "head query key"]:
+    """Return, for every key, the sum over all other keys.
+
+    It is the sum of all less the key's own. For the key with the largest weight, which may be nearly all of
+    the row, that would lose all digits, so there the others are summed.
+
+    Args:
+        x: What is summed.
+        strongest: The key with the largest weight in each row.
+    """
+    rest = x.scatter(-1, strongest, 0).sum(-1, keepdim=True)
+    return (x.sum(-1, keepdim=True) - x).scatter_(-1, strongest, rest)
 
 
 def hidden_key_effects(

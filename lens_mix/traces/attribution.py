@@ -7,9 +7,10 @@ import functools
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
+from typing_extensions import override
 
 from lens_mix import targets
 from lens_mix.arguments import check_instance, describe_value
@@ -98,6 +99,22 @@ def find_aggregation(aggregation: str | Aggregation | None) -> tuple[str, Aggreg
 
 
 @dataclasses.dataclass(frozen=True)
+class _SpanRead(targets._Span):
+    """A span that keeps the logits from which its clean value is computed.
+
+    What the pass gives to each token of the span then needs no pass of its own.
+    """
+
+    logits: list[Tensor] = dataclasses.field(default_factory=list, repr=False, compare=False)
+
+    @override
+    def of_prompt(self, context: targets.Context) -> targets.TargetFunction:
+        rows, output = self.rows_read(context.tokens), context.output[0]
+        self.logits[:] = [output if len(output) == len(rows) else output[rows.start : rows.stop]]
+        return super().of_prompt(context)
+
+
+@dataclasses.dataclass(frozen=True)
 class Explainer:
     """A method, with the aggregation of its layer maps, that explains what was written after a prompt.
 
@@ -127,11 +144,24 @@ class Explainer:
         """Return the name of the method, and that of the aggregation if there is one."""
         return self.method.name if self.aggregation is None else f"{self.method.name}, {self.aggregation[0]}"
 
-    def explain_span(self, start: int, stop: int) -> Float[Tensor, " key"]:
+    def explain_all(self) -> tuple[Float[Tensor, " key"], Float[Tensor, "written d_vocab"] | None]:
+        """Return the scores of everything that was written, and the logits of its tokens if they are read."""
+        logits: list[Tensor] = []
+        scores = self.explain_span(0, self.reading.n_written, logits)
+        return scores, logits[0] if logits else None
+
+    def explain_span(
+        self, start: int, stop: int, logits: list[Tensor] | None = None
+    ) -> Float[Tensor, " key"]:
         """Return the scores of a written span, from token `start` to before `stop`, for all tokens before it.
 
         A method with a target explains the log probability of the whole span. For other methods the rows that
         predict the span's tokens are summed.
+
+        Args:
+            start: The index of its first token among the written tokens.
+            stop: The index after its last token.
+            logits: A list that gets the logits of the span's tokens, if a target reads them.
         """
         first = self.reading.n_prompt - self.reading.n_source
         rows = [self.reading.row(each) for each in range(start, stop)]
@@ -139,7 +169,8 @@ class Explainer:
             return self._sum_rows(self._run(self.method, rows), rows)
         if isinstance(self.method, _OF_ONE_POSITION):
             return self._sum_rows(self._run(self._with_target(targets.next_token(rows[-1])), rows), rows)
-        method = self._with_target(targets.span(first + start, first + stop))
+        target = _SpanRead(first + start, first + stop, [] if logits is None else logits)
+        method = self._with_target(target)
         if self.method.scope == "model":
             # A removed token of the span or after it changes the span by rounding only.
             return self._pad(self._run(method, [-1]).scores[-1, 0, : self.reading.n_prompt + stop - 1])
@@ -239,7 +270,6 @@ def read_written(model: TransformerLensModel, reading: Reading, prompt: Prompt |
     written = reading.ids[reading.n_prompt :]
     first = len(own) - len(written) - 1
     rows = torch.arange(first, first + len(written), device="cpu")[None]
-    name = functools.partial(name_token, getattr(model, "tokenizer", None))
     with LibraryErrors(model):
         lens = Lens(model, reading.part)
         batch = pad([prompt], pad_token(lens.model), "right")
@@ -248,12 +278,26 @@ def read_written(model: TransformerLensModel, reading: Reading, prompt: Prompt |
             with unembedding_at(lens.model, rows) as narrowed:
                 output = lens.forward(batch)
             logits = output if torch.is_tensor(output) else output.logits
-            logits = logits[0] if narrowed else row_at(logits, rows)[0]
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            numbers = wide.gather(-1, written.to(wide.device)[:, None])[:, 0] - wide.logsumexp(-1)
-            predictions = read_predictions(logits, name)
+            return describe_written(model, written, logits[0] if narrowed else row_at(logits, rows)[0])
+
+
+def describe_written(
+    model: TransformerLensModel, written: Int[Tensor, " written"], logits: Float[Tensor, "written d_vocab"]
+) -> Written:
+    """Return the log probabilities and the predictions of written tokens.
+
+    Args:
+        model: The model, for its tokenizer.
+        written: The tokens.
+        logits: The logits that predict each of them, without an autograd graph.
+    """
+    name = functools.partial(name_token, getattr(model, "tokenizer", None))
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    numbers = wide.gather(-1, written.to(wide.device)[:, None])[:, 0] - wide.logsumexp(-1)
     explained = [
         entry._replace(target=f"log probability of {name(int(token))!r}", value=float(number))
-        for entry, token, number in zip(predictions, written, numbers.tolist(), strict=True)
+        for entry, token, number in zip(
+            read_predictions(logits, name), written, numbers.tolist(), strict=True
+        )
     ]
     return Written(numbers.cpu(), tuple(explained))

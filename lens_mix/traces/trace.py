@@ -36,7 +36,13 @@ from lens_mix.methods.alti_logit import AltiLogit
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.input_gradients import InputGradients
 from lens_mix.runner import MethodLike, read_methods
-from lens_mix.traces.attribution import Explainer, find_aggregation, read_written, rounding_of
+from lens_mix.traces.attribution import (
+    Explainer,
+    describe_written,
+    find_aggregation,
+    read_written,
+    rounding_of,
+)
 from lens_mix.traces.generation import check_options, write
 from lens_mix.traces.paths import normalize, sum_paths
 from lens_mix.traces.reading import Reading, add_answer, read_prompt_alone, read_prompt_text
@@ -527,17 +533,20 @@ def trace(
         text = read_prompt_text(model, prompt)
         alone = read_prompt_alone(model, prompt, text, prepend_bos)
         notes: list[str] = []
+        written = None
         if generate is None:
             reading = add_answer(model, alone, text, answer)
-            written = read_written(model, reading)
         else:
             count = check_whole_number("generate", generate, 1)
             check_options(model, generation)
             reading, written, notes = write(model, alone, text, count, seed, generation)
         # It raises the errors of sources= before the method runs.
         found_sources = reading.find_sources(unit, split, groups)
-        found, reasons = _first_that_runs(model, reading, methods, aggregated, options)
-        explainer, whole = found
+        explainer, (whole, logits), reasons = _first_that_runs(model, reading, methods, aggregated, options)
+        if written is None and logits is not None:
+            written = describe_written(model, reading.ids[reading.n_prompt :], logits)
+        elif written is None:
+            written = read_written(model, reading)
         notes += [f"trace: a better method cannot run: {reason}" for reason in reasons]
         lens = Lens(model, reading.part)
         record = {"generate": generate, "seed": seed, **generation} if generate is not None else {}
@@ -667,14 +676,14 @@ def _first_that_runs(
     methods: Sequence[Method],
     aggregation: tuple[str, Aggregation],
     options: dict[str, Any],
-) -> tuple[tuple[Explainer, Float[Tensor, " key"]], list[str]]:
-    """Return the first method that can run, the scores of all that was written, and why others cannot run."""
+) -> tuple[Explainer, tuple[Float[Tensor, " key"], Float[Tensor, "written d_vocab"] | None], list[str]]:
+    """Return the first method that can run, what `explain_all` returns, and why others cannot run."""
     reasons: list[str] = []
     for method in methods:
         own = aggregation if method.scope == "layer" else None
         explainer = Explainer(model, reading, method, own, options)
         try:
-            return (explainer, explainer.explain_span(0, reading.n_written)), reasons
+            return explainer, explainer.explain_all(), reasons
         except UnsupportedModelError as problem:
             reasons.append(str(problem))
     raise UnsupportedModelError(f"trace: {'; '.join(dict.fromkeys(reasons))}")

@@ -251,10 +251,13 @@ def test_terms_to_first_order_are_the_formula_on_the_gradients_of_the_rules(name
     graph = _make_graph(blocks[0], 0, method.clean_rules([block.anatomy for block in blocks]))
     value = bind_rows(blocks, method.target).value_in(graph, last)
     effects = torch.zeros(len(prompt), len(prompt), dtype=torch.float64)
-    for whole in graph.mixing(value).values():
+
+    def add(whole: Mixing) -> None:
         mixing = whole.at(torch.arange(len(prompt)))
         values = mixing.values.repeat_interleave(len(mixing.pattern) // mixing.values.shape[1], dim=1)
-        effects += hidden_key_effects(mixing.pattern, values, mixing.gradient).tril(-1)
+        effects.add_(hidden_key_effects(mixing.pattern, values, mixing.gradient).tril(-1))
+
+    graph.read_mixing(value, add)
     between = last_row(model, prompt, paths="between")
     torch.testing.assert_close(between, effects[:-1].square().sum(0).sqrt(), atol=1e-6, rtol=0)
     direct = last_row(model, prompt, paths="direct", n_exact=0)
