@@ -19,8 +19,9 @@ from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import BlockCall, enter_with, first_tensor, relative_error
 
-# The graph of all blocks is kept up to about this many bytes, because running blocks again takes time.
-_MOST_KEPT = 1 << 29
+# The graph of all blocks is kept up to this many bytes, by an estimate of at least twice its true size: of
+# SmolLM2, up to about 300 tokens. With a longer prompt, running blocks again takes a third more time.
+_MOST_KEPT = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
