@@ -15,7 +15,7 @@ pieces from the prompt, and measures the log probability of the written tokens. 
   one with the largest effect, which must be at least 1 nat.
 
 A family of long prompts has needles, conflicts and variables. There only what the gold needs is removed: the
-passages of a conflict, and the gold sentences of variables.
+two passages that disagree, and the gold sentences of variables.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Record:
         log_p: The log probability of the written tokens.
         sentences: The numbers of the pieces that are sentences of documents.
         effects: The drop of the log probability if one sentence is removed, in the order of `sentences`.
-        document_effects: The drop if a whole document is removed, in the order of the documents.
+        document_effects: The drop if a whole document is removed, in the order of the documents. In a long
+            conflict, only of the two that disagree.
         masks: Which sentences are kept, for each random set.
         mask_log_p: The log probability for each random set.
         drops: The drop for removed sets of sentences, by their numbers.
@@ -245,12 +246,14 @@ def _measure(model: Any, prompt: TracePrompt, record: Record) -> bool:
     if record.n_prompt <= LONG:
         record.effects = remove_each(model, record, [[each] for each in record.sentences]).tolist()
     if prompt.family == "conflict":
-        numbers = sorted(set(record.document_of) - {-1})
+        claims = range(len(record.document_of)) if record.effects else record.gold
+        numbers = sorted({record.document_of[piece] for piece in claims} - {-1})
         groups = [[i for i, each in enumerate(record.document_of) if each == number] for number in numbers]
         record.document_effects = remove_each(model, record, groups).tolist()
-        used = max(numbers, key=lambda number: record.document_effects[number])
+        by_number = dict(zip(numbers, record.document_effects, strict=True))
+        used = max(numbers, key=lambda number: by_number[number])
         record.gold = [piece for piece in record.gold if record.document_of[piece] == used]
-        return bool(record.gold) and record.document_effects[used] >= LEAST_EFFECT
+        return bool(record.gold) and by_number[used] >= LEAST_EFFECT
     if prompt.family == "variables":
         effects = record.effects or remove_each(model, record, [[each] for each in record.gold]).tolist()
         return max(effects) >= LEAST_EFFECT

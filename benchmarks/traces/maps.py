@@ -272,9 +272,10 @@ GROUPS: dict[str, Callable[[Models, Record], Rows]] = {
     "value_zeroing": mean_group("value_zeroing"),
 }
 # What is computed if no group is asked for. The recipe of `lm.input_map` takes a pass for each written token,
-# and shuffled weights are a control. On long prompts, whole layer maps and more methods take too long.
+# and shuffled weights are a control. On long prompts, whole layer maps and more methods take too long, and
+# `gim` and `value_zeroing` are computed only if they are asked for.
 SHORT_GROUPS = ("controls", "gradients", "changed", "layers", "rollouts")
-LONG_GROUPS = ("controls", "default", "gradients", "alti", "value_zeroing", "gim")
+LONG_GROUPS = ("controls", "default", "gradients", "alti")
 
 
 def file_of(path: Path, group: str) -> Path:

@@ -96,7 +96,8 @@ def wilson(values: np.ndarray) -> tuple[float, float]:
     """Return the 95 % interval of a share (Wilson), which has a width even if all values are equal."""
     n, p, z = len(values), values.mean(), 1.959964
     middle, half = (p + z * z / (2 * n)), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+    # Rounding makes an end that is 0 slightly negative.
+    return max(0.0, (middle - half) / (1 + z * z / n)), (middle + half) / (1 + z * z / n)
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
