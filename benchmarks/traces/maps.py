@@ -186,12 +186,12 @@ def gradients(models: Models, record: Record) -> Rows:
     target = out.logits[0, :-1].float().log_softmax(-1).gather(-1, written[:, None]).sum()
     weighted_by_layer: dict[int, Tensor] = {}
 
-    def weigh(layer: int, at_pattern: Float[Tensor, "1 head query key"]) -> None:
-        pattern = out.attentions[layer].detach()
+    def weigh(layer: int, pattern: Tensor, at_pattern: Float[Tensor, "1 head query key"]) -> None:
         weighted_by_layer[layer] = (pattern * at_pattern)[0].clamp_min_(0).mean(0)
 
+    # A hook that holds the tensor it is on would keep the autograd graph alive, so it gets a detached one.
     for number, each in enumerate(out.attentions):
-        each.register_hook(functools.partial(weigh, number))
+        each.register_hook(functools.partial(weigh, number, each.detach()))
     (at_inputs,) = torch.autograd.grad(target, [inputs])
     count, chosen = record.n_prompt, record.rows
     start = torch.zeros(1, len(record.tokens), dtype=torch.float64)
