@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
@@ -196,6 +197,18 @@ def test_maps_of_one_plain_pass_are_the_librarys(models: maps.Models) -> None:
     for name, each in wanted.items():
         torch.testing.assert_close(found[name], each, atol=1e-6, rtol=1e-4, msg=name)
     assert found["features: attention"].shape[-1] == 5
+
+
+def test_the_autograd_graph_of_plain_gradients_is_freed(models: maps.Models) -> None:
+    def count_tensors() -> int:
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    record = make_record()
+    maps.gradients(models, record)
+    before = count_tensors()
+    maps.gradients(models, record)
+    assert count_tensors() == before
 
 
 def test_maps_of_long_prompts_are_those_of_short_ones(models: maps.Models) -> None:
