@@ -3,6 +3,7 @@
     python -m benchmarks.traces choose 3                  three rounds
     python -m benchmarks.traces held_out 8 smollm2        eight, of one model
     python -m benchmarks.traces held_out 8 all recommended    only one group of maps, of what exists
+    python -m benchmarks.traces held_out 4 all "" long_500,long_1000,long_2000     long prompts
 
 Everything is stored in `outputs/traces/`, so a stopped run continues. A file `outputs/traces/stop` stops it.
 """
@@ -18,25 +19,23 @@ import torch
 
 from benchmarks.traces.drops import add_drops
 from benchmarks.traces.gold import find, folder, records
-from benchmarks.traces.maps import GROUPS, compute, load_models
+from benchmarks.traces.maps import LONG_GROUPS, SHORT_GROUPS, compute, load_models
+from benchmarks.traces.prompts import LENGTHS
 
 MODELS = ("smollm2", "gemma3")
 FAMILIES = ("needle", "conflict", "statement", "injection", "variables")
 # Prompts per round of the held-out half: fewer of those in which most maps are right.
-SHARES = {"needle": 0.75, "conflict": 1, "statement": 1, "injection": 0.5, "variables": 0.75, "long": 0.25}
-# These groups are computed only if they are asked for. The recipe of `lm.input_map` takes a pass for each
-# written token, and shuffled weights are a control.
-LAST = ("recommended", "shuffled")
+SHARES = {"needle": 0.75, "conflict": 1, "statement": 1, "injection": 0.5, "variables": 0.75}
 
 
 def main(half: str, count: str, model_names: str = "all", only: str = "", families: str = "") -> None:
     """Run `count` rounds."""
     torch.set_num_threads(1)
     start = time.time()
-    groups = [only] if only else [name for name in GROUPS if name not in LAST]
     for turn in range(1, int(count) + 1):
         for family in families.split(",") if families else FAMILIES:
-            number = math.ceil(turn * (1 if half == "choose" else SHARES[family]))
+            number = math.ceil(turn * (1 if half == "choose" else SHARES.get(family, 1)))
+            groups = [only] if only else LONG_GROUPS if family in LENGTHS else SHORT_GROUPS
             for model_name in MODELS if model_names == "all" else (model_names,):
                 if Path("outputs/traces/stop").exists():
                     return

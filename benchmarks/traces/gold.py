@@ -5,7 +5,7 @@
 Each accepted prompt has a file in `outputs/traces/MODEL/HALF/FAMILY/`. A removal deletes the tokens of some
 pieces from the prompt, and measures the log probability of the written tokens. Families:
 
-- needle, long, variables, injection: greedy decoding must give the right answer. The gold sentences are
+- needle, variables, injection: greedy decoding must give the right answer. The gold sentences are
   known. For variables and injections every sentence is removed. The removal of the injected sentence, and of
   some sentence with variables, must lower the log probability by at least 1 nat.
 - conflict: the model must answer with one of the two values. The gold passage is the one whose removal lowers
@@ -13,6 +13,9 @@ pieces from the prompt, and measures the log probability of the written tokens. 
 - statement: what the model writes, up to the end of its sentence or 24 tokens. Every sentence is removed,
   and so are 20 random sets, in which each sentence is kept with probability 1/2. The gold sentence is the
   one with the largest effect, which must be at least 1 nat.
+
+A family of long prompts has needles, conflicts and variables. There only what the gold needs is removed: the
+two passages that disagree, and the gold sentences of variables.
 """
 
 from __future__ import annotations
@@ -31,11 +34,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from benchmarks.input_map.importance import load
-from benchmarks.traces.prompts import TracePrompt, make, make_long
+from benchmarks.traces.prompts import LENGTHS, TracePrompt, make, make_long
 
 MASKS = 20
 # An effect below this many nats does not show where the text came from.
 LEAST_EFFECT = 1.0
+# In prompts of more tokens, not every sentence is removed, because that takes dozens of long passes.
+LONG = 400
 REMOVED_BY_FAMILY = ("variables", "conflict", "injection", "statement")
 
 
@@ -55,7 +60,8 @@ class Record:
         log_p: The log probability of the written tokens.
         sentences: The numbers of the pieces that are sentences of documents.
         effects: The drop of the log probability if one sentence is removed, in the order of `sentences`.
-        document_effects: The drop if a whole document is removed, in the order of the documents.
+        document_effects: The drop if a whole document is removed, in the order of the documents. In a long
+            conflict, only of the two that disagree.
         masks: Which sentences are kept, for each random set.
         mask_log_p: The log probability for each random set.
         drops: The drop for removed sets of sentences, by their numbers.
@@ -237,16 +243,20 @@ def accept(model: Any, tokenizer: Any, prompt: TracePrompt, number: int) -> Reco
 
 def _measure(model: Any, prompt: TracePrompt, record: Record) -> bool:
     """Make the removals of a record, and return whether the largest effect is large enough."""
-    record.effects = remove_each(model, record, [[each] for each in record.sentences]).tolist()
+    if record.n_prompt <= LONG:
+        record.effects = remove_each(model, record, [[each] for each in record.sentences]).tolist()
     if prompt.family == "conflict":
-        numbers = sorted(set(record.document_of) - {-1})
+        claims = range(len(record.document_of)) if record.effects else record.gold
+        numbers = sorted({record.document_of[piece] for piece in claims} - {-1})
         groups = [[i for i, each in enumerate(record.document_of) if each == number] for number in numbers]
         record.document_effects = remove_each(model, record, groups).tolist()
-        used = max(numbers, key=lambda number: record.document_effects[number])
+        by_number = dict(zip(numbers, record.document_effects, strict=True))
+        used = max(numbers, key=lambda number: by_number[number])
         record.gold = [piece for piece in record.gold if record.document_of[piece] == used]
-        return bool(record.gold) and record.document_effects[used] >= LEAST_EFFECT
+        return bool(record.gold) and by_number[used] >= LEAST_EFFECT
     if prompt.family == "variables":
-        return max(record.effects) >= LEAST_EFFECT
+        effects = record.effects or remove_each(model, record, [[each] for each in record.gold]).tolist()
+        return max(effects) >= LEAST_EFFECT
     if prompt.family == "injection":
         return record.effects[record.sentences.index(record.gold[0])] >= LEAST_EFFECT
     record.gold = [record.sentences[int(torch.tensor(record.effects).argmax())]]
@@ -272,7 +282,7 @@ def find(model: Any, tokenizer: Any, model_name: str, half: str, family: str, co
     place, start = folder(model_name, half, family), time.time()
     done = sorted(int(path.name.split(".")[0]) for path in place.glob("*.record.pt"))
     tried = int((place / "tried.txt").read_text()) if (place / "tried.txt").exists() else 0
-    candidates = make_long(half) if family == "long" else make(half, family)
+    candidates = make_long(half, family) if family in LENGTHS else make(half, family)
     for number, prompt in enumerate(candidates):
         if len(done) >= count or number > 12 * count + 60:
             break

@@ -136,29 +136,63 @@ def changed(models: Models, record: Record) -> Rows:
     return {name: span_map(models, record, name) for name in CHANGED}
 
 
+def span_group(name: str) -> Callable[[Models, Record], Rows]:
+    """Return a function that computes one of the maps of `CHANGED`."""
+    return lambda models, record: {name: span_map(models, record, name)}
+
+
+def mean_group(method: str) -> Callable[[Models, Record], Rows]:
+    """Return a function that computes one layer map, mean over layers, summed over the written tokens."""
+
+    def rows(models: Models, record: Record) -> Rows:
+        found = lm.run(models.bridge, record.tokens, method, queries=record.rows)
+        return {f"{method}, mean": found.scores.double().mean(0).sum(0)[: record.n_prompt]}
+
+    return rows
+
+
 def shuffled(models: Models, record: Record) -> Rows:
-    """Return two maps of the model with shuffled weights, which knows nothing about the text."""
-    name = "gim, ratio, absolute"
-    with randomised(models.bridge) as model:
-        attention = lm.run(model, record.tokens, "attention", queries=record.rows)
-        relevance = span_map(dataclasses.replace(models, bridge=model), record, name)
-    return {
-        f"{name}, shuffled weights": relevance,
-        "attention, mean, shuffled weights": attention.scores.double().mean(0).sum(0)[: record.n_prompt],
+    """Return maps of the model with shuffled weights, which knows nothing about the text.
+
+    Each record has another order of the weights.
+    """
+    name, count = "gim, ratio, absolute", record.n_prompt
+    methods = {
+        "gradient_attention": lm.GradientAttention(span_target(record)),
+        "alti": lm.Alti(),
+        "attention": lm.AttentionWeights(),
     }
+    with randomised(models.bridge, seed=record.number) as model:
+        rows = {name: span_map(dataclasses.replace(models, bridge=model), record, name)}
+        maps = lm.run(model, record.tokens, list(methods.values()))
+    for method in methods:
+        scores = maps[method].merge_heads().scores
+        rows[f"{method}, mean"] = scores[:, record.rows].double().mean(0).sum(0)[:count]
+        if method == "attention":
+            rows["attention, rollout"] = lm.rollout(maps[method]).scores[-1, record.rows].sum(0)[:count]
+    return {f"{each}, shuffled weights": row for each, row in rows.items()}
 
 
 def gradients(models: Models, record: Record) -> Rows:
     """Return all maps of plain gradients, and rollouts of attention, from one pass of the plain model.
 
-    They equal those of the library (`input_gradients`, `gradient_attention`, `lm.gradient_rollout`,
-    `lm.rollout` of `attention`), which needs a pass for each.
+    The gradients of one layer's patterns are used as soon as they are there, because those of all layers take
+    4 GB at 2,000 tokens. The maps equal those of the library (`input_gradients`, `gradient_attention`,
+    `lm.gradient_rollout`, `lm.rollout` of `attention`), which needs a pass for each.
     """
     inputs = models.plain.get_input_embeddings()(record.tokens[None]).detach().requires_grad_()
     out = models.plain(inputs_embeds=inputs, output_attentions=True, logits_to_keep=record.n_written + 1)
     written = record.tokens[record.n_prompt :]
     target = out.logits[0, :-1].float().log_softmax(-1).gather(-1, written[:, None]).sum()
-    at_inputs, *at_patterns = torch.autograd.grad(target, [inputs, *out.attentions])
+    weighted_by_layer: dict[int, Tensor] = {}
+
+    def weigh(layer: int, pattern: Tensor, at_pattern: Float[Tensor, "1 head query key"]) -> None:
+        weighted_by_layer[layer] = (pattern * at_pattern)[0].clamp_min_(0).mean(0)
+
+    # A hook that holds the tensor it is on would keep the autograd graph alive, so it gets a detached one.
+    for number, each in enumerate(out.attentions):
+        each.register_hook(functools.partial(weigh, number, each.detach()))
+    (at_inputs,) = torch.autograd.grad(target, [inputs])
     count, chosen = record.n_prompt, record.rows
     start = torch.zeros(1, len(record.tokens), dtype=torch.float64)
     start[0, chosen] = 1
@@ -168,9 +202,7 @@ def gradients(models: Models, record: Record) -> Rows:
     }
     with torch.no_grad():
         patterns = [each[0] for each in out.attentions]
-        weighted = torch.stack(
-            [(p * g[0]).clamp_min(0).mean(0) for p, g in zip(patterns, at_patterns, strict=True)]
-        )
+        weighted = torch.stack([weighted_by_layer[number] for number in range(len(patterns))])
         averaged = torch.stack([each.mean(0) for each in patterns])
         heads = torch.stack([each[:, chosen] for each in patterns])
         rows |= _layer_rows("gradient_attention", weighted[:, chosen], count)
@@ -226,28 +258,24 @@ def rollouts(models: Models, record: Record) -> Rows:
     return rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """A function that computes rows, and the longest prompt for which there is time.
-
-    Attributes:
-        function: It gets the models and a record.
-        longest: The largest number of tokens.
-    """
-
-    function: Callable[[Models, Record], Rows]
-    longest: int = 5000
-
-
-GROUPS: dict[str, Group] = {
-    "controls": Group(controls),
-    "gradients": Group(gradients, 1300),
-    "changed": Group(changed),
-    "layers": Group(layers),
-    "rollouts": Group(rollouts, 1300),
-    "recommended": Group(recommended),
-    "shuffled": Group(shuffled),
+GROUPS: dict[str, Callable[[Models, Record], Rows]] = {
+    "controls": controls,
+    "gradients": gradients,
+    "changed": changed,
+    "layers": layers,
+    "rollouts": rollouts,
+    "recommended": recommended,
+    "shuffled": shuffled,
+    "default": span_group("gim, ratio, absolute"),
+    "gim": span_group("gim"),
+    "alti": mean_group("alti"),
+    "value_zeroing": mean_group("value_zeroing"),
 }
+# What is computed if no group is asked for. The recipe of `lm.input_map` takes a pass for each written token,
+# and shuffled weights are a control. On long prompts, whole layer maps and more methods take too long, and
+# `gim` and `value_zeroing` are computed only if they are asked for.
+SHORT_GROUPS = ("controls", "gradients", "changed", "layers", "rollouts")
+LONG_GROUPS = ("controls", "default", "gradients", "alti")
 
 
 def file_of(path: Path, group: str) -> Path:
@@ -256,17 +284,16 @@ def file_of(path: Path, group: str) -> Path:
 
 
 def compute(
-    models: Models, path: Path, record: Record, groups: Sequence[str] = tuple(GROUPS)
+    models: Models, path: Path, record: Record, groups: Sequence[str] = SHORT_GROUPS
 ) -> dict[str, float]:
     """Store the rows of the groups that are missing, and return the processor seconds of each."""
     seconds = {}
     for name in groups:
-        group = GROUPS[name]
         file = file_of(path, name)
-        if file.exists() or len(record.tokens) > group.longest:
+        if file.exists():
             continue
         start = time.process_time()
-        rows = {key: row.float() for key, row in group.function(models, record).items()}
+        rows = {key: row.float() for key, row in GROUPS[name](models, record).items()}
         seconds[name] = time.process_time() - start
         torch.save({"rows": rows, "seconds": seconds[name]}, file)
     return seconds

@@ -497,6 +497,8 @@ def make_statement(draw: random.Random, half: str, n_documents: int) -> TracePro
 Maker = Callable[[random.Random, str, int], TracePrompt]
 # FAMILIES[family] has, in turns, what is made: a function and the last argument.
 NEEDLE_LENGTHS = (200, 200, 300, 200, 300, 500)
+# The families of long prompts, with their approximate number of tokens.
+LENGTHS = {"long_500": 500, "long_1000": 1000, "long_2000": 2000}
 
 
 def _plans() -> dict[str, list[Callable[[random.Random, str], TracePrompt]]]:
@@ -524,11 +526,22 @@ def make(half: str, family: str) -> Iterator[TracePrompt]:
         yield plan(draw, half)
 
 
-def make_long(half: str) -> Iterator[TracePrompt]:
-    """Yield needles with distractors in 1,000 tokens, and every third in 2,000, without end."""
-    draw = random.Random(f"{SEED} {half} long")
-    for length in itertools.cycle((1000, 1000, 2000)):
-        yield make_needle(draw, half, "several keys", length)
+def make_long(half: str, family: str) -> Iterator[TracePrompt]:
+    """Yield needles, conflicts and variables of one length, in turns and without end.
+
+    Raises:
+        KeyError: The family is not in `LENGTHS`.
+    """
+    draw, length = random.Random(f"{SEED} {half} {family}"), LENGTHS[family]
+    for turn in itertools.count():
+        kind = ("several keys", "several values", "single")[turn % 3]
+        yield make_needle(draw, half, kind, length)
+        conflict = make_conflict(draw, half, round(length / 48) - 1)
+        # A value that other sentences have too, such as a city, is not removed with its passage.
+        while any(conflict.text.count(value) > 1 for value in conflict.values):
+            conflict = make_conflict(draw, half, round(length / 48) - 1)
+        yield conflict
+        yield make_variables(draw, half, 1 + turn % 3, length)
 
 
 FAMILIES = tuple(_plans())

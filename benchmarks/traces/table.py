@@ -1,7 +1,7 @@
 """Write the tables of the trace benchmarks from what is stored.
 
 python -m benchmarks.traces.table choose          writes results/choose_smollm2.md and choose_gemma3.md
-python -m benchmarks.traces.table held_out        writes results/held_out_*.md and results/summary.md
+python -m benchmarks.traces.table held_out        writes results/held_out_*.md, long.md and summary.md
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.metadata as metadata
 import math
 import sys
 from collections import defaultdict
+from collections.abc import Collection
 from datetime import date
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from benchmarks.common import markdown_table
 from benchmarks.input_map.table import interval as bootstrap_interval
 from benchmarks.traces.__main__ import FAMILIES, MODELS
 from benchmarks.traces.drops import removal_row, rows_of
-from benchmarks.traces.gold import records
+from benchmarks.traces.gold import folder, records
+from benchmarks.traces.prompts import LENGTHS
 from benchmarks.traces.scores import score
 
 RESULTS = Path(__file__).parent / "results"
@@ -57,6 +59,15 @@ TITLES = {
     "drop of 1": ("drop of 1", "Drop of the log probability without the strongest sentence, in nats."),
     "drop of 5": ("drop of 5", "Drop of the log probability without the five strongest sentences, in nats."),
 }
+# The metrics of long prompts and of shuffled weights: neither has removals of all sentences.
+LONG_METRICS = ("right", "recovery", "rank")
+BY_LENGTH = {"500 to 1,000 tokens": ("long_500", "long_1000"), "2,000 tokens": ("long_2000",)}
+SHUFFLED = ", shuffled weights"
+# The end of a page's name, and the models and title of the page.
+GROUPS_OF_MODELS = {
+    **{model: ((model,), name) for model, name in NAMES.items()},
+    "both": (MODELS, "both models"),
+}
 # Scores[map][metric][prompt], where a prompt is (model, family, file).
 Key = tuple[str, str, str]
 Scores = dict[str, dict[str, dict[Key, float]]]
@@ -66,7 +77,7 @@ def collect(half: str) -> Scores:
     """Return all scores that are defined."""
     found: Scores = defaultdict(lambda: defaultdict(dict))
     for model_name in MODELS:
-        for family in (*FAMILIES, "long"):
+        for family in (*FAMILIES, *LENGTHS):
             for path, record in records(model_name, half, family):
                 rows = rows_of(path)
                 ceiling = removal_row(record)
@@ -85,7 +96,8 @@ def wilson(values: np.ndarray) -> tuple[float, float]:
     """Return the 95 % interval of a share (Wilson), which has a width even if all values are equal."""
     n, p, z = len(values), values.mean(), 1.959964
     middle, half = (p + z * z / (2 * n)), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+    # Rounding makes an end that is 0 slightly negative.
+    return max(0.0, (middle - half) / (1 + z * z / n)), (middle + half) / (1 + z * z / n)
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
@@ -124,11 +136,9 @@ def make_table(scores: Scores, metric: str, models: tuple[str, ...], against: st
     """Return the table of one metric, the best map of all families first."""
 
     def chosen(name: str) -> dict[Key, float]:
-        return {
-            key: value for key, value in scores[name][metric].items() if key[0] in models and key[1] != "long"
-        }
+        return {k: v for k, v in scores[name][metric].items() if k[0] in models and k[1] in FAMILIES}
 
-    names = [name for name in scores if chosen(name)]
+    names = [name for name in scores if chosen(name) and not name.endswith(SHUFFLED)]
     families = [f for f in FAMILIES if any(key[1] == f for name in names for key in chosen(name))]
     names.sort(key=lambda name: -np.mean(list(chosen(name).values())))
     rows = []
@@ -147,15 +157,19 @@ def make_table(scores: Scores, metric: str, models: tuple[str, ...], against: st
 def count_prompts(scores: Scores, models: tuple[str, ...]) -> str:
     """Return how many prompts there are of each family."""
     keys = [key for key in scores["position"]["recovery"] if key[0] in models]
-    counts = {family: sum(key[1] == family for key in keys) for family in (*FAMILIES, "long")}
+    counts = {family: sum(key[1] == family for key in keys) for family in FAMILIES}
     return ", ".join(f"{count} {family}" for family, count in counts.items() if count)
+
+
+def versions() -> str:
+    """Return the versions of what measured."""
+    torch_version = metadata.version("torch").split("+")[0]
+    return f"TransformerLens {metadata.version('transformer-lens')}, torch {torch_version}"
 
 
 def page(scores: Scores, half: str, models: tuple[str, ...], title: str) -> str:
     """Return the page of all metrics."""
     halves = {"choose": "the half to choose on", "held_out": "held out"}
-    torch_version = metadata.version("torch").split("+")[0]
-    versions = f"TransformerLens {metadata.version('transformer-lens')}, torch {torch_version}"
     lines = [
         f"# Traces on {title}, {halves[half]}",
         "",
@@ -163,7 +177,7 @@ def page(scores: Scores, half: str, models: tuple[str, ...], title: str) -> str:
         f"{count_prompts(scores, models)}. Intervals are 95 %, over prompts: percentiles of the bootstrap, "
         "for shares of 0 and 1 Wilson's. The last column is the paired difference on common prompts.",
         "",
-        f"Measured {date.today().isoformat()} with {versions}.",
+        f"Measured {date.today().isoformat()} with {versions()}.",
     ]
     for metric, (name, meaning) in TITLES.items():
         lines += ["", f"## {name[0].upper()}{name[1:]} of {title}, {halves[half]}", "", meaning, ""]
@@ -171,14 +185,10 @@ def page(scores: Scores, half: str, models: tuple[str, ...], title: str) -> str:
     lines += ["", f"## Needles and conflicts of {title}, {halves[half]}", ""]
     lines += ["Recovery, and paired differences: the recommended map less this one.", ""]
     lines.append(retrieval_table(scores, models))
-    long = long_table(scores, models)
-    if long:
-        lines += ["", f"## Needles of 1,000 tokens of {title}, {halves[half]}", ""]
-        lines += [
-            "One of four sentences of the same form. Means without intervals, because they are few.",
-            "",
-            long,
-        ]
+    shuffled = shuffled_table(scores, models)
+    if shuffled:
+        lines += ["", f"## Shuffled weights of {title}, {halves[half]}", ""]
+        lines += ["The same prompts with the model's weights, and with shuffled ones.", "", shuffled]
     return "\n".join(lines) + "\n"
 
 
@@ -192,7 +202,7 @@ def retrieval_table(scores: Scores, models: tuple[str, ...]) -> str:
     rows = []
     for name in scores:
         values = chosen(name, "recovery")
-        if values:
+        if values and not name.endswith(SHUFFLED):
             row = {"map": name, "n": str(len(values)), "recovery, 95 %": cell(list(values.values()))}
             for metric, title in (("recovery", "recovery"), ("right", "right source")):
                 own = chosen(name, metric)
@@ -201,17 +211,86 @@ def retrieval_table(scores: Scores, models: tuple[str, ...]) -> str:
     return markdown_table([row for _, row in sorted(rows, key=lambda pair: pair[0])])
 
 
-def long_table(scores: Scores, models: tuple[str, ...]) -> str:
-    """Return the means of long needles."""
+def shuffled_table(scores: Scores, models: tuple[str, ...]) -> str:
+    """Return the scores of maps with and without shuffled weights, on the prompts that have both."""
     rows = []
-    for name, by_metric in scores.items():
-        row: dict[str, str] = {"map": name}
-        for metric in ("right", "recovery", "rank"):
-            chosen = [v for key, v in by_metric[metric].items() if key[1] == "long" and key[0] in models]
-            if chosen:
-                row |= {"n": str(len(chosen)), TITLES[metric][0]: f"{np.mean(chosen):.2f}"}
-        rows += [row] if len(row) > 1 else []
-    return markdown_table(sorted(rows, key=lambda row: row["map"])) if rows else ""
+    for name in sorted(each for each in scores if each.endswith(SHUFFLED)):
+        own = name.removesuffix(SHUFFLED)
+        row = {"map": own}
+        for metric in LONG_METRICS:
+            without, with_weights = scores[name][metric], scores[own][metric]
+            keys = sorted(key for key in set(without) & set(with_weights) if key[0] in models)
+            title = TITLES[metric][0]
+            row.setdefault("n", str(len(keys)))
+            row[title] = cell([with_weights[key] for key in keys])
+            row[f"{title}, shuffled weights"] = cell([without[key] for key in keys])
+        rows += [row] if row["n"] != "0" else []
+    return markdown_table(rows) if rows else ""
+
+
+def length_table(scores: Scores, metric: str, models: tuple[str, ...]) -> str:
+    """Return the table of one metric on long prompts, by their length, the best map first."""
+
+    def chosen(name: str, families: Collection[str]) -> dict[Key, float]:
+        return {k: v for k, v in scores[name][metric].items() if k[0] in models and k[1] in families}
+
+    names = [name for name in scores if chosen(name, LENGTHS)]
+    names.sort(key=lambda name: -np.mean(list(chosen(name, LENGTHS).values())))
+    rows = []
+    for name in names:
+        row = {"map": f"**{name}**" if name == RECOMMENDED else name}
+        for title, families in BY_LENGTH.items():
+            values = list(chosen(name, families).values())
+            row |= {f"n, {title}": str(len(values)), title: cell(values)}
+        is_own = name == RECOMMENDED
+        row["recommended less this, all lengths"] = (
+            "" if is_own else difference(chosen(RECOMMENDED, LENGTHS), chosen(name, LENGTHS))
+        )
+        rows.append(row)
+    return markdown_table(rows)
+
+
+def prompts_table(half: str) -> str:
+    """Return how many long prompts there are of each model, length and kind, and how many were tried."""
+    rows = []
+    for model_name in MODELS:
+        for family, length in LENGTHS.items():
+            found = [record for _, record in records(model_name, half, family)]
+            tried = folder(model_name, half, family) / "tried.txt"
+            if not found:
+                continue
+            row = {"model": NAMES[model_name], "length": f"about {length:,} tokens", "n": str(len(found))}
+            row["tried"] = tried.read_text() if tried.exists() else ""
+            for kind in ("needle", "conflict", "variables"):
+                row[kind] = str(sum(record.family == kind for record in found))
+            tokens = [len(record.tokens) for record in found]
+            rows.append(row | {"fewest tokens": f"{min(tokens):,}", "most tokens": f"{max(tokens):,}"})
+    return markdown_table(rows) if rows else ""
+
+
+def length_page(scores: Scores, half: str) -> str:
+    """Return the page of the long prompts."""
+    lines = [
+        "# Traces in long prompts",
+        "",
+        f"Written by `PYTHONPATH=.:demos python -m benchmarks.traces.table {half}`. Intervals are 95 %, over "
+        "prompts: percentiles of the bootstrap, for shares of 0 and 1 Wilson's. The last column is the "
+        f"paired difference on common prompts. The recommended map is `{RECOMMENDED}`.",
+        "",
+        f"Measured {date.today().isoformat()} with {versions()}.",
+        "",
+        "## Long prompts",
+        "",
+        "Prompts that the model answers rightly, and how many candidates were tried.",
+        "",
+        prompts_table(half),
+    ]
+    for metric in LONG_METRICS:
+        for models, title in GROUPS_OF_MODELS.values():
+            name, meaning = TITLES[metric]
+            lines += ["", f"## {name[0].upper()}{name[1:]} by length, {title}", "", meaning, ""]
+            lines.append(length_table(scores, metric, models))
+    return "\n".join(lines) + "\n"
 
 
 def summary(scores: Scores) -> str:
@@ -232,7 +311,7 @@ def summary(scores: Scores) -> str:
             {
                 key: value
                 for key, value in scores[name]["right"].items()
-                if key[0] in models and key[1] != "long"
+                if key[0] in models and key[1] in FAMILIES
             }
             for name in COMPARED
         ]
@@ -249,13 +328,11 @@ def main(half: str) -> None:
     """Write the pages of one half."""
     RESULTS.mkdir(exist_ok=True)
     scores = collect(half)
-    for models, name, title in (
-        *(((m,), m, NAMES[m]) for m in MODELS),
-        (MODELS, "both", "both models"),
-    ):
+    for name, (models, title) in GROUPS_OF_MODELS.items():
         text = page(scores, half, models, title)
         (RESULTS / f"{half}_{name}.md").write_text(text, encoding="utf-8")
     if half == "held_out":
+        (RESULTS / "long.md").write_text(length_page(scores, half), encoding="utf-8")
         (RESULTS / "summary.md").write_text(summary(scores), encoding="utf-8")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
 import re
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +78,19 @@ def test_a_chain_of_variables_has_a_gold_sentence_for_each_hop() -> None:
     assert prompt.values[0] not in " ".join(golden[1:])
 
 
+@pytest.mark.parametrize("family", prompts.LENGTHS)
+def test_long_prompts_come_in_turns_and_have_their_values_in_one_sentence(family: str) -> None:
+    made = list(itertools.islice(prompts.make_long("held_out", family), 9))
+    assert [prompt.family for prompt in made] == ["needle", "conflict", "variables"] * 3
+    assert {prompt.kind for prompt in made} >= {"several keys", "several values", "single", "3 hops"}
+    for prompt in made:
+        # The sentences have about five letters a word, and a token is at most a word.
+        words = len(prompt.text.split())
+        assert 0.5 * prompts.LENGTHS[family] < words < prompts.LENGTHS[family]
+        if prompt.family == "conflict":
+            assert [prompt.text.count(value) for value in prompt.values] == [1, 1]
+
+
 # ------------------------------------------------------------------ tokens and removals
 
 
@@ -127,6 +142,28 @@ def test_removals_with_a_shared_beginning_are_those_of_whole_passes(models: maps
     assert found.abs().min() > 1e-4
 
 
+def test_of_long_prompts_only_what_the_gold_needs_is_removed(
+    models: maps.Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = []
+
+    def remove_each(model: Any, record: Record, groups: list[list[int]]) -> torch.Tensor:
+        removed.extend(groups)
+        return torch.tensor([2.0] * len(groups))
+
+    monkeypatch.setattr(gold, "remove_each", remove_each)
+    monkeypatch.setattr(gold, "LONG", 11)
+    variables = prompts.TracePrompt("choose", "variables", "1 hop", ())
+    record = make_record(name="variables, 1 hop", gold=[1, 3])
+    assert gold._measure(None, variables, record)
+    assert (removed, record.effects) == ([[1], [3]], [])
+    removed.clear()
+    conflict = prompts.TracePrompt("choose", "conflict", "x", ())
+    record = make_record(name="conflict, x", document_of=[-1, 0, 1, 0, -1], gold=[1, 2])
+    assert gold._measure(None, conflict, record)
+    assert (removed, record.effects, record.gold) == ([[1, 3], [2]], [], [1])
+
+
 def test_the_log_probability_is_that_of_a_plain_softmax(models: maps.Models) -> None:
     record = make_record()
     with torch.no_grad():
@@ -160,6 +197,42 @@ def test_maps_of_one_plain_pass_are_the_librarys(models: maps.Models) -> None:
     for name, each in wanted.items():
         torch.testing.assert_close(found[name], each, atol=1e-6, rtol=1e-4, msg=name)
     assert found["features: attention"].shape[-1] == 5
+
+
+def test_the_autograd_graph_of_plain_gradients_is_freed(models: maps.Models) -> None:
+    def count_tensors() -> int:
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    record = make_record()
+    maps.gradients(models, record)
+    before = count_tensors()
+    maps.gradients(models, record)
+    assert count_tensors() == before
+
+
+def test_maps_of_long_prompts_are_those_of_short_ones(models: maps.Models) -> None:
+    record = make_record()
+    layers = maps.layers(models, record) | maps.rollouts(models, record) | maps.changed(models, record)
+    alone: maps.Rows = {}
+    for name in ("default", "gim", "alti", "value_zeroing"):
+        alone |= maps.GROUPS[name](models, record)
+    assert list(alone) == ["gim, ratio, absolute", "gim", "alti, mean", "value_zeroing, mean"]
+    for name, row in alone.items():
+        torch.testing.assert_close(row, layers[name], atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_maps_of_shuffled_weights_are_others_of_the_same_names(models: maps.Models) -> None:
+    record = make_record()
+    before = maps.gradients(models, record) | maps.changed(models, record) | maps.rollouts(models, record)
+    found = maps.shuffled(models, record)
+    for name, row in found.items():
+        own = before[name.removesuffix(table.SHUFFLED)]
+        assert row.shape == own.shape
+        assert not torch.allclose(row.double() / row.norm(), own.double() / own.norm(), atol=1e-3), name
+    assert f"attention, rollout{table.SHUFFLED}" in found
+    after = maps.gradients(models, record)
+    torch.testing.assert_close(after["attention, mean"], before["attention, mean"])
 
 
 @pytest.mark.parametrize("residual", [0.0, 0.5])
@@ -237,6 +310,27 @@ def test_shares_have_an_interval_although_all_prompts_are_right() -> None:
     assert table.percent([1.0] * 10) == "100 [72, 100]"
     a, b, c = (("smollm2", "needle", str(i)) for i in range(3))
     assert table.difference({a: 1.0, b: 1.0}, {b: 0.5, c: 0.0}) == "0.50 [0.50, 0.50]"
+
+
+def test_long_prompts_and_shuffled_weights_have_their_own_tables() -> None:
+    keys = [("smollm2", family, f"{i}.record.pt") for i, family in enumerate((*prompts.LENGTHS, "needle"))]
+    values = dict(zip(keys, (1.0, 0.0, 1.0, 1.0), strict=True))
+    found: Any = defaultdict(lambda: defaultdict(dict))
+    found[table.RECOMMENDED]["right"] = values
+    found["gim"]["right"] = {keys[1]: 0.0}
+    found["gim, shuffled weights"]["right"] = {keys[3]: 0.0}
+    found[f"{table.RECOMMENDED}, shuffled weights"]["right"] = {keys[3]: 0.0}
+    long = table.length_table(found, "right", ("smollm2",))
+    assert f"| **{table.RECOMMENDED}** | 2 | 0.50 [0.09, 0.91] | 1 | 1.00 [0.21, 1.00] |  |" in long
+    assert "| gim | 1 | 0.00 [0.00, 0.79] | 0 |  | 0.00 [0.00, 0.00] |" in long
+    assert "shuffled" not in long
+    short = table.make_table(found, "right", ("smollm2",), table.RECOMMENDED)
+    assert "shuffled" not in short
+    assert "| 1 | 1.00 [0.21, 1.00] |" in short
+    shuffled = table.shuffled_table(found, ("smollm2",))
+    assert f"| {table.RECOMMENDED} | 1 | 1.00 [0.21, 1.00] | 0.00 [0.00, 0.79] |" in shuffled
+    # The map `gim` has no prompt with and without shuffled weights.
+    assert "| gim |" not in shuffled
 
 
 def test_records_are_stored_and_read_back(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
