@@ -38,36 +38,35 @@ def distances(
             out[..., chunk] = lengths(apart, order)
     else:
         out[:] = lengths(state, order)[..., None]
-        scale = vectors.scale.abs()[..., 0]
+        scale = vectors.scale.abs()
         # ‖state - scale w‖ = |scale| ‖state / scale - w‖, so each pair's vector need not be scaled.
-        for key, rows, apart in _apart_by_key(vectors, state / vectors.scale):
+        for keys, rows, apart in _apart_by_keys(vectors, state / vectors.scale):
             size = torch.linalg.vector_norm(apart, dim=-1) if order == 2 else apart.abs_().sum(-1)
-            torch.mul(size, scale[:, rows], out=out[:, rows, key])
+            torch.mul(size.mT, scale[:, rows], out=out[:, rows, keys])
     return pairs.put_diagonal(out, lengths(state - vectors.diagonal, order))
 
 
-def _apart_by_key(
+def _apart_by_keys(
     vectors: Vectors, reduced: Float[Tensor, "batch query d_model"]
-) -> Iterator[tuple[int, slice, Float[Tensor, "batch row d_model"]]]:
-    """Yield Σ_h a_ijh w_jh - reduced_i for one key at a time, at the rows that may attend to it.
-
-    All results are written into the same memory, which stays in a CPU's caches.
-    """
+) -> Iterator[tuple[slice, slice, Float[Tensor, "batch key row d_model"]]]:
+    """Yield Σ_h a_ijh w_jh - reduced_i for a few keys at a time, at the rows that may attend to them."""
     pairs, heads, (batch, _, queries, keys) = vectors.pairs, vectors.pairs.heads, vectors.pairs.pattern.shape
     row = batch * (vector_bytes(heads) + queries * heads.heads * heads.dtype.itemsize)
-    size = chunk_size(row, reduced.device, heads.budget)
-    matrices, workspace, ranges = heads.after(pairs.chain), torch.empty_like(reduced), pairs.ranges()
+    # Half of the budget is for the vectors of a chunk, half for the differences.
+    matrices, half = heads.after(pairs.chain), None if heads.budget is None else heads.budget // 2
+    size, ranges = chunk_size(row, reduced.device, half), pairs.ranges()
+    at_once = chunk_size(reduced.nbytes, reduced.device, half, _CHUNK_BYTES)
     for chunk in chunks(0, keys, size):
-        head_vectors, pattern = heads.times(matrices, chunk).unbind(1), pairs.pattern[..., chunk]
+        head_vectors, pattern = heads.times(matrices, chunk), pairs.pattern[..., chunk]
         shape = (batch, pattern.shape[-1], heads.heads, queries)
-        turned = by_key(pattern, pattern.new_empty(shape, dtype=heads.dtype))
-        weights = turned.mT.unbind(1)
-        for key, w, a in zip(range(chunk.start, chunk.stop), head_vectors, weights, strict=True):
-            first, stop = ranges[key]
-            if stop:
-                rows = slice(first, stop)
-                apart = torch.bmm(a[:, rows], w, out=workspace[:, rows])
-                yield key, rows, apart.sub_(reduced[:, rows])
+        weights = by_key(pattern, pattern.new_empty(shape, dtype=heads.dtype)).mT
+        for some in chunks(0, shape[1], at_once):
+            group = slice(chunk.start + some.start, chunk.start + some.stop)
+            ends = [(first, stop) for first, stop in ranges[group] if stop]
+            if ends:
+                rows = slice(min(first for first, _ in ends), max(stop for _, stop in ends))
+                apart = weights[:, some, rows] @ head_vectors[:, some]
+                yield group, rows, apart.sub_(reduced[:, None, rows])
 
 
 def head_proximities(
