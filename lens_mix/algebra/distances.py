@@ -86,7 +86,10 @@ def head_proximities(
     out = state.new_zeros((batch, count, queries, keys) if per_head else (batch, queries, keys))
     # Half of the budget is for the vectors of a chunk, half for the differences in `_Reduced.nearer`.
     matrices, half = heads.after(pairs.chain), None if heads.budget is None else heads.budget // 2
-    size, ranges = chunk_size(batch * head_proximity_bytes(heads, queries), state.device, half), pairs.ranges()
+    size, ranges = (
+        chunk_size(batch * head_proximity_bytes(heads, queries), state.device, half),
+        pairs.ranges(),
+    )
     for chunk in chunks(0, keys, size):
         ends = [(first, stop) for first, stop in ranges[chunk] if stop]
         if not ends:
