@@ -122,7 +122,7 @@ def distance_bytes(block: Block, heads: HeadVectors) -> int:
 def head_proximity_bytes(heads: HeadVectors, queries: int) -> int:
     """Return the bytes of a key's vectors from all heads, twice, their weights and their proximities."""
     copies = heads.heads * heads.d_model * heads.dtype.itemsize
-    return vector_bytes(heads) + copies + 6 * heads.heads * queries * heads.dtype.itemsize
+    return vector_bytes(heads) + copies + 7 * heads.heads * queries * heads.dtype.itemsize
 
 
 def route_bytes(block: Block, heads: HeadVectors) -> int:

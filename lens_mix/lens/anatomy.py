@@ -165,8 +165,7 @@ class ValuePath:
 
     def project(self, z: Float[Tensor, "*batch head d_head"]) -> Float[Tensor, "*batch d_model"]:
         """Return the attention's output from mixed values, with b_O."""
-        axes = "... head d_head, head d_head d_model -> ... d_model"
-        return _plus(einsum(z, self.W_O.to(z.dtype), axes), self.b_O)
+        return _affine(z.flatten(-2), self.W_O.flatten(0, 1), self.b_O)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,9 @@ requested methods need. Both use `measure`, and nothing else rebuilds a componen
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
@@ -65,6 +67,7 @@ class _Recorded(Protocol):
 
 
 R = TypeVar("R", bound=_Recorded)
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +171,19 @@ def measure_end(component: Component[RecordedEnd], end: RecordedEnd) -> float:
 # ------------------------------------------------------------------ how each component is rebuilt
 
 
+def _once(compute: Callable[[RecordedBlock], T]) -> Callable[[RecordedBlock], T]:
+    """Return a function that computes what several components of one block use only once."""
+
+    @functools.wraps(compute)
+    def computed(block: RecordedBlock) -> T:
+        if compute.__name__ not in block.rebuilt:
+            block.rebuilt[compute.__name__] = compute(block)
+        result: T = block.rebuilt[compute.__name__]
+        return result
+
+    return computed
+
+
 def _mixed(block: RecordedBlock) -> Tensor:
     _require_mixable(block)
     return mix(block.pattern, block.value)
@@ -239,10 +255,38 @@ def _feed_forward(block: RecordedBlock) -> Tensor | None:
     anatomy = block.anatomy
     if anatomy.feed_forward_kind == "none":
         return torch.zeros_like(block.resid_pre)
-    mid = _mid(block)
-    if anatomy.feed_forward is None or mid is None or block.output("feed_forward_out") is None:
+    if anatomy.feed_forward is None or _mid(block) is None or block.output("feed_forward_out") is None:
         return None
-    return anatomy.feed_forward(anatomy.feed_forward_in(block.resid_pre, mid))
+    return _feed_forward_outputs(block)[0]
+
+
+def _mids(block: RecordedBlock) -> tuple[Tensor | None, Tensor | None]:
+    """Return the recorded residual stream before the feed-forward's branch, and the rebuilt one, if known."""
+    with contextlib.suppress(_NotRebuilt):
+        return _mid(block), _rebuilt_mid(block)
+    return _mid(block), None
+
+
+@_once
+def _pre_activations(block: RecordedBlock) -> list[Tensor]:
+    """Return the pre-activations of the known residual streams, on one batch axis; [] without any.
+
+    They are one product, because reading the weights takes longer than multiplying so few rows by them.
+    """
+    anatomy = block.anatomy
+    reads = [anatomy.feed_forward_in(block.resid_pre, mid) for mid in _mids(block) if mid is not None]
+    return anatomy.feed_forward.pre_activations(torch.cat(reads)) if anatomy.feed_forward and reads else []
+
+
+@_once
+def _feed_forward_outputs(block: RecordedBlock) -> tuple[Tensor | None, Tensor | None]:
+    """Return the feed-forward's outputs for the recorded residual stream and the rebuilt one, if known."""
+    feed_forward, pre_activations, known = block.anatomy.feed_forward, _pre_activations(block), _mids(block)
+    if feed_forward is None or not pre_activations:
+        return None, None
+    outputs = iter(feed_forward.output(pre_activations).split(len(block.resid_pre)))
+    recorded, rebuilt = (None if mid is None else next(outputs) for mid in known)
+    return recorded, rebuilt
 
 
 def _feed_forward_out(block: RecordedBlock) -> Tensor | None:
@@ -259,7 +303,9 @@ def _residual(block: RecordedBlock) -> Tensor | None:
     return block.anatomy.after_feed_forward(mid, out)
 
 
-def _whole_block(block: RecordedBlock) -> Tensor | None:
+@_once
+def _rebuilt_mid(block: RecordedBlock) -> Tensor | None:
+    """Return the residual stream before the feed-forward's branch, from x, the pattern and the values."""
     anatomy, path, cross_out = block.anatomy, block.anatomy.value_path, block.output("cross_out")
     if path is None or not anatomy.is_written_down or (anatomy.cross and cross_out is None):
         return None
@@ -269,8 +315,12 @@ def _whole_block(block: RecordedBlock) -> Tensor | None:
         raise _NotRebuilt(
             f"expected values of {heads} heads with {d_head} dimensions as W_V gives, got {shape}"
         )
-    attention_out = path.project(mix(block.pattern, block.value))
-    return anatomy.after(block.resid_pre, attention_out, cross_out)
+    return anatomy.after_attention(block.resid_pre, path.project(mix(block.pattern, block.value)), cross_out)
+
+
+def _whole_block(block: RecordedBlock) -> Tensor | None:
+    mid = _rebuilt_mid(block)
+    return None if mid is None else block.anatomy.after_feed_forward(mid, _feed_forward_outputs(block)[1])
 
 
 def _z_of_replay_without_first_value(block: RecordedBlock) -> Tensor:
@@ -278,7 +328,7 @@ def _z_of_replay_without_first_value(block: RecordedBlock) -> Tensor:
     out, z = block.replay_with([zero_values(block.layer, 0, attention=block.attention_template)])
     if z is None:
         raise _NotRebuilt("the hook on z never fired")
-    if bool((out == block.resid_post).all()) and _has_an_effect(block):
+    if out is not None and bool((out == block.resid_post).all()) and _has_an_effect(block):
         raise _NotRebuilt("the intervention did not change the block's output")
     return _by_head(block, z)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,9 +14,12 @@ from torch import Tensor
 
 from lens_mix.hooks import HookPair, record
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
-from lens_mix.lens.clean_pass import CleanPass
+from lens_mix.lens.clean_pass import CleanPass, StopForward
 from lens_mix.lens.rows import rows_at
 from lens_mix.lens.unembedding import Unembedding
+
+# The entries of `RecordedBlock.rebuilt` that depend on the feed-forward's activation.
+_ACTIVATED = frozenset({"_feed_forward_outputs"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +34,7 @@ class RecordedBlock:
         anatomy: The anatomy to rebuild the block with.
         outputs: Role -> output of a module in the block, at all positions. A run does not record them.
         places: Indices into the rows that the clean pass recorded; None for all of them.
+        rebuilt: Rebuilt tensors by name, which several components use.
     """
 
     clean: CleanPass
@@ -36,6 +42,7 @@ class RecordedBlock:
     anatomy: BlockAnatomy
     outputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     places: Int[Tensor, "batch row"] | None = None
+    rebuilt: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
 
     def at(self, places: Int[Tensor, "batch row"]) -> RecordedBlock:
         """Return this block at some of the rows that the clean pass recorded."""
@@ -44,6 +51,15 @@ class RecordedBlock:
     def read_as(self, anatomy: BlockAnatomy) -> RecordedBlock:
         """Return the same tensors with another anatomy."""
         return dataclasses.replace(self, anatomy=anatomy)
+
+    def with_activation(self, name: str) -> RecordedBlock:
+        """Return this block with another activation of its feed-forward, and what is rebuilt without it."""
+        feed_forward = self.anatomy.feed_forward and dataclasses.replace(
+            self.anatomy.feed_forward, activation=name
+        )
+        block = self.read_as(dataclasses.replace(self.anatomy, feed_forward=feed_forward))
+        block.rebuilt.update((key, each) for key, each in self.rebuilt.items() if key not in _ACTIVATED)
+        return block
 
     def scaled(self, factors: Float[Tensor, " head"]) -> RecordedBlock:
         """Return this block with its pattern multiplied by a factor per head."""
@@ -109,12 +125,16 @@ class RecordedBlock:
         """Return the output of a module in the block; None if it was not recorded."""
         return self._of_positions(self.outputs[role]) if role in self.outputs else None
 
-    def replay_with(self, fwd_hooks: Sequence[HookPair]) -> tuple[Tensor, Tensor | None]:
-        """Return the block's output and z in a replay with hooks; z is None if its hook never fired."""
+    def replay_with(self, fwd_hooks: Sequence[HookPair]) -> tuple[Tensor | None, Tensor | None]:
+        """Return the block's output and z in a replay with hooks; z is None if its hook never fired.
+
+        The output is None if a hook ended the replay (`StopForward`).
+        """
         store: dict[str, Tensor] = {}
-        name = self.clean.lens.stack.hook_name("z", self.layer)
-        out = self.clean.replay(self.layer).run([*fwd_hooks, record(store, name)])
-        return self._of_positions(out), self._of_positions(store[name]) if name in store else None
+        name, out = self.clean.lens.stack.hook_name("z", self.layer), None
+        with contextlib.suppress(StopForward):
+            out = self._of_positions(self.clean.replay(self.layer).run([*fwd_hooks, record(store, name)]))
+        return out, self._of_positions(store[name]) if name in store else None
 
     @property
     def real_rows(self) -> Bool[Tensor, "batch row"]:

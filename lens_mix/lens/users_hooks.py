@@ -153,15 +153,16 @@ def _has_global_hooks() -> bool:
 def _users_functions(module: nn.Module) -> list[Any]:
     """Return the forward hooks and the `forward` of a module that the user wrote."""
     attributes = vars(module)
-    functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
+    # Most modules have none, and every run calls this for all modules, so it returns early.
+    if not (before or after or "forward" in attributes or "_old_forward" in attributes):
+        return []
+    functions = [*before.values(), *after.values()]
     functions += [attributes["forward"]] if "forward" in attributes else []
     # accelerate stores the `forward` that it replaces: the module's own method, or one that a user set.
     replaced = attributes.get("_old_forward")
     if replaced is not None and getattr(replaced, "__self__", None) is not module:
         functions.append(replaced)
-    # Most modules have none, and every run calls this for all modules, so it returns early.
-    if not functions:
-        return []
     users = [
         function
         for function in functions

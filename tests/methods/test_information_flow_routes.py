@@ -1,5 +1,7 @@
 """Test information flow routes against a case by hand and the definition, on every kind of block."""
 
+import functools
+
 import pytest
 import torch
 
@@ -46,6 +48,25 @@ def test_proximities_of_heads_by_hand(bound):
     expected = torch.tensor([[[[2.0, 0.0]], [[2.0, 0.0]]]])
     assert head_proximities(vectors, state, per_head=True).equal(expected)
     assert head_proximities(vectors, state, per_head=False).equal(expected.sum(1))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3, 0.3, 30.0])
+def test_proximities_equal_the_norms_of_whole_vectors(size):
+    """Small vectors change a few dimensions' signs, large ones all. Weights may be negative or 0."""
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    value, W_O, pattern = draw(2, 9, 1, 4), size * draw(3, 4, 64), draw(2, 3, 5, 9)
+    pattern[pattern.abs() < 0.3] = 0
+    heads = HeadVectors(ValuePath(W_O.mT, None, W_O, None), value, budget=20_000)
+    vectors = Vectors(Pairs(pattern, heads), draw(2, 5, 1), lambda: torch.zeros(2, 5, 64))
+    state = draw(2, 5, 64)
+    state[:, :, :6] = 0
+    sent = torch.einsum("bhqk,bkd,hdm,bq->bhqkm", pattern, value[:, :, 0], W_O, vectors.scale[..., 0])
+    whole = state[:, None, :, None]
+    expected = (whole.abs().sum(-1) - (whole - sent).abs().sum(-1)).clamp_min(0)
+    torch.testing.assert_close(head_proximities(vectors, state, per_head=True), expected, rtol=0, atol=1e-11)
+    summed = head_proximities(vectors, state, per_head=False)
+    torch.testing.assert_close(summed, expected.sum(1), rtol=0, atol=1e-11)
 
 
 def definition(block, biases="whole"):

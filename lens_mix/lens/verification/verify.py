@@ -8,18 +8,18 @@ attention run, but are not rebuilt.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lens_mix.hooks import record_all
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
-from lens_mix.lens.changes import Changes
-from lens_mix.lens.clean_pass import CleanPass, clean_pass
+from lens_mix.lens.changes import Change, Changes, forward_pre_hook
+from lens_mix.lens.clean_pass import CleanPass, StopForward, clean_pass
 from lens_mix.lens.components import COMPONENTS, FEED_FORWARD, MIXING, ComponentError, measure
 from lens_mix.lens.cross import names_before_cross
 from lens_mix.lens.model import Lens
@@ -97,18 +97,23 @@ def verify(lens: Lens, prompt: Prompt) -> Verification:
     optional = [name for roles in points.values() for options in roles.values() for name in options]
     calls: dict[tuple[int, str], BlockCall] = {}
     store: dict[str, Tensor] = {}
-    with Changes(captured_calls(_output_modules(lens), calls)):
+    feed_forwards = _feed_forward_modules(lens)
+    reads: dict[int, list[Tensor]] = {layer: [] for layer in feed_forwards}
+    reading = [_on_input(module, reads[layer].append) for layer, module in feed_forwards.items()]
+    with Changes(captured_calls(_output_modules(lens), calls) + reading):
         clean = clean_pass(lens, batch, record_all(store, [*names, *optional]), store, required=names)
     entries: list[ComponentError] = []
     anatomies: dict[int, BlockAnatomy] = {}
     factors: dict[int, Tensor] = {}
     below = None
-    for layer in layers:
-        block, errors = _read_block(clean, layer, _outputs(store, layer, points[layer], calls), below)
-        entries += [*errors, *(measure(each, block) for each in COMPONENTS if each.needs_replay)]
-        anatomies[layer] = below = block.anatomy
-        if block.z_factors is not None:
-            factors[layer] = block.z_factors
+    ending = [_on_input(module, _end_if_changed(reads[layer])) for layer, module in feed_forwards.items()]
+    with Changes(ending):
+        for layer in layers:
+            block, errors = _read_block(clean, layer, _outputs(store, layer, points[layer], calls), below)
+            entries += [*errors, *(measure(each, block) for each in COMPONENTS if each.needs_replay)]
+            anatomies[layer] = below = block.anatomy
+            if block.z_factors is not None:
+                factors[layer] = block.z_factors
     norms = next_norm_failures(clean, anatomies)
     sees_later = any(bool(attended.triu(diagonal=1).any()) for attended in clean.attended.values())
     causal = not lens.stack.is_cross and not sees_later
@@ -165,6 +170,39 @@ def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:
     }
 
 
+def _feed_forward_modules(lens: Lens) -> dict[int, nn.Module]:
+    """Return, by layer, the feed-forwards whose input shows that an intervention on values has an effect.
+
+    The block's output is rebuilt from what the feed-forward reads and returns. But a user hook may undo a
+    change of it, so there are none if user hooks are on the model.
+    """
+    blocks = [] if has_user_hooks(lens.modules) else enumerate(lens.stack.blocks)
+    modules = ((layer, getattr(block, "mlp", None)) for layer, block in blocks)
+    return {layer: module for layer, module in modules if isinstance(module, nn.Module)}
+
+
+def _on_input(module: nn.Module, receive: Callable[[Tensor], object]) -> Change:
+    """Return a hook that calls a function with a copy of each tensor that a module is called with."""
+
+    def on_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                receive(value.clone())
+
+    return forward_pre_hook(module, on_input, with_kwargs=True)
+
+
+def _end_if_changed(clean: Sequence[Tensor]) -> Callable[[Tensor], None]:
+    """Return a function that ends a pass if a tensor differs from the only one of the clean pass."""
+
+    def end(read: Tensor) -> None:
+        # If a module is called with several tensors, it is not known which of them this is.
+        if len(clean) == 1 and not torch.equal(read, clean[0]):
+            raise StopForward
+
+    return end
+
+
 def _read_block(
     clean: CleanPass, layer: int, outputs: Mapping[str, Tensor], below: BlockAnatomy | None
 ) -> tuple[RecordedBlock, list[ComponentError]]:
@@ -175,13 +213,11 @@ def _read_block(
     anatomies = list(candidates(block, attention, lens.model.cfg, multiplier))
     if lens.stack.is_cross:
         anatomies = [anatomy.by_cross_attention() for anatomy in anatomies]
-    first = RecordedBlock(clean, layer, anatomies[0], outputs)
-    factors = _find_z_factors(first)
-    first = first if factors is None else first.scaled(factors)
+    first, mixing = _with_z_factors(RecordedBlock(clean, layer, anatomies[0], outputs))
     readings: list[tuple[tuple[int, float], RecordedBlock, list[ComponentError]]] = []
     for anatomy in anatomies:
         recorded, feed_forward = _with_activation(first.read_as(anatomy), below)
-        errors = _component_errors(recorded, feed_forward)
+        errors = _component_errors(recorded, [mixing, feed_forward])
         worst = max((entry.error for entry in errors if entry.error is not None), default=0.0)
         # If one component fails with every anatomy (values with an adapter), the others still decide.
         misfit = sum(not entry.ok for entry in errors), worst
@@ -212,9 +248,9 @@ def _with_activation(
     likely = below.feed_forward.activation if below is not None and below.feed_forward is not None else "gelu"
     errors: dict[str, float] = {}
     readings: dict[str, tuple[RecordedBlock, ComponentError]] = {}
+    reading = block
     for name in sorted(ACTIVATIONS, key=lambda name: name != likely):
-        candidate = dataclasses.replace(feed_forward, activation=name)
-        reading = block.read_as(dataclasses.replace(block.anatomy, feed_forward=candidate))
+        reading = reading.with_activation(name)
         entry = measure(FEED_FORWARD, reading)
         if entry.error is None:
             return block, entry
@@ -227,10 +263,13 @@ def _with_activation(
     return readings[next(name for name, error in errors.items() if error <= accepted)]
 
 
-def _component_errors(recorded: RecordedBlock, feed_forward: ComponentError) -> list[ComponentError]:
-    """Return how well each component is rebuilt without a replay. The feed-forward was measured before."""
-    rows = [row for row in COMPONENTS if not row.needs_replay]
-    entries = [feed_forward if row.name == feed_forward.component else measure(row, recorded) for row in rows]
+def _component_errors(recorded: RecordedBlock, known: Sequence[ComponentError]) -> list[ComponentError]:
+    """Return how well each component is rebuilt without a replay; those in `known` were measured before."""
+    rows, measured = (
+        [row for row in COMPONENTS if not row.needs_replay],
+        {each.component: each for each in known},
+    )
+    entries = [measured.get(row.name) or measure(row, recorded) for row in rows]
     if recorded.anatomy.is_written_down:
         return entries
     note = f"{recorded.anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
@@ -241,18 +280,20 @@ def _component_errors(recorded: RecordedBlock, feed_forward: ComponentError) -> 
     ]
 
 
-def _find_z_factors(block: RecordedBlock) -> Tensor | None:
-    """Return the factor of z and pattern @ values per head; None if there is none, or if all are 1."""
+def _with_z_factors(block: RecordedBlock) -> tuple[RecordedBlock, ComponentError]:
+    """Return the block, with a factor of its pattern per head if z then agrees, and the error of z."""
     entry = measure(MIXING, block)
     if entry.error is None or entry.ok:
-        return None
+        return block, entry
     mixed, z = MIXING.rebuild(block), MIXING.compare_with(block)
     if mixed is None or z is None:
-        return None
+        return block, entry
     squares = mixed.square().sum(dim=(0, 1, 3))
     # The factors are least-squares solutions. The factor of a head whose mixed values are 0 is undefined.
     factors = torch.where(squares == 0, 1, (mixed * z).sum(dim=(0, 1, 3)) / squares)
-    return factors if measure(MIXING, block.scaled(factors)).ok else None
+    scaled = block.scaled(factors)
+    entry_of_scaled = measure(MIXING, scaled)
+    return (scaled, entry_of_scaled) if entry_of_scaled.ok else (block, entry)
 
 
 def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bool:
