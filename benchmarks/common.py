@@ -7,6 +7,7 @@ median. A single time depends on the machine's other work as much as on the code
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib.metadata as metadata
 import json
@@ -75,6 +76,23 @@ def smollm2() -> Any:
     from demos.models import smollm2 as load
 
     return load()
+
+
+def smollm2_like(layers: int = 30, context: int = 8192, seed: int = 0, wrapped: bool = True) -> Any:
+    """Return a Llama of the size of SmolLM2-135M, random weights, for machines without the trained one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=context,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    )
+    return _build(LlamaForCausalLM, config, seed, wrapped)
 
 
 def _build(model_class: Any, config: Any, seed: int, wrapped: bool) -> Any:
@@ -236,6 +254,36 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return counter.peak
 
 
+def peak_over_model(run: Callable[[], object], device: str = "cpu") -> tuple[int, int]:
+    """Return the bytes that a run needs at most besides those in use before it, and the bytes it returns.
+
+    On a CPU this is the resident memory of the process, on Linux only. On a GPU it is what torch allocates.
+    """
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = run()
+        return torch.cuda.max_memory_allocated() - before, _returned_bytes(result)
+    # Memory that was freed still counts as resident until it is given back to the system.
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    result = run()
+    return _resident("VmHWM") - before, _returned_bytes(result)
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def _returned_bytes(result: Any) -> int:
+    """Return the bytes of the scores of a map; 0 for anything else."""
+    scores = getattr(result, "scores", None)
+    return scores.nbytes if torch.is_tensor(scores) else 0
+
+
 # ------------------------------------------------------------------ machine and tables
 
 
@@ -284,18 +332,49 @@ def _format_cell(value: Any) -> str:
     return str(value)
 
 
-def write_table(out: Path, title: str, rows: Iterable[Mapping[str, Any]], note: str = "") -> None:
-    """Write one table of results.json and RESULTS.md in `out`, row by row. Other tables stay unchanged."""
+def write_table(
+    out: Path, title: str, rows: Iterable[Mapping[str, Any]], note: str = "", keys: Sequence[str] = ()
+) -> None:
+    """Write one table of results.json and RESULTS.md in `out`, row by row. Other tables stay unchanged.
+
+    Args:
+        out: The folder.
+        title: The title of the table.
+        rows: The rows.
+        note: A sentence about the measurement.
+        keys: The columns that name a row, if only some rows are measured: the other rows of the recorded
+            table stay. (): all rows are measured, and the recorded ones go.
+
+    Raises:
+        ValueError: Some rows are measured on another processor than the recorded ones.
+    """
     out.mkdir(parents=True, exist_ok=True)
     file = out / "results.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     table: dict[str, Any] = {"machine": machine(), **gemm_rates(), "note": note, "rows": []}
+    if keys and title in found:
+        recorded_on = found[title]["machine"]["cpu"]
+        if recorded_on != table["machine"]["cpu"]:
+            raise ValueError(
+                f"expected the processor of the recorded rows of {title!r}, {recorded_on}, got "
+                f"{table['machine']['cpu']}; measure all rows"
+            )
+        table["rows"] = found[title]["rows"]
     for row in rows:
         print(title, row, flush=True)
-        table["rows"].append(row)
+        _put_row(table["rows"], row, keys)
         found[title] = table
         (out / "RESULTS.md").write_text(_format_report(found))
         file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+def _put_row(rows: list[Any], row: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Put a row in the place of the one with the same name, or at the end."""
+    for index, other in enumerate(rows if keys else ()):
+        if all(other.get(key) == row.get(key) for key in keys):
+            rows[index] = row
+            return
+    rows.append(row)
 
 
 _INTRODUCTION = (
@@ -313,7 +392,6 @@ _EXPLANATIONS = {
         "TransformerLens, the same with many copies per call, and the matrix products that an exact "
         "method needs at least."
     ),
-    "Value Zeroing, 1024 positions": ("One whole map in a process of its own."),
     "Attention attribution, captum": (
         "Integrated gradients of every layer's pattern, with the same points in both."
     ),
@@ -329,11 +407,14 @@ _EXPLANATIONS = {
         'A whole map by the defaults of each method: all rows of all layers. "growth exponent" is the '
         "exponent n with which the time grew from the length above."
     ),
-    "What a run costs": (
-        "SmolLM2-135M, 20 tokens; the shortest processor time of several runs. `run_many` is compared "
-        "with a plain batch of the same prompts."
+    "What calls cost": (
+        "SmolLM2-135M: processor time beside that of a forward pass with logits, in turns, medians of the "
+        'given number of turns. "memory MB" is the largest resident memory over that of the loaded model '
+        'after a short run; its limit includes what is returned. No call may exceed a "limit".'
     ),
-    "The last row alone": ("`queries=[-1]` in all layers; the shortest processor time of several runs."),
+    "Time and memory by length": (
+        'SmolLM2-135M, as in "What calls cost". All calls of one length are measured in one process.'
+    ),
     "Digits of float32": (
         "Scores of Value Zeroing above 1e-7 against hooks in float64 with the same weights: the largest "
         'relative error, the 99th percentile, and the share of scores with an error above 1e-5. "clean '
