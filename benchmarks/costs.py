@@ -81,7 +81,7 @@ def _input_map(model: Any, prompt: torch.Tensor, **options: Any) -> Any:
 
 def _trace(model: Any, prompt: torch.Tensor) -> None:
     """Trace the last eleventh of the prompt."""
-    start = len(prompt) - len(prompt) // 11
+    start = len(prompt) - max(1, len(prompt) // 11)
     lm.trace(model, prompt[:start], answer=prompt[start:], sources="token", progress=None)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import lens_mix as lm
-from benchmarks import attribution, common, costs, flow, precision, rollout, value_zeroing
+from benchmarks import attribution, bfloat16, common, costs, flow, precision, rollout, value_zeroing
 from lens_mix.methods import METHODS
 
 HERE = Path(__file__).resolve().parent
@@ -128,9 +128,20 @@ def networkx(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield flow.against_networkx(layers, 32, causal, options.repeats, sample=6)
 
 
-TABLES = ("compared", "costs", "digits", "captum", "points", "rollout", "networkx", "methods", "lengths")
-# These are measured by `--full` or by name. The costs take ten minutes, the lengths half an hour.
-LONG = ("costs", "lengths")
+TABLES = (
+    "compared",
+    "costs",
+    "digits",
+    "captum",
+    "points",
+    "rollout",
+    "networkx",
+    "methods",
+    "bfloat16",
+    "lengths",
+)
+# These are measured by `--full` or by name: they take ten minutes or more.
+LONG = ("bfloat16", "costs", "lengths")
 
 
 def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
@@ -139,6 +150,8 @@ def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str
         yield "Value Zeroing compared", compared(options)
     if "costs" in options.tables:
         yield "What calls cost", costs.rows("costs", options.rows)
+    if "bfloat16" in options.tables:
+        yield "bfloat16 beside float32", bfloat16.rows()
     if "lengths" in options.tables:
         yield "Time and memory by length", costs.rows("lengths", options.rows)
     if "digits" in options.tables:
@@ -172,8 +185,8 @@ def main() -> None:
     options = parser.parse_args()
     options.models = options.models or [*common.MODELS, *([SMOLLM2] if options.full else [])]
     options.tables = options.tables or [name for name in TABLES if options.full or name not in LONG]
-    if options.rows and not set(options.tables) < set(LONG):
-        parser.error(f"--rows: expected one of --tables {' or '.join(LONG)}, got {' '.join(options.tables)}")
+    if options.rows and options.tables not in [[name] for name in costs.TABLES]:
+        parser.error(f"--rows: expected --tables {' or '.join(costs.TABLES)}, got {' '.join(options.tables)}")
     torch.set_num_threads(options.threads)
     for title, found_rows in tables(options):
         keys = costs.KEYS if options.rows else ()
