@@ -426,9 +426,9 @@ _EXPLANATIONS = {
     ),
     "bfloat16 beside float32": (
         "The last row of each method, of the same model in bfloat16 and in float32: Spearman over all keys, "
-        "and the share of rows with the same strongest key. For layer maps, a prompt has the mean over layers. "
-        "Means over prompts with 95 % intervals. The forward pass compares the logits of the next token. "
-        "Times are processor times of a prompt of 128 random tokens."
+        "and the share of rows with the same strongest key. For layer maps, a prompt has the mean over "
+        "layers. Means over prompts with 95 % intervals. The forward pass compares the logits of the next "
+        "token. Times are processor times of a prompt of 128 random tokens."
     ),
     "Value Zeroing, this release": ("The engine `algebra` at an earlier commit of this repository and now."),
     "Rollout, a plain loop": ("`lm.rollout` beside a loop of three lines, in float64."),

@@ -34,7 +34,7 @@ from benchmarks import common
 
 ROOT = Path(__file__).resolve().parents[1]
 # A turn is the forward pass and each call. After so many measured seconds, no further turn starts.
-MOST_TURNS, PATIENCE = 7, 15.0
+MOST_TURNS, PATIENCE = 7, 25.0
 WARM_UP = 8  # The tokens of the prompt of the first run, which verifies the model and is not measured.
 LAST = {"queries": [-1]}
 KEYS = ("call", "tokens")  # The columns that name a row.
