@@ -337,7 +337,12 @@ def _format_cell(value: Any) -> str:
 
 
 def write_table(
-    out: Path, title: str, rows: Iterable[Mapping[str, Any]], note: str = "", keys: Sequence[str] = ()
+    out: Path,
+    title: str,
+    rows: Iterable[Mapping[str, Any]],
+    note: str = "",
+    keys: Sequence[str] = (),
+    is_part: bool = False,
 ) -> None:
     """Write one table of results.json and RESULTS.md in `out`, row by row. Other tables stay unchanged.
 
@@ -346,8 +351,9 @@ def write_table(
         title: The title of the table.
         rows: The rows.
         note: A sentence about the measurement.
-        keys: The columns that name a row, if only some rows are measured: the other rows of the recorded
-            table stay. (): all rows are measured, and the recorded ones go.
+        keys: The columns that name a row. A row with the name of an earlier one adds its cells to it. ():
+            every row is a new one.
+        is_part: Whether only some rows are measured, so that the recorded ones stay.
 
     Raises:
         ValueError: Some rows are measured on another processor than the recorded ones.
@@ -356,7 +362,7 @@ def write_table(
     file = out / "results.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     table: dict[str, Any] = {"machine": machine(), **gemm_rates(), "note": note, "rows": []}
-    if keys and title in found:
+    if is_part and title in found:
         recorded_on = found[title]["machine"]["cpu"]
         if recorded_on != table["machine"]["cpu"]:
             raise ValueError(
@@ -366,17 +372,17 @@ def write_table(
         table["rows"] = found[title]["rows"]
     for row in rows:
         print(title, row, flush=True)
-        _put_row(table["rows"], row, keys)
+        _put_row(table["rows"], dict(row), keys)
         found[title] = table
         (out / "RESULTS.md").write_text(_format_report(found))
         file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
-def _put_row(rows: list[Any], row: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Put a row in the place of the one with the same name, or at the end."""
-    for index, other in enumerate(rows if keys else ()):
+def _put_row(rows: list[dict[str, Any]], row: dict[str, Any], keys: Sequence[str]) -> None:
+    """Add the cells of a row to the row of the same name; a row of a new name is put at the end."""
+    for other in rows if keys else ():
         if all(other.get(key) == row.get(key) for key in keys):
-            rows[index] = row
+            other.update({name: value for name, value in row.items() if value is not None})
             return
     rows.append(row)
 
@@ -417,7 +423,8 @@ _EXPLANATIONS = {
         'after a short run; its limit includes what is returned. No call may exceed a "limit".'
     ),
     "Time and memory by length": (
-        'SmolLM2-135M, as in "What calls cost". All calls of one length are measured in one process.'
+        'SmolLM2-135M, processor time and resident memory as in "What calls cost", for prompts of the given '
+        "numbers of tokens. All calls of one length are measured in one process."
     ),
     "Digits of float32": (
         "Scores of Value Zeroing above 1e-7 against hooks in float64 with the same weights: the largest "

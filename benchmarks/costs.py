@@ -2,7 +2,8 @@
 
     python -m benchmarks.run --tables costs                       all rows, in about ten minutes
     python -m benchmarks.run --tables costs --rows memory routes  some rows anew; the others stay
-    python -m benchmarks.run --tables lengths                     SmolLM2-135M from 20 to 8000 tokens
+    python -m benchmarks.run --tables lengths                     20 to 8000 tokens, in about half an hour
+    python -m benchmarks.run --tables lengths --rows 20 64        some lengths anew
     python -m benchmarks.costs                                    the names for --rows
 
 The calls of one name are measured in a process of their own, and of the name "memory" each call. In the
@@ -37,7 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_TURNS, PATIENCE = 7, 25.0
 WARM_UP = 8  # The tokens of the prompt of the first run, which verifies the model and is not measured.
 LAST = {"queries": [-1]}
-KEYS = ("call", "tokens")  # The columns that name a row.
+# The columns that name a row of each table.
+KEYS = {"costs": ("call", "tokens"), "lengths": ("call",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +264,7 @@ def _make_row(
         "returned MB": None if peak is None else peak[1] / 1e6,
         "memory MB, limit": None if call.most_memory is None else _memory_limit(call.most_memory, peak),
         "turns": len(seconds) or None,
+        "note": "",
     }
 
 
@@ -284,7 +287,19 @@ def rows(table: str, names: Sequence[str] | None = None) -> Iterator[dict[str, A
     if unknown:
         raise ValueError(f"rows: expected some of {', '.join(calls)}, got {', '.join(sorted(unknown))}")
     for name in names or calls:
-        yield from measure_in_process(table, name)
+        found = measure_in_process(table, name)
+        yield from found if table == "costs" else map(_turn_to_columns, found)
+
+
+def _turn_to_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of one length as columns of a table that has all lengths."""
+    columns: dict[str, Any] = {"call": row["call"]}
+    columns |= {f"{length} {name}": None for name in ("÷ forward", "MB") for length in LENGTHS}
+    figures = {
+        f"{row['tokens']} ÷ forward": row.get("÷ forward"),
+        f"{row['tokens']} MB": row.get("memory MB"),
+    }
+    return columns | figures
 
 
 def measure_in_process(table: str, name: str) -> Iterator[dict[str, Any]]:

@@ -142,6 +142,8 @@ TABLES = (
 )
 # These are measured by `--full` or by name: they take ten minutes or more.
 LONG = ("bfloat16", "costs", "lengths")
+COSTS, BY_LENGTH = "What calls cost", "Time and memory by length"
+KEYS = {COSTS: costs.KEYS["costs"], BY_LENGTH: costs.KEYS["lengths"]}
 
 
 def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
@@ -149,11 +151,11 @@ def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str
     if "compared" in options.tables:
         yield "Value Zeroing compared", compared(options)
     if "costs" in options.tables:
-        yield "What calls cost", costs.rows("costs", options.rows)
+        yield COSTS, costs.rows("costs", options.rows)
     if "bfloat16" in options.tables:
         yield "bfloat16 beside float32", bfloat16.rows()
     if "lengths" in options.tables:
-        yield "Time and memory by length", costs.rows("lengths", options.rows)
+        yield BY_LENGTH, costs.rows("lengths", options.rows)
     if "digits" in options.tables:
         yield "Digits of float32", digits(options)
     if "captum" in options.tables:
@@ -189,8 +191,9 @@ def main() -> None:
         parser.error(f"--rows: expected --tables {' or '.join(costs.TABLES)}, got {' '.join(options.tables)}")
     torch.set_num_threads(options.threads)
     for title, found_rows in tables(options):
-        keys = costs.KEYS if options.rows else ()
-        common.write_table(options.out, title, found_rows, options.note, keys)
+        common.write_table(
+            options.out, title, found_rows, options.note, KEYS.get(title, ()), bool(options.rows)
+        )
 
 
 if __name__ == "__main__":

@@ -89,11 +89,29 @@ def test_rows_measured_singly_replace_their_own(tmp_path: Path, monkeypatch: pyt
     recorded = [{"call": "a", "tokens": 1, "x": 1}, {"call": "b", "tokens": 1, "x": 2}]
     common.write_table(tmp_path, "T", recorded)
     fresh = [{"call": "a", "tokens": 1, "x": 3}, {"call": "a", "tokens": 2, "x": 4}]
-    common.write_table(tmp_path, "T", fresh, keys=costs.KEYS)
+    common.write_table(tmp_path, "T", fresh, keys=costs.KEYS["costs"], is_part=True)
     rows = json.loads((tmp_path / "results.json").read_text())["T"]["rows"]
     assert [row["x"] for row in rows] == [3, 2, 4]
     common.write_table(tmp_path, "T", fresh)
     assert len(json.loads((tmp_path / "results.json").read_text())["T"]["rows"]) == 2
+
+
+def test_the_lengths_of_one_call_are_columns_of_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "gemm_rates", lambda: {"GEMM GFLOP/s": 1.0})
+    found = {
+        name: [{"call": "a", "tokens": int(name), "÷ forward": float(name), "memory MB": 1.0}]
+        for name in costs.LENGTHS
+    }
+    monkeypatch.setattr(costs, "measure_in_process", lambda table, name: found[name])
+    for names in (["20", "8000"], ["64"]):
+        rows = costs.rows("lengths", names)
+        common.write_table(tmp_path, "T", rows, keys=costs.KEYS["lengths"], is_part=True)
+    (row,) = json.loads((tmp_path / "results.json").read_text())["T"]["rows"]
+    assert (row["20 ÷ forward"], row["64 ÷ forward"], row["8000 ÷ forward"]) == (20, 64, 8000)
+    assert row["2000 ÷ forward"] is None
+    assert list(row)[1:8] == [f"{length} ÷ forward" for length in costs.LENGTHS]
 
 
 def test_rows_of_another_processor_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,4 +119,4 @@ def test_rows_of_another_processor_are_not_mixed(tmp_path: Path, monkeypatch: py
     common.write_table(tmp_path, "T", [{"call": "a", "tokens": 1}])
     monkeypatch.setattr(common, "machine", lambda: {"cpu": "another", "gpu": None})
     with pytest.raises(ValueError, match="got another; measure all rows"):
-        common.write_table(tmp_path, "T", [{"call": "a", "tokens": 1}], keys=costs.KEYS)
+        common.write_table(tmp_path, "T", [{"call": "a", "tokens": 1}], is_part=True)
