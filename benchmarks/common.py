@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -28,6 +28,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lens_mix.algebra.large_product import by_onednn, product_by_onednn
+
+Result = TypeVar("Result")
 
 # ------------------------------------------------------------------ models
 
@@ -258,8 +260,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return counter.peak
 
 
-def peak_over_model(run: Callable[[], object], device: str = "cpu") -> tuple[int, int]:
-    """Return the bytes that a run needs at most besides those in use before it, and the bytes it returns.
+def peak_over_model(run: Callable[[], Result], device: str = "cpu") -> tuple[int, Result]:
+    """Return the bytes that a run needs at most besides those in use before it, and its result.
 
     On a CPU this is the resident memory of the process, on Linux only. On a GPU it is what torch allocates.
     """
@@ -268,24 +270,18 @@ def peak_over_model(run: Callable[[], object], device: str = "cpu") -> tuple[int
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         result = run()
-        return torch.cuda.max_memory_allocated() - before, _returned_bytes(result)
+        return torch.cuda.max_memory_allocated() - before, result
     # Memory that was freed still counts as resident until it is given back to the system.
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     result = run()
-    return _resident("VmHWM") - before, _returned_bytes(result)
+    return _resident("VmHWM") - before, result
 
 
 def _resident(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def _returned_bytes(result: Any) -> int:
-    """Return the bytes of the scores of a map; 0 for anything else."""
-    scores = getattr(result, "scores", None)
-    return scores.nbytes if torch.is_tensor(scores) else 0
 
 
 # ------------------------------------------------------------------ machine and tables

@@ -20,6 +20,7 @@ import functools
 import json
 import os
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from benchmarks import common
 ROOT = Path(__file__).resolve().parents[1]
 # A turn is the forward pass and each call. After so many measured seconds, no further turn starts.
 MOST_TURNS, PATIENCE = 7, 25.0
+MOST_RESIDENT = 14 << 30  # The bytes of a process: one that needs more fails, instead of the machine.
 WARM_UP = 8  # The tokens of the prompt of the first run, which verifies the model and is not measured.
 LAST = {"queries": [-1]}
 # The columns that name a row of each table.
@@ -212,41 +214,55 @@ def measure(
     Args:
         model: The model, on the device.
         calls: The calls, which take turns.
-        memory: Whether to measure memory, in a run that is not timed.
-        turns: The largest number of turns; 0 for memory alone.
+        memory: Whether to measure memory, in the first run.
+        turns: The largest number of turns; 0 for memory alone. 1: the first run is timed, and the only one.
         patience: The measured seconds after which no further turn starts.
         device: The device.
         most_tokens: The largest length of a prompt, for a quick trial; None for the lengths of the calls.
     """
     clock = time.process_time if device == "cpu" else time.perf_counter
     prompts = [call.make_prompt(model, device, most_tokens) for call in calls]
+    runs = [call.forward or run_forward for call in calls]
     for call in calls:
         call.run(model, call.make_prompt(model, device, WARM_UP))
-    peaks = [
-        common.peak_over_model(functools.partial(call.run, model, prompt), device) if memory else None
-        for call, prompt in zip(calls, prompts, strict=True)
-    ]
     seconds: list[list[float]] = [[] for _ in calls]
     forwards: list[list[float]] = [[] for _ in calls]
-    while len(seconds[0]) < turns and sum(map(sum, seconds)) < patience:
+    peaks: list[tuple[int, int] | None] = [None for _ in calls]
+    for index, (call, prompt) in enumerate(zip(calls, prompts, strict=True)) if memory else ():
+        run = functools.partial(_time, clock, call.run, model, prompt)
+        peak, (taken, result) = common.peak_over_model(run, device)
+        peaks[index] = (peak, _count_bytes(result))
+        # Of a long prompt, there is no other run.
+        seconds[index] += [taken] if turns == 1 else []
+        del result
+    while len(forwards[0]) < turns and (not forwards[0] or sum(map(sum, seconds)) < patience):
         for index, (call, prompt) in enumerate(zip(calls, prompts, strict=True)):
             used = copy.deepcopy(model) if call.is_first else model
-            if index and call.tokens == calls[0].tokens and call.forward is calls[0].forward:
-                forwards[index].append(forwards[0][-1])
-            else:
-                forwards[index].append(_time(clock, call.forward or run_forward, model, prompt))
-            seconds[index].append(_time(clock, call.run, used, prompt))
+            is_shared = index > 0 and (call.tokens, runs[index]) == (calls[0].tokens, runs[0])
+            passed = forwards[0][-1] if is_shared else _time(clock, runs[index], model, prompt)[0]
+            forwards[index].append(passed)
+            if len(seconds[index]) < len(forwards[index]):
+                seconds[index].append(_time(clock, call.run, used, prompt)[0])
             del used
-    for call, peak, taken, passes in zip(calls, peaks, seconds, forwards, strict=True):
-        yield _make_row(call, peak, taken, passes)
+    for call, found, taken_by_turn, passes in zip(calls, peaks, seconds, forwards, strict=True):
+        yield _make_row(call, found, taken_by_turn, passes)
 
 
-def _time(clock: Callable[[], float], run: Callable[[Any, Any], object], model: Any, prompt: Any) -> float:
+def _time(
+    clock: Callable[[], float], run: Callable[[Any, Any], Any], model: Any, prompt: Any
+) -> tuple[float, Any]:
+    """Return the seconds of a run, and its result."""
     common.synchronize()
     start = clock()
-    run(model, prompt)
+    result = run(model, prompt)
     common.synchronize()
-    return clock() - start
+    return clock() - start, result
+
+
+def _count_bytes(result: Any) -> int:
+    """Return the bytes of the scores of a map; 0 for anything else."""
+    scores = getattr(result, "scores", None)
+    return scores.nbytes if torch.is_tensor(scores) else 0
 
 
 def _make_row(
@@ -254,23 +270,20 @@ def _make_row(
 ) -> dict[str, Any]:
     taken = statistics.median(seconds) if seconds else None
     forward = statistics.median(forwards) if forwards else None
+    megabytes = (None, None) if peak is None else (peak[0] / 1e6, peak[1] / 1e6)
+    most = None if call.most_memory is None else call.most_memory + (megabytes[1] or 0)
     return {
         "call": call.name,
         "tokens": call.tokens,
         "forward s": forward,
         "÷ forward": taken / forward if taken and forward else None,
         "÷ forward, limit": call.most_forwards,
-        "memory MB": None if peak is None else peak[0] / 1e6,
-        "returned MB": None if peak is None else peak[1] / 1e6,
-        "memory MB, limit": None if call.most_memory is None else _memory_limit(call.most_memory, peak),
+        "memory MB": megabytes[0],
+        "returned MB": megabytes[1],
+        "memory MB, limit": most,
         "turns": len(seconds) or None,
         "note": "",
     }
-
-
-def _memory_limit(most: float, peak: tuple[int, int] | None) -> float:
-    """Return the limit of the memory, what the call returns included."""
-    return most + (0 if peak is None else peak[1] / 1e6)
 
 
 # ------------------------------------------------------------------ processes
@@ -326,9 +339,10 @@ def measure_in_process(table: str, name: str) -> Iterator[dict[str, Any]]:
 def _work(table: str, name: str, *indices: str) -> None:
     """Measure calls in this process, and print their rows as JSON in the last line."""
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_RESIDENT, MOST_RESIDENT))
     chosen = [TABLES[table][name][int(index)] for index in indices] or TABLES[table][name]
-    # The long prompts' passes take minutes, so one turn has to do.
-    turns = 0 if name == "memory" else 1 if name == "8000" else MOST_TURNS
+    # The passes of long prompts take minutes, so one turn has to do.
+    turns = 0 if name == "memory" else 1 if name in ("1000", "2000", "8000") else MOST_TURNS
     memory = name in _WITH_MEMORY
     print(json.dumps(list(measure(common.smollm2(), chosen, memory=memory, turns=turns))))
 

@@ -36,6 +36,15 @@ def test_memory_alone_takes_no_turns(model: Any) -> None:
     assert "÷ forward, limit" in row
 
 
+def test_the_run_whose_memory_is_measured_is_the_one_of_a_single_turn(model: Any) -> None:
+    seen = []
+    call = costs.Call("a call", lambda used, prompt: seen.append(len(prompt)), 9)
+    (row,) = costs.measure(model, [call], memory=True, turns=1)
+    assert seen == [costs.WARM_UP, 9]
+    assert row["turns"] == 1
+    assert row["÷ forward"] > 0
+
+
 def test_the_first_call_is_on_a_new_model_in_each_turn(model: Any) -> None:
     seen = []
     call = costs.Call("first", lambda used, prompt: seen.append(used), 9, is_first=True)
@@ -67,9 +76,9 @@ def test_the_peak_is_what_a_run_needs_at_most() -> None:
         torch.ones(size, dtype=torch.uint8)
         return torch.ones(size // 4, dtype=torch.uint8)
 
-    peak, returned = common.peak_over_model(run)
+    peak, result = common.peak_over_model(run)
     assert 0.95 * size <= peak < 1.3 * size
-    assert returned == 0  # only the scores of a map count
+    assert len(result) == size // 4
 
 
 def test_an_unknown_name_is_an_error() -> None:
