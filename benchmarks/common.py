@@ -7,6 +7,7 @@ median. A single time depends on the machine's other work as much as on the code
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib.metadata as metadata
 import json
@@ -18,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,6 +28,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lens_mix.algebra.large_product import by_onednn, product_by_onednn
+
+Result = TypeVar("Result")
 
 # ------------------------------------------------------------------ models
 
@@ -77,6 +80,23 @@ def smollm2() -> Any:
     return load()
 
 
+def smollm2_like(layers: int = 30, context: int = 8192, seed: int = 0, wrapped: bool = True) -> Any:
+    """Return a Llama of the size of SmolLM2-135M, random weights, for machines without the trained one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=context,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    )
+    return _build(LlamaForCausalLM, config, seed, wrapped)
+
+
 def _build(model_class: Any, config: Any, seed: int, wrapped: bool) -> Any:
     """Return a transformers model with random weights, in a TransformerBridge if `wrapped`."""
     config.architectures = [model_class.__name__]
@@ -107,7 +127,10 @@ def random_tokens(model: Any, positions: int, seed: int = 1) -> torch.Tensor:
 
 
 def interleaved(
-    variants: Mapping[str, Callable[[], object]], repeats: int = 5, warm_up: Collection[str] | None = None
+    variants: Mapping[str, Callable[[], object]],
+    repeats: int = 5,
+    warm_up: Collection[str] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Return the median seconds of each variant. They take turns, so that other load falls on all.
 
@@ -115,6 +138,7 @@ def interleaved(
         variants: The functions to time, by name.
         repeats: The number of rounds.
         warm_up: The variants that run once before the clock starts. None: all.
+        clock: The clock: `time.process_time` on a machine that serves others.
     """
     for name in variants if warm_up is None else warm_up:
         variants[name]()
@@ -122,10 +146,10 @@ def interleaved(
     for _ in range(repeats):
         for name, run in variants.items():
             synchronize()
-            start = time.perf_counter()
+            start = clock()
             run()
             synchronize()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
@@ -236,6 +260,30 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return counter.peak
 
 
+def peak_over_model(run: Callable[[], Result], device: str = "cpu") -> tuple[int, Result]:
+    """Return the bytes that a run needs at most besides those in use before it, and its result.
+
+    On a CPU this is the resident memory of the process, on Linux only. On a GPU it is what torch allocates.
+    """
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = run()
+        return torch.cuda.max_memory_allocated() - before, result
+    # Memory that was freed still counts as resident until it is given back to the system.
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    result = run()
+    return _resident("VmHWM") - before, result
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
 # ------------------------------------------------------------------ machine and tables
 
 
@@ -284,18 +332,55 @@ def _format_cell(value: Any) -> str:
     return str(value)
 
 
-def write_table(out: Path, title: str, rows: Iterable[Mapping[str, Any]], note: str = "") -> None:
-    """Write one table of results.json and RESULTS.md in `out`, row by row. Other tables stay unchanged."""
+def write_table(
+    out: Path,
+    title: str,
+    rows: Iterable[Mapping[str, Any]],
+    note: str = "",
+    keys: Sequence[str] = (),
+    is_part: bool = False,
+) -> None:
+    """Write one table of results.json and RESULTS.md in `out`, row by row. Other tables stay unchanged.
+
+    Args:
+        out: The folder.
+        title: The title of the table.
+        rows: The rows.
+        note: A sentence about the measurement.
+        keys: The columns that name a row. A row with the name of an earlier one adds its cells to it. ():
+            every row is a new one.
+        is_part: Whether only some rows are measured, so that the recorded ones stay.
+
+    Raises:
+        ValueError: Some rows are measured on another processor than the recorded ones.
+    """
     out.mkdir(parents=True, exist_ok=True)
     file = out / "results.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     table: dict[str, Any] = {"machine": machine(), **gemm_rates(), "note": note, "rows": []}
+    if is_part and title in found:
+        recorded_on = found[title]["machine"]["cpu"]
+        if recorded_on != table["machine"]["cpu"]:
+            raise ValueError(
+                f"expected the processor of the recorded rows of {title!r}, {recorded_on}, got "
+                f"{table['machine']['cpu']}; measure all rows"
+            )
+        table["rows"] = found[title]["rows"]
     for row in rows:
         print(title, row, flush=True)
-        table["rows"].append(row)
+        _put_row(table["rows"], dict(row), keys)
         found[title] = table
         (out / "RESULTS.md").write_text(_format_report(found))
         file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+def _put_row(rows: list[dict[str, Any]], row: dict[str, Any], keys: Sequence[str]) -> None:
+    """Add the cells of a row to the row of the same name; a row of a new name is put at the end."""
+    for other in rows if keys else ():
+        if all(other.get(key) == row.get(key) for key in keys):
+            other.update({name: value for name, value in row.items() if value is not None})
+            return
+    rows.append(row)
 
 
 _INTRODUCTION = (
@@ -313,7 +398,6 @@ _EXPLANATIONS = {
         "TransformerLens, the same with many copies per call, and the matrix products that an exact "
         "method needs at least."
     ),
-    "Value Zeroing, 1024 positions": ("One whole map in a process of its own."),
     "Attention attribution, captum": (
         "Integrated gradients of every layer's pattern, with the same points in both."
     ),
@@ -329,15 +413,25 @@ _EXPLANATIONS = {
         'A whole map by the defaults of each method: all rows of all layers. "growth exponent" is the '
         "exponent n with which the time grew from the length above."
     ),
-    "What a run costs": (
-        "SmolLM2-135M, 20 tokens; the shortest processor time of several runs. `run_many` is compared "
-        "with a plain batch of the same prompts."
+    "What calls cost": (
+        "SmolLM2-135M: processor time beside that of a forward pass with logits, in turns, medians of the "
+        'given number of turns. "memory MB" is the largest resident memory over that of the loaded model '
+        'after a short run; its limit includes what is returned. No call may exceed a "limit".'
     ),
-    "The last row alone": ("`queries=[-1]` in all layers; the shortest processor time of several runs."),
+    "Time and memory by length": (
+        'SmolLM2-135M, processor time and resident memory as in "What calls cost", for prompts of the given '
+        "numbers of tokens. All calls of one length are measured in one process."
+    ),
     "Digits of float32": (
         "Scores of Value Zeroing above 1e-7 against hooks in float64 with the same weights: the largest "
         'relative error, the 99th percentile, and the share of scores with an error above 1e-5. "clean '
         'pass alone" is the algebra in float64 on what the float32 pass recorded.'
+    ),
+    "bfloat16 beside float32": (
+        "The last row of each method, of the same model in bfloat16 and in float32: Spearman over all keys, "
+        "and the share of rows with the same strongest key. For layer maps, a prompt has the mean over "
+        "layers. Means over prompts with 95 % intervals. The forward pass compares the logits of the next "
+        "token. Times are processor times of a prompt of 128 random tokens."
     ),
     "Value Zeroing, this release": ("The engine `algebra` at an earlier commit of this repository and now."),
     "Rollout, a plain loop": ("`lm.rollout` beside a loop of three lines, in float64."),

@@ -2,6 +2,7 @@
 
     python -m benchmarks.run             gpt2-like, llama-like, bert-like of 3 layers; 32 and 128 positions
     python -m benchmarks.run --full      12 layers; 32 to 256 positions, the norm maps to 1024; SmolLM2-135M
+    python -m benchmarks.run --tables costs [--rows NAME ...]   what calls cost on SmolLM2-135M
 
 The results are benchmarks/RESULTS.md and results.json (or those in the folder of --out), written row by row:
 
@@ -18,9 +19,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from typing import Any
 import torch
 
 import lens_mix as lm
-from benchmarks import attribution, common, flow, precision, rollout, rows, value_zeroing
+from benchmarks import attribution, bfloat16, common, costs, flow, precision, rollout, value_zeroing
 from lens_mix.methods import METHODS
 
 HERE = Path(__file__).resolve().parent
@@ -81,14 +79,6 @@ def _measure_method(model: Any, method: str, tokens: torch.Tensor, repeats: int)
     }
 
 
-def longest(layers: int) -> dict[str, Any]:
-    """Measure 1024 positions in a process of its own, to get its resident memory."""
-    command = [sys.executable, "-m", "benchmarks.value_zeroing", "--memory", "1024", "--layers", str(layers)]
-    command += ["--threads", str(torch.get_num_threads())]
-    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 # ------------------------------------------------------------------ tables
 
 
@@ -99,12 +89,6 @@ def compared(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in names:
         for size in [*sizes, 256] if options.full and name == names[0] else sizes:
             yield value_zeroing.compare(name, size, layers, options.repeats, peers=True)
-
-
-def long_prompt(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure 1024 positions."""
-    if options.full:
-        yield longest(12)
 
 
 def digits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -144,20 +128,34 @@ def networkx(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield flow.against_networkx(layers, 32, causal, options.repeats, sample=6)
 
 
-TABLES = ("compared", "long", "rows", "digits", "captum", "points", "rollout", "networkx", "methods")
+TABLES = (
+    "compared",
+    "costs",
+    "digits",
+    "captum",
+    "points",
+    "rollout",
+    "networkx",
+    "methods",
+    "bfloat16",
+    "lengths",
+)
+# These are measured by `--full` or by name: they take ten minutes or more.
+LONG = ("bfloat16", "costs", "lengths")
+COSTS, BY_LENGTH = "What calls cost", "Time and memory by length"
+KEYS = {COSTS: costs.KEYS["costs"], BY_LENGTH: costs.KEYS["lengths"]}
 
 
 def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
     """Yield the title and rows of each table that is asked for. Each model has a table of all methods."""
     if "compared" in options.tables:
         yield "Value Zeroing compared", compared(options)
-    if "long" in options.tables:
-        yield "Value Zeroing, 1024 positions", long_prompt(options)
-    if "rows" in options.tables:
-        yield "What a run costs beside the forward pass", rows.overheads()
-        yield "The last row alone", rows.last_rows()
-        if options.full:
-            yield "The last row alone, long prompts", rows.long_prompts()
+    if "costs" in options.tables:
+        yield COSTS, costs.rows("costs", options.rows)
+    if "bfloat16" in options.tables:
+        yield "bfloat16 beside float32", bfloat16.rows()
+    if "lengths" in options.tables:
+        yield BY_LENGTH, costs.rows("lengths", options.rows)
     if "digits" in options.tables:
         yield "Digits of float32", digits(options)
     if "captum" in options.tables:
@@ -182,14 +180,20 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=60)
     parser.add_argument("--models", nargs="+", choices=[*common.MODELS, SMOLLM2])
     parser.add_argument("--sizes", nargs="+", type=int, help="positions in the table of every method")
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
+    parser.add_argument("--tables", nargs="+", choices=TABLES)
+    parser.add_argument("--rows", nargs="+", help="the names of some rows of the table costs or lengths")
     parser.add_argument("--note", default="", help="what else ran, printed with the tables")
     parser.add_argument("--out", type=Path, default=HERE)
     options = parser.parse_args()
     options.models = options.models or [*common.MODELS, *([SMOLLM2] if options.full else [])]
+    options.tables = options.tables or [name for name in TABLES if options.full or name not in LONG]
+    if options.rows and options.tables not in [[name] for name in costs.TABLES]:
+        parser.error(f"--rows: expected --tables {' or '.join(costs.TABLES)}, got {' '.join(options.tables)}")
     torch.set_num_threads(options.threads)
     for title, found_rows in tables(options):
-        common.write_table(options.out, title, found_rows, options.note)
+        common.write_table(
+            options.out, title, found_rows, options.note, KEYS.get(title, ()), bool(options.rows)
+        )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python -m benchmarks.value_zeroing                       quick: gpt2-like, 3 layers, 64 and 128 positions
     python -m benchmarks.value_zeroing --full                12 layers, three models, 32 to 256 positions
-    python -m benchmarks.value_zeroing --memory 1024         one run of 1024 positions, its memory
 
 The alternatives run in turns, and times are medians of one run:
 
@@ -19,9 +18,6 @@ The alternatives run in turns, and times are medians of one run:
 from __future__ import annotations
 
 import argparse
-import json
-import resource
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -96,25 +92,6 @@ def _make_product(model: Any, positions: int, name: str) -> Callable[[], object]
     return common.gemm(min(_count_pairs(name, positions), ROWS), d_mlp, model.cfg.d_model)
 
 
-def memory(positions: int, layers: int = 12) -> dict[str, Any]:
-    """Measure one run on a new gpt2-like model. It needs a process of its own."""
-    model = common.gpt2_like(layers=layers, context=max(1024, positions))
-    tokens = common.random_tokens(model, positions)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
-    lm.run(model, tokens, "value_zeroing", engine="algebra")
-    seconds = time.perf_counter() - start
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {
-        "model": "gpt2-like",
-        "layers": layers,
-        "positions": positions,
-        "seconds": seconds,
-        "resident MB before": before / 1e3,
-        "resident MB at most": after / 1e3,
-    }
-
-
 def rows(
     models: Sequence[str], sizes: Sequence[int], layers: int, repeats: int, peers: bool = False
 ) -> list[dict[str, Any]]:
@@ -123,10 +100,9 @@ def rows(
 
 
 def main() -> None:
-    """Print the table, or the memory of one run."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--memory", type=int, metavar="POSITIONS")
     parser.add_argument("--models", nargs="+", choices=list(common.MODELS))
     parser.add_argument("--sizes", nargs="+", type=int)
     parser.add_argument("--layers", type=int)
@@ -134,9 +110,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.memory:
-        print(json.dumps(memory(options.memory, options.layers or 12)))
-        return
     print(common.machine())
     models = options.models or (list(common.MODELS) if options.full else ["gpt2-like"])
     sizes = options.sizes or ([32, 64, 128, 256] if options.full else [64, 128])

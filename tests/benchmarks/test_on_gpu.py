@@ -1,0 +1,64 @@
+"""The script for a GPU runs on a CPU, and finds what would wait for a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import costs, on_gpu
+
+
+def test_the_whole_script_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "CALLS", {name: costs.CALLS[name] for name in ("short",)})
+    monkeypatch.setattr(on_gpu, "_CHUNKED", {"value_zeroing": "value_zeroing"})
+    on_gpu.main(["--device", "cpu", "--quick", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "on_gpu.json").read_text())
+    assert found["is quick"]
+    assert [row["call"] for row in found["costs"]][:2] == ["attention", "attn_res_ln"]
+    assert all(row["÷ forward"] > 0 for row in found["costs"])
+    assert not any("limit" in name for row in found["costs"] for name in row)
+    assert {row["method"] for row in found["waits"]} == {"attention", "value_zeroing", "gim"}
+    assert all(row["by line"] > 0 and row["aten::_local_scalar_dense"] > 0 for row in found["waits"])
+    # The loop over pairs of positions never waits, however many chunks there are.
+    (chunks,) = found["chunks"]
+    assert chunks["operations, small chunks"] > chunks["operations, large chunks"]
+    assert chunks["inside the chunks"] == "none"
+    page = (tmp_path / "on_gpu.md").read_text()
+    assert page.startswith("# The script for a GPU, tried on a CPU")
+    assert "attn_res_ln" in page
+
+
+def test_nothing_is_measured_after_the_time(tmp_path: Path) -> None:
+    on_gpu.main(["--device", "cpu", "--quick", "--seconds", "0", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "on_gpu.json").read_text())
+    assert {row["note"] for row in found["costs"]} == {"no time left"}
+    assert {row["inside the chunks"] for row in found["chunks"]} == {"no time left"}
+
+
+@pytest.mark.parametrize(
+    ("run", "waits"),
+    [
+        (lambda x: x.sum().item(), 1),
+        (lambda x: bool((x > 0).any()), 1),
+        (lambda x: x.nonzero(), 1),
+        (lambda x: x[x > 0], 1),
+        (lambda x: x[torch.tensor([0, 1])], 0),
+        (lambda x: x @ x.T + 1, 0),
+    ],
+)
+def test_what_waits_for_a_gpu(run: Any, waits: int) -> None:
+    x = torch.eye(3)
+    counted = on_gpu.count_by_line(lambda: run(x))
+    assert counted.origins.total() == waits
+    assert counted.operations > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        on_gpu.main([])
+    assert "--device cpu tries the script" in capsys.readouterr().err
