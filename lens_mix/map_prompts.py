@@ -23,7 +23,7 @@ from lens_mix.lens.predictions import join_explained
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
-from lens_mix.method import RESIDUAL_KEY, Method
+from lens_mix.method import RESIDUAL_KEY, Method, maps_separately
 from lens_mix.residual_shares import ResidualShares
 from lens_mix.session import CheckedPass, Session, UnexpectedBlock
 from lens_mix.targets import as_target
@@ -120,12 +120,7 @@ class _BlockMaps:
 
     def start_early(self, checked: CheckedPass) -> Callable[[int], None]:
         """Return the function that maps a block of a running pass by the methods that read no other block."""
-        methods = self._session.methods
-        early = [
-            label
-            for label, method in methods.items()
-            if self._session.is_mapped_early(method, checked.engines[label])
-        ]
+        early = [label for label in self._session.methods if checked.is_mapped_early(label)]
         self._open_blocks(checked, early)
         return functools.partial(self._map_block, checked, early)
 
@@ -134,7 +129,7 @@ class _BlockMaps:
         methods = self._session.methods
         labels = [label for label in methods if label not in self.blocks]
         self._open_blocks(checked, labels)
-        separate = [label for label in labels if not _carries(methods[label])]
+        separate = [label for label in labels if maps_separately(methods[label])]
         for layer in checked.clean.calls:
             self._map_block(checked, separate, layer)
         for label in labels:
@@ -174,11 +169,6 @@ class _BlockMaps:
             self.scores[label] = scores.new_empty((len(layers), *scores.shape))
         if layer in layers:
             self.scores[label][layers.index(layer)] = scores.detach()
-
-
-def _carries(method: Method) -> bool:
-    """Return whether a method carries something from block to block, so that it needs all blocks at once."""
-    return type(method).of_stack is not Method.of_stack
 
 
 def _announce(label: str, method: Method, blocks: Sequence[Block], effort: Effort) -> None:

@@ -181,6 +181,11 @@ class Method:
         """
 
 
+def maps_separately(method: Method) -> bool:
+    """Return whether a method maps each block by its call, and not several at once by its `of_stack`."""
+    return type(method).of_stack is Method.of_stack
+
+
 def find_key_positions(method: Method, block: Block) -> list[list[list[int]]] | None:
     """Return the positions of each key, for every prompt of a block; None if each key is one position.
 

@@ -54,7 +54,7 @@ from lens_mix.lens.verification.prompt_check import (
 )
 from lens_mix.lens.verification.verify import padding_leaks
 from lens_mix.lens.verification_record import Verification
-from lens_mix.method import Method
+from lens_mix.method import Method, maps_separately
 
 _MOST_LOGITS = 1 << 29  # the bytes of the logits that are computed at once for the predictions
 _LEAST_LOGITS = 1 << 24  # a smaller `max_memory` does not bound them, because each chunk costs a pass
@@ -175,11 +175,6 @@ class Session:
         """Return the layers whose blocks a method needs to compute its map, in ascending order."""
         return list(range(max(self.layers) + 1)) if method.scope != "layer" else sorted(self.layers)
 
-    def is_mapped_early(self, method: Method, engine: str) -> bool:
-        """Return whether a method's map of a block may be computed before the later blocks have run."""
-        is_layerwise = method.scope == "layer" and type(method).of_stack is Method.of_stack
-        return is_layerwise and method.reads_one_block(engine)
-
     @contextlib.contextmanager
     def checked_pass(
         self,
@@ -193,10 +188,10 @@ class Session:
             prompts: The prompts of one batch.
             side: The side on which to pad.
             map_early: A function that gets the pass before it starts. It returns the function that computes
-                one layer's maps of the methods that `is_mapped_early`, which is called when the block has
-                run and agrees with the verification. The records that only these methods read are then freed.
-                All records are kept, and the function is not called, if user hooks are on the model, if the
-                pass builds an autograd graph, and for encoder-decoders. None: all records are kept.
+                one layer's maps of the methods that are mapped early (`CheckedPass.is_mapped_early`). That one
+                is called when the block has run and agrees with the verification, and the records that no
+                other method reads are then freed. None: all records are kept. So they are if user hooks are
+                on the model, if the pass builds an autograd graph, and for encoder-decoders.
 
         Raises:
             UnsupportedModelError: If the model or a method on it failed verification on these prompts.
@@ -284,7 +279,8 @@ class Session:
         if "algebra" in engines.values():
             uses, rebuilt = self._find_checked(), self._find_rebuilt_layers(verification, engines)
             check = PromptCheck(clean, verification, uses, rebuilt, samples=True)
-        map_block = map_early(CheckedPass(self, clean, verification, engines, rows, {}))
+        checked = CheckedPass(self, clean, verification, engines, rows, {})
+        map_block = map_early(checked)
         name_of, layers = clean.lens.stack.hook_name, set(self.recorded_layers)
 
         def after_block(layer: int) -> None:
@@ -295,7 +291,7 @@ class Session:
             if not read <= clean.recorded.keys() or (check is not None and check.find_mismatch(layer)):
                 raise UnexpectedBlock
             map_block(layer)
-            late = [each for label, each in methods if not self.is_mapped_early(each, engines[label])]
+            late = [each for label, each in methods if not checked.is_mapped_early(label)]
             template = clean.lens.stack.attention_template
             kept = {name for each in late for name, _ in each.hooks(layer, {}, attention=template)}
             for name in {name_of(role, layer) for role in ATTENTION_ROLES} - kept:
@@ -493,6 +489,12 @@ class CheckedPass:
                 block.warn(index, note)
             blocks.append(block)
         return blocks
+
+    def is_mapped_early(self, label: str) -> bool:
+        """Return whether a method's map of a block may be computed before the later blocks have run."""
+        method = self.session.methods[label]
+        is_layerwise = method.scope == "layer" and maps_separately(method)
+        return is_layerwise and method.reads_one_block(self.engines[label])
 
     def allowed_keys(self) -> AllowedKeys:
         """Return which keys the recorded rows may see, in every watched layer."""
