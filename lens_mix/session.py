@@ -188,7 +188,7 @@ class Session:
             prompts: The prompts of one batch.
             side: The side on which to pad.
             map_early: A function that gets the pass before it starts. It returns the function that computes
-                one layer's maps of the methods that are mapped early (`CheckedPass.is_mapped_early`). That one
+                one layer's maps of the methods that are mapped early (`CheckedPass.is_mapped_early`). It
                 is called when the block has run and agrees with the verification, and the records that no
                 other method reads are then freed. None: all records are kept. So they are if user hooks are
                 on the model, if the pass builds an autograd graph, and for encoder-decoders.
