@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -22,17 +23,13 @@ from lens_mix.lens.predictions import join_explained
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
-from lens_mix.method import RESIDUAL_KEY, Method
+from lens_mix.method import RESIDUAL_KEY, Method, maps_separately
 from lens_mix.residual_shares import ResidualShares
-from lens_mix.session import CheckedPass, Session
+from lens_mix.session import CheckedPass, Session, UnexpectedBlock
 from lens_mix.targets import as_target
 
 # A session has the method that measures the residual under this label, which is not the name of any method.
 _MEASURED = "measured residual"
-
-T = TypeVar("T")
-# One item per layer for each method, by the label of the method.
-_ByLayer = dict[str, dict[int, T]]
 
 
 def find_measuring_method(methods: Mapping[str, Method]) -> dict[str, Method]:
@@ -67,13 +64,34 @@ def map_prompts(
         tokens = token_strings(session.lens.model, session.key_tokens(prompt))
         for method in grouping:
             method.key_groups(tokens)
-    with session.checked_pass(prompts, side) as checked:
-        blocks = {label: {block.layer: block for block in checked.blocks(label)} for label in session.methods}
-        record = _Record(checked, blocks, _map_blocks(checked, blocks, progress), prepend_bos)
+    options: dict[str, Any] = {"prepend_bos": prepend_bos, "progress": progress}
+    record = None
+    with contextlib.suppress(UnexpectedBlock):
+        record = _map_batch(session, prompts, side, **options)
+    # Outside of an `except`, an error of the second pass does not also show the first one.
+    record = record or _map_batch(session, prompts, side, early=False, **options)
     return [
         _add_shares(session.methods, {label: record.make_map(label, index) for label in session.methods})
         for index in range(len(prompts))
     ]
+
+
+def _map_batch(
+    session: Session,
+    prompts: list[Prompt],
+    side: PaddingSide,
+    *,
+    prepend_bos: bool | None,
+    progress: bool,
+    early: bool = True,
+) -> _Record:
+    """Return the record of one batch, whose blocks are mapped while the clean pass runs if `early`."""
+    total = sum(len(session.layers_of(method)) for method in session.methods.values())
+    with tqdm(total=total, disable=not progress, leave=False) as bar:
+        maps = _BlockMaps(session, bar)
+        with session.checked_pass(prompts, side, maps.start_early if early else None) as checked:
+            maps.map_rest(checked)
+            return _Record(checked, maps, prepend_bos)
 
 
 def _add_shares(methods: Mapping[str, Method], maps: dict[str, MixingMap]) -> dict[str, MixingMap]:
@@ -87,38 +105,70 @@ def _add_shares(methods: Mapping[str, Method], maps: dict[str, MixingMap]) -> di
     return maps
 
 
-def _map_blocks(checked: CheckedPass, blocks: _ByLayer[Block], progress: bool) -> _ByLayer[Tensor]:
-    """Return the map of each block, for methods that map blocks separately and then for those that do not."""
-    methods = checked.session.methods
-    maps: _ByLayer[Tensor] = {label: {} for label in methods}
-    for label, method in methods.items():
-        _announce(label, method, list(blocks[label].values()), checked.session.effort)
-    with tqdm(total=sum(map(len, blocks.values())), disable=not progress, leave=False) as bar:
+class _BlockMaps:
+    """The maps of one batch. Each method maps the blocks separately, unless it needs all of them at once.
+
+    Attributes:
+        blocks: The blocks of each method.
+        scores: The maps of each method, in the order of the session's layers, with all rows of the blocks.
+    """
+
+    def __init__(self, session: Session, bar: tqdm) -> None:
+        self._session, self._bar = session, bar
+        self.blocks: dict[str, dict[int, Block]] = {}
+        self.scores: dict[str, Float[Tensor, "layer batch *head query key"]] = {}
+
+    def start_early(self, checked: CheckedPass) -> Callable[[int], None]:
+        """Return the function that maps a block of a running pass by the methods that read no other block."""
+        early = [label for label in self._session.methods if checked.is_mapped_early(label)]
+        self._open_blocks(checked, early)
+        return functools.partial(self._map_block, checked, early)
+
+    def map_rest(self, checked: CheckedPass) -> None:
+        """Compute the maps of all methods that have not been mapped while the pass was running."""
+        methods = self._session.methods
+        labels = [label for label in methods if label not in self.blocks]
+        self._open_blocks(checked, labels)
+        separate = [label for label in labels if maps_separately(methods[label])]
         for layer in checked.clean.calls:
-            for label, method in methods.items():
-                if not _carries(method) and layer in blocks[label]:
-                    bar.set_description(label)
-                    block = blocks[label][layer]
-                    maps[label][layer] = _check_shape(method(block), method, block)
-                    bar.update()
-            # The cache of a block is of no use to later blocks.
-            checked.clean.cache.pop(layer, None)
-        for label, method in methods.items():
-            if _carries(method):
-                bar.set_description(label)
-                stack = list(blocks[label].values())
-                stacked = method.of_stack(stack)
-                shaped = [_check_shape(scores, method, stack[-1]) for scores in stacked]
-                mapped = stack[-1:] if method.scope == "model" else stack
-                maps[label] = dict(zip((block.layer for block in mapped), shaped, strict=True))
-                checked.clean.cache.clear()
-                bar.update(len(stacked))
-    return maps
+            self._map_block(checked, separate, layer)
+        for label in labels:
+            if label not in separate:
+                self._map_stack(checked, label)
 
+    def _open_blocks(self, checked: CheckedPass, labels: Sequence[str]) -> None:
+        for label in labels:
+            blocks = checked.blocks(label)
+            _announce(label, self._session.methods[label], blocks, self._session.effort)
+            self.blocks[label] = {block.layer: block for block in blocks}
 
-def _carries(method: Method) -> bool:
-    """Return whether a method carries something from block to block, so that it needs all blocks at once."""
-    return type(method).of_stack is not Method.of_stack
+    def _map_block(self, checked: CheckedPass, labels: Sequence[str], layer: int) -> None:
+        for label in labels:
+            if layer in self.blocks[label]:
+                method, block = self._session.methods[label], self.blocks[label][layer]
+                self._bar.set_description(label)
+                self._put(label, layer, _check_shape(method(block), method, block))
+                self._bar.update()
+        # The cache of a block is of no use to later blocks.
+        checked.clean.cache.pop(layer, None)
+
+    def _map_stack(self, checked: CheckedPass, label: str) -> None:
+        method, stack = self._session.methods[label], list(self.blocks[label].values())
+        self._bar.set_description(label)
+        stacked = method.of_stack(stack)
+        mapped = stack[-1:] if method.scope == "model" else stack
+        for block, scores in zip(mapped, stacked, strict=True):
+            self._put(label, block.layer, _check_shape(scores, method, stack[-1]))
+        checked.clean.cache.clear()
+        self._bar.update(len(stacked))
+
+    def _put(self, label: str, layer: int, scores: Float[Tensor, "batch *head query key"]) -> None:
+        """Copy the map of one block to its place among the layers, so that no stack is copied later."""
+        layers = self._session.mapped_layers(self._session.methods[label])
+        if label not in self.scores:
+            self.scores[label] = scores.new_empty((len(layers), *scores.shape))
+        if layer in layers:
+            self.scores[label][layers.index(layer)] = scores.detach()
 
 
 def _announce(label: str, method: Method, blocks: Sequence[Block], effort: Effort) -> None:
@@ -152,13 +202,17 @@ def _check_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
     return scores
 
 
+def _select(tensor: Tensor, axis: int, indices: Int[Tensor, " place"]) -> Tensor:
+    """Return the tensor at some indices of an axis. All of them in order need no copy."""
+    every = torch.arange(tensor.shape[axis], device=indices.device)
+    return tensor if every.equal(indices) else tensor.index_select(axis, indices)
+
+
 class _Record:
     """Make the maps of one batch. An instance must be created while the clean pass is open."""
 
-    def __init__(
-        self, checked: CheckedPass, blocks: _ByLayer[Block], maps: _ByLayer[Tensor], prepend_bos: bool | None
-    ) -> None:
-        self._checked_pass, self._blocks, self._maps = checked, blocks, maps
+    def __init__(self, checked: CheckedPass, maps: _BlockMaps, prepend_bos: bool | None) -> None:
+        self._checked_pass, self._blocks, self._scores = checked, maps.blocks, maps.scores
         self._allowed = checked.allowed_keys()
         self._provenance = provenance.of_run(checked.clean.lens, prepend_bos)
         self._provenance["verification_error"] = checked.verification.largest_error
@@ -184,7 +238,7 @@ class _Record:
         keys = (clean.real_inputs[index] if joint else real_keys).nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
         residual_key = stack.is_cross and method.includes_residual
-        scores = self._select_scores(label, index, keys, layers, groups, residual_key)
+        scores = self._select_scores(label, index, keys, groups, residual_key)
         prompt_mask = self._make_mask(method, index, real_keys.nonzero()[:, 0], layers)
         prompt_mask = prompt_mask.with_own_key() if residual_key else prompt_mask
         prompt_mask = prompt_mask.with_source(len(prompt.tokens)) if joint else prompt_mask
@@ -200,7 +254,7 @@ class _Record:
         if joint:
             prompt_record["joint"] = {"source": len(prompt.tokens), "target": len(tokens)}
         return MixingMap(
-            scores=scores.clone(),
+            scores=scores,
             tokens=tokens,
             method=method.name,
             causal=causal and groups is None,
@@ -270,24 +324,22 @@ class _Record:
         label: str,
         index: int,
         keys: Tensor,
-        layers: Sequence[int],
         groups: list[list[int]] | None,
         residual_key: bool,
     ) -> Float[Tensor, "layer *head query key"]:
-        """Return the scores of one prompt in the chosen layers and rows, without padding.
+        """Return the scores of one prompt in the chosen rows, without padding.
 
         Args:
             label: The label of the method.
             index: The index of the prompt.
             keys: The indices of the prompt's keys in the batch.
-            layers: The layers.
             groups: The groups of positions that are the keys of the map; None: each position is a key.
             residual_key: Whether the map has a last key for the residual.
         """
-        blocks, maps = self._blocks[label], self._maps[label]
+        blocks = self._blocks[label]
         # Every layer of an input map has the rows of the last block.
         rows = self._find_rows(index, has_some_rows=not blocks[max(blocks)].every_query)
-        stacked = torch.stack([maps[layer][index].index_select(-2, rows) for layer in layers])
+        stacked = _select(self._scores[label][:, index], -2, rows)
         if residual_key:
             keys = torch.cat([keys, keys.new_tensor([stacked.shape[-1] - 1])])
         elif groups is None and stacked.shape[-1] <= int(keys[-1]):
@@ -295,7 +347,9 @@ class _Record:
                 f"{label}: expected a key per position, {int(keys[-1]) + 1} or more, got "
                 f"{stacked.shape[-1]}; if the keys are groups of positions, return these in key_groups"
             )
-        return stacked if groups is not None else stacked.index_select(-1, keys)
+        scores = stacked if groups is not None else _select(stacked, -1, keys)
+        # A view would keep the maps of all prompts in memory.
+        return scores if scores.untyped_storage().nbytes() == scores.nbytes else scores.clone()
 
     def _find_rows(self, index: int, has_some_rows: bool) -> Int[Tensor, " query"]:
         """Return the indices of one prompt's rows in a tensor of the padded batch.

@@ -125,6 +125,15 @@ class Method:
         """Return whether an engine computes only the selected rows; else the runner selects them."""
         return engine != "hooks" or self.scope == "model"
 
+    def reads_one_block(self, engine: str) -> bool:
+        """Return whether a layer map is computed from the records and components of its own block alone.
+
+        Such a map is computed while the clean pass runs, and the records of the block are then freed, so that
+        the memory of a long prompt is that of one block. The call must not read another block, nor run one
+        again (`Block.replay`, `Block.logits`).
+        """
+        return False
+
     def parameters(self) -> dict[str, object]:
         """Return the parameters by name, for the map's record."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -170,6 +179,11 @@ class Method:
         Raises:
             ValueError: If a parameter does not fit.
         """
+
+
+def maps_separately(method: Method) -> bool:
+    """Return whether a method maps each block by its call, and not several at once by its `of_stack`."""
+    return type(method).of_stack is Method.of_stack
 
 
 def find_key_positions(method: Method, block: Block) -> list[list[list[int]]] | None:

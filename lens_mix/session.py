@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from lens_mix.algebra.large_product import by_onednn
 from lens_mix.arguments import check_whole_number
 from lens_mix.hooks import record_all, record_attention
-from lens_mix.hooks.record import RESID_PRE
+from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.autograd_graph import AutogradGraph
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
@@ -45,13 +46,25 @@ from lens_mix.lens.token_strings import token_strings
 from lens_mix.lens.users_hooks import has_user_hooks, name_user_hooks
 from lens_mix.lens.verification.engines import choose_engine, find_obstacle, needs_unembedding
 from lens_mix.lens.verification.kept import verification_of
-from lens_mix.lens.verification.prompt_check import describe_user_hooks, find_input_mismatch, find_mismatch
+from lens_mix.lens.verification.prompt_check import (
+    PromptCheck,
+    describe_user_hooks,
+    find_input_mismatch,
+    find_mismatch,
+)
 from lens_mix.lens.verification.verify import padding_leaks
 from lens_mix.lens.verification_record import Verification
-from lens_mix.method import Method
+from lens_mix.method import Method, maps_separately
 
 _MOST_LOGITS = 1 << 29  # the bytes of the logits that are computed at once for the predictions
 _LEAST_LOGITS = 1 << 24  # a smaller `max_memory` does not bound them, because each chunk costs a pass
+
+
+class UnexpectedBlock(Exception):
+    """A block of a running clean pass is not as expected.
+
+    Only a finished clean pass, which has kept all its records, can show the reason.
+    """
 
 
 class Session:
@@ -163,15 +176,27 @@ class Session:
         return list(range(max(self.layers) + 1)) if method.scope != "layer" else sorted(self.layers)
 
     @contextlib.contextmanager
-    def checked_pass(self, prompts: Sequence[Prompt], side: PaddingSide = "right") -> Iterator[CheckedPass]:
+    def checked_pass(
+        self,
+        prompts: Sequence[Prompt],
+        side: PaddingSide = "right",
+        map_early: Callable[[CheckedPass], Callable[[int], None]] | None = None,
+    ) -> Iterator[CheckedPass]:
         """Yield the prompts after one clean pass and the verification; afterwards the model is as before.
 
         Args:
             prompts: The prompts of one batch.
             side: The side on which to pad.
+            map_early: A function that gets the pass before it starts. It returns the function that computes
+                one layer's maps of the methods that are mapped early (`CheckedPass.is_mapped_early`). It
+                is called when the block has run and agrees with the verification, and the records that no
+                other method reads are then freed. None: all records are kept. So they are if user hooks are
+                on the model, if the pass builds an autograd graph, and for encoder-decoders.
 
         Raises:
             UnsupportedModelError: If the model or a method on it failed verification on these prompts.
+            UnexpectedBlock: If `map_early` is called, and a block lacks a record or differs from its verified
+                components.
         """
         # The user may have added or removed modules since the last batch, so the lens is made anew.
         self.lens = lens = Lens(self.lens.model, self.lens.stack.name)
@@ -192,7 +217,12 @@ class Session:
             graph = self._make_graph(batch, verification)
             size = self._count_predictions(len(batch))
             fits = predict_at is None or predict_at.shape[1] <= size
-            clean = self._clean_pass(batch, rows, engines, watched, graph, predict_at if fits else None)
+            after_block = None
+            if map_early is not None and not watched and graph is None and not lens.encoder_decoder:
+                after_block = functools.partial(self._map_early, map_early, verification, engines, rows)
+            clean = self._clean_pass(
+                batch, rows, engines, watched, graph, predict_at if fits else None, after_block
+            )
             if predict_at is not None and not fits:
                 clean = predict_in_chunks(clean, predict_at, size)
             entering = streams_before_cross(clean, verification.anatomy)
@@ -206,7 +236,7 @@ class Session:
                     f"{lens.where(leaks[0])}: expected no attention weight on padding, got some, because the "
                     "model ignores the attention mask; run prompts of one length, or one by one"
                 )
-            if uses_algebra:
+            if uses_algebra and after_block is None:
                 clean, verification, engines = self._check_prompts(clean, verification, engines)
             # The engine "recorded" reads pattern and values, so it would miss a user hook that changes z. The
             # other engines do not miss it: replays run this hook, and algebra is compared with block outputs.
@@ -226,6 +256,48 @@ class Session:
             finally:
                 if graph is not None:
                     graph.release()
+
+    def _map_early(
+        self,
+        map_early: Callable[[CheckedPass], Callable[[int], None]],
+        verification: Verification,
+        engines: Mapping[str, str],
+        rows: Rows | None,
+        clean: CleanPass,
+    ) -> Callable[[int], None]:
+        """Return a function that checks and maps a block of a running pass, and then frees its records.
+
+        Args:
+            map_early: As in `checked_pass`.
+            verification: The verification of the model.
+            engines: The engine of each method.
+            rows: The rows that were asked for; None: all.
+            clean: The pass, which has not started yet.
+        """
+        clean = dataclasses.replace(clean, z_factors=verification.z_factors)
+        check = None
+        if "algebra" in engines.values():
+            uses, rebuilt = self._find_checked(), self._find_rebuilt_layers(verification, engines)
+            check = PromptCheck(clean, verification, uses, rebuilt, samples=True)
+        checked = CheckedPass(self, clean, verification, engines, rows, {})
+        map_block = map_early(checked)
+        name_of, layers = clean.lens.stack.hook_name, set(self.recorded_layers)
+
+        def after_block(layer: int) -> None:
+            if layer not in layers:
+                return
+            methods = [(label, each) for label, each in self.methods.items() if layer in self.layers_of(each)]
+            read = {name_of(role, layer) for _, each in methods for role in each.records - {RESID_PRE}}
+            if not read <= clean.recorded.keys() or (check is not None and check.find_mismatch(layer)):
+                raise UnexpectedBlock
+            map_block(layer)
+            late = [each for label, each in methods if not checked.is_mapped_early(label)]
+            template = clean.lens.stack.attention_template
+            kept = {name for each in late for name, _ in each.hooks(layer, {}, attention=template)}
+            for name in {name_of(role, layer) for role in ATTENTION_ROLES} - kept:
+                clean.recorded.pop(name, None)
+
+        return after_block
 
     def _choose_engines(self, verification: Verification, no_algebra: str | None = None) -> dict[str, str]:
         """Return the engine of each method by its label. `no_algebra` is a reason not to use "algebra"."""
@@ -255,8 +327,7 @@ class Session:
         because the model changed without a trace. It is then computed again. If the new one does not give the
         outputs either (a hook may act on one position only), the engine "hooks" is used.
         """
-        layers = self.recorded_layers
-        uses = {"algebra"}.union(*(method.needs for method in self.methods.values()))
+        layers, uses = self.recorded_layers, self._find_checked()
         rebuilt = self._find_rebuilt_layers(verification, engines)
         if find_mismatch(clean, verification, layers, uses, rebuilt) is None:
             return clean, verification, engines
@@ -268,6 +339,10 @@ class Session:
         rebuilt = self._find_rebuilt_layers(verification, engines)
         mismatch = find_mismatch(clean, verification, layers, uses, rebuilt)
         return clean, verification, self._choose_engines(verification, mismatch)
+
+    def _find_checked(self) -> set[str]:
+        """Return the engines and needs for which components are checked on the prompts."""
+        return {"algebra"}.union(*(method.needs for method in self.methods.values()))
 
     def _find_rebuilt_layers(self, verification: Verification, engines: Mapping[str, str]) -> set[int]:
         """Return the layers whose feed-forward algebra computes."""
@@ -287,6 +362,7 @@ class Session:
         hooked: Sequence[int],
         graph: AutogradGraph | None,
         predict_at: Int[Tensor, "batch query"] | None,
+        after_block: Callable[[CleanPass], Callable[[int], None]] | None = None,
     ) -> CleanPass:
         """Return the clean pass, which records only the rows that the methods and checks need.
 
@@ -297,6 +373,7 @@ class Session:
             hooked: The layers where z is compared, because user hooks may change it.
             graph: The autograd graph that the pass is to record, or None.
             predict_at: The positions of the predictions to read, or None.
+            after_block: As in `clean_pass`; it checks that the records are complete, and frees some of them.
         """
         lens, layers = self.lens, self.recorded_layers
         for label, method in self.methods.items():
@@ -332,12 +409,13 @@ class Session:
             batch,
             fwd_hooks,
             store,
-            required=required,
+            required=required if after_block is None else (),
             watched=watched,
             stop_after=last,
             rows=rows,
             graph=graph,
             predict_at=predict_at,
+            after_block=after_block,
         )
 
     def _positions_to_predict(
@@ -411,6 +489,12 @@ class CheckedPass:
                 block.warn(index, note)
             blocks.append(block)
         return blocks
+
+    def is_mapped_early(self, label: str) -> bool:
+        """Return whether a method's map of a block may be computed before the later blocks have run."""
+        method = self.session.methods[label]
+        is_layerwise = method.scope == "layer" and maps_separately(method)
+        return is_layerwise and method.reads_one_block(self.engines[label])
 
     def allowed_keys(self) -> AllowedKeys:
         """Return which keys the recorded rows may see, in every watched layer."""

@@ -50,7 +50,8 @@ class CleanPass:
         batch: The prompts.
         calls: Layer -> the block's arguments and output, at all positions.
         recorded: Hook name -> tensor, for the requested hooks.
-        attended: Watched layer -> the mask of the keys that got weight from any head.
+        attended: Watched layer -> the mask of the keys that got weight from any head. Equal masks of
+            neighbouring layers are one tensor.
         rows: The rows of the recorded patterns and z, and of `attended`; None for all positions.
         replays: Layer -> the block's replay.
         cache: Layer -> results that the methods of one run share, until the block has been mapped.
@@ -146,6 +147,7 @@ def clean_pass(
     as_given: bool = False,
     graph: AutogradGraph | None = None,
     predict_at: Int[Tensor, "batch query"] | None = None,
+    after_block: Callable[[CleanPass], Callable[[int], None]] | None = None,
 ) -> CleanPass:
     """Make one forward pass, and record the blocks' calls and the tensors of the hooks.
 
@@ -161,6 +163,9 @@ def clean_pass(
         as_given: As in `Lens.forward`.
         graph: The autograd graph that the pass builds; the pass has to reach the last block.
         predict_at: The positions of the logits at which to read the model's predictions; None for none.
+        after_block: A function that gets the pass before it starts, and returns the function to call with the
+            number of each watched layer whose block has run. That one must not run a block, and its errors
+            end the pass. None for none.
 
     Raises:
         ValueError: A hook point is missing, an input is out of range, or a block's output is not finite.
@@ -176,6 +181,12 @@ def clean_pass(
     capturing = captured_calls(dict(enumerate(lens.stack.blocks[: last + 1])), clean.calls)
     if lens.stack.source is not None:
         capturing += captured_calls({0: lens.stack.source.blocks[0]}, clean.source_calls)
+    failures: list[Exception] = []
+    if after_block is not None:
+        call = after_block(clean)
+        capturing += [
+            forward_hook(lens.stack.blocks[layer], _caller(call, layer, failures)) for layer in layers
+        ]
     if predict_at is None:
         # It is registered last, because it raises: torch would not call any hook after it.
         capturing.append(forward_hook(lens.stack.blocks[last], stop_forward))
@@ -197,12 +208,30 @@ def clean_pass(
                 if not is_out_of_memory(problem) and find_user_code(problem) is None:
                     _explain(lens, batch, problem)
                 raise
+    if failures:
+        raise failures.pop()
     # Recorded tensors are detached even if the pass builds an autograd graph.
     recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
     _require_complete(clean, required, layers, last)
     if graph is not None:
         graph.read(clean.calls)
     return clean
+
+
+def _caller(call: Callable[[int], None], layer: int, failures: list[Exception]) -> Callable[..., None]:
+    """Return a forward hook of torch that calls a function with a layer, and ends the pass if it fails.
+
+    The error is not raised in the model, whose code may catch it, and is not taken for one of the model.
+    """
+
+    def call_with_layer(*_: Any) -> None:
+        try:
+            call(layer)
+        except Exception as problem:
+            failures.append(problem)
+            raise StopForward from None
+
+    return call_with_layer
 
 
 def _with_predictions(
@@ -258,7 +287,10 @@ def _watch_keys(layer: int, clean: CleanPass) -> Callable[[Tensor], None]:
     def watch(pattern: Tensor) -> None:
         pattern = rows_at(pattern, positions, axis=2)
         # This takes a quarter of the time of `(pattern != 0).any(dim=1)`.
-        clean.attended[layer] = (pattern.amax(dim=1) != 0) | (pattern.amin(dim=1) != 0)
+        attended = (pattern.amax(dim=1) != 0) | (pattern.amin(dim=1) != 0)
+        # Most layers see the same keys, and then have one mask in common.
+        below = clean.attended.get(layer - 1)
+        clean.attended[layer] = attended if below is None or not below.equal(attended) else below
 
     return watch
 

@@ -14,6 +14,8 @@ from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.rows import rows_at
 
+_CHUNK_BYTES = 1 << 24
+
 
 @dataclasses.dataclass(frozen=True)
 class AllowedKeys:
@@ -56,7 +58,9 @@ class AllowedKeys:
             keys: The positions of its keys in the padded batch.
             layers: The layers, in the order of the result.
         """
-        allowed = torch.stack([self.by_layer[layer][index][rows][:, keys] for layer in layers])
+        masks = [self.by_layer[layer] for layer in layers]
+        masks = masks[:1] if all(mask is masks[0] for mask in masks) else masks
+        allowed = torch.stack([mask[index][rows][:, keys] for mask in masks])
         positions = self.positions[index][rows]
         return PromptMask(allowed, positions, keys, self.causal_model, self.rounding, self.cross)
 
@@ -66,7 +70,7 @@ class PromptMask:
     """Which of one prompt's keys its rows may see.
 
     Attributes:
-        allowed: The mask of each layer.
+        allowed: The mask of each layer, or one mask for all layers.
         positions: The positions of the rows in the padded batch.
         keys: The positions of the keys in the padded batch.
         causal_model: As in `AllowedKeys`.
@@ -74,7 +78,7 @@ class PromptMask:
         cross: As in `AllowedKeys`.
     """
 
-    allowed: Bool[Tensor, "layer query key"]
+    allowed: Bool[Tensor, "#layer query key"]
     positions: Int[Tensor, " query"]
     keys: Int[Tensor, " key"]
     causal_model: bool
@@ -115,13 +119,13 @@ class PromptMask:
         groups: Sequence[Sequence[int]] | None,
         accepted: float = 0.0,
     ) -> Float[Tensor, "layer *head query key"]:
-        """Return the prompt's scores with exact zeros for the keys that a query does not see.
+        """Set the scores of the keys that a query does not see to exact zeros, and return the scores.
 
         A replay of several copies rounds differently from the clean pass. A score is then 1e-16, for example,
         although the definition says 0. A larger score has another cause, and is an error.
 
         Args:
-            scores: The prompt's maps.
+            scores: The prompt's maps, which are changed in place.
             groups: The group of positions of each key. None: each key is one position.
             accepted: The largest accepted rounding error, relative to the largest score. At least 100 units
                 in the last place are always accepted, which is enough for a map of one block.
@@ -134,16 +138,22 @@ class PromptMask:
             hidden = torch.stack([hidden[:, :, list(group)].all(dim=-1) for group in groups], dim=-1)
         if not bool(hidden.any()):
             return scores
-        if scores.ndim == 4:
-            hidden = hidden[:, None].expand_as(scores)
-        largest = float(scores[hidden].abs().max())
-        if largest > max(accepted, 100 * self.rounding) * max(1.0, float(scores.abs().max())):
+        hidden = hidden[:, None] if scores.ndim == 4 else hidden
+        # As many layers at a time as need little memory.
+        step = max(1, _CHUNK_BYTES // scores[0].nbytes)
+        hidden_chunks = hidden.expand(len(scores), *hidden.shape[1:]).split(step)
+        chunks = zip(scores.split(step), hidden_chunks, strict=True)
+        largest = float(torch.stack([torch.where(mask, part, 0).abs().max() for part, mask in chunks]).max())
+        if largest == 0:
+            return scores
+        whole = max(map(abs, torch.stack(scores.aminmax()).tolist()))
+        if largest > max(accepted, 100 * self.rounding) * max(1.0, whole):
             raise UnsupportedModelError(
                 f"a key that the attention mask hides has a score of {largest:.1e} (expected 0): "
                 "the model mixes tokens in another way than by attention, or the method computes scores of "
                 "keys that `block.attended` excludes"
             )
-        return scores.masked_fill(hidden, 0)
+        return scores.masked_fill_(hidden, 0)
 
 
 def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
@@ -166,10 +176,15 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
     cross = clean.lens.stack.is_cross
     triangle = torch.ones_like(real_pairs) if cross else places <= positions[:, :, None]
     layers = {}
+    complete: Tensor | None = None
     for layer, attended in clean.attended.items():
-        attended_pairs = attended & real_pairs
-        if not (attended_pairs.equal(real_pairs) or attended_pairs.equal(real_pairs & triangle)):
-            attended = attended | rows_at(_attended_without_queries(clean, layer), positions)
+        # Neighbouring layers with equal masks have one tensor in common.
+        if attended is not complete:
+            attended_pairs = attended & real_pairs
+            if attended_pairs.equal(real_pairs) or attended_pairs.equal(real_pairs & triangle):
+                complete = attended
+            else:
+                attended = attended | rows_at(_attended_without_queries(clean, layer), positions)
         layers[layer] = attended
     # Hugging Face computes some patterns and norms in float32 even in float64 models (GPT-Neo, GPT-J).
     rounding = max(torch.finfo(clean.lens.dtype).eps, torch.finfo(torch.float32).eps)

@@ -56,7 +56,7 @@ def notes(scores: Tensor, layers: Sequence[int], queries: Sequence[int] | None) 
     ]
     rows = [
         [layers[layer], *head, query if queries is None else queries[query]]
-        for layer, *head, query in (scores == 0).all(dim=-1).nonzero().tolist()
+        for layer, *head, query in (~scores.any(dim=-1)).nonzero().tolist()
     ]
     if rows:
         shown = "; ".join(map(str, rows[:5]))

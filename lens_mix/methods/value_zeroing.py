@@ -121,6 +121,10 @@ class ValueZeroing(Method):
         return None
 
     @override
+    def reads_one_block(self, engine: str) -> bool:
+        return engine == "algebra"
+
+    @override
     def passes(self, blocks: Sequence[Block]) -> Passes | None:
         heads = [len(self._select_heads(block.layer) or range(block.n_heads)) for block in blocks]
         if blocks[-1].engine == "algebra":

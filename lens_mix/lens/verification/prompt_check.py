@@ -46,18 +46,43 @@ def find_mismatch(
         uses: Engines, and names that methods list in their `needs` (`Component.checked_for`).
         whole: The layers whose rows are all rebuilt, because a method computes their feed-forward.
     """
-    sampled, every = _rows(clean, _SAMPLED_ROWS), _rows(clean, None)
-    if has_user_hooks(clean.lens.modules):
-        sampled = every
-    for layer in layers:
-        block = RecordedBlock(clean, layer, verification.anatomy[layer])
-        for component in COMPONENTS:
-            if component.checked_for not in uses:
-                continue
-            entry = measure(component, block, every if layer in whole else sampled, by_sketch=True)
+    check = PromptCheck(clean, verification, uses, whole, samples=not has_user_hooks(clean.lens.modules))
+    return next(filter(None, map(check.find_mismatch, layers)), None)
+
+
+class PromptCheck:
+    """The check of some prompts, one block at a time; see `find_mismatch` of this module.
+
+    Args:
+        clean: The clean pass, which may not have reached the blocks that are checked later.
+        verification: The verification of the model.
+        uses: Engines, and names that methods list in their `needs` (`Component.checked_for`).
+        whole: The layers whose rows are all rebuilt.
+        samples: Whether a few rows are rebuilt in all other layers. False: all rows.
+    """
+
+    def __init__(
+        self,
+        clean: CleanPass,
+        verification: Verification,
+        uses: Collection[str],
+        whole: Collection[int],
+        *,
+        samples: bool,
+    ) -> None:
+        self._clean, self._verification, self._whole = clean, verification, whole
+        self._components = [each for each in COMPONENTS if each.checked_for in uses]
+        self._sampled, self._every = _rows(clean, _SAMPLED_ROWS if samples else None), _rows(clean, None)
+
+    def find_mismatch(self, layer: int) -> str | None:
+        """Return how these prompts differ from the components of one block; None if they agree."""
+        block = RecordedBlock(self._clean, layer, self._verification.anatomy[layer])
+        rows = self._every if layer in self._whole else self._sampled
+        for component in self._components:
+            entry = measure(component, block, rows, by_sketch=True)
             if _is_mismatch(entry):
                 return _mismatch(component, entry)
-    return None
+        return None
 
 
 def _is_mismatch(entry: ComponentError) -> bool:
