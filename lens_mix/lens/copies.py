@@ -1,8 +1,9 @@
-"""The number of copies of a prompt that fit in memory at once."""
+"""How many copies of a prompt run at once: as many as fit in memory, several in a row."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -48,3 +49,25 @@ def count_copies(
             f"({positions} positions through {blocks} block(s)), got {max_memory}"
         )
     return min(copies, math.floor(max_memory / bytes_per_copy))
+
+
+def pack(lengths: Sequence[int], width: int) -> list[list[int]]:
+    """Return rows of at most `width` tokens that contain all items, with few places left.
+
+    Args:
+        lengths: The number of tokens of each item, none above `width`.
+        width: The most tokens of a row.
+
+    Returns:
+        The items of each row, the longest first.
+    """
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+        row = next((row for row, places in enumerate(left) if places >= lengths[item]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            left.append(width)
+        rows[row].append(item)
+        left[row] -= lengths[item]
+    return rows
