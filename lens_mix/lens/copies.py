@@ -71,3 +71,19 @@ def pack(lengths: Sequence[int], width: int) -> list[list[int]]:
         rows[row].append(item)
         left[row] -= lengths[item]
     return rows
+
+
+def pack_passes(lengths: Sequence[int], width: int, size: int) -> list[tuple[list[int], list[list[int]]]]:
+    """Return passes over items, with rows as of `pack`, in each at most `size` rows of about as many.
+
+    Returns:
+        For each pass, its items, and those of each row, by their index in the pass.
+    """
+    rows = pack(lengths, width)
+    size = math.ceil(len(rows) / math.ceil(len(rows) / size))
+    passes = []
+    for start in range(0, len(rows), size):
+        items = [item for row in rows[start : start + size] for item in row]
+        index = iter(range(len(items)))
+        passes.append((items, [[next(index) for _ in row] for row in rows[start : start + size]]))
+    return passes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from lens_mix.hooks import mask_attention, must_fire
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens.batches import Batch, Prompt
 from lens_mix.lens.changes import forward_hook
-from lens_mix.lens.copies import count_copies, pack
+from lens_mix.lens.copies import count_copies, pack_passes
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prefix_keys import PrefixKeys
 from lens_mix.lens.replay import first_tensor, relative_error
@@ -64,11 +63,15 @@ class Layout:
 
         Args:
             rerun: Which positions of each copy are run again.
-            rows: The copies in each row of a later pass. None: the first pass, whose row has the prompt.
+            rows: The copies in each row of a later pass, without the last copy, which joins the row with
+                the fewest tokens. None: the first pass, whose row has the prompt.
         """
         rerun, is_first = rerun.cpu(), rows is None
         lengths, prompt = rerun.sum(1).tolist(), torch.arange(rerun.shape[1], device="cpu")
-        rows = [range(len(rerun))] if rows is None else rows
+        last = len(rerun) - 1
+        rows = [list(range(last))] if rows is None else list(rows)
+        shortest = min(range(len(rows)), key=lambda row: sum(lengths[copy] for copy in rows[row]))
+        rows[shortest] = [*rows[shortest], last]
         width = max(sum(lengths[copy] for copy in row) for row in rows)
         owner = torch.full((len(rows), width), -1, device="cpu")
         positions, index = torch.zeros_like(owner), prompt.repeat(len(rerun), 1)
@@ -211,16 +214,9 @@ class SideBySide:
             size = count_copies(lens, max_memory, count + width, logits=width)
         except ValueError:  # Fewer tokens may fit beside the prompt.
             return alone
-        later = sizes[len(beside[0]) :]
-        rows = pack(later, width)
-        size = math.ceil(len(rows) / math.ceil(len(rows) / size))
-        plan = alone[:1]
-        for start in range(0, len(rows), size):
-            lengths = [len(row) for row in rows[start : start + size]]
-            copies = [copy + len(beside[0]) for row in rows[start : start + size] for copy in row]
-            index = torch.arange(len(copies)).split(lengths)
-            plan.append((copies, [each.tolist() for each in index]))
-        return plan
+        passes = pack_passes(sizes[len(beside[0]) :], width, size)
+        later = [([copy + len(beside[0]) for copy in copies], rows) for copies, rows in passes]
+        return [*alone[:1], *later]
 
     def _split(self, sizes: Sequence[int]) -> list[slice]:
         """Return slices over copies of these numbers of tokens, each of which is one pass."""
@@ -292,41 +288,78 @@ class SideBySide:
         """
         first = self.bound.block
         control = torch.arange(len(own), device=rerun.device) == len(own) - 1
-        if rows is not None:
-            shortest = min(rows, key=lambda row: int(rerun[row].sum()))
-            rows = [[*row, len(rerun)] if row is shortest else row for row in rows]
         layout = Layout.of(torch.cat([rerun, control[None]]), rows)
-        batch = _make_batch(first, layout.fill(own, torch.cat([others, own[None]])), layout)
+        tokens = layout.fill(own, torch.cat([others, own[None]]))
         compared = layout.index[-1, -1:]
-        compared = compared if rows is not None else torch.cat([torch.arange(len(own)), compared])
-        found: dict[int, Tensor] = {}
-        keeping = [
-            forward_hook(block, functools.partial(_keep, found, layer, compared.to(own.device)))
-            for layer, block in enumerate(first.stack.blocks)
-        ]
-        pairs, template = [], first.stack.attention_template
-        if not first.clean.lens.takes_padding_mask:
-            pairs = [mask_attention(block.layer, layout.allowed, attention=template) for block in self.blocks]
-        index = layout.index[:-1][is_read.cpu()]
-        row, place = index // layout.positions.shape[1], index % layout.positions.shape[1]
-        counts = torch.nn.functional.one_hot(row, len(layout.positions)).cumsum(0)
-        slot = counts.gather(1, row[:, None])[:, 0] - 1
-        read = torch.zeros(len(layout.positions), int(counts[-1].max()), dtype=torch.long, device="cpu")
-        read[row, slot] = place
-        try:
-            with must_fire(*pairs) as hooks:
-                logits = first.logits(
-                    hooks, batch=batch, positions=read.to(own.device), changes=keeping, prefix=prefix
-                )
-        except Exception as problem:
-            # A model may fail in any way if it does not expect `prefix`.
-            if prefix is None and not isinstance(problem, RuntimeError):
-                raise
-            raise UnsupportedModelError(str(problem)) from problem
-        for layer, tokens in found.items():
-            clean = first.clean.calls[layer].resid_post[self.prompt, self.places]
-            _check_control(tokens, clean[-1:] if rows is not None else torch.cat([clean, clean[-1:]]))
-        return logits[row.to(own.device), slot.to(own.device)]
+        clean = [call.resid_post[self.prompt, self.places] for call in first.clean.calls.values()]
+        expected = [resid[-1:] for resid in clean]
+        if rows is None:
+            compared = torch.cat([torch.arange(len(own), device="cpu"), compared])
+            expected = [torch.cat([resid, resid[-1:]]) for resid in clean]
+        read = layout.index[:-1][is_read.cpu()]
+        return run_rows(first, tokens, layout.positions, layout.allowed, read, compared, expected, prefix)
+
+
+def run_rows(
+    first: Block,
+    tokens: Int[Tensor, "row index"],
+    positions: Int[Tensor, "row index"],
+    allowed: Bool[Tensor, "row index key"],
+    read: Int[Tensor, " read"],
+    compared: Int[Tensor, " compared"],
+    expected: Sequence[Float[Tensor, "compared d_model"]],
+    prefix: PrefixKeys | None = None,
+) -> Float[Tensor, "read d_vocab"]:
+    """Return logits of a pass over tokens at any positions, after a check of tokens that the clean pass has.
+
+    Args:
+        first: The model's first block.
+        tokens: The tokens of each row.
+        positions: Their positions, which may repeat.
+        allowed: Which keys each of them may see; with `prefix`, its keys come first.
+        read: The indices, counted over all rows, whose logits are returned.
+        compared: The indices of the tokens that are checked.
+        expected: Their residual stream after each block.
+        prefix: As in `lens_mix.lens.continuation.run_from`.
+
+    Raises:
+        UnsupportedModelError: The model gives the compared tokens other residual streams, or cannot run so.
+    """
+    device = tokens.device
+    inputs, pairs = {"position_ids": positions.to(device)}, []
+    if first.clean.lens.takes_padding_mask:
+        # transformers adds such a mask to the scores of every layer, instead of making one.
+        mask = torch.zeros(allowed.shape, dtype=first.clean.lens.dtype, device=device)
+        mask.masked_fill_(~allowed.to(device), torch.finfo(mask.dtype).min)
+        inputs["attention_mask"] = mask[:, None]
+    else:
+        layers, template = range(len(first.stack)), first.stack.attention_template
+        pairs = [mask_attention(layer, allowed, attention=template) for layer in layers]
+    is_real = torch.ones_like(tokens, dtype=torch.bool)
+    batch = Batch(tuple(map(Prompt, tokens)), tokens, is_real, None, None, inputs)
+    found: dict[int, Tensor] = {}
+    keeping = [
+        forward_hook(block, functools.partial(_keep, found, layer, compared.to(device)))
+        for layer, block in enumerate(first.stack.blocks)
+    ]
+    row, place = read // tokens.shape[1], read % tokens.shape[1]
+    earlier = torch.nn.functional.one_hot(row, len(tokens)).cumsum(0)
+    slot = earlier.gather(1, row[:, None])[:, 0] - 1
+    of_rows = torch.zeros(len(tokens), int(earlier.max()), dtype=torch.long, device="cpu")
+    of_rows[row, slot] = place
+    try:
+        with must_fire(*pairs) as hooks:
+            logits = first.logits(
+                hooks, batch=batch, positions=of_rows.to(device), changes=keeping, prefix=prefix
+            )
+    except Exception as problem:
+        # A model that does not expect `prefix` may fail in any way.
+        if prefix is None and not isinstance(problem, RuntimeError):
+            raise
+        raise UnsupportedModelError(str(problem)) from problem
+    for layer, clean in enumerate(expected):
+        _check_control(found[layer], clean)
+    return logits[row.to(device), slot.to(device)]
 
 
 def may_share_passes(first: Block, target: Target) -> bool:
@@ -353,25 +386,6 @@ def rows_beside_copies(bound: BoundRows) -> list[list[int]]:
         for rows in by_prompt
         if not first.batch.prompts[int(bound.prompt_index[rows[0]])].inputs
     ]
-
-
-def _make_batch(first: Block, tokens: Int[Tensor, "row index"], layout: Layout) -> Batch:
-    """Return the tokens of a layout, for a model that takes `position_ids` and a mask for each query."""
-    inputs = {"position_ids": layout.positions.to(tokens.device)}
-    if first.clean.lens.takes_padding_mask:
-        inputs["attention_mask"] = make_attention_mask(
-            layout.allowed.to(tokens.device), first.clean.lens.dtype
-        )
-    prompts = tuple(Prompt(row) for row in tokens)
-    return Batch(prompts, tokens, torch.ones_like(tokens, dtype=torch.bool), None, None, inputs)
-
-
-def make_attention_mask(
-    allowed: Bool[Tensor, "row query key"], dtype: torch.dtype
-) -> Float[Tensor, "row 1 query key"]:
-    """Return the mask that transformers adds to the scores of every layer, instead of making one."""
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return mask.masked_fill(~allowed, torch.finfo(dtype).min)[:, None]
 
 
 def _keep(

@@ -5,34 +5,14 @@ import torch
 
 import lens_mix as lm
 from lens_mix.hooks import zero_values
-from lens_mix.lens.model import Lens
 from lens_mix.lens.prefix_keys import PrefixKeys
 from lens_mix.methods import occlusion, side_by_side
 from lens_mix.methods.side_by_side import Layout
 from tests.matrix import build_or_skip, cases, prompt_of
+from tests.methods.passes import SHARED
 from tests.tiny_models import bridge, hooked_transformer
 
-# The others run every copy in a pass of its own.
-SHARED = ("gpt2", "llama", "gemma", "qwen2", "qwen3", "gpt_neox", "phi", "olmo", "granite", "mixtral")
 REPLACEMENTS = [5, 11]
-
-
-@pytest.fixture
-def count_tokens(monkeypatch):
-    """Return a function that returns how many tokens the model has run since its last call."""
-    counts, forward = [0], Lens.forward
-
-    def counted(lens, batch, *args, **options):
-        counts.append(batch.tokens.numel())
-        return forward(lens, batch, *args, **options)
-
-    def since():
-        total = sum(counts)
-        counts.clear()
-        return total
-
-    monkeypatch.setattr(Lens, "forward", counted)
-    return since
 
 
 def in_whole_passes(monkeypatch, *args, **options):
@@ -65,7 +45,7 @@ def test_layout_by_hand():
 
 def test_layout_of_a_later_pass_by_hand():
     rerun = torch.tensor([[False, True, True], [True, False, True], [False, False, True]])
-    layout = Layout.of(rerun, [[0, 2], [1]])
+    layout = Layout.of(rerun, [[0], [1]])
     assert layout.positions.tolist() == [[1, 2, 2], [0, 2, 0]]
     assert layout.index[rerun].tolist() == [0, 1, 3, 4, 2]
     # The first three keys are the prompt's.
