@@ -149,7 +149,7 @@ class AttributionPatching(RowTargetMethod):
         return Rules(temperature=2.0, scores=0.5, activations="ratio" if written else "gradient")
 
     def interventions(
-        self, layer: int, allowed: Bool[Tensor, "index index"], *, attention: str = DEFAULT_ATTENTION
+        self, layer: int, allowed: Bool[Tensor, "1 index index"], *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
         """Return the hooks that let each index of the pass see only what the layout allows.
 
@@ -163,7 +163,7 @@ class AttributionPatching(RowTargetMethod):
             hooks = [pair for layer in layers for pair in method.interventions(layer, layout.allowed)]
             with model.hooks(fwd_hooks=hooks):
                 beside = layout.fill(tokens, copies)
-                logits = model(beside[None], position_ids=layout.positions[None])[0]
+                logits = model(beside, position_ids=layout.positions)[0]
             direct = (target(logits[layout.index[:, -1]]) - target(logits[len(tokens) - 1])).abs()
 
         With `rerun[:, j:] = True` for each copy of token j instead, the scores are measured.

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from lens_mix.hooks import mask_attention, must_fire
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens.batches import Batch, Prompt
-from lens_mix.lens.copies import count_copies
+from lens_mix.lens.changes import forward_hook
+from lens_mix.lens.copies import count_copies, pack_passes
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.replay import BlockCall, captured_calls, relative_error
+from lens_mix.lens.prefix_keys import PrefixKeys
+from lens_mix.lens.replay import first_tensor, relative_error
 from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.methods.bound_target import BoundRows, evaluate, log_probabilities
 
@@ -31,45 +34,73 @@ _MOST_TOKENS_ELSEWHERE = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The order of tokens in one sequence that runs many copies of a prompt in one pass.
+    """The order of tokens in rows that run many copies of a prompt in one pass.
 
-    The sequence contains the prompt, and then for each copy the positions that are run again. An index sees
-    the tokens up to its position: of its own copy those that are run again, of the prompt all others. So two
-    kinds of copies are possible if token j is replaced:
+    The first pass has one row: the prompt, and then for each copy the positions that are run again. A later
+    pass has rows of such positions alone, which see the prompt's keys and values of the first pass. An index
+    sees the tokens up to its position: of its own copy those that are run again, of the prompt all others. So
+    two kinds of copies are possible if token j is replaced:
 
     - All positions from j on are run again. Attention is causal, so this is the whole pass over the copy.
     - Only j and the last position are run again. The tokens between them are those of the clean pass.
 
     Attributes:
         rerun: Which positions of each copy are run again.
-        index: The index of each position of each copy: the prompt's own if it is not run again.
+        index: The index of each position of each copy, counted over all rows: the prompt's own if it is not
+            run again, which only the first pass has.
         positions: The position of each index.
-        allowed: Which indices each index may see.
+        allowed: Which keys each index may see: those of the prompt, and then those of its row.
     """
 
     rerun: Bool[Tensor, "copy pos"]
     index: Int[Tensor, "copy pos"]
-    positions: Int[Tensor, " index"]
-    allowed: Bool[Tensor, "index index"]
+    positions: Int[Tensor, "row index"]
+    allowed: Bool[Tensor, "row index key"]
 
     @classmethod
-    def of(cls, rerun: Bool[Tensor, "copy pos"]) -> Layout:
-        """Return the layout of copies, from the positions that are run again."""
-        rerun = rerun.cpu()
-        count, prompt = rerun.shape[1], torch.arange(rerun.shape[1], device="cpu")
-        copy, position = rerun.nonzero().unbind(1)
-        positions = torch.cat([prompt, position])
-        owner = torch.cat([torch.full_like(prompt, -1), copy])
-        allowed = owner[:, None] == owner
-        allowed[count:, :count] = ~rerun[copy]
-        allowed &= positions <= positions[:, None]
-        index = prompt.repeat(len(rerun), 1)
-        index[rerun] = count + torch.arange(len(copy), device="cpu")
+    def of(cls, rerun: Bool[Tensor, "copy pos"], rows: Sequence[Sequence[int]] | None = None) -> Layout:
+        """Return the layout of copies, from the positions that are run again.
+
+        Args:
+            rerun: Which positions of each copy are run again.
+            rows: The copies in each row of a later pass, without the last copy, which joins the row with
+                the fewest tokens. None: the first pass, whose row has the prompt.
+        """
+        rerun, is_first = rerun.cpu(), rows is None
+        lengths, prompt = rerun.sum(1).tolist(), torch.arange(rerun.shape[1], device="cpu")
+        last = len(rerun) - 1
+        rows = [list(range(last))] if rows is None else list(rows)
+        shortest = min(range(len(rows)), key=lambda row: sum(lengths[copy] for copy in rows[row]))
+        rows[shortest] = [*rows[shortest], last]
+        width = max(sum(lengths[copy] for copy in row) for row in rows)
+        owner = torch.full((len(rows), width), -1, device="cpu")
+        positions, index = torch.zeros_like(owner), prompt.repeat(len(rerun), 1)
+        for number, row in enumerate(rows):
+            place = 0
+            for copy in row:
+                of_copy = slice(place, place + lengths[copy])
+                owner[number, of_copy] = copy
+                positions[number, of_copy] = prompt[rerun[copy]]
+                start = number * width + len(prompt) * is_first
+                index[copy, rerun[copy]] = start + torch.arange(of_copy.start, of_copy.stop, device="cpu")
+                place = of_copy.stop
+        before = positions[:, None] <= positions[:, :, None]
+        # The places behind the last copy of a row see each other, so that no row of the pattern is empty.
+        of_row = (owner[:, :, None] == owner[:, None]) & before
+        of_prompt = ~rerun[owner] & (owner >= 0)[..., None] & (prompt <= positions[..., None])
+        allowed = torch.cat([of_prompt, of_row], 2)
+        if is_first:
+            positions = torch.cat([prompt[None], positions], 1)
+            alone = torch.nn.functional.pad(prompt <= prompt[:, None], (0, width))
+            allowed = torch.cat([alone[None], allowed], 1)
         return cls(rerun, index, positions, allowed)
 
-    def fill(self, tokens: Int[Tensor, " pos"], copies: Int[Tensor, "copy pos"]) -> Int[Tensor, " index"]:
+    def fill(self, tokens: Int[Tensor, " pos"], copies: Int[Tensor, "copy pos"]) -> Int[Tensor, "row index"]:
         """Return the tokens of the pass, from those of the prompt and of the copies."""
-        return torch.cat([tokens, copies[self.rerun.to(copies.device)]])
+        rerun, positions = self.rerun.to(copies.device), self.positions.to(copies.device)
+        filled = tokens[positions].flatten()
+        filled[self.index.to(copies.device)[rerun]] = copies[rerun]
+        return filled.view(positions.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,21 +172,51 @@ class SideBySide:
                 on some positions only.
             ValueError: A pass with one copy needs more memory than `max_memory`.
         """
-        first, places = self.bound.block, self.places
+        places = self.places
         rerun = (copies.removed.cumsum(-1) > 0 if rerun is None else rerun)[:, places]
         rerun = rerun & (places <= self.last)
-        own = first.tokens[self.prompt, places]
+        own = self.bound.block.tokens[self.prompt, places]
         others = copies.others[copies.sample, self.prompt][:, places]
         others = torch.where(copies.removed[:, places], others, own)
-        chunks = self._split(rerun.sum(-1).tolist())
-        for chunk in first.with_bar(chunks, len(chunks), "chunks"):
-            some = rerun[chunk]
-            if has_user_hooks(first.clean.lens.modules):
-                # A hook on certain positions misses the copies, which the prompt's own tokens detect.
-                for row, _, values in self._read(own, own.expand_as(others[chunk]), some, False):
-                    _check_same(values, self.bound.clean[row], pass_tolerance(first.inputs.dtype))
-            for row, read, values in self._read(own, others[chunk], some, distributions):
-                yield row, read + chunk.start, values
+        left, sizes = torch.arange(len(rerun), device=rerun.device), rerun.sum(-1).tolist()
+        passes = self._plan(sizes)
+        prefix = PrefixKeys(len(places)) if any(rows is not None for _, rows in passes) else None
+        for run, rows in self.bound.block.with_bar(passes, len(passes), "chunks"):
+            some = torch.tensor(run, dtype=torch.long, device=rerun.device)
+            try:
+                found = self._read(own, others[some], rerun[some], distributions, rows, prefix)
+            except UnsupportedModelError:
+                if prefix is None:
+                    raise
+                # The model's attention does not read `prefix`, so each pass needs the prompt.
+                break
+            left = left[~torch.isin(left, some)]
+            for row, read, values in found:
+                yield row, some[read], values
+        for chunk in self._split([sizes[copy] for copy in left.tolist()]) if len(left) else ():
+            some = left[chunk]
+            for row, read, values in self._read(own, others[some], rerun[some], distributions):
+                yield row, some[read], values
+
+    def _plan(self, sizes: Sequence[int]) -> list[tuple[list[int], list[list[int]] | None]]:
+        """Return the passes over copies of these numbers of tokens.
+
+        Each has its copies, and for a later pass (`Layout`) the copies in each row, by their index in it.
+        """
+        lens, max_memory = self.bound.block.clean.lens, self.bound.block.max_memory
+        beside = [list(range(len(sizes)))[chunk] for chunk in self._split(sizes)]
+        alone: list[tuple[list[int], list[list[int]] | None]] = [(copies, None) for copies in beside]
+        if len(beside) == 1 or not lens.takes_padding_mask:
+            return alone
+        # A row has one place more than the longest copy, for the control or a copy of one token.
+        count, width = len(self.places), len(self.places) + 1
+        try:
+            size = count_copies(lens, max_memory, count + width, logits=width)
+        except ValueError:  # Fewer tokens may fit beside the prompt.
+            return alone
+        passes = pack_passes(sizes[len(beside[0]) :], width, size)
+        later = [([copy + len(beside[0]) for copy in copies], rows) for copies, rows in passes]
+        return [*alone[:1], *later]
 
     def _split(self, sizes: Sequence[int]) -> list[slice]:
         """Return slices over copies of these numbers of tokens, each of which is one pass."""
@@ -169,14 +230,36 @@ class SideBySide:
         return [*chunks, slice(start, len(sizes))]
 
     def _read(
-        self, own: Tensor, others: Tensor, rerun: Bool[Tensor, "copy pos"], whole: bool
+        self,
+        own: Tensor,
+        others: Tensor,
+        rerun: Bool[Tensor, "copy pos"],
+        distributions: bool,
+        rows: list[list[int]] | None = None,
+        prefix: PrefixKeys | None = None,
     ) -> Iterator[tuple[int, Int[Tensor, " read"], Float[Tensor, " read *d_vocab"]]]:
-        """Run one pass and yield as `values_by_row`, or log probabilities if `whole`."""
-        places = self.places
+        """Run one pass, and return an iterator as `values_by_row`."""
+        first, places = self.bound.block, self.places
         queries = torch.stack([(places == self.bound.queries[row]).nonzero()[0, 0] for row in self.rows])
         is_read = torch.zeros_like(rerun)
         is_read[:, queries] = rerun[:, queries]
-        logits = self._run(own, others, rerun, is_read)
+        if has_user_hooks(first.clean.lens.modules):
+            # A hook on certain positions misses the copies, which the prompt's own tokens detect.
+            known = None if rows is None else prefix
+            logits = self._run(own, own.expand_as(others), rerun, is_read, rows, known)
+            for row, _, values in self._split_by_row(logits, is_read, queries, False):
+                _check_same(values, self.bound.clean[row], pass_tolerance(first.inputs.dtype))
+        logits = self._run(own, others, rerun, is_read, rows, prefix)
+        return self._split_by_row(logits, is_read, queries, distributions)
+
+    def _split_by_row(
+        self,
+        logits: Float[Tensor, "read d_vocab"],
+        is_read: Bool[Tensor, "copy pos"],
+        queries: Tensor,
+        whole: bool,
+    ) -> Iterator[tuple[int, Int[Tensor, " read"], Float[Tensor, " read *d_vocab"]]]:
+        """Yield the logits of one pass as `values_by_row`, or log probabilities if `whole`."""
         copy, query = is_read.nonzero().unbind(1)
         length = int(self.bound.block.real[self.prompt].sum())
         for row, own_query in zip(self.rows, queries, strict=True):
@@ -191,7 +274,13 @@ class SideBySide:
 
     @torch.no_grad()
     def _run(
-        self, own: Tensor, others: Tensor, rerun: Bool[Tensor, "copy pos"], is_read: Bool[Tensor, "copy pos"]
+        self,
+        own: Tensor,
+        others: Tensor,
+        rerun: Bool[Tensor, "copy pos"],
+        is_read: Bool[Tensor, "copy pos"],
+        rows: list[list[int]] | None,
+        prefix: PrefixKeys | None,
     ) -> Float[Tensor, "read d_vocab"]:
         """Return the logits at the read positions of copies, after a check of the prompt's own tokens.
 
@@ -199,24 +288,78 @@ class SideBySide:
         """
         first = self.bound.block
         control = torch.arange(len(own), device=rerun.device) == len(own) - 1
-        layout = Layout.of(torch.cat([rerun, control[None]]))
-        tokens = layout.fill(own, torch.cat([others, own[None]]))[None]
-        batch = _make_batch(first, tokens, layout.positions.to(tokens.device)[None])
-        calls: dict[int, BlockCall] = {}
-        capturing = captured_calls(dict(enumerate(first.stack.blocks)), calls)
-        template = first.stack.attention_template
-        pairs = [mask_attention(block.layer, layout.allowed, attention=template) for block in self.blocks]
-        read = layout.index[:-1][is_read.cpu()].to(tokens.device)[None]
-        try:
-            with must_fire(*pairs) as hooks:
-                logits = first.logits(hooks, batch=batch, positions=read, changes=capturing)[0]
-        except RuntimeError as problem:
-            raise UnsupportedModelError(str(problem)) from problem
-        compared = torch.cat([layout.positions[: len(own)], layout.index[-1, -1:]]).to(tokens.device)
-        for layer, call in calls.items():
-            clean = first.clean.calls[layer].resid_post[self.prompt, self.places]
-            _check_control(call.resid_post[0, compared], torch.cat([clean, clean[-1:]]))
-        return logits
+        layout = Layout.of(torch.cat([rerun, control[None]]), rows)
+        tokens = layout.fill(own, torch.cat([others, own[None]]))
+        compared = layout.index[-1, -1:]
+        clean = [call.resid_post[self.prompt, self.places] for call in first.clean.calls.values()]
+        expected = [resid[-1:] for resid in clean]
+        if rows is None:
+            compared = torch.cat([torch.arange(len(own), device="cpu"), compared])
+            expected = [torch.cat([resid, resid[-1:]]) for resid in clean]
+        read = layout.index[:-1][is_read.cpu()]
+        return run_rows(first, tokens, layout.positions, layout.allowed, read, compared, expected, prefix)
+
+
+def run_rows(
+    first: Block,
+    tokens: Int[Tensor, "row index"],
+    positions: Int[Tensor, "row index"],
+    allowed: Bool[Tensor, "row index key"],
+    read: Int[Tensor, " read"],
+    compared: Int[Tensor, " compared"],
+    expected: Sequence[Float[Tensor, "compared d_model"]],
+    prefix: PrefixKeys | None = None,
+) -> Float[Tensor, "read d_vocab"]:
+    """Return logits of a pass over tokens at any positions, after a check of tokens that the clean pass has.
+
+    Args:
+        first: The model's first block.
+        tokens: The tokens of each row.
+        positions: Their positions, which may repeat.
+        allowed: Which keys each of them may see; with `prefix`, its keys come first.
+        read: The indices, counted over all rows, whose logits are returned.
+        compared: The indices of the tokens that are checked.
+        expected: Their residual stream after each block.
+        prefix: As in `lens_mix.lens.continuation.run_from`.
+
+    Raises:
+        UnsupportedModelError: The model gives the compared tokens other residual streams, or cannot run so.
+    """
+    device = tokens.device
+    inputs, pairs = {"position_ids": positions.to(device)}, []
+    if first.clean.lens.takes_padding_mask:
+        # transformers adds such a mask to the scores of every layer, instead of making one.
+        mask = torch.zeros(allowed.shape, dtype=first.clean.lens.dtype, device=device)
+        mask.masked_fill_(~allowed.to(device), torch.finfo(mask.dtype).min)
+        inputs["attention_mask"] = mask[:, None]
+    else:
+        layers, template = range(len(first.stack)), first.stack.attention_template
+        pairs = [mask_attention(layer, allowed, attention=template) for layer in layers]
+    is_real = torch.ones_like(tokens, dtype=torch.bool)
+    batch = Batch(tuple(map(Prompt, tokens)), tokens, is_real, None, None, inputs)
+    found: dict[int, Tensor] = {}
+    keeping = [
+        forward_hook(block, functools.partial(_keep, found, layer, compared.to(device)))
+        for layer, block in enumerate(first.stack.blocks)
+    ]
+    row, place = read // tokens.shape[1], read % tokens.shape[1]
+    earlier = torch.nn.functional.one_hot(row, len(tokens)).cumsum(0)
+    slot = earlier.gather(1, row[:, None])[:, 0] - 1
+    of_rows = torch.zeros(len(tokens), int(earlier.max()), dtype=torch.long, device="cpu")
+    of_rows[row, slot] = place
+    try:
+        with must_fire(*pairs) as hooks:
+            logits = first.logits(
+                hooks, batch=batch, positions=of_rows.to(device), changes=keeping, prefix=prefix
+            )
+    except Exception as problem:
+        # A model that does not expect `prefix` may fail in any way.
+        if prefix is None and not isinstance(problem, RuntimeError):
+            raise
+        raise UnsupportedModelError(str(problem)) from problem
+    for layer, clean in enumerate(expected):
+        _check_control(found[layer], clean)
+    return logits[row.to(device), slot.to(device)]
 
 
 def may_share_passes(first: Block, target: Target) -> bool:
@@ -245,14 +388,11 @@ def rows_beside_copies(bound: BoundRows) -> list[list[int]]:
     ]
 
 
-def _make_batch(first: Block, tokens: Int[Tensor, "copy pos"], positions: Int[Tensor, "copy pos"]) -> Batch:
-    """Return tokens at given positions, which may repeat, for a model that takes `position_ids`."""
-    inputs = {"position_ids": positions}
-    if first.clean.lens.takes_padding_mask:
-        # Without a mask and a cache, transformers takes positions that restart for several prompts.
-        inputs["attention_mask"] = torch.ones_like(tokens)
-    prompts = tuple(Prompt(copy) for copy in tokens)
-    return Batch(prompts, tokens, torch.ones_like(tokens, dtype=torch.bool), None, None, inputs)
+def _keep(
+    found: dict[int, Tensor], layer: int, index: Tensor, module: nn.Module, args: Any, output: Any
+) -> None:
+    """Keep some indices of a block's output, counted over all rows. This is a forward hook."""
+    found[layer] = first_tensor(output).flatten(0, 1)[index]
 
 
 def _check_same(values: Float[Tensor, " copy"], clean: Tensor, bound: float) -> None:

@@ -220,7 +220,7 @@ def test_edits_on_a_run_of_ones_own_give_the_direct_term(name, bound):
     copies[range(len(chosen)), chosen] = STAND_INS[0] + (prompt[chosen] == STAND_INS[0]).long()
     with torch.no_grad(), must_fire(*hooks) as pairs, model.hooks(fwd_hooks=pairs):
         beside = layout.fill(prompt, copies)
-        logits = model(beside[None], position_ids=layout.positions[None])[0].log_softmax(-1)
+        logits = model(beside, position_ids=layout.positions)[0].log_softmax(-1)
     log_p = logits[:, logits[last].argmax()]
     expected = (log_p[layout.index[:, -1]] - log_p[last]).abs()
     torch.testing.assert_close(found[chosen], expected, atol=bound, rtol=0)

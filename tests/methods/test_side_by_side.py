@@ -4,34 +4,15 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.hooks import mask_attention, zero_values
-from lens_mix.lens.model import Lens
+from lens_mix.hooks import zero_values
+from lens_mix.lens.prefix_keys import PrefixKeys
 from lens_mix.methods import occlusion, side_by_side
 from lens_mix.methods.side_by_side import Layout
 from tests.matrix import build_or_skip, cases, prompt_of
+from tests.methods.passes import SHARED
 from tests.tiny_models import bridge, hooked_transformer
 
-# The others run every copy in a pass of its own.
-SHARED = ("gpt2", "llama", "gemma", "qwen2", "qwen3", "gpt_neox", "phi", "olmo", "granite", "mixtral")
 REPLACEMENTS = [5, 11]
-
-
-@pytest.fixture
-def count_tokens(monkeypatch):
-    """Return a function that returns how many tokens the model has run since its last call."""
-    counts, forward = [0], Lens.forward
-
-    def counted(lens, batch, *args, **options):
-        counts.append(batch.tokens.numel())
-        return forward(lens, batch, *args, **options)
-
-    def since():
-        total = sum(counts)
-        counts.clear()
-        return total
-
-    monkeypatch.setattr(Lens, "forward", counted)
-    return since
 
 
 def in_whole_passes(monkeypatch, *args, **options):
@@ -41,22 +22,44 @@ def in_whole_passes(monkeypatch, *args, **options):
         return lm.run(*args, progress=None, **options)
 
 
+@pytest.fixture(params=["beside the prompt", "in rows"])
+def passes(request, monkeypatch):
+    """Return where copies run: all in the pass of the prompt, or most in later passes of rows."""
+    if request.param == "in rows":
+        monkeypatch.setitem(side_by_side._MOST_TOKENS, "cpu", 16)
+    return request.param
+
+
 def test_layout_by_hand():
     rerun = torch.tensor([[False, True, True], [True, False, True]])
     layout = Layout.of(rerun)
-    assert layout.positions.tolist() == [0, 1, 2, 1, 2, 0, 2]
+    assert layout.positions.tolist() == [[0, 1, 2, 1, 2, 0, 2]]
     assert layout.index.tolist() == [[0, 3, 4], [5, 1, 6]]
-    seen = [row.nonzero()[:, 0].tolist() for row in layout.allowed]
+    seen = [row.nonzero()[:, 0].tolist() for row in layout.allowed[0]]
     assert seen[:3] == [[0], [0, 1], [0, 1, 2]]
     # The first copy is run again from position 1 on. The last token of the second sees the clean token 1.
     assert seen[3:] == [[0, 3], [0, 3, 4], [5], [1, 5, 6]]
     filled = layout.fill(torch.tensor([7, 8, 9]), torch.tensor([[7, 1, 9], [2, 8, 9]]))
-    assert filled.tolist() == [7, 8, 9, 1, 9, 2, 9]
+    assert filled.tolist() == [[7, 8, 9, 1, 9, 2, 9]]
+
+
+def test_layout_of_a_later_pass_by_hand():
+    rerun = torch.tensor([[False, True, True], [True, False, True], [False, False, True]])
+    layout = Layout.of(rerun, [[0], [1]])
+    assert layout.positions.tolist() == [[1, 2, 2], [0, 2, 0]]
+    assert layout.index[rerun].tolist() == [0, 1, 3, 4, 2]
+    # The first three keys are the prompt's.
+    seen = [[key.nonzero()[:, 0].tolist() for key in row] for row in layout.allowed]
+    assert seen[0] == [[0, 3], [0, 3, 4], [0, 1, 5]]
+    assert seen[1][:2] == [[3], [1, 3, 4]]
+    filled = layout.fill(torch.tensor([7, 8, 9]), torch.tensor([[7, 1, 9], [2, 8, 9], [7, 8, 5]]))
+    assert filled[0].tolist() == [1, 9, 5]
+    assert filled[1, :2].tolist() == [2, 9]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", cases(refused=False), ids=lambda case: case.label)
-def test_equals_whole_passes(case, monkeypatch):
+def test_equals_whole_passes(case, passes, monkeypatch):
     model = case.build(torch.float64)
     prompt = prompt_of(model)
     for measure in ("difference", "kl"):
@@ -95,7 +98,7 @@ def widen_softmax(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*SHARED, "phi3", "falcon_mqa", "gpt_bigcode"])
-def test_measured_scores_equal_separate_passes_of_the_model(name, monkeypatch):
+def test_measured_scores_equal_separate_passes_of_the_model(name, passes, monkeypatch):
     model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 15)
     # The model is built first, because torch compiles some models' functions when they are imported.
     widen_softmax(monkeypatch)
@@ -118,7 +121,7 @@ def test_replacement_equals_separate_passes_of_a_hooked_transformer(name):
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_copies_are_run_from_the_replaced_token_on(name, count_tokens, monkeypatch):
+def test_copies_are_run_from_the_replaced_token_on(name, passes, count_tokens, monkeypatch):
     model = build_or_skip(bridge, name)
     prompt, method = torch.arange(3, 15), lm.Occlusion(replacements=REPLACEMENTS, measure="absolute")
     lm.run(model, prompt, "attention")
@@ -127,13 +130,18 @@ def test_copies_are_run_from_the_replaced_token_on(name, count_tokens, monkeypat
     whole = count_tokens()
     found = lm.run(model, prompt, method, progress=None)
     # The clean pass, twice the suffixes, the prompt beside them, and the control.
-    assert count_tokens() == whole - 2 * 12 * 12 + 12 * 13 + 12 + 1
+    needed = whole - 2 * 12 * 12 + 12 * 13 + 12 + 1
+    if passes == "beside the prompt":
+        assert count_tokens() == needed
+    else:
+        # Rows of one place more than the prompt leave few places.
+        assert needed < count_tokens() <= needed + 13
     torch.testing.assert_close(found.scores, expected.scores, atol=1e-5, rtol=0)
     assert float(found.scores.max()) > 1e-3
 
 
 @pytest.mark.parametrize("options", [{}, {"spans": [(4, 2), (6,)]}, {"measure": "kl"}, {"n_samples": 3}])
-def test_options_rows_batches_and_memory(options, monkeypatch):
+def test_options_rows_batches_and_memory(options, passes, monkeypatch):
     model = build_or_skip(bridge, "gpt2", torch.float64)
     method = lm.Occlusion(**options)
     prompts = [prompt_of(model, length, length) for length in (9, 7)]
@@ -146,7 +154,7 @@ def test_options_rows_batches_and_memory(options, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt2"])
-def test_whole_passes_where_none_can_be_shared(name, count_tokens, monkeypatch):
+def test_whole_passes_where_none_can_be_shared(name, passes, count_tokens, monkeypatch):
     """A short sliding window hides tokens from copies, and a user hook on a position misses them."""
     model, method = build_or_skip(bridge, name, torch.float64), lm.Occlusion(replacements=REPLACEMENTS)
     prompt = torch.arange(3, 12)
@@ -159,16 +167,43 @@ def test_whole_passes_where_none_can_be_shared(name, count_tokens, monkeypatch):
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
 
 
-def test_tokens_that_see_more_than_they_may_are_found(monkeypatch):
-    def leaking(layer, allowed, **options):
-        allowed = allowed.clone()
-        allowed[-1, -2] = True  # The control sees a copy.
-        return mask_attention(layer, allowed, **options)
+def test_tokens_that_see_more_than_they_may_are_found(passes, monkeypatch):
+    layout_of = Layout.of
+
+    def leaking(rerun, rows=None):
+        layout = layout_of(rerun, rows)
+        leaks_here = (rows is None) == (passes == "beside the prompt")
+        control = divmod(int(layout.index[-1, -1]), layout.positions.shape[1])
+        if leaks_here:
+            layout.allowed[control[0], control[1]] = True  # The control sees a copy.
+        return layout
 
     model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 12)
-    monkeypatch.setattr(side_by_side, "mask_attention", leaking)
-    with pytest.raises(lm.UnsupportedModelError, match="attention to read only tokens and their positions"):
-        lm.run(model, prompt, lm.AttributionPatching(replacements=REPLACEMENTS), queries=[-1])
+    monkeypatch.setattr(Layout, "of", leaking)
+    method = lm.AttributionPatching(replacements=REPLACEMENTS, n_measured="auto")
+    if passes == "beside the prompt":
+        with pytest.raises(
+            lm.UnsupportedModelError, match="attention to read only tokens and their positions"
+        ):
+            lm.run(model, prompt, method, queries=[-1])
+    else:
+        # The copies then run beside the prompt.
+        found = lm.run(model, prompt, method, queries=[-1]).scores
+        monkeypatch.undo()
+        expected = lm.run(model, prompt, method, queries=[-1]).scores
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["openai_gpt", "llama"])
+def test_copies_run_beside_the_prompt_if_attention_does_not_read_its_keys(name, monkeypatch):
+    model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 15)
+    # openai_gpt has no cache of keys; another model may ignore what it is given.
+    monkeypatch.setattr(PrefixKeys, "update", lambda self, keys, values, *args, **kwargs: (keys, values))
+    monkeypatch.setitem(side_by_side._MOST_TOKENS, "cpu", 16)
+    method = lm.AttributionPatching(replacements=REPLACEMENTS, n_measured="auto")
+    found = lm.run(model, prompt, method, queries=[-1], progress=None).scores[0, 0]
+    widen_softmax(monkeypatch)
+    torch.testing.assert_close(found, separate_passes(model, prompt), atol=1e-6, rtol=0)
 
 
 def test_the_explained_token_is_that_of_the_clean_pass():
