@@ -59,6 +59,12 @@ class AutogradGraph:
         """The last block's output in the autograd graph; None before a pass."""
         return self._changed.streams.get(self._lens.n_layers)
 
+    @property
+    def has_mixing(self) -> bool:
+        """Whether the pass showed the pattern and the values of every layer before they were mixed."""
+        names = (self._lens.stack.hook_name("z", layer) for layer in self._lens.stack.attention_layers)
+        return all(name in self._recorded for name in names)
+
     def built(self) -> contextlib.AbstractContextManager[None]:
         """Return a context whose passes follow the rules; the first pass builds the autograd graph."""
         return self._changed.applied(self._recording)
@@ -69,34 +75,36 @@ class AutogradGraph:
         self._changed.streams.clear()
 
     def gradients(
-        self, value: Float[Tensor, " 1"], numbers: Sequence[int]
-    ) -> list[tuple[Float[Tensor, "batch pos d_model"], Float[Tensor, "batch pos d_model"]]]:
-        """Return residual streams, and the gradient of a number with respect to each; the graph is kept.
+        self, values: Float[Tensor, " value"], numbers: Sequence[int], *, at_once: bool = False
+    ) -> list[tuple[Float[Tensor, "1 pos d_model"], Float[Tensor, "value pos d_model"]]]:
+        """Return residual streams, and the gradient of each value with respect to them; the graph is kept.
 
         Args:
-            value: The number.
+            values: The values, of a single prompt.
             numbers: After how many blocks each stream is read; 0 for the input of the first block.
+            at_once: Whether one vectorised backward pass may compute the gradients of all values.
 
         Raises:
-            ValueError: The number has no gradient.
+            ValueError: A value has no gradient.
             UnsupportedModelError: A changed rule gets no gradient.
         """
-        _require_differentiable(value)
+        _require_differentiable(values)
         streams = [self._changed.streams[number] for number in numbers]
         # The leaf is included, because only its gradient reaches the rules of the first block.
-        _, *gradients = torch.autograd.grad(
-            value, [self._changed.streams[0], *streams], torch.ones_like(value), retain_graph=True
-        )
+        _, *gradients = _gradients_of_each(values, [self._changed.streams[0], *streams], at_once=at_once)
         self._changed.require_gradients()
         return [(stream.detach(), each) for stream, each in zip(streams, gradients, strict=True)]
 
-    def mixing(self, value: Float[Tensor, " 1"]) -> dict[int, Mixing]:
+    def mixing(self, value: Float[Tensor, " 1"], *, check: bool = True) -> dict[int, Mixing]:
         """Return every layer's mixing with the gradient of a number; the autograd graph is kept.
+
+        Args:
+            value: The number.
+            check: Whether to check that the mixed values of each layer are pattern @ values.
 
         Raises:
             ValueError: The number has no gradient.
-            UnsupportedModelError: A layer or a changed rule gets no gradient, or the mixed values of a layer
-                are not pattern @ values.
+            UnsupportedModelError: A layer or a changed rule gets no gradient, or the check fails.
         """
         _require_differentiable(value)
         layers = self._lens.stack.attention_layers
@@ -111,7 +119,14 @@ class AutogradGraph:
                 name = self._lens.stack.hook_name("z", layer)
                 raise UnsupportedModelError(f"hooks: no gradient came back to {name}")
         self._changed.require_gradients()
-        return {layer: _checked(*recorded[layer], gradient) for layer, gradient in gradient_of.items()}
+        found: dict[int, Mixing] = {}
+        for layer, gradient in gradient_of.items():
+            pattern, value, z = (each.detach() for each in recorded[layer])
+            found[layer] = Mixing(pattern, value, z, gradient)
+        if check:
+            for each in found.values():
+                _check(each)
+        return found
 
     def _recorded_of(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the pattern, the values and z of one layer."""
@@ -132,10 +147,23 @@ def _require_differentiable(value: Tensor) -> None:
         )
 
 
-def _checked(pattern: Tensor, values: Tensor, mixed: Tensor, gradient: Tensor) -> Mixing:
-    pattern, values, mixed = pattern.detach(), values.detach(), mixed.detach()
+def _gradients_of_each(
+    values: Float[Tensor, " value"], inputs: Sequence[Tensor], *, at_once: bool
+) -> list[Float[Tensor, "value pos d_model"]]:
+    """Return the gradient of each value with respect to each input, whose batch has one prompt."""
+    # A gradient of `values` that is 1 at a single one selects it.
+    selections = torch.eye(len(values), dtype=values.dtype, device=values.device)
+    if at_once and len(values) > 1:
+        # Some operations have no vectorised gradient. Their error is raised before any result is used.
+        with contextlib.suppress(RuntimeError):
+            found = torch.autograd.grad(values, inputs, selections, retain_graph=True, is_grads_batched=True)
+            return [of_input[:, 0] for of_input in found]
+    separate = [torch.autograd.grad(values, inputs, each, retain_graph=True) for each in selections]
+    return [torch.cat(of_input) for of_input in zip(*separate, strict=True)]
+
+
+def _check(mixing: Mixing) -> None:
     try:
-        check_mixing("gradients with respect to mixed values", mixed, pattern, values)
+        check_mixing("gradients with respect to mixed values", mixing.mixed, mixing.pattern, mixing.values)
     except RuntimeError as problem:
         raise UnsupportedModelError(str(problem)) from problem
-    return Mixing(pattern, values, mixed, gradient)

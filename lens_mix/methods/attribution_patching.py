@@ -273,7 +273,7 @@ class AttributionPatching(RowTargetMethod):
     ) -> Float[Tensor, " pos"]:
         """Return the estimated scores of one row, at the positions of its tokens in the padded batch."""
         last = len(places) - 1
-        layers = graph.mixing(beside.bound.value_in(graph, beside.rows[0]))
+        layers = graph.mixing(beside.bound.values_in(graph, torch.tensor(beside.rows)))
         mixing = {layer: whole.at(places) for layer, whole in layers.items()}
         effects = torch.stack([hidden_effects(each) for each in mixing.values()]).sum(0).tril(-1)
         between, direct = effects[:-1].square().sum(0).sqrt(), effects[-1].abs()

@@ -15,13 +15,16 @@ from typing_extensions import override
 
 from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.arguments import check_choice, check_whole_number
+from lens_mix.lens.changed_backward import PlainRules
 from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
 from lens_mix.method import Method
 from lens_mix.methods import baselines
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows
+from lens_mix.methods.row_gradients import Streams, score_rows
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
+    from lens_mix.lens.anatomy import BlockAnatomy
     from lens_mix.lens.block import Block
 
 Score = Literal["norm", "times_input", "integrated"]
@@ -106,13 +109,28 @@ class InputGradients(RowTargetMethod):
         return row_passes(blocks, self.n_steps * GRADIENT_PASS, reason, cheaper)
 
     @override
+    def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> PlainRules | None:
+        # The points of a path are other inputs than those of the clean pass.
+        return None if self.score == "integrated" else PlainRules()
+
+    @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound, last = bind_rows(blocks, self.target), blocks[-1]
+        rules = self.clean_rules([block.anatomy for block in blocks])
+        if rules is not None and bound.block.clean.graph is not None:
+            scores = score_rows(bound, rules, [0], self._score_stream, self.internal_batch_size)
+            return [bound.scatter(scores, last)]
         chunks = [self._compute_scores(bound, rows) for rows in bound.chunks(self.internal_batch_size)]
         scores, start = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if self.score == "integrated":
             baselines.note_convergence(bound, scores, start, self.n_steps, last)
         return [bound.scatter(scores, last)]
+
+    def _score_stream(self, streams: Streams) -> Float[Tensor, "row pos"]:
+        """Return the scores of some rows from the embeddings, and the gradients with respect to them."""
+        ((x, gradient),) = streams
+        score = gradient_norm if self.score == "norm" else gradient_times_input
+        return score(lambda _: gradient, x.expand_as(gradient))
 
     def _compute_scores(
         self, bound: BoundRows, rows: Tensor
