@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -68,7 +67,8 @@ class InputGradients(RowTargetMethod):
             model depends on later positions too.
         n_steps: The number of points of the path, for "integrated" only.
         method: The rule that places the points, for "integrated" only. See `AttentionAttribution`.
-        internal_batch_size: The largest number of rows in one pass. None: as many as `max_memory` allows.
+        internal_batch_size: The largest number of rows, or of their points, in one pass. None: as many as
+            `max_memory` allows.
 
     Raises:
         TypeError: An option has the wrong type.
@@ -136,18 +136,25 @@ class InputGradients(RowTargetMethod):
         self, bound: BoundRows, rows: Tensor
     ) -> tuple[Float[Tensor, "row key"], Float[Tensor, " row"]]:
         """Return the scores of some rows, and F at the baseline."""
-        prompts, gradient = bound.prompt_index[rows], functools.partial(bound.gradients, rows)
+        prompts = bound.prompt_index[rows]
         x = bound.block.inputs[prompts]
+
+        def gradient(at: Float[Tensor, "copy pos d_model"]) -> Float[Tensor, "copy pos d_model"]:
+            return bound.gradients(rows.repeat_interleave(len(at) // len(rows)), at)
+
         if self.score == "integrated":
             points, weights = quadrature(self.method, self.n_steps)
             baseline = baselines.make_input_baseline(self.baseline, x, bound.block.real_inputs[prompts])
             start = bound.values(rows, resid_pre=baseline)
-            return integrated_gradients(gradient, x, baseline, points, weights), start
+            fitting = bound.block.copies_with_gradients(len(rows) * len(points), logits=bound.reads_logits)
+            fitting = min(fitting, self.internal_batch_size or fitting)
+            at_once = max(1, fitting // len(rows))
+            return integrated_gradients(gradient, x, baseline, points, weights, at_once), start
         score = gradient_norm if self.score == "norm" else gradient_times_input
         return score(gradient, x), bound.clean[rows]
 
 
-Gradient = Callable[[Float[Tensor, "row pos d_model"]], Float[Tensor, "row pos d_model"]]
+Gradient = Callable[[Float[Tensor, "copy pos d_model"]], Float[Tensor, "copy pos d_model"]]
 
 
 def gradient_norm(gradient: Gradient, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos"]:
@@ -167,19 +174,25 @@ def integrated_gradients(
     baseline: Float[Tensor, "row pos d_model"],
     points: Float[Tensor, " point"],
     weights: Float[Tensor, " point"],
+    at_once: int = 1,
 ) -> Float[Tensor, "row pos"]:
     """Return (x_j − x'_j) · Σ_k w_k ∂F(x' + α_k (x − x'))/∂x_j: equation 1 by a quadrature rule.
 
     Args:
-        gradient: The gradient of F, as a function of the embeddings.
+        gradient: The gradient of F, as a function of the embeddings. It gets `at_once` points of the first
+            row, then those of the next row.
         x: The embeddings.
         baseline: x'.
         points: α_k, the points of the rule.
         weights: w_k, the weights of the points.
+        at_once: The number of points of each row in one pass.
     """
     total = torch.zeros_like(_widen(x))
-    for point, weight in zip(points.tolist(), weights.tolist(), strict=True):
-        total += weight * _widen(gradient(baseline + point * (x - baseline)))
+    for some, shares in zip(points.split(at_once), weights.split(at_once), strict=True):
+        at = torch.stack([baseline + point * (x - baseline) for point in some.tolist()], dim=1)
+        gradients = _widen(gradient(at.flatten(0, 1))).unflatten(0, at.shape[:2])
+        axes = "row point pos d_model, point -> row pos d_model"
+        total += einsum(gradients, shares.to(total), axes)
     return reduce((_widen(x) - _widen(baseline)) * total, "row pos d_model -> row pos", "sum")
 
 
