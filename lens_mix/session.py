@@ -24,6 +24,7 @@ from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.autograd_graph import AutogradGraph
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
+from lens_mix.lens.changed_backward import PlainRules
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.components import UNEMBEDDING
 from lens_mix.lens.continuation import predict_in_chunks
@@ -214,7 +215,7 @@ class Session:
             rows = None if self.queries is None else Rows.of(self.queries, real)
             watched = self.recorded_layers if has_user_hooks(lens.modules) else []
             predict_at = self._positions_to_predict(real, rows, verification)
-            graph = self._make_graph(batch, verification)
+            graph = self._make_graph(batch, verification, has_hooks=bool(watched))
             size = self._count_predictions(len(batch))
             fits = predict_at is None or predict_at.shape[1] <= size
             after_block = None
@@ -399,7 +400,7 @@ class Session:
                 layer, store, sorted(checked), queries=positions, attention=template
             )
         reads_end = any(UNEMBEDDING in method.needs for method in self.methods.values())
-        last = lens.n_layers - 1 if reads_end else layers[-1]
+        last = lens.n_layers - 1 if reads_end or graph is not None else layers[-1]
         # Padding may get attention weight in any block that runs, so with padding all blocks are watched.
         has_padding = not bool(batch.real_positions(lens.stack.name).all())
         run_layers = [layer for layer in lens.stack.attention_layers if layer <= last]
@@ -439,18 +440,26 @@ class Session:
         most = _MOST_LOGITS if self.max_memory is None else max(self.max_memory, _LEAST_LOGITS)
         return max(1, min(most, _MOST_LOGITS) // per_position)
 
-    def _make_graph(self, batch: Batch, verification: Verification) -> AutogradGraph | None:
+    def _make_graph(
+        self, batch: Batch, verification: Verification, *, has_hooks: bool
+    ) -> AutogradGraph | None:
         """Return the autograd graph that the clean pass is to record, or None if it is not needed.
 
-        The graph may keep the activations of all blocks in memory, so it is for a single prompt only.
+        If the methods have several rules, it has those of the most methods. The graph may keep the
+        activations of all blocks in memory, so it is for a single prompt only.
         """
         anatomies = list(verification.anatomy.values())
-        rules = next(filter(None, (method.clean_rules(anatomies) for method in self.methods.values())), None)
+        # A method that does not read the first block needs only the part of the graph above it.
+        methods = [method for method in self.methods.values() if self.layers_of(method)[0] == 0]
+        wanted = [rules for method in methods if (rules := method.clean_rules(anatomies)) is not None]
+        if has_hooks:
+            # User hooks that change tensors in place work in the passes that these methods run instead.
+            wanted = [rules for rules in wanted if not isinstance(rules, PlainRules)]
         fits = len(batch) == 1 and self.max_memory is None and not self.lens.encoder_decoder
         # There are no gradients in inference mode, for which the target raises an error with the reason.
-        if rules is None or not fits or torch.is_inference_mode_enabled():
+        if not wanted or not fits or torch.is_inference_mode_enabled():
             return None
-        return AutogradGraph(self.lens, anatomies, rules, batch.tokens.shape[1])
+        return AutogradGraph(self.lens, anatomies, max(wanted, key=wanted.count), batch.tokens.shape[1])
 
 
 @dataclasses.dataclass(frozen=True)

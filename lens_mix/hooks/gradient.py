@@ -200,9 +200,11 @@ def _compute_pattern_gradient(
     sums = powers.sum(-1, keepdim=True) + to_no_key.pow(1 / temperature)
     sums = torch.where(sums > 0, sums, 1)
     weighted_sum = torch.linalg.vecdot(powers, gradient_of_weights)[..., None] / sums
-    # g' is P_T / P ⊙ (g − Σ P_T g). It is computed in place, because a pattern has many entries.
-    changed = powers.div_(weights).nan_to_num_(nan=0, posinf=0).mul_(factor / sums)
-    changed.mul_(gradient_of_weights - weighted_sum)
+    # g' is P_T / P ⊙ (g − Σ P_T g). It is computed in place, because a pattern has many entries. A vectorised
+    # backward pass has several gradients for one pattern, so the last product is written into the gradients.
+    ratios = powers.div_(weights).nan_to_num_(nan=0, posinf=0).mul_(factor / sums)
+    changed: Tensor = gradient_of_weights - weighted_sum
+    changed.mul_(ratios)
     if bool(to_no_key.any()):
         # With a sink the gradients of a row do not sum to 0. The softmax subtracts this sum, so it is added.
         total = (changed * weights).sum(-1, keepdim=True)

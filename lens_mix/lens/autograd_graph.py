@@ -76,9 +76,15 @@ class AutogradGraph:
         self._calls: dict[int, BlockCall] = {}
 
     @property
-    def resid_post(self) -> Float[Tensor, "batch pos d_model"] | None:
-        """The last block's output, from which a target is computed; None before a pass."""
-        return self._changed.streams.get(self._lens.n_layers)
+    def resid_post(self) -> Float[Tensor, "batch pos d_model"]:
+        """The last block's output in the pass, from which a target is computed."""
+        return self._changed.streams[self._lens.n_layers]
+
+    @property
+    def has_mixing(self) -> bool:
+        """Whether the graph contains the pattern and the values of every layer before they were mixed."""
+        names = (self._lens.stack.hook_name("z", layer) for layer in self._lens.stack.attention_layers)
+        return all(name in self._recorded for name in names)
 
     def built(self) -> contextlib.AbstractContextManager[None]:
         """Return a context whose passes follow the rules; the first pass builds the autograd graph."""
@@ -98,47 +104,50 @@ class AutogradGraph:
         self._calls = {}
 
     def gradients(
-        self, value: Float[Tensor, " 1"], numbers: Sequence[int]
-    ) -> list[tuple[Float[Tensor, "batch pos d_model"], Float[Tensor, "batch pos d_model"]]]:
-        """Return residual streams, and the gradient of a number with respect to each; the graph is kept.
+        self, values: Float[Tensor, " value"], numbers: Sequence[int], *, at_once: bool = False
+    ) -> list[tuple[Float[Tensor, "1 pos d_model"], Float[Tensor, "value pos d_model"]]]:
+        """Return residual streams, and the gradient of each value with respect to them; the graph is kept.
 
         Args:
-            value: The number, computed from `resid_post`.
+            values: The values, of a single prompt, computed from `resid_post`.
             numbers: After how many blocks each stream is read; 0 for the input of the first block.
+            at_once: Whether one vectorised backward pass may compute the gradients of all values.
 
         Raises:
-            ValueError: The number has no gradient.
+            ValueError: A value has no gradient.
             UnsupportedModelError: A changed rule gets no gradient, or a block that is run again gives another
                 output.
         """
-        _require_differentiable(value)
+        _require_differentiable(values)
         if not self.is_kept:
             found: dict[int, tuple[Tensor, Tensor]] = {}
-            self._run_again(value, lambda layer, *stream: found.update({layer: stream}))
+            self._run_again(values, lambda layer, *stream: found.update({layer: stream}), at_once=at_once)
             return [found[number] for number in numbers]
         streams = [self._changed.streams[number] for number in numbers]
         # The leaf is included, because only its gradient reaches the rules of the first block.
-        _, *gradients = torch.autograd.grad(
-            value, [self._changed.streams[0], *streams], torch.ones_like(value), retain_graph=True
-        )
+        inputs = [self._changed.streams[0], *streams]
+        _, *gradients = _gradients_of_each(values, inputs, _select(values), at_once=at_once)
         self._changed.require_gradients()
-        return [(stream.detach(), each) for stream, each in zip(streams, gradients, strict=True)]
+        return [(stream.detach(), each[:, 0]) for stream, each in zip(streams, gradients, strict=True)]
 
-    def read_mixing(self, value: Float[Tensor, " 1"], read: Callable[[Mixing], object]) -> None:
+    def read_mixing(
+        self, value: Float[Tensor, " 1"], read: Callable[[int, Mixing], object], *, check: bool = True
+    ) -> None:
         """Read every layer's mixing with the gradient of a number; the autograd graph is kept.
 
         Args:
             value: The number, computed from `resid_post`.
-            read: A function that is called with the mixing of each layer, from the last layer to the first.
+            read: A function that is called with each layer and its mixing, from the last layer to the first.
+            check: Whether to check that the mixed values of each layer are pattern @ values.
 
         Raises:
             ValueError: The number has no gradient.
-            UnsupportedModelError: A layer or a changed rule gets no gradient, the mixed values of a layer are
-                not pattern @ values, or a block that is run again gives another output.
+            UnsupportedModelError: A layer or a changed rule gets no gradient, the check fails, or a block
+                that is run again gives another output.
         """
         _require_differentiable(value)
         if not self.is_kept:
-            self._run_again(value, lambda layer, *stream: None, read)
+            self._run_again(value, lambda layer, *stream: None, read, check=check)
             return
         layers = self._lens.stack.attention_layers
         recorded = {layer: self._recorded_of(layer) for layer in layers}
@@ -149,38 +158,45 @@ class AutogradGraph:
         gradient_of = dict(zip(mixed, gradients, strict=True))
         self._changed.require_gradients()
         for layer in reversed(layers):
-            read(self._checked(layer, *recorded[layer], gradient_of.get(layer)))
+            read(layer, self._make_mixing(layer, *recorded[layer], gradient_of.get(layer), check=check))
 
     def _run_again(
         self,
-        value: Tensor,
+        values: Float[Tensor, " value"],
         read: Callable[[int, Tensor, Tensor], object],
-        read_mixing: Callable[[Mixing], object] | None = None,
+        read_mixing: Callable[[int, Mixing], object] | None = None,
+        *,
+        at_once: bool = False,
+        check: bool = True,
     ) -> None:
         """Run the blocks again from the last one to the first, each with its own autograd graph.
 
         Args:
-            value: The number, computed from `resid_post`.
-            read: A function that is called with a block's number, its input, and the number's gradient with
+            values: The values, computed from `resid_post`.
+            read: A function that is called with a block's number, its input, and the values' gradients with
                 respect to that input.
-            read_mixing: A function that is called with the mixing of each block with attention.
+            read_mixing: A function that is called with each layer with attention and its mixing. Then there
+                is one value.
+            at_once: As in `gradients`.
+            check: As in `read_mixing`.
         """
-        resid_post, one = self._changed.streams[self._lens.n_layers], torch.ones_like(value)
-        (gradient,) = torch.autograd.grad(value, [resid_post], one, retain_graph=True)
+        (gradients,) = _gradients_of_each(values, [self.resid_post], _select(values), at_once=at_once)
         recording = () if read_mixing is None else self._recording
         with self._lens.evaluation_mode(gradients=True), self._changed.applied(recording):
             for layer in reversed(range(self._lens.n_layers)):
                 leaf = self._calls[layer].resid_pre.detach().requires_grad_(True)
                 output = self._output_again(layer, leaf)
                 if read_mixing is None or layer not in self._lens.stack.attention_layers:
-                    (gradient,) = torch.autograd.grad(output, [leaf], gradient)
+                    (gradients,) = _gradients_of_each(output, [leaf], gradients, at_once=at_once)
                 else:
                     recorded = self._recorded_of(layer)
                     inputs = [leaf, *[recorded[-1]] * recorded[-1].requires_grad]
-                    gradient, *of_z = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
-                    read_mixing(self._checked(layer, *recorded, of_z[0] if of_z else None))
+                    found = torch.autograd.grad(output, inputs, gradients[0], allow_unused=True)
+                    of_z = found[1] if len(found) > 1 else None
+                    read_mixing(layer, self._make_mixing(layer, *recorded, of_z, check=check))
+                    gradients = found[0][None]
                     self._recorded.clear()
-                read(layer, leaf.detach(), gradient)
+                read(layer, leaf.detach(), gradients[:, 0])
         self._changed.require_gradients()
 
     def _output_again(self, layer: int, leaf: Tensor) -> Tensor:
@@ -206,8 +222,15 @@ class AutogradGraph:
             )
         return self._recorded[pattern], self._recorded[value], self._recorded[z]
 
-    def _checked(
-        self, layer: int, pattern: Tensor, values: Tensor, mixed: Tensor, gradient: Tensor | None
+    def _make_mixing(
+        self,
+        layer: int,
+        pattern: Tensor,
+        values: Tensor,
+        mixed: Tensor,
+        gradient: Tensor | None,
+        *,
+        check: bool,
     ) -> Mixing:
         """Return the mixing of one layer.
 
@@ -219,7 +242,8 @@ class AutogradGraph:
             raise UnsupportedModelError(f"hooks: no gradient came back to {name}")
         pattern, values, mixed = pattern.detach(), values.detach(), mixed.detach()
         try:
-            check_mixing("gradients with respect to mixed values", mixed, pattern, values)
+            if check:
+                check_mixing("gradients with respect to mixed values", mixed, pattern, values)
         except RuntimeError as problem:
             raise UnsupportedModelError(str(problem)) from problem
         return Mixing(pattern, values, mixed, gradient)
@@ -237,3 +261,32 @@ def _require_differentiable(value: Tensor) -> None:
             "target: expected a differentiable function of the output, got a value without a gradient "
             "(a detach, an argmax or a no_grad inside?)"
         )
+
+
+def _select(values: Float[Tensor, " value"]) -> Float[Tensor, "value value"]:
+    """Return gradients of `values` that select one of them each."""
+    return torch.eye(len(values), dtype=values.dtype, device=values.device)
+
+
+def _gradients_of_each(
+    output: Tensor, inputs: Sequence[Tensor], gradients: Tensor, *, at_once: bool
+) -> list[Tensor]:
+    """Return the gradients of several numbers with respect to inputs; the graph is kept.
+
+    Args:
+        output: A tensor from which the numbers are computed.
+        inputs: The inputs.
+        gradients: The gradient of each number with respect to `output`, [value, *the shape of `output`].
+        at_once: Whether one vectorised backward pass may compute all of them.
+
+    Returns:
+        For each input, the gradients [value, *its shape].
+    """
+    if at_once and len(gradients) > 1:
+        # Some operations have no vectorised gradient. Their error is raised before any result is used.
+        with contextlib.suppress(RuntimeError):
+            return list(
+                torch.autograd.grad(output, inputs, gradients, retain_graph=True, is_grads_batched=True)
+            )
+    separate = [torch.autograd.grad(output, inputs, each, retain_graph=True) for each in gradients]
+    return [torch.stack(of_input) for of_input in zip(*separate, strict=True)]

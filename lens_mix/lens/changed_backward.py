@@ -32,7 +32,7 @@ Activations = Literal["gradient", "ratio"]
 
 
 class BackwardRules(Protocol):
-    """The rules of a backward pass; the scale of a norm is always treated as constant."""
+    """The rules of a backward pass; except in `PlainRules`, the scale of a norm is treated as constant."""
 
     @property
     def activations(self) -> Activations:
@@ -53,6 +53,17 @@ class Rules:
     def interventions(self, layer: int, *, attention: str) -> list[HookPair]:
         """Return the hooks on one attention module."""
         return [scale_pattern_gradient(layer, self.scores, temperature=self.temperature, attention=attention)]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainRules:
+    """No changed rules: the backward pass is the model's own."""
+
+    activations: Activations = "gradient"
+
+    def interventions(self, layer: int, *, attention: str) -> list[HookPair]:
+        """Return no hooks."""
+        return []
 
 
 @contextlib.contextmanager
@@ -121,12 +132,9 @@ class ChangedRules:
         self._pairs: list[HookPair] = []
         self._changes: list[Change] = []
         self._required: list[HookFunction | GradientCounter] = []
-        for layer, anatomy in enumerate(anatomies):
-            self._block(lens.stack, layer, anatomy)
-        if lens.stack.source is not None:
-            for layer, anatomy in enumerate(below or ()):
-                self._block(lens.stack.source, layer, anatomy)
-        self._norms(logits)
+        if not isinstance(rules, PlainRules):
+            self._stacks(anatomies, below or ())
+            self._norms(logits)
         if logits and constants is not None and (b_U := read_b_U(lens.model)) is not None:
             self._module(lens.model.unembed, Constant(b_U, constants, "unembed"))
         if leaf:
@@ -177,6 +185,14 @@ class ChangedRules:
         if number == len(blocks):
             return forward_hook(blocks[-1], record_output)
         return forward_pre_hook(blocks[number], record_input, with_kwargs=True)
+
+    def _stacks(self, anatomies: Sequence[BlockAnatomy], below: Sequence[BlockAnatomy]) -> None:
+        """Add the rules of all blocks."""
+        for layer, anatomy in enumerate(anatomies):
+            self._block(self._lens.stack, layer, anatomy)
+        if self._lens.stack.source is not None:
+            for layer, anatomy in enumerate(below):
+                self._block(self._lens.stack.source, layer, anatomy)
 
     def _block(self, stack: Stack, layer: int, anatomy: BlockAnatomy) -> None:
         """Add the rules of one block: of its patterns, values, feed-forward and biases."""

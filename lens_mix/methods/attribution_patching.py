@@ -276,10 +276,10 @@ class AttributionPatching(RowTargetMethod):
         wide = torch.promote_types(beside.bound.clean.dtype, torch.float32)
         effects = torch.zeros(len(places), len(places), dtype=wide, device=places.device)
 
-        def add(whole: Mixing) -> None:
+        def add(layer: int, whole: Mixing) -> None:
             effects.add_(hidden_effects(whole.at(places)).to(wide).tril_(-1))
 
-        graph.read_mixing(beside.bound.value_in(graph, beside.rows[0]), add)
+        graph.read_mixing(beside.bound.values_in(graph, torch.tensor(beside.rows)), add)
         between, direct = effects[:-1].square().sum(0).sqrt(), effects[-1].abs()
         if self.paths != "between":
             strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()
@@ -329,7 +329,7 @@ def rescale(
 def _make_graph(first: Block, prompt: int, rules: Rules) -> AutogradGraph:
     """Return the autograd graph of one prompt: the clean pass's, or that of another pass under the rules."""
     graph = first.clean.graph
-    if graph is not None and graph.rules == rules and graph.resid_post is not None:
+    if graph is not None and graph.rules == rules:
         return graph
     anatomies, positions = list(first.verification.anatomy.values()), first.batch.tokens.shape[1]
     graph = AutogradGraph(first.clean.lens, anatomies, rules, positions)

@@ -143,6 +143,41 @@ class BoundTarget:
                 values.append(evaluate(self.functions[number], own, *tokens))
             return torch.cat(values)
 
+    def values_in(self, graph: AutogradGraph, index: Int[Tensor, " value"]) -> Float[Tensor, " value"]:
+        """Compute numbers of one prompt as nodes of its autograd graph, with one unembedding for all.
+
+        Args:
+            graph: The graph of the prompt, or of its first positions if the numbers read one of them each.
+            index: The index of each number.
+        """
+        index = index.to(self.prompt_index.device)
+        prompt = self.prompt_index[index[:1]]
+        positions = self.rows_read[prompt] if self.rows_read is not None else None
+        if self.positions is not None:
+            positions = self.positions[index][None]
+        clean, resid_post = self.block.clean, graph.resid_post
+        with torch.enable_grad(), graph.built():
+            # Positions after a prefix are as in the clean pass, because models expect one for each token.
+            rest = clean.calls[clean.lens.n_layers - 1].resid_post[prompt, resid_post.shape[1] :]
+            output = read_output(
+                self.block,
+                self.target,
+                positions=positions,
+                rows=prompt,
+                resid_post=torch.cat([resid_post, rest.detach()], 1),
+                gradients=True,
+            )
+            if self.positions is not None and self.reads_logits:
+                # Targets use indices of all positions, as in `read_output`.
+                last = int(self.positions[index].max())
+                outputs = [each.expand(-1, last + 1, -1) for each in output.split(1, dim=1)]
+            else:
+                outputs = [output] * len(index)
+            span = self.spans[int(prompt)]
+            own = outputs if self.rows_read is not None else [_at(each, span) for each in outputs]
+            pairs = zip(index.tolist(), own, strict=True)
+            return torch.cat([evaluate(self.functions[number], each) for number, each in pairs])
+
     def _tokens_read(self, batch: Batch | None, copies: slice, span: slice) -> tuple[Tensor, ...]:
         """Return the tokens of altered copies for `evaluate`; nothing if the target does not read them."""
         # If tokens were cut out, the target reads the position that it reads in the clean pass.
@@ -164,17 +199,16 @@ class BoundRows(BoundTarget):
     query_index: Int[Tensor, " row"]
 
     @property
+    def reads_own_logits(self) -> bool:
+        """Whether the number of each row is a function of the logits at the row alone."""
+        return self.reads_logits and self.positions is not None and torch.equal(self.positions, self.queries)
+
+    @property
     def reads_one_position(self) -> bool:
         """Whether each prompt has a single row, and its target reads the logits at this row alone."""
         if self.positions is None or len(self.prompt_index.unique()) < len(self.prompt_index):
             return False
         return torch.equal(self.positions, self.queries)
-
-    def value_in(self, graph: AutogradGraph, number: int) -> Float[Tensor, " 1"]:
-        """Compute one number as a node of its prompt's autograd graph."""
-        index = torch.tensor([number], dtype=torch.long, device=self.prompt_index.device)
-        with graph.built():
-            return self.values(index, resid_post=graph.resid_post, gradients=True)
 
     def gradients(
         self, index: Int[Tensor, " copy"], resid_pre: Float[Tensor, "copy pos d_model"]

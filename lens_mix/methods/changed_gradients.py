@@ -15,11 +15,11 @@ from typing_extensions import override
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.autograd_graph import AutogradGraph
 from lens_mix.lens.changed_backward import Activations, BackwardRules, changed_backward
 from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
 from lens_mix.method import Method
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, gradients_of
+from lens_mix.methods.row_gradients import Streams, score_rows
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
@@ -78,7 +78,12 @@ class ChangedGradients(RowTargetMethod):
     @override
     def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> BackwardRules | None:
         # The shares of constants are gradients of copies of the prompt, which the clean pass does not have.
-        return None if self.conserves else self
+        if self.conserves:
+            return None
+        # Methods that differ in other fields have the same rules, and share the autograd graph.
+        return dataclasses.replace(
+            self, target=predicted(), readout="signed_sum", after_blocks=0, internal_batch_size=None
+        )
 
     @override
     def passes(self, blocks: Sequence[Block]) -> Passes:
@@ -92,9 +97,11 @@ class ChangedGradients(RowTargetMethod):
                 f"separate residual streams, got {self.after_blocks!r}"
             )
         bound = bind_rows(blocks, self.target)
-        graph = blocks[0].clean.graph
-        if graph is not None and graph.rules == self:
-            return [bound.scatter(self._read_graph(bound, graph), blocks[-1])]
+        rules = self.clean_rules([block.anatomy for block in blocks])
+        if rules is not None and blocks[0].clean.graph is not None:
+            size = self.internal_batch_size
+            scores = score_rows(bound, rules, self._list_streams(), self._score_streams, size)
+            return [bound.scatter(scores, blocks[-1])]
         chunks = [
             self._compute_scores(blocks, bound, rows) for rows in bound.chunks(self.internal_batch_size)
         ]
@@ -113,15 +120,10 @@ class ChangedGradients(RowTargetMethod):
             ]
         return list(range(check_whole_number("after_blocks", given, 0) + 1))
 
-    def _read_graph(self, bound: BoundRows, graph: AutogradGraph) -> Float[Tensor, "row key"]:
-        """Return the scores of all rows from the autograd graph of the clean pass, without another pass."""
-        rows = range(len(bound.functions))
-        scores = []
-        for row in bound.block.with_bar(rows, len(rows), "rows"):
-            streams = graph.gradients(bound.value_in(graph, row), self._list_streams())
-            wide = torch.promote_types(streams[0][0].dtype, torch.float32)
-            scores.append(self._read_out([state.to(wide) * gradient.to(wide) for state, gradient in streams]))
-        return torch.cat(scores)
+    def _score_streams(self, streams: Streams) -> Float[Tensor, "row pos"]:
+        """Return the scores of some rows from the streams, and the gradients with respect to them."""
+        wide = torch.promote_types(streams[0][0].dtype, torch.float32)
+        return self._read_out([state.to(wide) * gradient.to(wide) for state, gradient in streams])
 
     def _compute_scores(
         self, blocks: Sequence[Block], bound: BoundRows, rows: Tensor

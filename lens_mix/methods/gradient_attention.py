@@ -7,17 +7,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from einops import reduce
+from einops import einsum, reduce
 from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, add_to_pattern, must_fire
+from lens_mix.lens.autograd_graph import Mixing
+from lens_mix.lens.changed_backward import PlainRules
 from lens_mix.method import Method
 from lens_mix.methods.bound_target import BoundTarget, TargetMethod, bind, gradients_of
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
+    from lens_mix.lens.anatomy import BlockAnatomy
     from lens_mix.lens.block import Block
 
 
@@ -59,13 +62,20 @@ class GradientAttention(TargetMethod):
     rectify: bool = True
 
     @override
+    def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> PlainRules:
+        return PlainRules()
+
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         return self.of_stack([block])[0]
 
     @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         bound = bind(blocks, self.target)
-        gradients = torch.cat([self._compute_gradients(blocks, bound, chunk) for chunk in bound.chunks()])
+        gradients = self._read_graph(blocks, bound)
+        if gradients is None:
+            chunks = [self._compute_gradients(blocks, bound, chunk) for chunk in bound.chunks()]
+            gradients = torch.cat(chunks)
         maps = []
         for place, block in enumerate(blocks):
             for prompt, value in enumerate(bound.clean.tolist()):
@@ -98,6 +108,22 @@ class GradientAttention(TargetMethod):
         """
         return [add_to_pattern(layer, addition, attention=attention)]
 
+    def _read_graph(
+        self, blocks: Sequence[Block], bound: BoundTarget
+    ) -> Float[Tensor, "1 layer head query key"] | None:
+        """Return the gradients from the clean pass's autograd graph; None if it does not contain them."""
+        graph, index = blocks[0].clean.graph, torch.zeros(1, dtype=torch.long)
+        if graph is None or graph.rules != PlainRules() or not graph.has_mixing:
+            return None
+        by_layer, found = {block.layer: block for block in blocks}, {}
+
+        def read(layer: int, mixing: Mixing) -> None:
+            if layer in by_layer:
+                found[layer] = by_layer[layer].rows_of(_pattern_gradient(mixing), axis=2)
+
+        graph.read_mixing(bound.values_in(graph, index), read, check=False)
+        return torch.stack([found[block.layer] for block in blocks], dim=1)
+
     def _compute_gradients(
         self, blocks: Sequence[Block], bound: BoundTarget, chunk: Int[Tensor, " example"]
     ) -> Float[Tensor, "example layer head query key"]:
@@ -115,6 +141,15 @@ class GradientAttention(TargetMethod):
             values = bound.values(chunk, hooks, gradients=True)
         gradients = gradients_of(values, leaves)
         return torch.stack(gradients, dim=1).to(torch.promote_types(gradients[0].dtype, torch.float32))
+
+
+def _pattern_gradient(mixing: Mixing) -> Float[Tensor, "batch head query key"]:
+    """Return the gradient with respect to a pattern, from that with respect to pattern @ values."""
+    repeats = mixing.gradient.shape[2] // mixing.values.shape[2]
+    values = mixing.values.repeat_interleave(repeats, dim=2)
+    axes = "batch query head d_head, batch key head d_head -> batch head query key"
+    product = einsum(mixing.gradient, values.to(mixing.gradient.dtype), axes)
+    return product.to(torch.promote_types(product.dtype, torch.float32))
 
 
 def _expand_to_all_rows(

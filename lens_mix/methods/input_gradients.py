@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -15,13 +14,16 @@ from typing_extensions import override
 
 from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.arguments import check_choice, check_whole_number
+from lens_mix.lens.changed_backward import PlainRules
 from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
 from lens_mix.method import Method
 from lens_mix.methods import baselines
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows
+from lens_mix.methods.row_gradients import Streams, score_rows
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
+    from lens_mix.lens.anatomy import BlockAnatomy
     from lens_mix.lens.block import Block
 
 Score = Literal["norm", "times_input", "integrated"]
@@ -65,7 +67,8 @@ class InputGradients(RowTargetMethod):
             model depends on later positions too.
         n_steps: The number of points of the path, for "integrated" only.
         method: The rule that places the points, for "integrated" only. See `AttentionAttribution`.
-        internal_batch_size: The largest number of rows in one pass. None: as many as `max_memory` allows.
+        internal_batch_size: The largest number of rows, or of their points, in one pass. None: as many as
+            `max_memory` allows.
 
     Raises:
         TypeError: An option has the wrong type.
@@ -106,30 +109,52 @@ class InputGradients(RowTargetMethod):
         return row_passes(blocks, self.n_steps * GRADIENT_PASS, reason, cheaper)
 
     @override
+    def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> PlainRules | None:
+        # The points of a path are other inputs than those of the clean pass.
+        return None if self.score == "integrated" else PlainRules()
+
+    @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound, last = bind_rows(blocks, self.target), blocks[-1]
+        rules = self.clean_rules([block.anatomy for block in blocks])
+        if rules is not None and bound.block.clean.graph is not None:
+            scores = score_rows(bound, rules, [0], self._score_stream, self.internal_batch_size)
+            return [bound.scatter(scores, last)]
         chunks = [self._compute_scores(bound, rows) for rows in bound.chunks(self.internal_batch_size)]
         scores, start = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if self.score == "integrated":
             baselines.note_convergence(bound, scores, start, self.n_steps, last)
         return [bound.scatter(scores, last)]
 
+    def _score_stream(self, streams: Streams) -> Float[Tensor, "row pos"]:
+        """Return the scores of some rows from the embeddings, and the gradients with respect to them."""
+        ((x, gradient),) = streams
+        score = gradient_norm if self.score == "norm" else gradient_times_input
+        return score(lambda _: gradient, x.expand_as(gradient))
+
     def _compute_scores(
         self, bound: BoundRows, rows: Tensor
     ) -> tuple[Float[Tensor, "row key"], Float[Tensor, " row"]]:
         """Return the scores of some rows, and F at the baseline."""
-        prompts, gradient = bound.prompt_index[rows], functools.partial(bound.gradients, rows)
+        prompts = bound.prompt_index[rows]
         x = bound.block.inputs[prompts]
+
+        def gradient(at: Float[Tensor, "copy pos d_model"]) -> Float[Tensor, "copy pos d_model"]:
+            return bound.gradients(rows.repeat_interleave(len(at) // len(rows)), at)
+
         if self.score == "integrated":
             points, weights = quadrature(self.method, self.n_steps)
             baseline = baselines.make_input_baseline(self.baseline, x, bound.block.real_inputs[prompts])
             start = bound.values(rows, resid_pre=baseline)
-            return integrated_gradients(gradient, x, baseline, points, weights), start
+            fitting = bound.block.copies_with_gradients(len(rows) * len(points), logits=bound.reads_logits)
+            fitting = min(fitting, self.internal_batch_size or fitting)
+            at_once = max(1, fitting // len(rows))
+            return integrated_gradients(gradient, x, baseline, points, weights, at_once), start
         score = gradient_norm if self.score == "norm" else gradient_times_input
         return score(gradient, x), bound.clean[rows]
 
 
-Gradient = Callable[[Float[Tensor, "row pos d_model"]], Float[Tensor, "row pos d_model"]]
+Gradient = Callable[[Float[Tensor, "copy pos d_model"]], Float[Tensor, "copy pos d_model"]]
 
 
 def gradient_norm(gradient: Gradient, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos"]:
@@ -149,19 +174,25 @@ def integrated_gradients(
     baseline: Float[Tensor, "row pos d_model"],
     points: Float[Tensor, " point"],
     weights: Float[Tensor, " point"],
+    at_once: int = 1,
 ) -> Float[Tensor, "row pos"]:
     """Return (x_j − x'_j) · Σ_k w_k ∂F(x' + α_k (x − x'))/∂x_j: equation 1 by a quadrature rule.
 
     Args:
-        gradient: The gradient of F, as a function of the embeddings.
+        gradient: The gradient of F, as a function of the embeddings. It gets `at_once` points of the first
+            row, then those of the next row.
         x: The embeddings.
         baseline: x'.
         points: α_k, the points of the rule.
         weights: w_k, the weights of the points.
+        at_once: The number of points of each row in one pass.
     """
     total = torch.zeros_like(_widen(x))
-    for point, weight in zip(points.tolist(), weights.tolist(), strict=True):
-        total += weight * _widen(gradient(baseline + point * (x - baseline)))
+    for some, shares in zip(points.split(at_once), weights.split(at_once), strict=True):
+        at = torch.stack([baseline + point * (x - baseline) for point in some.tolist()], dim=1)
+        gradients = _widen(gradient(at.flatten(0, 1))).unflatten(0, at.shape[:2])
+        axes = "row point pos d_model, point -> row pos d_model"
+        total += einsum(gradients, shares.to(total), axes)
     return reduce((_widen(x) - _widen(baseline)) * total, "row pos d_model -> row pos", "sum")
 
 

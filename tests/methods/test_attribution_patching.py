@@ -249,7 +249,7 @@ def test_terms_to_first_order_are_the_formula_on_the_gradients_of_the_rules(name
     method, last = lm.AttributionPatching(), len(prompt) - 1
     blocks = run_prompt(model, prompt, method).blocks
     graph = _make_graph(blocks[0], 0, method.clean_rules([block.anatomy for block in blocks]))
-    value = bind_rows(blocks, method.target).value_in(graph, last)
+    value = bind_rows(blocks, method.target).values_in(graph, torch.tensor([last]))
     effects = torch.zeros(len(prompt), len(prompt), dtype=torch.float64)
 
     def add(whole: Mixing) -> None:

@@ -9,6 +9,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.algebra.quadrature import quadrature
+from lens_mix.methods.bound_target import BoundRows
 from lens_mix.methods.input_gradients import gradient_norm, gradient_times_input, integrated_gradients
 from tests import reference_models
 from tests.hugging_face_oracle import Reference
@@ -186,6 +187,27 @@ def test_the_plain_formula_on_a_polynomial():
     points, weights = quadrature("gauss_legendre", 3)
     found = integrated_gradients(lambda at: 3 * at.square(), x, start, points, weights)
     torch.testing.assert_close(found, (x.pow(3) - start.pow(3)).sum(-1), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, None])
+def test_points_may_share_a_pass(size, monkeypatch):
+    model, sizes = gpt2_like(torch.float64), []
+    ids, of_copies = tokens(model, 1), BoundRows.gradients
+
+    def gradients(bound, index, resid_pre):
+        sizes.append(len(resid_pre))
+        return of_copies(bound, index, resid_pre)
+
+    monkeypatch.setattr(BoundRows, "gradients", gradients)
+
+    def scores(size, queries):
+        sizes.clear()
+        method = lm.InputGradients(score="integrated", baseline="mean", n_steps=5, internal_batch_size=size)
+        return lm.run(model, ids, method, queries=queries).scores
+
+    expected = scores(1, [-1, 2])
+    torch.testing.assert_close(scores(size, [-1, 2]), expected, atol=1e-10, rtol=0)
+    assert sizes == {1: [1] * 10, 3: [2] * 5, 7: [6, 4], None: [10]}[size]
 
 
 def test_the_formulas_on_a_run_of_your_own():
