@@ -248,11 +248,13 @@ def test_terms_to_first_order_are_the_formula_on_the_gradients_of_the_rules(name
     model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 10)
     method, last = lm.AttributionPatching(), len(prompt) - 1
     blocks = run_prompt(model, prompt, method).blocks
+    # The graph of the run has been freed, so another one is made.
+    object.__setattr__(blocks[0].clean, "graph", None)
     graph = _make_graph(blocks[0], 0, method.clean_rules([block.anatomy for block in blocks]))
     value = bind_rows(blocks, method.target).values_in(graph, torch.tensor([last]))
     effects = torch.zeros(len(prompt), len(prompt), dtype=torch.float64)
 
-    def add(whole: Mixing) -> None:
+    def add(layer: int, whole: Mixing) -> None:
         mixing = whole.at(torch.arange(len(prompt)))
         values = mixing.values.repeat_interleave(len(mixing.pattern) // mixing.values.shape[1], dim=1)
         effects.add_(hidden_key_effects(mixing.pattern, values, mixing.gradient).tril(-1))
