@@ -11,5 +11,6 @@ def number(kind: str) -> int:
 
 
 def forget() -> None:
-    """Delete all stored products."""
+    """Delete all stored products, and the numbers of their uses."""
     weight_cache._store.clear()
+    weight_cache._uses.clear()

@@ -10,6 +10,7 @@ import torch
 import lens_mix as lm
 from lens_mix.lens import verification_record
 from lens_mix.lens.batches import Prompt
+from lens_mix.lens.clean_pass import StopForward
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.verification import verify as verifications
 from tests.matrix import build_or_skip, prompt_of
@@ -372,3 +373,18 @@ def test_a_component_with_a_large_error_is_reported_with_its_numbers():
     assert dataclasses.replace(entry, error=1e-5).ok
     assert not dataclasses.replace(entry, error=None).ok
     assert not dataclasses.replace(entry, error=float("nan")).ok
+
+
+def test_a_replay_ends_early_only_if_a_change_is_certain():
+    """Check the function that ends a replay at a feed-forward, and that user hooks switch it off."""
+    x = torch.ones(2, 3)
+    verifications._end_if_changed([x])(x.clone())
+    with pytest.raises(StopForward):
+        verifications._end_if_changed([x])(x + 1)
+    # It is not known which of several calls this is.
+    verifications._end_if_changed([x, x])(x + 1)
+    verifications._end_if_changed([])(x)
+    model = llama_like()
+    assert len(verifications._feed_forward_modules(lm.Lens(model))) == model.cfg.n_layers
+    model.add_hook("blocks.0.hook_mlp_out", lambda x, hook: x)
+    assert not verifications._feed_forward_modules(lm.Lens(model))
