@@ -11,6 +11,5 @@ def number(kind: str) -> int:
 
 
 def forget() -> None:
-    """Delete all stored products, and the numbers of their uses."""
+    """Delete all stored products."""
     weight_cache._store.clear()
-    weight_cache._uses.clear()

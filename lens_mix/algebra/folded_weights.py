@@ -3,8 +3,6 @@
 A head's values are multiplied by W_O, the linear parts of the norms, and W_in (and W_gate) to give its
 contribution to the pre-activations. The product of these matrices, d_head × d_mlp per head, depends on the
 weights alone. Computing it costs as much as d_model positions. Once it is stored, a run with n keys costs n.
-Without it, n keys cost d_model / d_head times n. So it is computed when the keys of all runs together have
-cost about as much as it does: short prompts do not pay for it in their first run.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from lens_mix.lens.sketch import random_vectors, sketch
 def folded(
     anatomy: BlockAnatomy,
     path: ValuePath,
-    vectors: int,
+    vectors: int | None,
     dtype: torch.dtype,
     keep: bool,
     matrices: Sequence[Float[Tensor, "d_model d_mlp"]],
@@ -34,7 +32,7 @@ def folded(
     Args:
         anatomy: The anatomy of a block whose feed-forward is plain or gated.
         path: The block's value path.
-        vectors: The number of value vectors to multiply.
+        vectors: The number of value vectors to multiply; None to return the product in any case.
         dtype: The dtype of the products.
         keep: Whether the product may be stored for the next run.
         matrices: W_in, or W_gate and W_in; a matrix of another dtype than `dtype` is copied.
@@ -44,24 +42,18 @@ def folded(
     name, kind = anatomy.feed_forward.W_in, f"folded {dtype}"
     # The product depends on the matrices and on the norms, which are probed with vectors.
     probes = [sketch(matrix.detach().to(dtype)) for matrix in (*matrices, path.W_O.flatten(0, 1))]
-    probes.append(
-        through(
-            norms_before_feed_forward(anatomy), random_vectors(path.W_O.shape[-1], dtype, path.W_O.device)
-        )
-    )
+    probes.append(through(_norms(anatomy), random_vectors(path.W_O.shape[-1], dtype, path.W_O.device)))
     product: Tensor | None = weight_cache.load(name, kind, probes)
     if product is not None:
         return product
     heads, d_head = path.W_O.shape[:2]
     size = heads * d_head * name.shape[1] * len(matrices) * dtype.itemsize
-    is_kept = keep and weight_cache.has_space(name, kind, size)
-    in_all = weight_cache.count_uses(name, kind, vectors) if is_kept else vectors
-    if not pays(in_all, heads, d_head):
-        return None
-    product = _fold(anatomy, matrices, path.W_O.to(dtype))
-    if is_kept:
+    if keep and weight_cache.has_space(name, kind, size):
+        product = _fold(anatomy, matrices, path.W_O.to(dtype))
         weight_cache.store(name, kind, probes, product)
-    return product
+        return product
+    is_worth_it = vectors is None or pays(vectors, heads, d_head)
+    return _fold(anatomy, matrices, path.W_O.to(dtype)) if is_worth_it else None
 
 
 def pays(vectors: int, heads: int, d_head: int) -> bool:
@@ -74,14 +66,14 @@ def _fold(
     matrices: Sequence[Float[Tensor, "d_model d_mlp"]],
     W_O: Float[Tensor, "*head d_head d_model"],
 ) -> Float[Tensor, "matrix *head d_head d_mlp"]:
-    read = through(norms_before_feed_forward(anatomy), W_O.detach())
+    read = through(_norms(anatomy), W_O.detach())
     if len(matrices) == 1:
         # This is a view, because a stack would need twice the memory for a moment.
         return (read @ matrices[0].detach().to(read.dtype))[None]
     return torch.stack([read @ matrix.detach().to(read.dtype) for matrix in matrices])
 
 
-def norms_before_feed_forward(anatomy: BlockAnatomy) -> tuple[Norm, ...]:
+def _norms(anatomy: BlockAnatomy) -> tuple[Norm, ...]:
     """Return the norms between W_O and W_in (and W_gate)."""
     norms = (anatomy.attention_branch, anatomy.attention_residual, anatomy.feed_forward_input)
     return tuple(norm for norm in norms if norm is not None)

@@ -25,8 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.clean_block import CleanBlock
-from lens_mix.algebra.folded_weights import folded, norms_before_feed_forward
-from lens_mix.algebra.head_vectors import through as after_norms
+from lens_mix.algebra.folded_weights import folded
 from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.value_zeroing_pairs import (
     Groups,
@@ -106,10 +105,8 @@ class _Maps:
         # In a parallel block, the feed-forward does not change.
         feed_forward = None if anatomy.parallel else anatomy.feed_forward
         matrices = [] if feed_forward is None else [x.to(wide) for x in feed_forward.input_matrices]
-        product = folded(anatomy, path, value.shape[:2].numel(), wide, block.max_memory is None, matrices)
-        # Without the product, W_in (and W_gate) are applied to the heads' vectors after the norms.
-        self._is_folded, self._matrices = product is not None, matrices if product is None else product
-        self._norms = norms_before_feed_forward(anatomy)
+        product = folded(anatomy, path, None, wide, block.max_memory is None, matrices)
+        self._folded = () if product is None else product
         W_out = None if feed_forward is None else feed_forward.W_out.to(narrow)
         chunks_of_W_out = () if W_out is None else W_out.split(sizes.neurons)
         self._W_out = [as_right_factor(chunk, pairs) for chunk in chunks_of_W_out]
@@ -149,15 +146,10 @@ class _Maps:
             # The result is [zeroed, span · head, width], which is a view if each key is zeroed alone.
             return of_heads.permute(1, 2, 0, 3).flatten(1, 2)
 
+        wide = [matrix[group].split(self._widths, dim=-1) for matrix in self._folded]
+        # The product is in chunks of neurons, because one with all of them is slower.
+        hidden = [[through(x) for x in parted] for parted in zip(*wide, strict=True)]
         head_vectors, pattern = through(self._W_O[group]), self._pattern[:, group]
-        if self._is_folded:
-            wide = [matrix[group].split(self._widths, dim=-1) for matrix in self._matrices]
-            # The product is in chunks of neurons, because one with all of them is slower.
-            hidden = [[through(x) for x in parted] for parted in zip(*wide, strict=True)]
-        else:
-            read = after_norms(self._norms, head_vectors)
-            wide = [matrix.split(self._widths, dim=-1) for matrix in self._matrices]
-            hidden = [[read @ x for x in parted] for parted in zip(*wide, strict=True)]
         return _Values(positions, self._factors[zeroed, :, group], pattern, head_vectors, hidden)
 
     def _fill_chunk(

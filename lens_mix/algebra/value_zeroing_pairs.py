@@ -177,7 +177,7 @@ def _bytes(block: Block, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes)
     weights = 2 * inner * d_model * wide + W_out + (stored != wide) * (2 * inner + hidden) * d_model * wide
     weights += inner * hidden * wide * max(1, matrices)  # This is the product of W_O and W_in.
     # Spans need another copy.
-    values = sizes.keys * rank * min(span, 2) * (2 * d_model + hidden + 3 * d_head) * wide
+    values = sizes.keys * rank * min(span, 2) * (d_model + hidden + 3 * d_head) * wide
     chunk = (3 * d_model + neurons) * narrow + (rank * (1 + d_head) + d_model + 5) * wide
     rectangle = 4 * (d_model + rank + neurons) * wide
     return clean + weights + values + max(sizes.chunk, sizes.rectangle) * chunk + sizes.rectangle * rectangle

@@ -26,7 +26,6 @@ class _Entry(NamedTuple):
 
 # The keys are a weight, as the verification has read it, and then the kind of product.
 _store: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_uses: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def load(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
@@ -50,14 +49,6 @@ def has_space(weight: Tensor, kind: str, size: int) -> bool:
             if kind in entries and name is not weight
         )
     return size + others <= _KEPT_BYTES
-
-
-def count_uses(weight: Tensor, kind: str, uses: int) -> int:
-    """Return how often a product that is not stored would have been used, these uses included."""
-    with changing:
-        counts = _uses.setdefault(weight, {})
-        counts[kind] = total = counts.get(kind, 0) + uses
-    return int(total)
 
 
 def store(weight: Tensor, kind: str, probes: Sequence[Tensor], product: Any) -> None:

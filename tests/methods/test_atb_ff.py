@@ -100,10 +100,6 @@ def test_folding_W_in_changes_nothing(monkeypatch, count):
     tokens = torch.arange(count) % 40 + 3
     kept_products.forget()
     plain = lm.run(model, tokens, "atb_ff")
-    assert kept_products.number("folded torch.float64") == (model.cfg.n_layers if count == 20 else 0)
-    # The product is computed when the positions of all runs together are above that point.
-    for _ in range(4):
-        assert largest(plain.scores, lm.run(model, tokens, "atb_ff").scores) < 1e-12
     assert kept_products.number("folded torch.float64") == model.cfg.n_layers
     # What one method stores in the cache is used by the other.
     zeroing = lm.run(model, tokens, "value_zeroing", engine="algebra")
