@@ -15,7 +15,7 @@ PaddingSide = Literal["left", "right"]
 _TYPES = "token_type_ids"
 # The largest share of padding among the tokens of prompts that are grouped by length, if it is no few tokens.
 _MOST_PADDING = 0.1
-_FEW_TOKENS = 32
+_FEW_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
