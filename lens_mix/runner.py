@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix.arguments import check_choice, check_flags, check_whole_number, describe_value
-from lens_mix.lens.batches import PaddingSide, Prompt
+from lens_mix.lens.batches import PaddingSide, Prompt, group_by_length
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.parts import parts_of
@@ -26,6 +26,11 @@ from lens_mix.method import Method
 from lens_mix.methods import METHODS
 from lens_mix.registry import all_methods, check_attributes, check_class, find_method
 from lens_mix.session import Session
+
+# Prompts of a list are grouped by length, so many batches at a time.
+_BATCHES_GROUPED = 8
+# The most pairs of tokens of these prompts, whose maps wait in memory for those of earlier prompts.
+_MOST_WAITING = 1 << 20
 
 # A class is the method with its defaults, as its name is.
 MethodLike = str | Method | type[Method]
@@ -159,7 +164,8 @@ def run_many(
         prompts: Several prompts of the kinds that `run` accepts; a padded tensor `[batch, pos]` with
             `attention_mask`; or the output of a tokenizer for several prompts with `padding=True`.
         methods: The methods, as in `run`.
-        batch_size: The number of prompts per clean pass.
+        batch_size: The most prompts per clean pass. If `prompts` has a length, as a list has, prompts of
+            similar length are run together.
         queries: The positions of the rows to compute, as in `run`.
         layers: The layers to compute, as in `run`.
         part: The part of an encoder-decoder, as in `run`.
@@ -225,21 +231,43 @@ def run_many(
         numbered = enumerate(prompts)
         problem: Exception | None = None
         total = len(prompts) if isinstance(prompts, Sized) else None
+        # A stream of prompts is read one batch at a time, because its next prompt may depend on a map.
+        n_read = batch_size if total is None else _BATCHES_GROUPED * batch_size
         with tqdm(total=total, disable=not progress, desc="prompts") as bar:
             while problem is None:
-                next_prompts, problem = _read_until_problem(numbered, batch_size, read)
+                next_prompts, problem = _read_until_problem(numbered, n_read, read)
                 if not next_prompts:
                     break
                 count += len(next_prompts)
-                for batch in session.batches(next_prompts, padding_side):
-                    for maps in map_prompts(session, batch, padding_side, prepend_bos=prepend_bos):
-                        bar.update()
-                        yield next(iter(maps.values())) if is_single else maps
+                for some in _split_by_memory(next_prompts, batch_size):
+                    groups = [list(range(len(some)))] if total is None else group_by_length(some, batch_size)
+                    finished: dict[int, Any] = {}
+                    next_index = 0
+                    for group in groups:
+                        indices = iter(group)
+                        for batch in session.batches([some[index] for index in group], padding_side):
+                            found = map_prompts(session, batch, padding_side, prepend_bos=prepend_bos)
+                            bar.update(len(found))
+                            finished |= {next(indices): maps for maps in found}
+                            while next_index in finished:
+                                maps = finished.pop(next_index)
+                                next_index += 1
+                                yield next(iter(maps.values())) if is_single else maps
         if problem is not None:
             raise problem
         _check_entry_counts(all_inputs, count)
 
     return stream()
+
+
+def _split_by_memory(prompts: list[Prompt], batch_size: int) -> Iterator[list[Prompt]]:
+    """Yield consecutive prompts that may be grouped by length: fewer long ones, whose maps wait in memory."""
+    longest = max(
+        max(len(prompt.tokens), 0 if prompt.target is None else len(prompt.target)) for prompt in prompts
+    )
+    size = batch_size * max(1, _MOST_WAITING // (batch_size * longest**2))
+    for start in range(0, len(prompts), size):
+        yield prompts[start : start + size]
 
 
 def _check_flags(residual_shares: Any, progress: Any) -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix import runner
 from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix.map_prompts import map_prompts
 from lens_mix.method import Method
 from lens_mix.runner import read_methods
 from tests.matrix import build_or_skip, prompt_of
@@ -120,6 +122,42 @@ def test_run_many_streams_in_order_whatever_the_batch_size(model):
         torch.testing.assert_close(
             m.scores, lm.run(model, prompt, "value_zeroing").scores, atol=1e-6, rtol=1e-5
         )
+
+
+@pytest.mark.parametrize("padding_side", ["right", "left"])
+def test_a_list_is_grouped_by_length_and_its_maps_come_in_order(model, padding_side, monkeypatch):
+    lengths = [3, 30, 3, 29, 3, 30, 21, 30]
+    prompts = [tokens(model, 1, size, seed=size)[0] for size in lengths]
+    batches = []
+
+    def recorded(session, batch, *args, **options):
+        batches.append(sorted(len(prompt.tokens) for prompt in batch))
+        return map_prompts(session, batch, *args, **options)
+
+    monkeypatch.setattr(runner, "map_prompts", recorded)
+    maps = lm.run_many(model, prompts, "value_zeroing", batch_size=4, padding_side=padding_side)
+    first = next(maps)
+    assert batches == [[3, 3, 3]]
+    found = [first, *maps]
+    assert sorted(batches) == [[3, 3, 3], [21], [29, 30, 30, 30]]
+    for prompt, m in zip(prompts, found, strict=True):
+        alone = lm.run(model, prompt, "value_zeroing")
+        torch.testing.assert_close(m.scores, alone.scores, atol=1e-6, rtol=1e-5)
+
+
+def test_few_maps_of_long_prompts_wait_for_others(model, monkeypatch):
+    monkeypatch.setattr(runner, "_MOST_WAITING", 2 * 9**2)
+    prompts = [tokens(model, 1, size, seed=size)[0] for size in (9, 3, 9, 3, 3)]
+    drawn = []
+
+    def recorded(session, batch, *args, **options):
+        drawn.append([len(prompt.tokens) for prompt in batch])
+        return map_prompts(session, batch, *args, **options)
+
+    monkeypatch.setattr(runner, "map_prompts", recorded)
+    maps = lm.run_many(model, prompts, "attention", batch_size=2)
+    assert [len(m.tokens) for m in maps] == [9, 3, 9, 3, 3]
+    assert drawn == [[9, 3], [9, 3], [3]]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 16])

@@ -13,6 +13,9 @@ from torch import Tensor
 PaddingSide = Literal["left", "right"]
 
 _TYPES = "token_type_ids"
+# The largest share of padding among the tokens of prompts that are grouped by length, if it is no few tokens.
+_MOST_PADDING = 0.1
+_FEW_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +125,31 @@ class Batch:
     def real_keys(self, part: str) -> Bool[Tensor, "batch key"]:
         """Return which positions of a part's keys are not padding."""
         return self.real if part == "cross" else self.real_positions(part)
+
+
+def group_by_length(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
+    """Return groups of prompts of similar length, which need little padding.
+
+    Args:
+        prompts: The prompts.
+        batch_size: The most prompts of a group.
+
+    Returns:
+        The indices of the prompts of each group. The group with the first prompt comes first, and so on.
+    """
+    lengths = [(len(p.tokens), 0 if p.target is None else len(p.target)) for p in prompts]
+    groups: list[list[int]] = []
+    longest = total = 0
+    for index in sorted(range(len(prompts)), key=lambda index: lengths[index], reverse=True):
+        length = sum(lengths[index])
+        padded = longest * (len(groups[-1]) + 1) if groups else 0
+        padding = padded - total - length
+        if not padded or len(groups[-1]) == batch_size or padding > max(_FEW_TOKENS, _MOST_PADDING * padded):
+            groups.append([])
+            longest, total = length, 0
+        groups[-1].append(index)
+        total += length
+    return sorted(sorted(group) for group in groups)
 
 
 def pad(prompts: Sequence[Prompt], pad_token: int, side: PaddingSide) -> Batch:

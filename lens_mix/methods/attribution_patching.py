@@ -149,7 +149,7 @@ class AttributionPatching(RowTargetMethod):
         return Rules(temperature=2.0, scores=0.5, activations="ratio" if written else "gradient")
 
     def interventions(
-        self, layer: int, allowed: Bool[Tensor, "1 index index"], *, attention: str = DEFAULT_ATTENTION
+        self, layer: int, allowed: Bool[Tensor, "*axes index index"], *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
         """Return the hooks that let each index of the pass see only what the layout allows.
 
