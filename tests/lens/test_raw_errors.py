@@ -99,7 +99,7 @@ def test_an_error_of_a_library_names_model_module_and_cause(monkeypatch):
 def test_an_error_of_torch_outside_any_module_names_the_function(monkeypatch):
     model = bridge("llama")
     monkeypatch.setattr(lm.InputGradients, "of_stack", functools.partial(torch.cat, dim=5))
-    with pytest.raises(lm.UnsupportedModelError, match="got TypeError in _map_blocks: ") as refusal:
+    with pytest.raises(lm.UnsupportedModelError, match="got TypeError in _map_stack: ") as refusal:
         lm.run(model, tokens(model, 1, 7), "input_gradients", queries=[-1])
     assert isinstance(refusal.value.__cause__, TypeError)
 
