@@ -112,7 +112,8 @@ class AutogradGraph:
         mixed = {layer: z for layer, (_, _, z) in recorded.items() if z.requires_grad}
         # The leaf is included, because only its gradient reaches the rules of the first block.
         inputs, one = [self._changed.streams[0], *mixed.values()], torch.ones_like(value)
-        _, *gradients = torch.autograd.grad(value, inputs, one, allow_unused=True, retain_graph=True)
+        of_leaf, *gradients = torch.autograd.grad(value, inputs, one, allow_unused=True, retain_graph=True)
+        _require_differentiable(value, [of_leaf])
         gradient_of = dict(zip(mixed, gradients, strict=True))
         for layer in layers:
             if gradient_of.get(layer) is None:
@@ -139,8 +140,9 @@ class AutogradGraph:
         return self._recorded[pattern], self._recorded[value], self._recorded[z]
 
 
-def _require_differentiable(value: Tensor) -> None:
-    if not value.requires_grad:
+def _require_differentiable(value: Tensor, gradients: Sequence[Tensor | None] = ()) -> None:
+    """Raise a ValueError if a number has no gradient, or the given gradients lack one."""
+    if not value.requires_grad or any(gradient is None for gradient in gradients):
         raise ValueError(
             "target: expected a differentiable function of the output, got a value without a gradient "
             "(a detach, an argmax or a no_grad inside?)"
@@ -158,7 +160,11 @@ def _gradients_of_each(
         with contextlib.suppress(RuntimeError):
             found = torch.autograd.grad(values, inputs, selections, retain_graph=True, is_grads_batched=True)
             return [of_input[:, 0] for of_input in found]
-    separate = [torch.autograd.grad(values, inputs, each, retain_graph=True) for each in selections]
+    separate = [
+        torch.autograd.grad(values, inputs, each, retain_graph=True, allow_unused=True) for each in selections
+    ]
+    for each in separate:
+        _require_differentiable(values, each)
     return [torch.cat(of_input) for of_input in zip(*separate, strict=True)]
 
 
