@@ -67,6 +67,8 @@ def test_rows_are_those_of_a_pass_each(case, without_hooks):
     model = case.build(torch.float64)
     prompt = prompt_of(model)
     methods = [method for method in METHODS if lm.support(model, part=case.part)[method.name][:2] == "ok"]
+    if not methods:
+        pytest.skip("an encoder below a decoder has no logits")
     # MPT computes its softmax in float32, and the last digits depend on the number of tokens.
     require_alike(model, prompt, methods, atol=1e-6 if case.label in FLOAT32 else 1e-10, part=case.part)
 
