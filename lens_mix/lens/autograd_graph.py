@@ -154,7 +154,8 @@ class AutogradGraph:
         mixed = {layer: z for layer, (_, _, z) in recorded.items() if z.requires_grad}
         # The leaf is included, because only its gradient reaches the rules of the first block.
         inputs, one = [self._changed.streams[0], *mixed.values()], torch.ones_like(value)
-        _, *gradients = torch.autograd.grad(value, inputs, one, allow_unused=True, retain_graph=True)
+        of_leaf, *gradients = torch.autograd.grad(value, inputs, one, allow_unused=True, retain_graph=True)
+        _require_differentiable(value, [of_leaf])
         gradient_of = dict(zip(mixed, gradients, strict=True))
         self._changed.require_gradients()
         for layer in reversed(layers):
@@ -255,8 +256,9 @@ def _shares_keys(lens: Lens) -> bool:
     return any(getattr(config, "num_kv_shared_layers", 0) for config in configs.values())
 
 
-def _require_differentiable(value: Tensor) -> None:
-    if not value.requires_grad:
+def _require_differentiable(value: Tensor, gradients: Sequence[Tensor | None] = ()) -> None:
+    """Raise a ValueError if a number has no gradient, or the given gradients lack one."""
+    if not value.requires_grad or any(gradient is None for gradient in gradients):
         raise ValueError(
             "target: expected a differentiable function of the output, got a value without a gradient "
             "(a detach, an argmax or a no_grad inside?)"
@@ -288,5 +290,9 @@ def _gradients_of_each(
             return list(
                 torch.autograd.grad(output, inputs, gradients, retain_graph=True, is_grads_batched=True)
             )
-    separate = [torch.autograd.grad(output, inputs, each, retain_graph=True) for each in gradients]
+    separate = [
+        torch.autograd.grad(output, inputs, each, retain_graph=True, allow_unused=True) for each in gradients
+    ]
+    for found in separate:
+        _require_differentiable(output, found)
     return [torch.stack(of_input) for of_input in zip(*separate, strict=True)]

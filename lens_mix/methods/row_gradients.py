@@ -95,7 +95,10 @@ class _Graphs:
         stream = graph.resid_post
         if not values.requires_grad:
             return values
-        (gradient,) = torch.autograd.grad(values, stream, torch.ones_like(values), retain_graph=True)
+        ones = torch.ones_like(values)
+        (gradient,) = torch.autograd.grad(values, stream, ones, retain_graph=True, allow_unused=True)
+        if gradient is None:
+            return values
         by_row = torch.zeros(len(values), *stream.shape[1:], dtype=gradient.dtype, device=gradient.device)
         by_row[torch.arange(len(values)), queries] = gradient[0, queries]
         # A model might mix positions after its last block, and a row might be requested twice.
