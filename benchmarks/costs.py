@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_TURNS, PATIENCE = 7, 25.0
 MOST_RESIDENT = 14 << 30  # The bytes of a process: one that needs more fails, instead of the machine.
 WARM_UP = 8  # The tokens of the prompt of the first run, which verifies the model and is not measured.
-LAST = {"queries": [-1]}
+LAST, LAST_EIGHT = {"queries": [-1]}, {"queries": slice(-8, None)}
 # The columns that name a row of each table.
 KEYS = {"costs": ("call", "tokens"), "lengths": ("call",)}
 
@@ -130,15 +130,7 @@ CALLS: dict[str, tuple[Call, ...]] = {
             for method in ("attention", "attn_res_ln", "alti")
         ),
         # All rows of 2,000 tokens would take half an hour.
-        Call(
-            "value_zeroing, last 8 rows",
-            _run("value_zeroing", queries=slice(-8, None)),
-            2000,
-            None,
-            None,
-            None,
-            1300,
-        ),
+        Call("value_zeroing, last 8 rows", _run("value_zeroing", **LAST_EIGHT), 2000, most_memory=1300),
         Call("value_zeroing", _run("value_zeroing"), 256, most_memory=1300),
     ),
     "input_map": (
@@ -195,7 +187,7 @@ def _calls_of_length(tokens: int) -> tuple[Call, ...]:
 
 LENGTHS = {str(tokens): _calls_of_length(tokens) for tokens in (20, 64, 200, 500, 1000, 2000, 8000)}
 TABLES = {"costs": CALLS, "lengths": LENGTHS}
-# Names whose calls are too long for several turns, or whose memory alone is compared.
+# The names whose calls are measured with their memory.
 _WITH_MEMORY = {"memory", "input_map_512", "input_map_1000", "trace", *LENGTHS}
 
 
@@ -222,7 +214,7 @@ def measure(
     """
     clock = time.process_time if device == "cpu" else time.perf_counter
     prompts = [call.make_prompt(model, device, most_tokens) for call in calls]
-    runs = [call.forward or run_forward for call in calls]
+    plain = [call.forward or run_forward for call in calls]
     for call in calls:
         call.run(model, call.make_prompt(model, device, WARM_UP))
     seconds: list[list[float]] = [[] for _ in calls]
@@ -238,8 +230,8 @@ def measure(
     while len(forwards[0]) < turns and (not forwards[0] or sum(map(sum, seconds)) < patience):
         for index, (call, prompt) in enumerate(zip(calls, prompts, strict=True)):
             used = copy.deepcopy(model) if call.is_first else model
-            is_shared = index > 0 and (call.tokens, runs[index]) == (calls[0].tokens, runs[0])
-            passed = forwards[0][-1] if is_shared else _time(clock, runs[index], model, prompt)[0]
+            is_shared = index > 0 and (call.tokens, plain[index]) == (calls[0].tokens, plain[0])
+            passed = forwards[0][-1] if is_shared else _time(clock, plain[index], model, prompt)[0]
             forwards[index].append(passed)
             if len(seconds[index]) < len(forwards[index]):
                 seconds[index].append(_time(clock, call.run, used, prompt)[0])
