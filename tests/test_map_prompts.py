@@ -85,10 +85,10 @@ def test_a_block_is_mapped_before_the_next_one_runs_and_its_records_are_freed():
 def test_the_records_that_a_later_method_reads_are_kept():
     model = model_of(3)
     prompt = tokens(model, 1, 7)
-    alone = lm.run(model, prompt, "gradient_attention", queries=[-1])
-    both = lm.run(model, prompt, [Watching(), "gradient_attention"], queries=[-1])
+    alone = lm.run(model, prompt, "alti_logit", queries=[-1])
+    both = lm.run(model, prompt, [Watching(), "alti_logit"], queries=[-1])
     assert [calls for _, _, calls, _ in Watching.seen] == [1, 2, 3]
-    assert torch.equal(both["gradient_attention"].scores, alone.scores)
+    assert torch.equal(both["alti_logit"].scores, alone.scores)
 
 
 def test_user_hooks_are_read_after_the_pass():
