@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 import lens_mix as lm
 from benchmarks import common
 from benchmarks.input_map.prompts import make
+from benchmarks.traces.table import wilson
 from lens_mix.evaluation import bootstrap, spearman
 
 METHODS = (
@@ -116,13 +118,15 @@ def rows(names: Sequence[str] = ("smollm2", "gemma3")) -> Iterator[dict[str, Any
             yield {
                 "model": titles[model_name],
                 "method": name,
-                "Spearman": _format_interval(bootstrap(ranks)),
-                "same strongest key": _format_interval(bootstrap(tops)),
+                "Spearman": _format_interval(ranks),
+                "same strongest key": _format_interval(tops),
                 "time ÷ float32": ratios[name],
                 "n": len(values),
             }
 
 
-def _format_interval(interval: Any) -> str:
-    mean, low, high = (round(each, 3) + 0.0 for each in (interval.mean, interval.low, interval.high))
-    return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+def _format_interval(values: Sequence[float]) -> str:
+    """Return the mean with its 95 % interval: Wilson's for shares of prompts, else of the bootstrap."""
+    found = bootstrap(values)
+    low, high = wilson(np.array(values)) if set(values) <= {0.0, 1.0} else (found.low, found.high)
+    return f"{found.mean:.3f} [{low:.3f}, {high:.3f}]"
