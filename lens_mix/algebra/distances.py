@@ -14,7 +14,7 @@ from lens_mix.algebra.vectors import Vectors
 
 # The differences of one chunk fit a CPU's caches, because they are written once and read twice.
 _CHUNK_BYTES = 1 << 20
-# A head's proximity is linear in all dimensions except this fraction of them, in 98 % of SmolLM2's pairs.
+# In nearly all pairs, a head's proximity is linear in all dimensions except this fraction of them.
 _SMALLEST = 16
 
 

@@ -31,7 +31,7 @@ _WAIT_SECONDS = 0.1
 def all_modules(model: nn.Module) -> list[nn.Module]:
     """Return every module of a model once, including those of the model that a Bridge wraps.
 
-    They are in the order of `modules()`, which takes three times as long.
+    They are in the order of `modules()`, which takes longer.
     """
     wrapped = getattr(model, "original_model", None)
     found: dict[int, nn.Module] = {}

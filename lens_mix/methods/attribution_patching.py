@@ -279,7 +279,8 @@ class AttributionPatching(RowTargetMethod):
         def add(layer: int, whole: Mixing) -> None:
             effects.add_(hidden_effects(whole.at(places)).to(wide).tril_(-1))
 
-        graph.read_mixing(beside.bound.values_in(graph, torch.tensor(beside.rows)), add)
+        index = torch.tensor(beside.rows, dtype=torch.long, device=places.device)
+        graph.read_mixing(beside.bound.values_in(graph, index), add)
         between, direct = effects[:-1].square().sum(0).sqrt(), effects[-1].abs()
         if self.paths != "between":
             strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()

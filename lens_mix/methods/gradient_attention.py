@@ -112,7 +112,8 @@ class GradientAttention(TargetMethod):
         self, blocks: Sequence[Block], bound: BoundTarget
     ) -> Float[Tensor, "1 layer head query key"] | None:
         """Return the gradients from the clean pass's autograd graph; None if it does not contain them."""
-        graph, index = blocks[0].clean.graph, torch.zeros(1, dtype=torch.long)
+        graph = blocks[0].clean.graph
+        index = torch.zeros(1, dtype=torch.long, device=bound.prompt_index.device)
         if graph is None or graph.rules != PlainRules() or not graph.has_mixing:
             return None
         by_layer, found = {block.layer: block for block in blocks}, {}

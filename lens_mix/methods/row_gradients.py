@@ -100,7 +100,8 @@ class _Graphs:
         if gradient is None:
             return values
         by_row = torch.zeros(len(values), *stream.shape[1:], dtype=gradient.dtype, device=gradient.device)
-        by_row[torch.arange(len(values)), queries] = gradient[0, queries]
+        number = torch.arange(len(values), dtype=torch.long, device=gradient.device)
+        by_row[number, queries] = gradient[0, queries]
         # A model might mix positions after its last block, and a row might be requested twice.
         if not torch.equal(by_row.sum(0), gradient[0]):
             return values

@@ -73,7 +73,7 @@ class Layout:
         shortest = min(range(len(rows)), key=lambda row: sum(lengths[copy] for copy in rows[row]))
         rows[shortest] = [*rows[shortest], last]
         width = max(sum(lengths[copy] for copy in row) for row in rows)
-        owner = torch.full((len(rows), width), -1, device="cpu")
+        owner = torch.full((len(rows), width), -1, dtype=torch.long, device="cpu")
         positions, index = torch.zeros_like(owner), prompt.repeat(len(rerun), 1)
         for number, row in enumerate(rows):
             place = 0

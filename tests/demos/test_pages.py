@@ -97,7 +97,8 @@ def hub(folders: dict[str, Path], stand_ins: dict[str, Any], monkeypatch: pytest
     import transformer_lens
     import transformers
 
-    def load(name: str) -> Any:
+    def load(name: str, dtype: Any = None) -> Any:
+        # The stand-ins are in float32, whatever dtype a page asks for.
         return next(model for part, model in stand_ins.items() if part in name)
 
     classifier = transformers.AutoModelForSequenceClassification.from_pretrained
