@@ -1,11 +1,13 @@
 """Measure what is lost if a map's five strongest sentences are removed together.
 
-python -m benchmarks.traces.drops smollm2 choose          (or gemma3, held_out)
+python -m benchmarks.traces.drops smollm2 choose            (or gemma3, held_out)
+python -m benchmarks.traces.drops smollm2 held_out 8        all sets of five in eight short statements
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from benchmarks.input_map.importance import load
 from benchmarks.traces.gold import Record, log_p_without, records, store
 from benchmarks.traces.scores import TOP_SENTENCES, best_sentences, strongest
 
+# All sets of five of more sentences are too many to remove.
+FEW_SENTENCES = 12
 # Rows with this beginning are inputs of learned maps, and not maps.
 FEATURES = "features: "
 # Maps without negative scores give every token something, so long sentences have large sums. These are also
@@ -60,12 +64,25 @@ def add_drops(model: Any, path: Path, record: Record) -> None:
         store(path, record)
 
 
-def main(model_name: str, half: str) -> None:
-    """Measure the missing sets of all statements."""
+def add_every_set(model: Any, path: Path, record: Record) -> None:
+    """Measure all sets of five sentences, which takes minutes, and store them."""
+    for chosen in combinations(sorted(record.sentences), TOP_SENTENCES):
+        if chosen not in record.drops:
+            record.drops[chosen] = record.log_p - log_p_without(model, record, chosen)
+    store(path, record)
+
+
+def main(model_name: str, half: str, every: str = "0") -> None:
+    """Measure the missing sets of all statements; all sets of the first `every` with few sentences."""
     torch.set_num_threads(1)
     model, _ = load(model_name)
+    left = int(every)
     for path, record in records(model_name, half, "statement"):
         add_drops(model, path, record)
+        if left > 0 and len(record.sentences) <= FEW_SENTENCES:
+            add_every_set(model, path, record)
+            print(path.name, flush=True)
+            left -= 1
 
 
 if __name__ == "__main__":
