@@ -224,7 +224,7 @@ def measure(
         run = functools.partial(_time, clock, call.run, model, prompt)
         peak, (taken, result) = common.peak_over_model(run, device)
         peaks[index] = (peak, _count_bytes(result))
-        # Of a long prompt, there is no other run.
+        # A long prompt is run only once, so this run gives its time too.
         seconds[index] += [taken] if turns == 1 else []
         del result
     while len(forwards[0]) < turns and (not forwards[0] or sum(map(sum, seconds)) < patience):

@@ -13,7 +13,7 @@ from torch import Tensor
 PaddingSide = Literal["left", "right"]
 
 _TYPES = "token_type_ids"
-# The largest share of padding among the tokens of prompts that are grouped by length, if it is no few tokens.
+# Prompts that are grouped by length have at most this share of padding, or at most a few tokens of it.
 _MOST_PADDING = 0.1
 _FEW_TOKENS = 16
 
