@@ -201,7 +201,7 @@ class Session:
         """
         # The user may have added or removed modules since the last batch, so the lens is made anew.
         self.lens = lens = Lens(self.lens.model, self.lens.stack.name)
-        with LibraryErrors(lens.model), lens.evaluation_mode():
+        with LibraryErrors(lens.model), lens.evaluation_mode(), contextlib.ExitStack() as leaving:
             verification = verification_of(
                 lens, prompts[0], with_unembedding=needs_unembedding(self.methods.values())
             )
@@ -216,6 +216,8 @@ class Session:
             watched = self.recorded_layers if has_user_hooks(lens.modules) else []
             predict_at = self._positions_to_predict(real, rows, verification)
             graph = self._make_graph(batch, verification, has_hooks=bool(watched))
+            if graph is not None:
+                leaving.callback(graph.release)
             size = self._count_predictions(len(batch))
             fits = predict_at is None or predict_at.shape[1] <= size
             after_block = None
@@ -228,15 +230,7 @@ class Session:
                 clean = predict_in_chunks(clean, predict_at, size)
             entering = streams_before_cross(clean, verification.anatomy)
             clean = dataclasses.replace(clean, z_factors=verification.z_factors, entering=entering)
-            different = find_input_mismatch(clean)
-            if different is not None:
-                raise UnsupportedModelError(different)
-            leaks = padding_leaks(clean)
-            if leaks:
-                raise UnsupportedModelError(
-                    f"{lens.where(leaks[0])}: expected no attention weight on padding, got some, because the "
-                    "model ignores the attention mask; run prompts of one length, or one by one"
-                )
+            _require_same_input(clean)
             if uses_algebra and after_block is None:
                 clean, verification, engines = self._check_prompts(clean, verification, engines)
             # The engine "recorded" reads pattern and values, so it would miss a user hook that changes z. The
@@ -245,18 +239,8 @@ class Session:
             reason = find_mismatch(clean, verification, watched, recorded) if watched else None
             if reason is not None:
                 self._raise_unsupported(reason)
-            try:
-                yield CheckedPass(
-                    self,
-                    clean,
-                    verification,
-                    engines,
-                    rows,
-                    describe_user_hooks(clean, verification, watched),
-                )
-            finally:
-                if graph is not None:
-                    graph.release()
+            notes = describe_user_hooks(clean, verification, watched)
+            yield CheckedPass(self, clean, verification, engines, rows, notes)
 
     def _map_early(
         self,
@@ -460,6 +444,19 @@ class Session:
         if not wanted or not fits or torch.is_inference_mode_enabled():
             return None
         return AutogradGraph(self.lens, anatomies, max(wanted, key=wanted.count), batch.tokens.shape[1])
+
+
+def _require_same_input(clean: CleanPass) -> None:
+    """Raise an UnsupportedModelError if the model read other inputs than the prompts, or padding."""
+    different = find_input_mismatch(clean)
+    if different is not None:
+        raise UnsupportedModelError(different)
+    leaks = padding_leaks(clean)
+    if leaks:
+        raise UnsupportedModelError(
+            f"{clean.lens.where(leaks[0])}: expected no attention weight on padding, got some, because the "
+            "model ignores the attention mask; run prompts of one length, or one by one"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,12 +80,6 @@ class AutogradGraph:
         """The last block's output in the pass, from which a target is computed."""
         return self._changed.streams[self._lens.n_layers]
 
-    @property
-    def has_mixing(self) -> bool:
-        """Whether the graph contains the pattern and the values of every layer before they were mixed."""
-        names = (self._lens.stack.hook_name("z", layer) for layer in self._lens.stack.attention_layers)
-        return all(name in self._recorded for name in names)
-
     def built(self) -> contextlib.AbstractContextManager[None]:
         """Return a context whose passes follow the rules; the first pass builds the autograd graph."""
         return self._changed.applied(self._recording if self.is_kept else ())
@@ -188,7 +182,7 @@ class AutogradGraph:
                 leaf = self._calls[layer].resid_pre.detach().requires_grad_(True)
                 output = self._output_again(layer, leaf)
                 if read_mixing is None or layer not in self._lens.stack.attention_layers:
-                    (gradients,) = _gradients_of_each(output, [leaf], gradients, at_once=at_once)
+                    (gradients,) = _gradients_of_each(output, [leaf], gradients, at_once=at_once, keep=False)
                 else:
                     recorded = self._recorded_of(layer)
                     inputs = [leaf, *[recorded[-1]] * recorded[-1].requires_grad]
@@ -271,15 +265,16 @@ def _select(values: Float[Tensor, " value"]) -> Float[Tensor, "value value"]:
 
 
 def _gradients_of_each(
-    output: Tensor, inputs: Sequence[Tensor], gradients: Tensor, *, at_once: bool
+    output: Tensor, inputs: Sequence[Tensor], gradients: Tensor, *, at_once: bool, keep: bool = True
 ) -> list[Tensor]:
-    """Return the gradients of several numbers with respect to inputs; the graph is kept.
+    """Return the gradients of several numbers with respect to inputs.
 
     Args:
         output: A tensor from which the numbers are computed.
         inputs: The inputs.
         gradients: The gradient of each number with respect to `output`, [value, *the shape of `output`].
         at_once: Whether one vectorised backward pass may compute all of them.
+        keep: Whether the graph is kept after the last number.
 
     Returns:
         For each input, the gradients [value, *its shape].
@@ -290,9 +285,10 @@ def _gradients_of_each(
             return list(
                 torch.autograd.grad(output, inputs, gradients, retain_graph=True, is_grads_batched=True)
             )
-    separate = [
-        torch.autograd.grad(output, inputs, each, retain_graph=True, allow_unused=True) for each in gradients
-    ]
-    for found in separate:
+    separate = []
+    for left, gradient in zip(reversed(range(len(gradients))), gradients, strict=True):
+        is_kept = keep or left > 0
+        found = torch.autograd.grad(output, inputs, gradient, retain_graph=is_kept, allow_unused=True)
         _require_differentiable(output, found)
+        separate.append(found)
     return [torch.stack(of_input) for of_input in zip(*separate, strict=True)]

@@ -17,10 +17,10 @@ from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_attention
 from lens_mix.hooks.mixing import sink
 from lens_mix.lens.autograd_graph import AutogradGraph, Mixing
 from lens_mix.lens.changed_backward import Rules
-from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows
+from lens_mix.methods.row_gradients import make_graph
 from lens_mix.methods.side_by_side import SideBySide
 from lens_mix.removal import replacement
 from lens_mix.targets import describe
@@ -212,7 +212,10 @@ class AttributionPatching(RowTargetMethod):
                     "model inputs: expected tokens alone, because they run at repeated positions, got also "
                     f"{sorted(first.batch.prompts[prompt].inputs)}"
                 )
-            graph = _make_graph(first, prompt, rules)
+            graph = first.clean.graph
+            if graph is None or graph.rules != rules:
+                alone = torch.tensor([prompt], dtype=torch.long, device=first.tokens.device)
+                graph = make_graph(first, first.batch.select(alone), rules)
             rows_of_prompt = (bound.prompt_index == prompt).nonzero()[:, 0].tolist()
             for row in first.with_bar(rows_of_prompt, len(rows_of_prompt), "rows"):
                 self._fill_row(rows[row], blocks, bound, row, graph)
@@ -325,18 +328,6 @@ def rescale(
     scores = estimates * (measured.sum() / total if float(total) > 0 else 1.0)
     scores[chosen] = measured.to(scores.dtype)
     return scores
-
-
-def _make_graph(first: Block, prompt: int, rules: Rules) -> AutogradGraph:
-    """Return the autograd graph of one prompt: the clean pass's, or that of another pass under the rules."""
-    graph = first.clean.graph
-    if graph is not None and graph.rules == rules:
-        return graph
-    anatomies, positions = list(first.verification.anatomy.values()), first.batch.tokens.shape[1]
-    graph = AutogradGraph(first.clean.lens, anatomies, rules, positions)
-    alone = first.batch.select(torch.tensor([prompt], device=first.tokens.device, dtype=torch.long))
-    clean_pass(first.clean.lens, alone, watched=(), graph=graph)
-    return graph
 
 
 def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, add_to_pattern, must_fire
 from lens_mix.lens.autograd_graph import Mixing
 from lens_mix.lens.changed_backward import PlainRules
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.method import Method
 from lens_mix.methods.bound_target import BoundTarget, TargetMethod, bind, gradients_of
 from lens_mix.targets import TargetLike, predicted
@@ -114,7 +115,7 @@ class GradientAttention(TargetMethod):
         """Return the gradients from the clean pass's autograd graph; None if it does not contain them."""
         graph = blocks[0].clean.graph
         index = torch.zeros(1, dtype=torch.long, device=bound.prompt_index.device)
-        if graph is None or graph.rules != PlainRules() or not graph.has_mixing:
+        if graph is None or graph.rules != PlainRules():
             return None
         by_layer, found = {block.layer: block for block in blocks}, {}
 
@@ -122,7 +123,11 @@ class GradientAttention(TargetMethod):
             if layer in by_layer:
                 found[layer] = by_layer[layer].rows_of(_pattern_gradient(mixing), axis=2)
 
-        graph.read_mixing(bound.values_in(graph, index), read, check=False)
+        try:
+            graph.read_mixing(bound.values_in(graph, index), read, check=False)
+        except UnsupportedModelError:
+            # A model that leaves attention to transformers shows no values. Its patterns have gradients.
+            return None
         return torch.stack([found[block.layer] for block in blocks], dim=1)
 
     def _compute_gradients(

@@ -18,6 +18,8 @@ from lens_mix.lens.replay import relative_error
 from lens_mix.lens.users_hooks import has_user_hooks
 
 if TYPE_CHECKING:
+    from lens_mix.lens.batches import Batch
+    from lens_mix.lens.block import Block
     from lens_mix.methods.bound_target import BoundRows
 
 # The gradients of so many rows are computed at once. With more, they do not fit into a processor's caches,
@@ -56,6 +58,24 @@ def score_rows(
         graphs.release()
     positions = bound.block.real.shape[1]
     return torch.cat([torch.nn.functional.pad(each, (0, positions - each.shape[1])) for each in scores])
+
+
+def make_graph(first: Block, batch: Batch, rules: BackwardRules) -> AutogradGraph:
+    """Make the autograd graph of a single prompt in a pass of its own.
+
+    Args:
+        first: The first block of the clean pass.
+        batch: The prompt, or its first positions.
+        rules: The rules of the backward pass.
+    """
+    anatomies, positions = list(first.verification.anatomy.values()), batch.tokens.shape[1]
+    graph = AutogradGraph(first.clean.lens, anatomies, rules, positions)
+    try:
+        clean_pass(first.clean.lens, batch, watched=(), graph=graph)
+    except BaseException:
+        graph.release()
+        raise
+    return graph
 
 
 class _Graphs:
@@ -134,10 +154,7 @@ class _Graphs:
         inputs = {key: value[:, :length] for key, value in first.batch.inputs.items()}
         tokens, real = first.batch.tokens[:, :length], first.batch.real[:, :length]
         batch = dataclasses.replace(first.batch, tokens=tokens, real=real, inputs=inputs)
-        anatomies = list(first.verification.anatomy.values())
-        graph = AutogradGraph(first.clean.lens, anatomies, self._rules, length)
-        self._made[name] = graph
-        clean_pass(first.clean.lens, batch, watched=(), graph=graph)
+        graph = self._made[name] = make_graph(first, batch, self._rules)
         return graph
 
     def _is_prefix(self, graph: AutogradGraph) -> bool:

@@ -13,12 +13,12 @@ from lens_mix.hooks import must_fire, record_mixing, zero_values
 from lens_mix.lens.autograd_graph import Mixing
 from lens_mix.lens.model import Lens
 from lens_mix.methods.attribution_patching import (
-    _make_graph,
     hidden_effects,
     hidden_key_effects,
     rescale,
 )
 from lens_mix.methods.bound_target import bind_rows
+from lens_mix.methods.row_gradients import make_graph
 from lens_mix.methods.side_by_side import Layout
 from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, cases, prompt_of, wide_cases
@@ -249,8 +249,8 @@ def test_terms_to_first_order_are_the_formula_on_the_gradients_of_the_rules(name
     method, last = lm.AttributionPatching(), len(prompt) - 1
     blocks = run_prompt(model, prompt, method).blocks
     # The graph of the run has been freed, so another one is made.
-    object.__setattr__(blocks[0].clean, "graph", None)
-    graph = _make_graph(blocks[0], 0, method.clean_rules([block.anatomy for block in blocks]))
+    rules = method.clean_rules([block.anatomy for block in blocks])
+    graph = make_graph(blocks[0], blocks[0].batch, rules)
     value = bind_rows(blocks, method.target).values_in(graph, torch.tensor([last]))
     effects = torch.zeros(len(prompt), len(prompt), dtype=torch.float64)
 
