@@ -121,6 +121,18 @@ def explained(record: Record, row: Float[Tensor, " prompt"], count: int = TOP_SE
     return math.nan if own is None or best is None else own / best
 
 
+def explained_of_best(record: Record, row: Float[Tensor, " prompt"], count: int = TOP_SENTENCES) -> float:
+    """Return the drop without the map's strongest sentences, over the largest drop without as many sentences.
+
+    It is at most 1, and NaN unless all sets of so many sentences were removed.
+    """
+    measured = [lost for chosen, lost in record.drops.items() if len(chosen) == count]
+    own = record.drops.get(strongest(record, row, count))
+    if own is None or len(measured) < math.comb(len(record.sentences), count):
+        return math.nan
+    return own / max(measured)
+
+
 def drop(record: Record, row: Float[Tensor, " prompt"], count: int) -> float:
     """Return the drop of the log probability, in nats, without the map's strongest sentences."""
     if not record.effects:
@@ -138,6 +150,7 @@ METRICS = {
     "rank": deciding_rank,
     "LDS": data_modelling,
     "explained": explained,
+    "of the best": explained_of_best,
 }
 
 

@@ -303,6 +303,17 @@ def test_what_the_strongest_sentences_explain_is_compared_with_the_best_ones() -
     assert drops.removal_row(make_record()) is None
 
 
+def test_the_best_set_is_known_if_all_sets_were_removed() -> None:
+    sets = {(1, 2): 8.0, (1, 3): 6.0, (2, 3): 4.0}
+    record = make_record(effects=[3.0, 1.0, 2.0], drops={**sets, (1,): 3.0})
+    assert scores.explained_of_best(record, torch.arange(12.0), 2) == 0.5
+    assert scores.explained_of_best(record, -torch.arange(12.0), 2) == 0.75
+    assert math.isnan(scores.explained_of_best(record, torch.arange(12.0), 1))
+    sets.pop((1, 2))
+    part = make_record(effects=[3.0, 1.0, 2.0], drops=sets)
+    assert math.isnan(scores.explained_of_best(part, torch.arange(12.0), 2))
+
+
 def test_shares_have_an_interval_although_all_prompts_are_right() -> None:
     assert table.cell([1.0] * 10) == "1.00 [0.72, 1.00]"
     assert table.cell([0.5, 0.5]) == "0.50 [0.50, 0.50]"
