@@ -58,8 +58,8 @@ TITLES = {
     ),
     "of the best": (
         "best five sentences",
-        "Drop of the log probability without the map's five strongest sentences, over the largest drop without "
-        "any five sentences. All sets of five were removed.",
+        "Drop of the log probability without the map's five strongest sentences, over the largest drop "
+        "without any five sentences. All sets of five were removed.",
     ),
     "drop of 1": ("drop of 1", "Drop of the log probability without the strongest sentence, in nats."),
     "drop of 5": ("drop of 5", "Drop of the log probability without the five strongest sentences, in nats."),
