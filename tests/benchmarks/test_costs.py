@@ -10,6 +10,10 @@ import pytest
 import torch
 
 from benchmarks import common, costs
+from tests.tiny_models import available, bridge
+
+if not available(bridge, "llama"):
+    pytest.skip("no TransformerBridge in this TransformerLens", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,14 @@ import pytest
 import torch
 
 from benchmarks import costs, on_gpu
+from tests.tiny_models import available, bridge
+
+with_bridge = pytest.mark.skipif(
+    not available(bridge, "llama"), reason="no TransformerBridge in this TransformerLens"
+)
 
 
+@with_bridge
 def test_the_whole_script_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "CALLS", {name: costs.CALLS[name] for name in ("short",)})
     monkeypatch.setattr(on_gpu, "_CHUNKED", {"value_zeroing": "value_zeroing"})
@@ -32,6 +38,7 @@ def test_the_whole_script_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest
     assert "attn_res_ln" in page
 
 
+@with_bridge
 def test_nothing_is_measured_after_the_time(tmp_path: Path) -> None:
     on_gpu.main(["--device", "cpu", "--quick", "--seconds", "0", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "on_gpu.json").read_text())

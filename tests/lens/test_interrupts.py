@@ -34,8 +34,9 @@ def test_nothing_is_left(count, names):
     labels = HERE[:1] if count < 1000 else HERE
     command = [sys.executable, "-W", "ignore", "-m", "tests.lens.interrupts", str(count), ",".join(labels)]
     done = subprocess.run(
-        [*command, *names], cwd=ROOT, capture_output=True, text=True, timeout=7200, check=True
+        [*command, *names], cwd=ROOT, capture_output=True, text=True, timeout=7200, check=False
     )
+    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3 * len(names) * len(labels)
     for line in lines:
