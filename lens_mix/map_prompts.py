@@ -87,7 +87,9 @@ def _map_batch(
 ) -> _Record:
     """Return the record of one batch, whose blocks are mapped while the clean pass runs if `early`."""
     total = sum(len(session.layers_of(method)) for method in session.methods.values())
-    with tqdm(total=total, disable=not progress, leave=False) as bar:
+    # Python ignores an exception of a signal handler while it frees a bar, so none is made that is not shown.
+    bar = tqdm(total=total, leave=False) if progress else None
+    with contextlib.nullcontext() if bar is None else bar:
         maps = _BlockMaps(session, bar)
         with session.checked_pass(prompts, side, maps.start_early if early else None) as checked:
             maps.map_rest(checked)
@@ -113,7 +115,7 @@ class _BlockMaps:
         scores: The maps of each method, in the order of the session's layers, with all rows of the blocks.
     """
 
-    def __init__(self, session: Session, bar: tqdm) -> None:
+    def __init__(self, session: Session, bar: tqdm | None) -> None:
         self._session, self._bar = session, bar
         self.blocks: dict[str, dict[int, Block]] = {}
         self.scores: dict[str, Float[Tensor, "layer batch *head query key"]] = {}
@@ -146,21 +148,27 @@ class _BlockMaps:
         for label in labels:
             if layer in self.blocks[label]:
                 method, block = self._session.methods[label], self.blocks[label][layer]
-                self._bar.set_description(label)
+                self._say(label)
                 self._put(label, layer, _check_shape(method(block), method, block))
-                self._bar.update()
+                self._say(label, 1)
         # The cache of a block is of no use to later blocks.
         checked.clean.cache.pop(layer, None)
 
     def _map_stack(self, checked: CheckedPass, label: str) -> None:
         method, stack = self._session.methods[label], list(self.blocks[label].values())
-        self._bar.set_description(label)
+        self._say(label)
         stacked = method.of_stack(stack)
         mapped = stack[-1:] if method.scope == "model" else stack
         for block, scores in zip(mapped, stacked, strict=True):
             self._put(label, block.layer, _check_shape(scores, method, stack[-1]))
         checked.clean.cache.clear()
-        self._bar.update(len(stacked))
+        self._say(label, len(stacked))
+
+    def _say(self, label: str, done: int = 0) -> None:
+        """Show in the bar, if there is one, which method runs and that it has mapped further blocks."""
+        if self._bar is not None:
+            self._bar.set_description(label)
+            self._bar.update(done)
 
     def _put(self, label: str, layer: int, scores: Float[Tensor, "batch *head query key"]) -> None:
         """Copy the map of one block to its place among the layers, so that no stack is copied later."""
