@@ -12,6 +12,8 @@ A wait is a place where the processor waits for the GPU: it reads a number (`ite
 the library that they come from. If a call has more waits with many small chunks than with few large ones,
 they are inside the loop over the chunks.
 
+Last, the scores of all methods are compared with those of the processor.
+
 The results are on_gpu.json and on_gpu.md in the folder of --out.
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import json
 import re
 import sys
@@ -63,6 +66,9 @@ _CHUNKED: dict[str, Any] = {
     "occlusion, one stand-in": lm.Occlusion(by="replace", replacements=[5]),
     "attention_attribution, 8 points": lm.AttentionAttribution(n_steps=8),
 }
+
+# Whose scores are compared with the processor's.
+_COMPARED = tuple(lm.METHODS)
 
 
 class Waits(TorchDispatchMode):
@@ -176,6 +182,16 @@ def _find_least_bound(run: Callable[[int], object]) -> int:
             return bound
 
 
+def compare_scores(device: str) -> Iterator[dict[str, Any]]:
+    """Yield, for each method, the largest difference from the processor's scores ÷ the largest score."""
+    model = common.llama_like(layers=QUICK_LAYERS, context=64).double()
+    moved, prompt = copy.deepcopy(model).to(device), common.random_tokens(model, 12)
+    for name in _COMPARED:
+        expected = lm.run(model, prompt, name, progress=None).scores
+        found = lm.run(moved, prompt.to(device), name, progress=None).scores.cpu()
+        yield {"method": name, "difference": float((found - expected).abs().max() / expected.abs().max())}
+
+
 def measure_costs(model: Any, options: argparse.Namespace, deadline: float) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table of costs, as many as the time allows."""
     quick = {"most_tokens": QUICK_TOKENS, "turns": 1} if options.quick else {"turns": 5, "patience": 4.0}
@@ -224,6 +240,9 @@ def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
             found["chunks"].append({"method": name, "inside the chunks": "no time left"})
             continue
         found["chunks"].append(compare_chunks(small, name, prompt))
+    found["scores"] = (
+        [] if time.monotonic() > start + options.seconds else list(compare_scores(options.device))
+    )
     found["seconds"] = time.monotonic() - start
     return found
 
@@ -238,6 +257,7 @@ def describe(found: dict[str, Any]) -> str:
     for method, places in found["places"].items():
         lines += ["", f"{method}:", "", *(f"- {count} × {place}" for place, count in places.items())]
     lines += ["", "## Waits inside chunks, model of two blocks", "", common.markdown_table(found["chunks"])]
+    lines += ["", "## Scores beside the processor's, float64", "", common.markdown_table(found["scores"])]
     return "\n".join(lines) + "\n"
 
 

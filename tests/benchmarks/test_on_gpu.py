@@ -21,6 +21,7 @@ with_bridge = pytest.mark.skipif(
 def test_the_whole_script_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "CALLS", {name: costs.CALLS[name] for name in ("short",)})
     monkeypatch.setattr(on_gpu, "_CHUNKED", {"value_zeroing": "value_zeroing"})
+    monkeypatch.setattr(on_gpu, "_COMPARED", ("attention", "value_zeroing"))
     on_gpu.main(["--device", "cpu", "--quick", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "on_gpu.json").read_text())
     assert found["is quick"]
@@ -33,6 +34,7 @@ def test_the_whole_script_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest
     (chunks,) = found["chunks"]
     assert chunks["operations, small chunks"] > chunks["operations, large chunks"]
     assert chunks["inside the chunks"] == "none"
+    assert [row["difference"] for row in found["scores"]] == [0, 0]
     page = (tmp_path / "on_gpu.md").read_text()
     assert page.startswith("# The script for a GPU, tried on a CPU")
     assert "attn_res_ln" in page
