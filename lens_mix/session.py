@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.algebra.large_product import by_onednn
+from lens_mix.lens.large_product import by_onednn
 from lens_mix.arguments import check_whole_number
 from lens_mix.hooks import record_all, record_attention
 from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE

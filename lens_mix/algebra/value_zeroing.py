@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lens_mix.algebra.clean_block import CleanBlock
 from lens_mix.algebra.folded_weights import folded
-from lens_mix.algebra.large_product import add_product, as_right_factor
+from lens_mix.lens.large_product import add_product, as_right_factor
 from lens_mix.algebra.value_zeroing_pairs import (
     Groups,
     Rectangle,
