@@ -48,7 +48,7 @@ class _Product(torch.autograd.Function):
         return product_by_onednn(x, matrix)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc,no-untyped-call]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return multiply(gradient.contiguous(), ctx.matrix.T), None
 

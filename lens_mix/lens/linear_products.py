@@ -1,10 +1,10 @@
-"""Linear layers that compute large products, and their gradients, by the faster of PyTorch's two libraries."""
+"""Linear layers whose large products, and their gradients, are computed by the faster of two libraries."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -24,15 +24,12 @@ def faster_products(lens: Lens, positions: int) -> list[Change]:
         lens: The lens of the model.
         positions: The number of positions of all copies of the pass.
     """
-    if lens.dtype != torch.float32 or lens.device.type != "cpu":
-        return []
-    layers = [
+    layers: list[Any] = [
         module
         for module in lens.modules
-        if type(module) in (nn.Linear, Conv1D)
-        and "forward" not in vars(module)
-        and is_large(positions, module.weight)
+        if type(module) in (nn.Linear, Conv1D) and "forward" not in vars(module)
     ]
+    layers = [layer for layer in layers if is_large(positions, layer.weight)]
     if not layers or not by_onednn(layers[0].weight):
         return []
     return [replace_method(layer, "forward", functools.partial(_run_linear, layer)) for layer in layers]
