@@ -20,7 +20,11 @@ from pathlib import Path
 
 TITLE = "Value Zeroing, this release and d092647"
 NOTE = "Two processes in turns, one thread, processor time, MKL on both sides; ratios by turn; medians."
-LARGE_PRODUCT = ("lens_mix.algebra.large_product", "lens_mix.methods.large_product")
+LARGE_PRODUCT = (
+    "lens_mix.lens.large_product",
+    "lens_mix.algebra.large_product",
+    "lens_mix.methods.large_product",
+)
 
 
 def answer(root: str, name: str, layers: int) -> None:

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.algebra.large_product import by_onednn
 from lens_mix.arguments import check_whole_number
 from lens_mix.hooks import record_all, record_attention
 from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
@@ -31,6 +30,7 @@ from lens_mix.lens.continuation import predict_in_chunks
 from lens_mix.lens.cross import names_before_cross, streams_before_cross
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.known_faults import wrong_logits
+from lens_mix.lens.large_product import by_onednn
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import (

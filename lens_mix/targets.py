@@ -171,7 +171,9 @@ class Target:
     def reads_position(self, context: Context) -> int | None:
         """Return the only position of `[copy pos d_vocab]` that the target reads, or None if it is unknown.
 
-        A target that reads several positions also returns None.
+        A target that reads several positions also returns None. The functions of `of_prompt` also take the
+        logits of this position alone, [copy 1 d_vocab]: with those of all positions, the gradient would have
+        zeros for all others.
         """
         return None
 
@@ -362,7 +364,7 @@ class _NextToken(Target):
 
     def of_prompt(self, context: Context) -> TargetFunction:
         position, token = context.position(self.position), self._find_token(context)
-        return lambda logits: _measure(logits[:, position], "log_probability")[:, token]
+        return lambda logits: _measure(_select_position(logits, position), "log_probability")[:, token]
 
     def _find_token(self, context: Context) -> int:
         position = _require_tokens(context, "next_token").position(self.position)
@@ -903,7 +905,9 @@ def _find_position(context: Context, position: int | None) -> int | None:
 
 
 def _select_position(logits: Tensor, position: int | None) -> Float[Tensor, "copy d_vocab"]:
-    return logits if position is None else logits[:, position]
+    if position is None:
+        return logits
+    return logits[:, 0 if logits.shape[1] == 1 else position]
 
 
 def _measure(logits: Float[Tensor, "copy *pos d_vocab"], of: Measure) -> Float[Tensor, "copy *pos d_vocab"]:

@@ -29,7 +29,6 @@ from lens_mix.algebra.budget import (
     hidden_bytes,
 )
 from lens_mix.algebra.folded_weights import folded, pays
-from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.pair_norms import by_key
 from lens_mix.algebra.vectors import (
     AttentionVectors,
@@ -39,6 +38,7 @@ from lens_mix.algebra.vectors import (
     value_path,
 )
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, LinearNorm, Norm
+from lens_mix.lens.large_product import add_product, as_right_factor
 from lens_mix.lens.states import BlockStates, shared
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from lens_mix.algebra.clean_block import CleanBlock
 from lens_mix.algebra.folded_weights import folded
-from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.value_zeroing_pairs import (
     Groups,
     Rectangle,
@@ -38,6 +37,7 @@ from lens_mix.algebra.value_zeroing_pairs import (
 )
 from lens_mix.algebra.vectors import value_path
 from lens_mix.lens.anatomy import Norm
+from lens_mix.lens.large_product import add_product, as_right_factor
 from lens_mix.lens.states import states_of
 
 if TYPE_CHECKING:

@@ -139,7 +139,7 @@ class BoundTarget:
             for number, chosen in _runs(index):
                 span = self.spans[int(self.prompt_index[number])]
                 tokens = self._tokens_read(batch, chosen, span)
-                own = output[chosen] if self.rows_read is not None else _at(output[chosen], span)
+                own = _at(output[chosen], span) if options.get("positions") is None else output[chosen]
                 values.append(evaluate(self.functions[number], own, *tokens))
             return torch.cat(values)
 
@@ -167,14 +167,8 @@ class BoundTarget:
                 resid_post=torch.cat([resid_post, rest.detach()], 1),
                 gradients=True,
             )
-            if self.positions is not None and self.reads_logits:
-                # Targets use indices of all positions, as in `read_output`.
-                last = int(self.positions[index].max())
-                outputs = [each.expand(-1, last + 1, -1) for each in output.split(1, dim=1)]
-            else:
-                outputs = [output] * len(index)
-            span = self.spans[int(prompt)]
-            own = outputs if self.rows_read is not None else [_at(each, span) for each in outputs]
+            whole = output if positions is not None else _at(output, self.spans[int(prompt)])
+            own = output.split(1, dim=1) if self.positions is not None else [whole] * len(index)
             pairs = zip(index.tolist(), own, strict=True)
             return torch.cat([evaluate(self.functions[number], each) for number, each in pairs])
 
@@ -245,10 +239,12 @@ class BoundRows(BoundTarget):
         )
         for prompt, copies in _runs(prompt_index):
             span = self.spans[prompt]
-            own, tokens = _at(output[copies], span), self._tokens_read(batch, copies, span)
+            own = _at(output[copies], span) if positions is None else output[copies]
+            tokens = self._tokens_read(batch, copies, span)
             for row in (self.prompt_index == prompt).nonzero()[:, 0].tolist():
                 if distributions:
-                    yield row, copies, log_probabilities(own, int(self.queries[row]) - span.start)
+                    place = int(self.queries[row]) - span.start if positions is None else 0
+                    yield row, copies, log_probabilities(own, place)
                 else:
                     yield row, copies, evaluate(self.functions[row], own, *tokens)
 
@@ -471,7 +467,7 @@ def read_output(
         block: The block from which the pass runs.
         target: The target.
         fwd_hooks: TransformerLens hooks.
-        positions: For each copy, the only position whose logits are computed, or several; None for all.
+        positions: For each copy, the only position whose logits are returned, or several; None for all.
         **options: As in `Block.logits`. If tokens were cut out of a `batch`, the output is as before at the
             positions of the whole prompt.
     """
@@ -480,10 +476,7 @@ def read_output(
         if positions is None:
             return _at_places(block.logits(fwd_hooks, **options), places)
         read = positions if places is None else row_at(places, positions)
-        logits = block.logits(fwd_hooks, positions=read, **options)
-        # The view has the position's logits at every position, because targets use indices of all positions.
-        # A target that reads several positions takes their logits alone.
-        return logits if positions.ndim == 2 else logits.expand(-1, block.batch.logits_real.shape[1], -1)
+        return block.logits(fwd_hooks, positions=read, **options)
     resid = _at_places(last_residual_from(block.clean, block.layer, fwd_hooks, **options), places)
     reads_normed = getattr(target, "after_final_norm", False)
     return block.after_final_norm(resid, options.get("gradients", False)) if reads_normed else resid

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra import large_product
+from lens_mix.lens import large_product
 from tests.tiny_models import bridge_or_hooked, tokens
 
 needs_onednn = pytest.mark.skipif(
