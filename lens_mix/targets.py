@@ -47,6 +47,8 @@ from lens_mix.maps.explained import Explained
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from lens_mix.lens.model_classes import TransformerLensModel
+
 __all__ = [
     "Context",
     "Target",
@@ -697,18 +699,20 @@ def head(function: TargetFunction, after_final_norm: bool = False) -> Target:
 
 
 def hf_classifier(
-    hf_model: PreTrainedModel,
+    hf_model: PreTrainedModel | TransformerLensModel,
     class_: int | str | None = None,
     of: Measure = "probability",
     position: int | None = None,
 ) -> Target:
     """Return the target for a class of a transformers classifier, which TransformerLens does not load.
 
-    Load the model with TransformerBridge (as a `BertForMaskedLM`, for example), and give the classifier with
-    the same weights here:
+    A model that `lm.wrap` made from a classifier contains it:
 
-        hf_model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-        lm.run(bridge, text, lm.InputGradients(target=lm.targets.hf_classifier(hf_model, 3)), queries=[0])
+        model = lm.wrap(AutoModelForSequenceClassification.from_pretrained(folder), tokenizer)
+        lm.run(model, text, lm.InputGradients(target=lm.targets.hf_classifier(model, 3)), queries=[0])
+
+    For other models, load the model with TransformerBridge, and give the classifier with the same weights
+    here, `AutoModelForSequenceClassification.from_pretrained(folder).eval()`.
 
     The classifier itself runs on every prompt, from the last residual of the mapped model. It therefore
     chooses the token that it reads, and applies its own pooler and dense layers. (A decoder's classifier
@@ -731,8 +735,8 @@ def hf_classifier(
     clean pass. T5 and BART classifiers always do.
 
     Args:
-        hf_model: The classifier, in evaluation mode, on the mapped model's device, and preferably in its
-            dtype.
+        hf_model: The model that `lm.wrap` made from a classifier. Or the classifier itself, in evaluation
+            mode, on the mapped model's device, and preferably in its dtype.
         class_: The number of the class, or its name in `config.id2label`. None: the class that the classifier
             predicts.
         of: The measure: "probability" (0 to 1), "log_probability" or "logit".
@@ -746,7 +750,7 @@ def hf_classifier(
             does not read the mapped part. It also does so if the logits depend on more than the last hidden
             states. In this case, use `lm.targets.head`.
     """
-    classifiers.check_classifier(hf_model)
+    hf_model = classifiers.find_classifier(hf_model)
     index = classifiers.find_label(hf_model, class_, "class_")
     of = _check_measure(of)
     of = "logit" if classifiers.gives_values(hf_model) else of
@@ -756,15 +760,18 @@ def hf_classifier(
 
 
 def class_difference(
-    good: int | str, bad: int | str, hf_model: PreTrainedModel | None = None, position: int | None = None
+    good: int | str,
+    bad: int | str,
+    hf_model: PreTrainedModel | TransformerLensModel | None = None,
+    position: int | None = None,
 ) -> Target:
     """Return the target logit(good) - logit(bad) of two classes: above 0 if the classifier prefers `good`.
 
     Args:
         good: The number of a class, or with `hf_model` its name.
         bad: The number of another class, or with `hf_model` its name.
-        hf_model: A classifier of transformers, as in `hf_classifier`. None: the output of the mapped model
-            is `[batch, class]`.
+        hf_model: A model of `lm.wrap` or a classifier of transformers, as in `hf_classifier`. None: the
+            output of the mapped model is `[batch, class]`.
         position: The position of a token, for classifiers of tokens, as in `hf_classifier`.
 
     Raises:
@@ -777,7 +784,7 @@ def class_difference(
         numbers = (check_whole_number("good", good, 0), check_whole_number("bad", bad, 0))
         difference: Target = _ClassDifference(*numbers)
     else:
-        classifiers.check_classifier(hf_model)
+        hf_model = classifiers.find_classifier(hf_model)
         if classifiers.find_kind(hf_model) == "question answering":
             raise ValueError(
                 "class_difference: expected a classifier with alternative classes, got one for the start and "

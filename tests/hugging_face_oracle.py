@@ -23,7 +23,7 @@ _METHODS = {
     "_split_heads": ("returned", 2),
     "_reshape": ("returned", 2),
 }
-_VALUE_MATRICES = ("v", "v_proj")
+_VALUE_MATRICES = ("v", "v_proj", "value")
 
 EditValues = Callable[[Tensor], Tensor]
 
@@ -107,8 +107,8 @@ class Reference:
         """Return the output of the self-attention's last matrix with changed values, [query, d_model]."""
         attention = self._attention(layer)
         outer = next(module for module in self.layers[layer].modules() if attention in module.children())
-        # BERT's output matrix is not inside the module that mixes.
-        holder = outer.output if type(outer).__name__ in ("BertAttention", "RobertaAttention") else attention
+        # In BERT and its kin, the output matrix is not inside the module that mixes.
+        holder = outer.output if hasattr(outer, "self") else attention
         return self._output(_output_matrix(holder), layer, edit)
 
     def _output(self, module: nn.Module, layer: int, edit: EditValues | None) -> Tensor:
@@ -167,7 +167,7 @@ def _self_attention(layer: nn.Module) -> nn.Module:
 
 
 def _output_matrix(attention: nn.Module) -> nn.Module:
-    for name in ("o_proj", "out_proj", "c_proj", "dense", "o", "wo", "Wo"):
+    for name in ("o_proj", "out_proj", "out_lin", "c_proj", "dense", "o", "wo", "Wo"):
         if hasattr(attention, name):
             return getattr(attention, name)
     raise LookupError(f"no output matrix in {type(attention).__name__}")
@@ -218,7 +218,8 @@ def _edited_function(attention: nn.Module, edit: EditValues, calls: list[int]) -
             getattr(attention, name) for name in (*_VALUE_MATRICES, "Wqkv") if hasattr(attention, name)
         )
         fused = hasattr(attention, "Wqkv")
-        heads = getattr(attention, "n_heads", getattr(attention, "num_heads", None))
+        names = ("n_heads", "num_heads", "num_attention_heads")
+        heads = next(getattr(attention, name) for name in names if hasattr(attention, name))
 
         def edit_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             calls.append(1)

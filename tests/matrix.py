@@ -109,7 +109,9 @@ KINDS: dict[str, frozenset[str]] = {
     )
     | {"HookedTransformer mixture"},
     "no feed-forward": frozenset({"HookedTransformer attn_only"}),
-    "post-norm": _bridges("bert roberta openai_gpt")
+    "post-norm": _bridges(
+        "bert roberta openai_gpt distilbert electra xlm_roberta camembert data2vec_text albert ernie rembert"
+    )
     | {f"bridge {name} {part}" for name in ("bart", "marian") for part in PARTS[:2]}
     | {"HookedEncoder"},
     # A norm or a multiplier on what a branch adds to the residual stream.

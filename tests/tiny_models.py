@@ -390,6 +390,25 @@ _WIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "youtu": ("YoutuForCausalLM", "YoutuConfig", _LATENT),
 }
+_ROBERTA = _WRAPPED["roberta"][2]
+_NARROW = {**_BERT, "embedding_size": 16}
+_DISTILBERT = _sizes("dim=24 hidden_dim=48 n_layers=2 n_heads=4 max_position_embeddings=32")
+# TransformerLens has no adapter for these encoders, which `lm.wrap` makes into a Bridge.
+_RENAMED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", _DISTILBERT),
+    "electra": ("ElectraForMaskedLM", "ElectraConfig", _NARROW),
+    "xlm_roberta": ("XLMRobertaForMaskedLM", "XLMRobertaConfig", _ROBERTA),
+    "camembert": ("CamembertForMaskedLM", "CamembertConfig", _ROBERTA),
+    "data2vec_text": ("Data2VecTextForMaskedLM", "Data2VecTextConfig", _ROBERTA),
+    "albert": ("AlbertForMaskedLM", "AlbertConfig", {**_NARROW, "num_hidden_groups": 2}),
+    "ernie": ("ErnieForMaskedLM", "ErnieConfig", {**_BERT, "use_task_id": True}),
+    "rembert": (
+        "RemBertForMaskedLM",
+        "RemBertConfig",
+        {**_BERT, "input_embedding_size": 16, "output_embedding_size": 20},
+    ),
+}
+_WIDE.update(_RENAMED)
 WIDE_NAMES: tuple[str, ...] = tuple(_WIDE)
 
 
@@ -503,6 +522,8 @@ def in_transformers() -> frozenset[str]:
 @functools.cache
 def _has_bridge(name: str) -> bool:
     model_class, config_class, _ = _entry({**_WRAPPED, **_WIDE}, name)
+    if name in _RENAMED:
+        return _has_bridge("bert") and {model_class, config_class} <= in_transformers()
     return f'"{model_class}": ' in _table_of_bridges() and {model_class, config_class} <= in_transformers()
 
 
@@ -562,6 +583,11 @@ def bridge(
         from transformer_lens.model_bridge.sources import build_bridge_from_module
     except ImportError as error:
         raise Unavailable("this TransformerLens has no TransformerBridge") from error
+    if name in _RENAMED:
+        import lens_mix as lm
+
+        with _quietly():
+            return lm.wrap(model, tokenizer)
     model.config.architectures = [type(model).__name__]
     with _quietly():
         try:

@@ -51,6 +51,7 @@ PAGES = (
         "Run methods",
         "Compute maps of one prompt or of many, and find out which methods a model supports.",
         (
+            "wrap",
             "run",
             "run_many",
             "run_again",
@@ -68,6 +69,7 @@ PAGES = (
         links={
             "Tutorial": "tutorial",
             "Many prompts": "guides/many_prompts",
+            "Encoders by their own names": "guides/wrapped_encoders",
             "Evidence for the input map": "evidence/input_map",
             "Verification": "evidence/verification",
         },

@@ -208,7 +208,7 @@ def prompt_logits(lens: Lens, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
     Raises:
         UnsupportedModelError: This release of TransformerLens computes wrong logits for such models.
     """
-    wrong = known_faults.wrong_logits(lens.model_class, transformer_lens_version())
+    wrong = known_faults.wrong_logits(lens.model, lens.model_class, transformer_lens_version())
     if wrong is not None:
         raise UnsupportedModelError(wrong)
     read = read_prompt(lens.model, lens.model_class, prompt)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
+from lens_mix.lens.model_classes import ModelClass, TransformerLensModel, find_missing_logits
 
 
 def known_fault(
@@ -32,10 +32,13 @@ def known_fault(
     return _bridge_fault(model, version) if model_class is ModelClass.BRIDGE else None
 
 
-def wrong_logits(model_class: ModelClass, version: tuple[int, int]) -> str | None:
-    """Return why the logits of this class are wrong, so that a target cannot use them; None if they are not.
+def wrong_logits(
+    model: TransformerLensModel, model_class: ModelClass, version: tuple[int, int]
+) -> str | None:
+    """Return why the logits of a model are wrong or missing, so that a target cannot use them, or None.
 
     Args:
+        model: The model.
         model_class: The class of the model.
         version: (major, minor) of TransformerLens.
     """
@@ -44,7 +47,7 @@ def wrong_logits(model_class: ModelClass, version: tuple[int, int]) -> str | Non
             "the decoder's self-attention is not causal in TransformerLens 2.x, so the logits that a "
             "target reads are wrong; expected TransformerLens >= 3"
         )
-    return None
+    return find_missing_logits(model)
 
 
 def _bridge_fault(model: TransformerLensModel, version: tuple[int, int]) -> str | None:

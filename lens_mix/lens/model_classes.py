@@ -71,9 +71,38 @@ def model_class_of(model: object) -> ModelClass:
         hint = (
             ". Wrap a Hugging Face model with "
             "transformer_lens.model_bridge.TransformerBridge.boot_transformers("
-            "name, hf_model=model, tokenizer=...)"
+            "name, hf_model=model, tokenizer=...), or an encoder or classifier with lm.wrap(model, tokenizer)"
         )
     raise TypeError(f"model: expected a TransformerLens model ({expected}), got {got}{hint}")
+
+
+# The attribute of a Bridge with (the model of transformers that it was made from, whether it has its logits).
+_ORIGINAL = "_lens_mix_original"
+
+
+def keep_original(bridge: Any, hf_model: Any, has_logits: bool) -> None:
+    """Store the model of transformers that `lm.wrap` made a Bridge from.
+
+    It is no submodule of the Bridge, so that the Bridge's parameters and hooks are its own.
+    """
+    vars(bridge)[_ORIGINAL] = (hf_model, has_logits)
+
+
+def find_original(model: object) -> Any:
+    """Return the model of transformers that `lm.wrap` made a Bridge from; None for all other models."""
+    return getattr(model, "__dict__", {}).get(_ORIGINAL, (None, True))[0]
+
+
+def find_missing_logits(model: object) -> str | None:
+    """Return why a model that `lm.wrap` made has no logits; None for all other models."""
+    original, has_logits = getattr(model, "__dict__", {}).get(_ORIGINAL, (None, True))
+    if has_logits:
+        return None
+    return (
+        f"{type(original).__name__} has no masked-language head, so there are no logits of tokens; explain a "
+        "class with target=lm.targets.hf_classifier(model, class_), or a function of the last hidden states "
+        "with target=lm.targets.head(function)"
+    )
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lens_mix.lens.continuation import last_residual_from
+from lens_mix.lens.model_classes import UnsupportedModelError, find_missing_logits
 from lens_mix.lens.unembedding import row_at
 from lens_mix.method import Method, Scope
 from lens_mix.targets import Context, Target, TargetFunction, TargetLike, as_target, describe, predicted
@@ -473,6 +474,9 @@ def read_output(
     """
     places = getattr(options.get("batch"), "places", None)
     if target.reads == "logits":
+        missing = find_missing_logits(block.clean.lens.model)
+        if missing is not None:
+            raise UnsupportedModelError(missing)
         if positions is None:
             return _at_places(block.logits(fwd_hooks, **options), places)
         read = positions if places is None else row_at(places, positions)

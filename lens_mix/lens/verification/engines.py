@@ -97,8 +97,9 @@ def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
     takes_joint = "joint" in parts
     if lens.stack.source is not None and not takes_joint:
         yield "it is not defined for part='joint'; lm.joint(lm.run(..., part='all')) joins maps of layers"
-    if hasattr(method, "target"):
-        yield known_faults.wrong_logits(lens.model_class, transformer_lens_version())
+    # Text and functions have no attribute `reads`, and are targets on the logits.
+    if hasattr(method, "target") and getattr(method.target, "reads", "logits") == "logits":
+        yield known_faults.wrong_logits(lens.model, lens.model_class, transformer_lens_version())
     if _scope(method) != "layer" and lens.stack.gaps is not None:
         yield f"{lens.stack.gaps}, so no map of the whole stack can be computed"
     if _scope(method) == "model" and lens.stack.name == "encoder":
