@@ -1,4 +1,4 @@
-from . import evaluation, graphs, hooks, statistics, targets, testing, view
+from . import corpus, evaluation, graphs, hooks, statistics, targets, testing, view
 from .again import run_again
 from .aggregation.flow import flow
 from .aggregation.gradient_rollout import gradient_rollout
@@ -84,6 +84,7 @@ __all__ = [
     "check",
     "citation",
     "compare",
+    "corpus",
     "evaluate",
     "evaluation",
     "flow",

@@ -44,6 +44,7 @@ FLOORS = {
     "version": 0,
     "view": 7,
     "citations": 8,
+    "corpus": 7,
     "classifiers": 1,
     "serve": 8,
     "cli": 8,

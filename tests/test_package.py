@@ -75,7 +75,7 @@ MODULES = [name for name in lm.__all__ if inspect.ismodule(getattr(lm, name))]
 
 
 def test_the_public_modules_are_known():
-    assert MODULES == ["evaluation", "graphs", "hooks", "statistics", "targets", "testing", "view"]
+    assert MODULES == ["corpus", "evaluation", "graphs", "hooks", "statistics", "targets", "testing", "view"]
 
 
 @pytest.mark.parametrize("name", MODULES)

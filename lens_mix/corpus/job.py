@@ -1,0 +1,328 @@
+"""Map a corpus in shards that survive any interruption: `lens_mix.corpus.run`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from lens_mix.arguments import check_choice, check_flags, check_instance, check_items, check_whole_number
+from lens_mix.corpus.entries import Shard, check_corpus, count_prompts, read_shards
+from lens_mix.corpus.files import FORMAT, Folder, digest, read_json, read_record, write_json
+from lens_mix.corpus.ranks import Rank, read_rank
+from lens_mix.corpus.reductions import Mean, check_reductions
+from lens_mix.corpus.rows import DTYPES
+from lens_mix.corpus.work import Work
+from lens_mix.evaluation.identity import identity, identity_of_model
+from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.runner import MethodLike, read_methods
+
+# These are the options of `lens_mix.run_many` that a corpus has, and that change its numbers.
+_OPTIONS = ("queries", "layers", "part", "engine")
+_LONGEST_VALUE = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a process has done.
+
+    Attributes:
+        out: The folder.
+        prompts: The number of prompts in the shards of this process.
+        failed: The number of these without maps. The reasons are in the table of `lens_mix.corpus.load`.
+        is_finished: Whether the folder has all shards, also those of other processes.
+    """
+
+    out: str
+    prompts: int
+    failed: int
+    is_finished: bool
+
+
+def run(
+    model_factory: Callable[[], TransformerLensModel] | TransformerLensModel,
+    prompts: Any,
+    methods: MethodLike | Sequence[MethodLike],
+    reduce: Mapping[str, Mean] | None = None,
+    out: str | os.PathLike[str] = "corpus",
+    *,
+    column: str = "text",
+    fields: Sequence[str] = (),
+    keep_maps: bool = True,
+    dtype: str = "float32",
+    shard_size: int = 256,
+    batch_size: int | None = None,
+    rank: tuple[int, int] | None = None,
+    retry: bool = False,
+    progress: bool = False,
+    residual_shares: bool = False,
+    prepend_bos: bool | None = None,
+    max_memory: int | None = None,
+    **options: Any,
+) -> Summary:
+    """Compute the maps of a corpus, and write them and their reductions to a folder.
+
+    The prompts are cut into shards of `shard_size`. Each shard is one Parquet file, which appears when it is
+    complete. A run that was killed continues when it is started again with the same arguments: it computes
+    the shards that are missing, and the files are the same as without the interruption.
+
+    Args:
+        model_factory: A function without arguments that loads the model, or the model itself.
+        prompts: The path of a file: `.jsonl` or `.ndjson`, `.parquet`, or text with a prompt on each line,
+            where blank lines do not count. Or an iterable of strings, pairs of strings, tokens, or rows with
+            columns, such as a Hugging Face dataset. An iterator must yield the same prompts in every run.
+        methods: The methods, as in `lens_mix.run`.
+        reduce: Means in groups, by name: `{"kinds": lm.corpus.Mean(by=("layer", "key_kind"))}`.
+        out: The folder. It is created if it does not exist.
+        column: The column with the prompt, for rows.
+        fields: Columns to keep with each prompt, for rows. They can be groups of a reduction.
+        keep_maps: Whether the files have the maps. False: only the tokens of each prompt, or the reason why it
+            failed.
+        dtype: The type of scores in the files: "float32", "float64" or "float16". Reductions are computed
+            from the scores before they are rounded.
+        shard_size: The number of prompts of a shard. A process that is killed loses at most so many.
+        batch_size: The most prompts per forward pass. None: as many as their length and `max_memory` allow.
+        rank: The number of this process, from 0, and the number of all processes. Each computes every n-th
+            shard. None: those of `RANK` and `WORLD_SIZE`, or of `SLURM_ARRAY_TASK_ID` and `_COUNT`.
+        retry: Whether to compute the shards again in which a prompt failed.
+        progress: Whether to show a bar with the prompts per second and the time left.
+        residual_shares: As in `lens_mix.run`.
+        prepend_bos: As in `lens_mix.run`.
+        max_memory: As in `lens_mix.run`. It also bounds the size of a batch.
+        options: `queries`, `layers`, `part` and `engine`, as in `lens_mix.run`.
+
+    Returns:
+        The number of prompts, and how many of them failed.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If an argument has a wrong value, or the folder is of a run with another model, other
+            prompts, methods or options. The message shows the difference.
+        FileNotFoundError: If the file of prompts does not exist.
+        OSError: If a file cannot be written, because the disk is full, for example. Finished shards remain.
+        UnsupportedModelError: As in `lens_mix.run`.
+    """
+    job = make_job(
+        model_factory,
+        prompts,
+        methods,
+        reduce,
+        out,
+        column=column,
+        fields=fields,
+        keep_maps=keep_maps,
+        dtype=dtype,
+        shard_size=shard_size,
+        batch_size=batch_size,
+        residual_shares=residual_shares,
+        prepend_bos=prepend_bos,
+        max_memory=max_memory,
+        **options,
+    )
+    check_flags(retry=retry, progress=progress)
+    process = read_rank(rank)
+    job.start()
+    done = failed = 0
+    with tqdm(total=_count_own(job, process), disable=not progress, desc="prompts", unit=" prompts") as bar:
+        for shard in job.shards():
+            if not process.computes(shard.number):
+                continue
+            if job.work.is_finished(shard, retry):
+                _skip(bar, len(shard.entries))
+            else:
+                _do(job, shard, bar)
+            done += len(shard.entries)
+            failed += job.count_failed(shard.number)
+    return Summary(str(out), done, failed, job.finish())
+
+
+@dataclasses.dataclass
+class Job:
+    """A run on a corpus: where its prompts are, and the work on each shard.
+
+    Attributes:
+        work: The work on a shard, which can be pickled.
+        manifest: What identifies the run, without the model.
+        read: The arguments of `lens_mix.corpus.entries.read_shards`.
+    """
+
+    work: Work
+    manifest: dict[str, Any]
+    read: tuple[Any, int, str, tuple[str, ...]]
+    _count: tuple[int, int] = (0, 0)
+
+    @property
+    def folder(self) -> Folder:
+        """Return the folder."""
+        return Folder(self.work.out)
+
+    def start(self) -> None:
+        """Load the model, and write the manifest or compare it with that of the folder.
+
+        Raises:
+            ValueError: If they differ.
+        """
+        model = self.work.session().lens.model
+        try:
+            manifest = {"format": FORMAT, **identity_of_model(model), **self.manifest}
+        except ValueError as problem:
+            raise ValueError(f"model_factory: the model cannot be identified in a later run: {problem}") from problem
+        manifest = json.loads(json.dumps(manifest))
+        self.work.digest = digest(manifest)
+        path = self.folder.manifest_file
+        if not path.exists():
+            if self.folder.shards():
+                raise ValueError(f"out: expected a new folder or one with {path.name}, got {self.folder.path}")
+            self.folder.create(list(self.work.reduce))
+            write_json(path, manifest)
+        there = read_json(path)
+        if there != manifest:
+            raise ValueError(
+                f"out: expected a folder of this run, got {self.folder.path}, which differs in "
+                f"{', '.join(_differences(there, manifest))}; give another folder, or the same arguments"
+            )
+        self.folder.create(list(self.work.reduce))
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield all shards of the corpus, and count them."""
+        prompts = shards = 0
+        for shard in read_shards(*self.read):
+            prompts, shards = prompts + len(shard.entries), shards + 1
+            self._count = prompts, shards
+            yield shard
+
+    def count_failed(self, shard: int) -> int:
+        """Return how many prompts of a finished shard failed."""
+        return int((read_record(self.folder.maps_file(shard)) or {}).get("failed", 0))
+
+    def finish(self) -> bool:
+        """Return whether all shards are finished, and write the file that says so.
+
+        Raises:
+            ValueError: If the folder has shards beyond the last one.
+        """
+        prompts, shards = self._count
+        there = self.folder.shards()
+        if there and there[-1] >= shards:
+            raise ValueError(
+                f"prompts: expected as many as in the run in {self.folder.path}, got only {prompts}; its shard "
+                f"{there[-1]} has later prompts; give the same prompts, or another folder"
+            )
+        if there != list(range(shards)):
+            return False
+        failed = sum(map(self.count_failed, there))
+        write_json(self.folder.finished_file, {"prompts": prompts, "shards": shards, "failed": failed})
+        return True
+
+
+def make_job(
+    model_factory: Callable[[], TransformerLensModel] | TransformerLensModel,
+    prompts: Any,
+    methods: MethodLike | Sequence[MethodLike],
+    reduce: Mapping[str, Mean] | None,
+    out: str | os.PathLike[str],
+    *,
+    column: str = "text",
+    fields: Sequence[str] = (),
+    keep_maps: bool = True,
+    dtype: str = "float32",
+    shard_size: int = 256,
+    batch_size: int | None = None,
+    residual_shares: bool = False,
+    prepend_bos: bool | None = None,
+    max_memory: int | None = None,
+    **options: Any,
+) -> Job:
+    """Return the job of the arguments of `run`, after checking them."""
+    check_corpus(prompts)
+    check_instance("model_factory", model_factory, Callable, "a function that loads a model, or a model")
+    check_instance("column", column, str, "the name of a column")
+    check_choice("dtype", dtype, tuple(DTYPES))
+    check_flags(keep_maps=keep_maps, residual_shares=residual_shares)
+    kept = tuple(check_items("fields", fields, "names of columns", kind=str))
+    reductions = check_reductions(reduce, kept)
+    folder = check_instance("out", out, str | os.PathLike, "the path of a folder")
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise ValueError(f"out: expected a folder, got the file {folder}")
+    size = check_whole_number("shard_size", shard_size, 1)
+    if batch_size is not None:
+        batch_size = check_whole_number("batch_size", batch_size, 1)
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"{name}: lm.corpus.run has no argument of this name; it has {', '.join(_OPTIONS)}")
+    if options.get("part") == "all":
+        raise ValueError("part: expected one part of the model, because a shard has one, got 'all'")
+    if not keep_maps and not reductions:
+        raise ValueError("keep_maps: expected True without reduce=, because nothing would be computed")
+    labelled, _ = read_methods(methods)
+    work = Work(
+        model_factory,
+        labelled,
+        reductions,
+        os.fspath(folder),
+        keep_maps=keep_maps,
+        dtype=dtype,
+        batch_size=batch_size,
+        residual_shares=residual_shares,
+        prepend_bos=prepend_bos,
+        options={**options, "max_memory": max_memory},
+    )
+    manifest = {
+        "methods": {label: identity(method) for label, method in labelled.items()},
+        "reduce": {name: identity(reduction) for name, reduction in reductions.items()},
+        "options": {
+            **{name: identity(value) for name, value in options.items() if value is not None},
+            "residual_shares": residual_shares,
+            "prepend_bos": prepend_bos,
+        },
+        "files": {"dtype": dtype, "keep_maps": keep_maps, "shard_size": size},
+        "column": column,
+        "fields": list(kept),
+        "pyarrow": version("pyarrow"),
+    }
+    return Job(work, manifest, (prompts, size, column, kept))
+
+
+def _do(job: Job, shard: Shard, bar: tqdm) -> None:
+    try:
+        job.work.do(shard, bar.update)
+    except OSError as problem:
+        raise OSError(
+            problem.errno,
+            f"out: expected to write shard {shard.number} in {job.folder.path}, got: {problem.strerror or problem}; "
+            "the finished shards remain: run again when it can be written",
+        ) from problem
+
+
+def _skip(bar: tqdm, count: int) -> None:
+    """Show prompts of an earlier run, which do not count in the prompts per second."""
+    if not bar.disable:
+        bar.initial += count
+        bar.update(count)
+
+
+def _count_own(job: Job, process: Rank) -> int | None:
+    """Return the number of prompts in the shards of a process; None if it is not known."""
+    prompts, size = job.read[:2]
+    total = count_prompts(prompts)
+    if total is None:
+        return None
+    shards = range(process.index, -(-total // size), process.count)
+    return sum(min(size, total - shard * size) for shard in shards)
+
+
+def _differences(there: Any, here: Any, name: str = "") -> list[str]:
+    """Return the names of values that differ, with both values if they are short."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+        inner = (_differences(there.get(key), here.get(key), f"{name}.{key}" if name else key) for key in keys)
+        return [difference for found in inner for difference in found]
+    values = json.dumps(there), json.dumps(here)
+    short = max(map(len, values)) <= _LONGEST_VALUE
+    return [f"{name}: {values[0]} there, {values[1]} here" if short else name]

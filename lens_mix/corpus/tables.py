@@ -1,0 +1,143 @@
+"""Read the folder of a corpus as a table, as a lazy dataset, or as maps."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lens_mix.arguments import check_choice, check_flags, check_instance
+from lens_mix.corpus.files import Folder, read_json, read_record
+from lens_mix.corpus.reductions import finish_moments, merge_moments
+from lens_mix.corpus.rows import read_maps
+from lens_mix.maps import MixingMap
+
+if TYPE_CHECKING:
+    import pandas
+
+
+def load(folder: str | os.PathLike[str], table: str = "maps", *, lazy: bool = False) -> Any:
+    """Return the results of `lens_mix.corpus.run` as one table.
+
+    Args:
+        folder: The folder.
+        table: "maps": one row for each prompt and method, in the order of the prompts, with the columns
+            prompt, method, error, tokens, shape, scores and the fields of the prompts. Or the name of a
+            reduction: one row for each group, with count, mean and spread (the standard deviation).
+        lazy: Whether to return a `pyarrow.dataset.Dataset` of the files, which reads only what is asked
+            for. The rows of a shard are then in the order in which they were computed, and the parts of a
+            reduction are not merged.
+
+    Returns:
+        A pandas DataFrame. Its `attrs` have the manifest, and "rounding", the largest change of a score by
+        the type of the files.
+
+    Raises:
+        ValueError: If it is not such a folder, or has no such table.
+    """
+    place, manifest = _open(folder)
+    check_flags(lazy=lazy)
+    check_choice("table", table, ("maps", *manifest.get("reduce", {})))
+    shards = place.shards()
+    paths = [place.maps_file(each) if table == "maps" else place.reduced_file(table, each) for each in shards]
+    if lazy:
+        import pyarrow.dataset
+
+        return pyarrow.dataset.dataset([str(path) for path in paths], format="parquet")
+    if not paths:
+        raise ValueError(f"folder: expected at least one finished shard, got none in {folder}")
+    found = _read_rows(paths) if table == "maps" else _read_reduction(paths)
+    records = (read_record(place.maps_file(each)) or {} for each in shards)
+    found.attrs = {"manifest": manifest, "rounding": max(record.get("rounding", 0.0) for record in records)}
+    return found
+
+
+def maps(
+    folder: str | os.PathLike[str], prompts: Sequence[int] | None = None, method: str | None = None
+) -> Iterator[tuple[int, str, MixingMap]]:
+    """Yield prompt, method and map of each row that has one, in the order of the prompts.
+
+    Scores that were stored as float16 are returned as float32.
+
+    Args:
+        folder: The folder of `lens_mix.corpus.run`.
+        prompts: The numbers of the prompts. None: all.
+        method: The label of the method. None: all.
+
+    Raises:
+        ValueError: If it is not such a folder, or has no such method.
+    """
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    place, manifest = _open(folder)
+    if method is not None:
+        check_choice("method", method, tuple(manifest["methods"]))
+    size = manifest["files"]["shard_size"]
+    wanted = None if prompts is None else sorted({int(prompt) for prompt in prompts})
+
+    # This generator is separate, so that errors about the arguments are raised by the call.
+    def stream() -> Iterator[tuple[int, str, MixingMap]]:
+        for shard in place.shards():
+            own = None if wanted is None else [each for each in wanted if each // size == shard]
+            if own == []:
+                continue
+            filters: list[Any] = [("prompt", "in", own)] if own is not None else []
+            filters += [("method", "==", method)] if method is not None else []
+            found = pq.read_table(place.maps_file(shard), filters=filters or None)
+            # The order of the files is that of the batches.
+            order = pc.sort_indices(found, sort_keys=[("prompt", "ascending")])
+            for prompt, label, mixing in read_maps(found.take(order)):
+                if mixing is not None:
+                    yield prompt, label, mixing
+
+    return stream()
+
+
+def _open(folder: str | os.PathLike[str]) -> tuple[Folder, dict[str, Any]]:
+    place = Folder(check_instance("folder", folder, str | os.PathLike, "the path of a folder"))
+    if not place.manifest_file.exists():
+        raise ValueError(f"folder: expected a folder of lm.corpus.run, got {folder}, without manifest.json")
+    if not place.finished_file.exists():
+        warnings.warn(
+            f"{folder}: not all shards are finished; run lm.corpus.run again to compute the others",
+            stacklevel=3,
+        )
+    return place, read_json(place.manifest_file)
+
+
+def _read_rows(paths: Sequence[Any]) -> pandas.DataFrame:
+    """Return the rows of all shards in the order of the prompts, with a column per field."""
+    import pandas as pd
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.concat_tables([pq.read_table(path) for path in paths])
+    frame = table.to_pandas().sort_values("prompt", kind="stable", ignore_index=True)
+    texts = frame.pop("fields")
+    if texts.notna().any():
+        fields = pd.DataFrame([json.loads(text) if isinstance(text, str) else {} for text in texts])
+        frame = pd.concat([frame, fields.rename(columns=lambda name: _free_name(name, frame))], axis=1)
+    return frame
+
+
+def _free_name(name: str, frame: pandas.DataFrame) -> str:
+    """Return the name of a field's column, which no column of the table has."""
+    return f"field_{name}" if name in frame.columns else name
+
+
+def _read_reduction(paths: Sequence[Any]) -> pandas.DataFrame:
+    """Return the groups of all shards, merged in the order of the shards."""
+    import pyarrow.parquet as pq
+
+    merged: pandas.DataFrame | None = None
+    for path in paths:
+        part = pq.read_table(path).to_pandas()
+        if len(part):
+            by = [name for name in part.columns if name not in ("count", "mean", "m2")]
+            merged = part if merged is None else merge_moments([merged, part], by)
+    if merged is None:
+        return pq.read_table(paths[0]).to_pandas().drop(columns="m2")
+    return finish_moments(merged)
