@@ -42,7 +42,7 @@ def folded(
     name, kind = anatomy.feed_forward.W_in, f"folded {dtype}"
     # The product depends on the matrices and on the norms, which are probed with vectors.
     probes = [sketch(matrix.detach().to(dtype)) for matrix in (*matrices, path.W_O.flatten(0, 1))]
-    probes.append(through(_norms(anatomy), random_vectors(path.W_O.shape[-1], dtype, path.W_O.device)))
+    probes.append(through(norms_between(anatomy), random_vectors(path.W_O.shape[-1], dtype, path.W_O.device)))
     product: Tensor | None = weight_cache.load(name, kind, probes)
     if product is not None:
         return product
@@ -66,14 +66,14 @@ def _fold(
     matrices: Sequence[Float[Tensor, "d_model d_mlp"]],
     W_O: Float[Tensor, "*head d_head d_model"],
 ) -> Float[Tensor, "matrix *head d_head d_mlp"]:
-    read = through(_norms(anatomy), W_O.detach())
+    read = through(norms_between(anatomy), W_O.detach())
     if len(matrices) == 1:
         # This is a view, because a stack would need twice the memory for a moment.
         return (read @ matrices[0].detach().to(read.dtype))[None]
     return torch.stack([read @ matrix.detach().to(read.dtype) for matrix in matrices])
 
 
-def _norms(anatomy: BlockAnatomy) -> tuple[Norm, ...]:
+def norms_between(anatomy: BlockAnatomy) -> tuple[Norm, ...]:
     """Return the norms between W_O and W_in (and W_gate)."""
     norms = (anatomy.attention_branch, anatomy.attention_residual, anatomy.feed_forward_input)
     return tuple(norm for norm in norms if norm is not None)

@@ -25,7 +25,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.clean_block import CleanBlock
-from lens_mix.algebra.folded_weights import folded
+from lens_mix.algebra.folded_weights import folded, norms_between
+from lens_mix.algebra.head_vectors import through
 from lens_mix.algebra.value_zeroing_pairs import (
     Groups,
     Rectangle,
@@ -81,6 +82,14 @@ def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:
     return narrow, torch.float64 if wide else narrow
 
 
+def _pays(vectors: int, d_head: int) -> bool:
+    """Return whether to use the products of W_O and W_in, which are stored for later calls.
+
+    Whether they are stored already does not matter, so that equal calls have equal digits in any order.
+    """
+    return 2 * vectors > d_head
+
+
 class _Maps:
     """The maps of some prompts and one block, and the tensors to compute them from."""
 
@@ -105,8 +114,11 @@ class _Maps:
         # In a parallel block, the feed-forward does not change.
         feed_forward = None if anatomy.parallel else anatomy.feed_forward
         matrices = [] if feed_forward is None else [x.to(wide) for x in feed_forward.input_matrices]
-        product = folded(anatomy, path, None, wide, block.max_memory is None, matrices)
-        self._folded = () if product is None else product
+        product = None
+        if _pays(self._value.shape[:2].numel(), self._value.shape[3]):
+            product = folded(anatomy, path, None, wide, block.max_memory is None, matrices)
+        self._norms, self._input_matrices = norms_between(anatomy), matrices if product is None else product
+        self._is_folded = product is not None
         W_out = None if feed_forward is None else feed_forward.W_out.to(narrow)
         chunks_of_W_out = () if W_out is None else W_out.split(sizes.neurons)
         self._W_out = [as_right_factor(chunk, pairs) for chunk in chunks_of_W_out]
@@ -141,15 +153,20 @@ class _Maps:
         values = self._value[self._prompts[zeroed, None], positions][:, :, group]
         by_head = values.permute(2, 0, 1, 3).flatten(1, 2)
 
-        def through(matrix: Tensor) -> Float[Tensor, "zeroed rank width"]:
-            of_heads: Tensor = torch.bmm(by_head, matrix).unflatten(1, positions.shape)
+        def by_zeroed(of_heads: Tensor) -> Float[Tensor, "zeroed rank width"]:
             # The result is [zeroed, span · head, width], which is a view if each key is zeroed alone.
-            return of_heads.permute(1, 2, 0, 3).flatten(1, 2)
+            return of_heads.unflatten(1, positions.shape).permute(1, 2, 0, 3).flatten(1, 2)
 
-        wide = [matrix[group].split(self._widths, dim=-1) for matrix in self._folded]
+        sent = torch.bmm(by_head, self._W_O[group])
+        if self._is_folded:
+            read, matrices = by_head, [matrix[group] for matrix in self._input_matrices]
+        else:
+            # Few vectors are cheaper to multiply by both matrices than the matrices by each other.
+            read, matrices = through(self._norms, sent), self._input_matrices
         # The product is in chunks of neurons, because one with all of them is slower.
-        hidden = [[through(x) for x in parted] for parted in zip(*wide, strict=True)]
-        head_vectors, pattern = through(self._W_O[group]), self._pattern[:, group]
+        chunks_of_matrices = [matrix.split(self._widths, dim=-1) for matrix in matrices]
+        hidden = [[by_zeroed(read @ x) for x in parted] for parted in zip(*chunks_of_matrices, strict=True)]
+        head_vectors, pattern = by_zeroed(sent), self._pattern[:, group]
         return _Values(positions, self._factors[zeroed, :, group], pattern, head_vectors, hidden)
 
     def _fill_chunk(

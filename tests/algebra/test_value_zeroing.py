@@ -102,6 +102,18 @@ def test_rows_are_the_cut_of_the_whole_map(case: Case) -> None:
             torch.testing.assert_close(rows, expected, rtol=0, atol=1e-10 * size)
 
 
+@pytest.mark.parametrize("case", [*filter(is_by_algebra, CASES)], ids=lambda case: case.label)
+def test_maps_without_products_of_matrices(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = case.build(torch.float64)
+    for name in ("plain", "chosen heads, each", "spans"):
+        found: list[torch.Tensor] = []
+        for pays in (True, False):
+            monkeypatch.setattr(value_zeroing, "_pays", lambda *sizes, pays=pays: pays)
+            method = lm.ValueZeroing(**OPTIONS[name])
+            found.append(lm.run(model, prompt_of(model), method, part=case.part, engine="algebra").scores)
+        torch.testing.assert_close(*found, rtol=0, atol=1e-10 * max(1.0, float(found[0].max())))
+
+
 @pytest.mark.parametrize("queries", [None, [-1], [0, 2]])
 def test_rows_of_a_padded_batch(queries: list[int] | None) -> None:
     model = gpt2_like(torch.float64)
