@@ -61,7 +61,7 @@ def map_prompts(
     # Key groups are shaped before the clean pass, so that a wrong span raises its error without that cost.
     grouping = [m for m in session.methods.values() if type(m).key_groups is not Method.key_groups]
     for prompt in prompts if grouping else ():
-        tokens = token_strings(session.lens.model, session.key_tokens(prompt))
+        tokens = prompt.label(token_strings(session.lens.model, session.key_tokens(prompt)))
         for method in grouping:
             method.key_groups(tokens)
     options: dict[str, Any] = {"prepend_bos": prepend_bos, "progress": progress}
@@ -258,7 +258,7 @@ class _Record:
         prompt_record = provenance.of_prompt(prompt) | {"engine": self._checked_pass.engines[label]}
         if has_sink:
             prompt_record["sink"] = True
-        prompt_record["predicts_next"] = self._checked_pass.verification.causal or stack.reads_target
+        prompt_record["predicts_next"] = self._checked_pass.verification.predicts_next or stack.reads_target
         if joint:
             prompt_record["joint"] = {"source": len(prompt.tokens), "target": len(tokens)}
         return MixingMap(
@@ -288,7 +288,7 @@ class _Record:
     def _find_default_query(self, label: str, index: int, count: int) -> int | None:
         """Return the position that the method's target reads, else 0 in a bidirectional model, else None."""
         is_encoder = (
-            not self._checked_pass.verification.causal
+            not self._checked_pass.verification.predicts_next
             and not self._checked_pass.clean.lens.stack.reads_target
         )
         explained = (block.record.default_rows[index] for block in self._blocks[label].values())

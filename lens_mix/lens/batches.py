@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from lens_mix.lens.pictures import Picture, is_picture, label_pictures
+
 PaddingSide = Literal["left", "right"]
 
 _TYPES = "token_type_ids"
@@ -28,6 +30,8 @@ class Prompt:
         inputs: Further model inputs by name, each with the shape of `tokens`.
         text: The prompt as the user gave it: a string, a pair of strings or chat messages. None for tokens.
         notes: The notes of its maps.
+        pictures: The pictures that a decoder reads beside the tokens.
+        picture_inputs: The model inputs of the pictures by name, which have other axes than `tokens`.
     """
 
     tokens: Int[Tensor, " pos"]
@@ -35,6 +39,26 @@ class Prompt:
     inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     text: Any = None
     notes: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    picture_inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_picture(self) -> Bool[Tensor, " pos"]:
+        """Return which of the tokens stand for patches of pictures."""
+        return is_picture(self.pictures, len(self.tokens), self.tokens.device)
+
+    def label(self, strings: Sequence[str]) -> list[str]:
+        """Return the strings of the tokens, with the labels of patches at their positions."""
+        return label_pictures(strings, self.pictures)
+
+    def without_pictures(self) -> Prompt:
+        """Return the text alone, of at least one token."""
+        if not self.pictures:
+            return self
+        keeps = ~self.is_picture
+        if not bool(keeps.any()):
+            return Prompt(torch.zeros_like(self.tokens[:1]))
+        return Prompt(self.tokens[keeps], None, {name: value[keeps] for name, value in self.inputs.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +123,11 @@ class Batch:
             inputs={name: value.gather(1, order) for name, value in self.inputs.items()},
             places=(remaining.cumsum(1) - 1).clamp_min(0),
         )
+
+    @property
+    def has_pictures(self) -> bool:
+        """Return whether an example reads pictures beside its tokens."""
+        return any(prompt.picture_inputs for prompt in self.prompts)
 
     @property
     def logits_tokens(self) -> Int[Tensor, "batch pos"]:

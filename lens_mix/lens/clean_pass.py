@@ -62,6 +62,8 @@ class CleanPass:
         predictions: For each prompt, the model's predictions at the requested positions; None if they were
             not requested, or if the model has none.
         no_predictions: Why requested predictions are missing, as a note.
+        seeing_later: The watched layers in which a query attended to a later key. Only batches with pictures
+            are searched for them: a model that is causal on text may not be causal on pictures.
     """
 
     lens: Lens
@@ -78,6 +80,7 @@ class CleanPass:
     graph: AutogradGraph | None = None
     predictions: list[list[Explained]] | None = None
     no_predictions: str | None = None
+    seeing_later: set[int] = dataclasses.field(default_factory=set)
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """Return the residual stream that the mapped attention's branch is added to."""
@@ -284,7 +287,11 @@ def _explain(lens: Lens, batch: Batch, problem: Exception) -> None:
 def _watch_keys(layer: int, clean: CleanPass) -> Callable[[Tensor], None]:
     positions = None if clean.rows is None else clean.rows.positions
 
+    has_pictures = clean.batch.has_pictures
+
     def watch(pattern: Tensor) -> None:
+        if has_pictures and bool((pattern.triu(diagonal=1) != 0).any()):
+            clean.seeing_later.add(layer)
         pattern = rows_at(pattern, positions, axis=2)
         # This takes a quarter of the time of `(pattern != 0).any(dim=1)`.
         attended = (pattern.amax(dim=1) != 0) | (pattern.amin(dim=1) != 0)

@@ -16,7 +16,7 @@ from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens import known_faults
 from lens_mix.lens.angles import angles_differ, forget_longer_passes, rotary_modules
 from lens_mix.lens.batches import Batch
-from lens_mix.lens.changes import Change, Changes, forward_pre_hook, hooked
+from lens_mix.lens.changes import Change, Changes, forward_pre_hook, hooked, replace_attributes
 from lens_mix.lens.hidden_keys import HiddenKeys
 from lens_mix.lens.model_classes import (
     ModelClass,
@@ -25,6 +25,7 @@ from lens_mix.lens.model_classes import (
     model_class_of,
     transformer_lens_version,
 )
+from lens_mix.lens.pictures import join_inputs
 from lens_mix.lens.prompts import (
     device_of,
     further_inputs,
@@ -265,12 +266,21 @@ class Lens:
             )
         if batch.target is not None:
             inputs["decoder_input_ids"] = batch.target
+        if batch.has_pictures:
+            inputs |= join_inputs([one.picture_inputs for one in batch.prompts], self.dtype, self.device)
+            with Changes([_kept_rope_deltas(self.modules)]):
+                return self._forward_bridge(batch, inputs, as_given, options)
+        return self._forward_bridge(batch, inputs, as_given, options)
+
+    def _forward_bridge(
+        self, batch: Batch, inputs: dict[str, Tensor | None], as_given: bool, options: Mapping[str, Any]
+    ) -> Any:
         if as_given:
             return self.model(batch.tokens, **inputs, **options)
         # If a model of transformers keeps no cache and gets no mask, it takes positions that restart for
         # several packed prompts.
         packs = wrapped_config(self.model, "use_cache") is False or not self.takes_padding_mask
-        inputs.setdefault("attention_mask", None if packs and bool(batch.real.all()) else mask)
+        inputs.setdefault("attention_mask", None if packs and bool(batch.real.all()) else batch.real.long())
         with Changes(self._finite_masks()):
             # A replayed block must not find the keys of its first run in a cache.
             return self.model(batch.tokens, use_cache=False, **inputs, **options)
@@ -294,6 +304,15 @@ class Lens:
     def takes_input(self, name: str) -> bool:
         """Return whether the forward pass takes a further input of this name."""
         return name in further_inputs(self.model, self.model_class)
+
+
+def _kept_rope_deltas(modules: Sequence[nn.Module]) -> Change:
+    """Return a change after which the modules have the position offsets that they have now.
+
+    Models with positions in three dimensions keep those of the last pass for generation.
+    """
+    owners = [(module, module.rope_deltas) for module in modules if hasattr(module, "rope_deltas")]
+    return replace_attributes(owners, "rope_deltas")
 
 
 def _clamp_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

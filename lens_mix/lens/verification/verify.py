@@ -40,16 +40,20 @@ SHORTEST, LONGEST = 8, 16
 def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
     """Return the prompt of a verification: the first tokens of a prompt, or more if user hooks need them.
 
-    A hook on position 18, for example, fails in a pass over 16 tokens.
+    A hook on position 18, for example, fails in a pass over 16 tokens. The blocks are verified on the text
+    alone, unless user hooks need the pictures too: each run is compared with its own prompt anyway.
     """
+    whole, prompt = prompt, prompt.without_pictures()
     count, target_count = LONGEST, SHORTEST
     lengths = len(prompt.tokens), 0 if prompt.target is None else len(prompt.target)
     n_ctx = max(getattr(lens.model.cfg, "n_ctx", None) or LONGEST, *lengths)
     while True:
         short = _verification_prompt(prompt, n_ctx, count, target_count)
         is_whole = count >= lengths[0] and target_count >= lengths[1]
-        if is_whole or not has_user_hooks(lens.modules) or _runs(lens, short):
+        if not has_user_hooks(lens.modules) or _runs(lens, short):
             return short
+        if is_whole:
+            return whole if whole.pictures else short
         count, target_count = 2 * count, 2 * target_count
 
 

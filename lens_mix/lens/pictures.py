@@ -1,0 +1,223 @@
+"""Pictures beside the tokens of a decoder: their inputs, and the positions of their patches among the tokens.
+
+A model of pictures and text replaces the embedding of each image token by a patch's features from its vision
+encoder. The features of all pictures replace the image tokens in order, row by row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+
+# The inputs of pictures, by the names of transformers. Their axes are not those of the tokens.
+PICTURE_INPUTS = frozenset(
+    {"pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "batch_num_images"}
+)
+# The numbers that distinguish image tokens from text, by the names of transformers.
+_TYPES = ("token_type_ids", "mm_token_type_ids")
+
+# The rows and columns of the patches of each picture.
+Grids = list[tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """One picture in the sequence of image positions and text.
+
+    Attributes:
+        number: Its number in the prompt, from 1.
+        positions: The positions of its patches, row by row.
+        grid: The numbers of rows and columns of its patches; None if they are not known.
+    """
+
+    number: int
+    positions: tuple[int, ...]
+    grid: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the name of the picture: "picture 1"."""
+        return f"picture {self.number}"
+
+    @property
+    def labels(self) -> list[str]:
+        """Return one label per patch: "picture 1, 3,5" for row 3 and column 5; "picture 1, 17" without a grid."""
+        if self.grid is None:
+            return [f"{self.name}, {place}" for place in range(len(self.positions))]
+        columns = self.grid[1]
+        return [f"{self.name}, {place // columns},{place % columns}" for place in range(len(self.positions))]
+
+
+def image_token(model: TransformerLensModel) -> int | None:
+    """Return the token whose embedding the model replaces by a picture's features; None if there is none."""
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    for name in ("image_token_id", "image_token_index"):
+        token = getattr(config, name, None)
+        if isinstance(token, int):
+            return token
+    return None
+
+
+def find_pictures(
+    model: TransformerLensModel, tokens: Int[Tensor, " pos"], inputs: Mapping[str, Tensor]
+) -> tuple[tuple[Picture, ...], tuple[str, ...]]:
+    """Return the pictures of a prompt, and notes.
+
+    The numbers of rows and columns are computed from the configuration and the inputs, and compared with the
+    number of image tokens. If they do not agree, each run of image tokens is a picture without a grid.
+
+    Args:
+        model: The model.
+        tokens: The tokens of the prompt.
+        inputs: The inputs of its pictures.
+
+    Raises:
+        ValueError: If the prompt has no image tokens.
+    """
+    token = image_token(model)
+    positions = (tokens == token).nonzero()[:, 0].tolist()
+    if not positions:
+        raise ValueError(
+            f"prompt: expected the image token {token} at the position of each patch, got none; the model's "
+            "processor returns such tokens (processor(images=..., text=...))"
+        )
+    grids = _find_grids(model, inputs)
+    if grids is not None and sum(map(math.prod, grids)) == len(positions):
+        starts = [sum(map(math.prod, grids[:index])) for index in range(len(grids) + 1)]
+        return tuple(
+            Picture(index + 1, tuple(positions[starts[index] : starts[index + 1]]), grid)
+            for index, grid in enumerate(grids)
+        ), ()
+    reason = "are not known" if grids is None else f"{grids} do not fit {len(positions)} image tokens"
+    note = (
+        f"pictures: the rows and columns of patches {reason}, so image positions are numbered within each run "
+        "of image tokens"
+    )
+    return tuple(Picture(number + 1, run) for number, run in enumerate(_runs(positions))), (note,)
+
+
+def _runs(positions: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the runs of neighbouring positions."""
+    runs: list[list[int]] = []
+    for position in positions:
+        if not runs or runs[-1][-1] != position - 1:
+            runs.append([])
+        runs[-1].append(position)
+    return [tuple(run) for run in runs]
+
+
+def _find_grids(model: TransformerLensModel, inputs: Mapping[str, Tensor]) -> Grids | None:
+    """Return the rows and columns of the patches of each picture; None if they are not known."""
+    config: Any = getattr(getattr(model, "original_model", None), "config", None)
+    find = _GRIDS.get(getattr(config, "model_type", ""))
+    return None if find is None or "pixel_values" not in inputs else find(config, inputs)
+
+
+def _by_pixels(config: Any, inputs: Mapping[str, Tensor]) -> Grids:
+    """Return a patch per square of the vision encoder (LLaVA)."""
+    size = config.vision_config.patch_size
+    if "image_sizes" in inputs:
+        return [(height // size, width // size) for height, width in inputs["image_sizes"].tolist()]
+    count, _, height, width = inputs["pixel_values"].shape
+    return [(height // size, width // size)] * count
+
+
+def _by_pooling(config: Any, inputs: Mapping[str, Tensor]) -> Grids:
+    """Return the averages of square groups of patches (Gemma 3)."""
+    side = math.isqrt(config.mm_tokens_per_image)
+    return [(side, side)] * inputs["pixel_values"].shape[0]
+
+
+def _by_shuffle(config: Any, inputs: Mapping[str, Tensor]) -> Grids:
+    """Return square groups of patches, for each picture or tile that is not padding (Idefics 3)."""
+    pixels = inputs["pixel_values"]
+    count = int((pixels != 0).flatten(2).any(-1).sum())
+    size = config.vision_config.patch_size * config.scale_factor
+    return [(pixels.shape[-2] // size, pixels.shape[-1] // size)] * count
+
+
+def _by_grid(config: Any, inputs: Mapping[str, Tensor]) -> Grids | None:
+    """Return square groups of the processor's grid (Qwen-VL, GLM-4V)."""
+    grids = inputs.get("image_grid_thw")
+    size = config.vision_config.spatial_merge_size
+    if grids is None:
+        return None
+    return [(time * (rows // size), columns // size) for time, rows, columns in grids.tolist()]
+
+
+def _by_sizes(config: Any, inputs: Mapping[str, Tensor]) -> Grids | None:
+    """Return square groups of patches of each picture's own size (Mistral 3)."""
+    sizes = inputs.get("image_sizes")
+    size = config.vision_config.patch_size * config.spatial_merge_size
+    return None if sizes is None else [(rows // size, columns // size) for rows, columns in sizes.tolist()]
+
+
+_GRIDS: dict[str, Callable[[Any, Mapping[str, Tensor]], Grids | None]] = {
+    "llava": _by_pixels,
+    "gemma3": _by_pooling,
+    "idefics3": _by_shuffle,
+    "qwen2_5_vl": _by_grid,
+    "qwen3_vl": _by_grid,
+    "glm4v": _by_grid,
+    "mistral3": _by_sizes,
+}
+
+
+def note_missing_types(taken: Sequence[str], inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return a note if the model takes the types of tokens, and the prompt has none.
+
+    Args:
+        taken: The inputs that the model takes.
+        inputs: The inputs that were given.
+    """
+    missing = [name for name in _TYPES if name in taken]
+    if not missing or set(missing) & set(inputs):
+        return ()
+    return (
+        f"{missing[0]}: not given, so the model gives image positions the attention mask and the positions of "
+        "text; its processor returns them, with 1 at image tokens",
+    )
+
+
+def label_pictures(strings: Sequence[str], pictures: Sequence[Picture]) -> list[str]:
+    """Return the strings of tokens, with the labels of pictures at the positions of their patches."""
+    labels = list(strings)
+    for picture in pictures:
+        for position, label in zip(picture.positions, picture.labels, strict=True):
+            labels[position] = label
+    return labels
+
+
+def is_picture(pictures: Sequence[Picture], count: int, device: torch.device) -> Bool[Tensor, " pos"]:
+    """Return which of `count` positions are patches."""
+    mask = torch.zeros(count, dtype=torch.bool, device=device)
+    mask[[position for picture in pictures for position in picture.positions]] = True
+    return mask
+
+
+def join_inputs(
+    prompts: Sequence[Mapping[str, Tensor]], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the inputs of the pictures of several examples as those of one batch.
+
+    Raises:
+        UnsupportedModelError: If only some of the examples have pictures.
+    """
+    names = set().union(*prompts)
+    if any(set(inputs) != names for inputs in prompts):
+        raise UnsupportedModelError(
+            f"pictures: expected {sorted(names)} for every example of a pass, got none for some"
+        )
+    joined = {}
+    for name in sorted(names):
+        value = torch.cat([inputs[name] for inputs in prompts])
+        joined[name] = value.to(device, dtype if value.is_floating_point() else value.dtype)
+    return joined
