@@ -51,6 +51,12 @@ def run_again(
             "mixing_map: expected a map of one part, got a map of lm.joint; compute it again with "
             'lm.joint(lm.run(..., part="all"))'
         )
+    missing = sorted(set(record.get("picture_inputs", ())) - set(options))
+    if missing:
+        raise ValueError(
+            f"mixing_map: expected {', '.join(f'{name}=' for name in missing)} beside it, because a record has "
+            "no pixels, got none; give what the processor returned for the pictures"
+        )
     is_aggregated = mixing_map.kind == "input" and len(mixing_map) > 1
     reads_target = record.get("part") in ("decoder", "cross", "joint")
     mapped = _read_numbers(record, "token_ids")

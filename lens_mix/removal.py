@@ -20,7 +20,9 @@ from typing_extensions import override
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, watch_pattern, zero_values
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.pictures import image_token
 from lens_mix.lens.prompts import vocabulary
+from lens_mix.lens.replay import relative_error
 from lens_mix.targets import Context
 
 if TYPE_CHECKING:
@@ -147,8 +149,15 @@ class OtherTokens(Removal):
     @override
     def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
         others = copies.others[copies.sample, copies.prompt_index]
-        tokens = torch.where(copies.removed, others, _input_tokens(block)[copies.prompt_index])
-        yield _with_tokens(block, copies.prompt_index, tokens), []
+        own = _input_tokens(block)[copies.prompt_index]
+        if not block.batch.has_pictures:
+            yield _with_tokens(block, copies.prompt_index, torch.where(copies.removed, others, own)), []
+            return
+        # The model reads as many image tokens as patches, so at a patch the embedding is replaced instead.
+        replaced = copies.removed & _patches(block)[copies.prompt_index]
+        tokens = torch.where(copies.removed & ~replaced, others, own)
+        hooks = [_replace_embeddings(block, replaced, others)] if bool(replaced.any()) else []
+        yield _with_tokens(block, copies.prompt_index, tokens), hooks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +197,8 @@ class ReplaceTokens(OtherTokens):
             context.token_id(one, self.argument) for one in check_items("tokens", self.tokens, "tokens")
         ]
         given = torch.tensor(listed, dtype=torch.long, device=tokens.device)[:, None]
+        if block.batch.has_pictures and bool((given == image_token(block.clean.lens.model)).any()):
+            raise ValueError(f"{self.argument}: expected other tokens than the image token, got {listed}")
         if self.own == "kept":
             return given.expand(-1, len(tokens))
         return torch.where(given == tokens, (given + 1) % _vocabulary_size(block), given)
@@ -241,6 +252,7 @@ class SampleTokens(OtherTokens):
             chosen: Tensor = torch.tensor(checked, dtype=torch.long, device="cpu").unique()
             return chosen
         special = list(getattr(block.clean.lens.tokenizer, "all_special_ids", ()))
+        special += [image_token(block.clean.lens.model)] if block.batch.has_pictures else []
         pool = torch.arange(size, device="cpu")
         return pool[~torch.isin(pool, torch.tensor(special, dtype=torch.long, device="cpu"))]
 
@@ -267,7 +279,7 @@ class Drop(Removal):
     In a causal model of one stack the tokens are deleted. In other models, the attention mask hides them like
     padding; the models of TransformerLens that count positions along the mask, which are most, then give the
     remaining tokens the positions of a shorter prompt. The position that the target reads is never removed,
-    because its prediction would be that of the token before it.
+    because its prediction would be that of the token before it. A picture is deleted as a whole.
     """
 
     keeps_target: ClassVar[bool] = True
@@ -281,7 +293,7 @@ class Drop(Removal):
                 "SampleTokens or ZeroValues"
             )
         batch = block.batch.select(copies.prompt_index)
-        if block.verification.causal and batch.target is None:
+        if block.verification.predicts_next and batch.target is None:
             yield batch.cut(copies.removed), []
             return
         remaining = batch.real & ~copies.removed
@@ -299,6 +311,9 @@ class Drop(Removal):
 
     @override
     def runs_alone(self, block: Block, removed: Bool[Tensor, "group input"]) -> bool:
+        if block.batch.has_pictures:
+            # The copies may have different numbers of pictures.
+            return True
         # Rotary angles may depend on the number of tokens.
         left = (block.real_inputs & ~removed).sum(-1)
         return block.clean.lens.angles_differ(int(left.min()), int(left.max()))
@@ -407,6 +422,40 @@ def each_group(
 def _input_tokens(block: Block) -> Int[Tensor, "batch input"]:
     """Return the tokens at the positions of `Block.inputs`: for the joint part, the source's come first."""
     return torch.cat([block.batch.tokens, block.tokens], 1) if block.stack.is_joint else block.tokens
+
+
+def _patches(block: Block) -> Bool[Tensor, "batch pos"]:
+    """Return which positions of a decoder's prompts stand for patches of pictures."""
+    patches = torch.zeros_like(block.real)
+    for index, prompt in enumerate(block.batch.prompts):
+        patches[index, block.real[index]] = prompt.is_picture
+    return patches
+
+
+def _replace_embeddings(
+    block: Block, replaced: Bool[Tensor, "copy pos"], tokens: Int[Tensor, "copy pos"]
+) -> HookPair:
+    """Return the hook that gives positions the embeddings of other tokens, as the input of the first block.
+
+    Raises:
+        UnsupportedModelError: The first block does not read the embeddings of the prompt's own tokens.
+    """
+    wrapped = block.clean.lens.model.original_model
+    with torch.no_grad():
+        embed = wrapped.get_input_embeddings()
+        text = block.real & ~_patches(block)
+        own, read = embed(block.tokens)[text], block.clean.inputs[text]
+        if relative_error(own, read) > block.clean.lens.tolerance:
+            raise UnsupportedModelError(
+                "pictures: expected a first block that reads the embeddings of tokens, to replace patches by "
+                "them, got other inputs; use by='mask' or by='values'"
+            )
+        embedded = embed(tokens)
+
+    def replace(residual: Float[Tensor, "copy pos d_model"], hook: Any) -> Tensor:
+        return torch.where(replaced[..., None], embedded.to(residual), residual)
+
+    return f"{block.stack.template.format(layer=0)}.hook_resid_pre", replace
 
 
 def _with_tokens(

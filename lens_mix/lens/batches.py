@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.lens.pictures import Picture, is_picture, label_pictures
+from lens_mix.lens.pictures import Picture, drop_pictures, is_picture, label_pictures
 
 PaddingSide = Literal["left", "right"]
 
@@ -50,6 +50,26 @@ class Prompt:
     def label(self, strings: Sequence[str]) -> list[str]:
         """Return the strings of the tokens, with the labels of patches at their positions."""
         return label_pictures(strings, self.pictures)
+
+    @property
+    def input_names(self) -> list[str]:
+        """Return the names of the inputs besides the tokens."""
+        return sorted({*self.inputs, *self.picture_inputs})
+
+    def keep(self, keeps: Bool[Tensor, " pos"]) -> Prompt:
+        """Return the prompt without some of its tokens; a picture without its positions is removed too.
+
+        Raises:
+            UnsupportedModelError: If only some positions of a picture remain.
+        """
+        pictures, picture_inputs = drop_pictures(self.pictures, self.picture_inputs, keeps)
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens[keeps],
+            inputs={name: value[keeps] for name, value in self.inputs.items()},
+            pictures=pictures,
+            picture_inputs=picture_inputs,
+        )
 
     def without_pictures(self) -> Prompt:
         """Return the text alone, of at least one token."""
@@ -111,6 +131,9 @@ class Batch:
 
         Args:
             removed: The tokens to cut out, not all of an example's.
+
+        Raises:
+            UnsupportedModelError: If only some positions of a picture are cut out.
         """
         remaining = self.real & ~removed
         counts = remaining.sum(1)
@@ -118,11 +141,16 @@ class Batch:
         order = (~remaining).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
         return dataclasses.replace(
             self,
+            prompts=self._keep(~removed) if self.has_pictures else self.prompts,
             tokens=self.tokens.gather(1, order),
             real=torch.arange(order.shape[1], device=order.device) < counts[:, None],
             inputs={name: value.gather(1, order) for name, value in self.inputs.items()},
             places=(remaining.cumsum(1) - 1).clamp_min(0),
         )
+
+    def _keep(self, keeps: Bool[Tensor, "batch pos"]) -> tuple[Prompt, ...]:
+        pairs = zip(self.prompts, keeps, self.real, strict=True)
+        return tuple(prompt.keep(kept[real]) for prompt, kept, real in pairs)
 
     @property
     def has_pictures(self) -> bool:

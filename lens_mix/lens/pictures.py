@@ -203,6 +203,65 @@ def is_picture(pictures: Sequence[Picture], count: int, device: torch.device) ->
     return mask
 
 
+def drop_pictures(
+    pictures: Sequence[Picture], inputs: Mapping[str, Tensor], keeps: Bool[Tensor, " pos"]
+) -> tuple[tuple[Picture, ...], dict[str, Tensor]]:
+    """Return the pictures of a prompt that is cut, at their new positions, and their inputs.
+
+    Args:
+        pictures: The pictures.
+        inputs: Their inputs.
+        keeps: Which positions of the prompt remain.
+
+    Raises:
+        UnsupportedModelError: If only some patches of a picture remain, because a model reads whole pictures;
+            or if it is not known which inputs belong to which picture.
+    """
+    kept, places = keeps.tolist(), (keeps.cumsum(0) - 1).tolist()
+    counts = [sum(kept[position] for position in picture.positions) for picture in pictures]
+    for picture, count in zip(pictures, counts, strict=True):
+        if count not in (0, len(picture.positions)):
+            raise UnsupportedModelError(
+                f"pictures: expected to delete all patches of {picture.name} or none, because the model reads "
+                f"whole pictures, got {len(picture.positions) - count} of {len(picture.positions)}; to remove "
+                "patches, use lm.Occlusion (by='replace', 'mask' or 'values')"
+            )
+    moved = tuple(
+        dataclasses.replace(picture, positions=tuple(places[position] for position in picture.positions))
+        for picture, count in zip(pictures, counts, strict=True)
+        if count
+    )
+    if len(moved) == len(pictures):
+        return moved, dict(inputs)
+    return moved, _select_inputs(inputs, [count > 0 for count in counts]) if moved else {}
+
+
+def _select_inputs(inputs: Mapping[str, Tensor], chosen: Sequence[bool]) -> dict[str, Tensor]:
+    """Return the inputs of the chosen pictures.
+
+    Raises:
+        UnsupportedModelError: If no axis of an input has one entry per picture.
+    """
+    count = len(chosen)
+    index = torch.tensor(chosen, dtype=torch.bool, device="cpu")
+    grids = inputs.get("image_grid_thw")
+    selected = {}
+    for name, value in inputs.items():
+        own = index.to(value.device)
+        if grids is not None and name == "pixel_values" and len(grids) == count:
+            selected[name] = value[own.repeat_interleave(grids.prod(-1).to(value.device))]
+        elif len(value) == count:
+            selected[name] = value[own]
+        elif value.ndim > 3 and value.shape[:2] == (1, count):
+            selected[name] = value[:, own]
+        else:
+            raise UnsupportedModelError(
+                f"{name}: expected an entry for each of {count} pictures, to delete some of them, got "
+                f"{list(value.shape)}"
+            )
+    return selected
+
+
 def join_inputs(
     prompts: Sequence[Mapping[str, Tensor]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
