@@ -54,8 +54,8 @@ def run_again(
     missing = sorted(set(record.get("picture_inputs", ())) - set(options))
     if missing:
         raise ValueError(
-            f"mixing_map: expected {', '.join(f'{name}=' for name in missing)} beside it, because a record has "
-            "no pixels, got none; give what the processor returned for the pictures"
+            f"mixing_map: expected {', '.join(f'{name}=' for name in missing)} beside it, because a record "
+            "has no pixels, got none; give what the processor returned for the pictures"
         )
     is_aggregated = mixing_map.kind == "input" and len(mixing_map) > 1
     reads_target = record.get("part") in ("decoder", "cross", "joint")

@@ -30,6 +30,11 @@ from lens_mix.targets import as_target
 
 # A session has the method that measures the residual under this label, which is not the name of any method.
 _MEASURED = "measured residual"
+# This is the note of a layer map of a model whose pictures do not only enter at the first block.
+_ENTERING = (
+    "the model also adds features of patches to their positions before {where}, so a rollout counts them as "
+    "content of these positions that was there from the start"
+)
 
 
 def find_measuring_method(methods: Mapping[str, Method]) -> dict[str, Method]:
@@ -225,6 +230,8 @@ class _Record:
         self._provenance = provenance.of_run(checked.clean.lens, prepend_bos)
         self._provenance["verification_error"] = checked.verification.largest_error
         self._dropped_classifier = provenance.dropped_classifier(checked.clean.lens)
+        layer = checked.clean.find_entering_patches()
+        self._entering = () if layer is None else (_ENTERING.format(where=checked.clean.lens.where(layer)),)
         targets = [method.target for method in checked.session.methods.values() if hasattr(method, "target")]
         if self._dropped_classifier and any(as_target(target).reads == "logits" for target in targets):
             warnings.warn(f"the target reads logits, but {self._dropped_classifier}", stacklevel=2)
@@ -278,6 +285,7 @@ class _Record:
             explained=self._explain(label, index),
             notes=(
                 *filter(None, (stack.gaps, self._note_classifier(method), clean.no_predictions)),
+                *self._entering,
                 *prompt.notes,
                 *provenance.notes(scores, layers, queries),
                 *((provenance.SINK,) if has_sink else ()),

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, watch_pattern, zero_values
+from lens_mix.hooks.base import HookFunction, HookPointLike
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.pictures import image_token
 from lens_mix.lens.prompts import vocabulary
@@ -156,8 +157,9 @@ class OtherTokens(Removal):
         # The model reads as many image tokens as patches, so at a patch the embedding is replaced instead.
         replaced = copies.removed & _patches(block)[copies.prompt_index]
         tokens = torch.where(copies.removed & ~replaced, others, own)
-        hooks = [_replace_embeddings(block, replaced, others)] if bool(replaced.any()) else []
-        yield _with_tokens(block, copies.prompt_index, tokens), hooks
+        batch = _with_tokens(block, copies.prompt_index, tokens)
+        with must_fire(_replace_embeddings(block, replaced, others)) as hooks:
+            yield batch, hooks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +199,7 @@ class ReplaceTokens(OtherTokens):
             context.token_id(one, self.argument) for one in check_items("tokens", self.tokens, "tokens")
         ]
         given = torch.tensor(listed, dtype=torch.long, device=tokens.device)[:, None]
-        if block.batch.has_pictures and bool((given == image_token(block.clean.lens.model)).any()):
+        if block.batch.has_pictures and image_token(block.clean.lens.model) in listed:
             raise ValueError(f"{self.argument}: expected other tokens than the image token, got {listed}")
         if self.own == "kept":
             return given.expand(-1, len(tokens))
@@ -432,6 +434,20 @@ def _patches(block: Block) -> Bool[Tensor, "batch pos"]:
     return patches
 
 
+class _ReplaceEmbeddings(HookFunction):
+    """Replace the input of the first block at some positions of each copy."""
+
+    def __init__(
+        self, replaced: Bool[Tensor, "copy pos"], embedded: Float[Tensor, "copy pos d_model"]
+    ) -> None:
+        self._replaced, self._embedded = replaced, embedded
+
+    @override
+    def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor:
+        self.calls += 1
+        return torch.where(self._replaced[..., None], self._embedded.to(tensor), tensor)
+
+
 def _replace_embeddings(
     block: Block, replaced: Bool[Tensor, "copy pos"], tokens: Int[Tensor, "copy pos"]
 ) -> HookPair:
@@ -452,10 +468,7 @@ def _replace_embeddings(
             )
         embedded = embed(tokens)
 
-    def replace(residual: Float[Tensor, "copy pos d_model"], hook: Any) -> Tensor:
-        return torch.where(replaced[..., None], embedded.to(residual), residual)
-
-    return f"{block.stack.template.format(layer=0)}.hook_resid_pre", replace
+    return f"{block.stack.template.format(layer=0)}.hook_resid_pre", _ReplaceEmbeddings(replaced, embedded)
 
 
 def _with_tokens(

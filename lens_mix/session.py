@@ -236,6 +236,7 @@ class Session:
             entering = streams_before_cross(clean, verification.anatomy)
             clean = dataclasses.replace(clean, z_factors=verification.z_factors, entering=entering)
             _require_same_input(clean)
+            self._check_entering_patches(clean)
             if clean.seeing_later:
                 verification = _add_patches(clean, verification)
                 engines = self._choose_engines(verification)
@@ -411,6 +412,21 @@ class Session:
             predict_at=predict_at,
             after_block=after_block,
         )
+
+    def _check_entering_patches(self, clean: CleanPass) -> None:
+        """Raise an UnsupportedModelError if pictures also enter above the first block, for input maps.
+
+        Some models add features of patches to the residual stream between blocks (deepstack). The maps of
+        single blocks do not need to know.
+        """
+        labels = [label for label, method in self.methods.items() if method.scope != "layer"]
+        layer = clean.find_entering_patches() if labels else None
+        if layer is not None:
+            self._raise_unsupported(
+                f"{', '.join(labels)}: expected pictures that enter at the first block, got a model that "
+                f"also adds features of their patches before {clean.lens.where(layer)}, which input maps "
+                "would leave out"
+            )
 
     def _positions_to_predict(
         self, real: Bool[Tensor, "batch pos"], rows: Rows | None, verification: Verification

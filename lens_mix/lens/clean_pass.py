@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -120,6 +121,17 @@ class CleanPass:
     def real_inputs(self) -> Bool[Tensor, "batch input"]:
         """The mask of the positions of `inputs` that are the prompts' own."""
         return self.real if self.lens.stack.source is None else torch.cat([self.batch.real, self.real], 1)
+
+    def find_entering_patches(self) -> int | None:
+        """Return the first block that reads more than the block below it returned; None if there is none.
+
+        Only batches with pictures are searched.
+        """
+        layers = sorted(self.calls) if self.batch.has_pictures else []
+        for below, layer in itertools.pairwise(layers):
+            if not torch.equal(self.calls[below].resid_post, self.calls[layer].resid_pre):
+                return layer
+        return None
 
     def replay(self, layer: int) -> BlockReplay:
         """Return the replay of a block."""

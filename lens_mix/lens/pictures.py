@@ -49,7 +49,7 @@ class Picture:
 
     @property
     def labels(self) -> list[str]:
-        """Return one label per patch: "picture 1, 3,5" for row 3 and column 5; "picture 1, 17" without a grid."""
+        """Return a label per patch: "picture 1, 3,5" (row 3, column 5), or "picture 1, 17" without a grid."""
         if self.grid is None:
             return [f"{self.name}, {place}" for place in range(len(self.positions))]
         columns = self.grid[1]
@@ -83,7 +83,7 @@ def find_pictures(
         ValueError: If the prompt has no image tokens.
     """
     token = image_token(model)
-    positions = (tokens == token).nonzero()[:, 0].tolist()
+    positions = [] if token is None else (tokens == token).nonzero()[:, 0].tolist()
     if not positions:
         raise ValueError(
             f"prompt: expected the image token {token} at the position of each patch, got none; the model's "
@@ -98,8 +98,8 @@ def find_pictures(
         ), ()
     reason = "are not known" if grids is None else f"{grids} do not fit {len(positions)} image tokens"
     note = (
-        f"pictures: the rows and columns of patches {reason}, so image positions are numbered within each run "
-        "of image tokens"
+        f"pictures: the rows and columns of patches {reason}, so image positions are numbered within each "
+        "run of image tokens"
     )
     return tuple(Picture(number + 1, run) for number, run in enumerate(_runs(positions))), (note,)
 
@@ -182,9 +182,18 @@ def note_missing_types(taken: Sequence[str], inputs: Mapping[str, Tensor]) -> tu
     if not missing or set(missing) & set(inputs):
         return ()
     return (
-        f"{missing[0]}: not given, so the model gives image positions the attention mask and the positions of "
-        "text; its processor returns them, with 1 at image tokens",
+        f"{missing[0]}: not given, so the model gives image positions the attention mask and the positions "
+        "of text; its processor returns them, with 1 at image tokens",
     )
+
+
+def note_missing_pixels(model: TransformerLensModel, tokens: Int[Tensor, " pos"]) -> tuple[str, ...]:
+    """Return a note if a prompt has image tokens, but no pictures."""
+    token = image_token(model)
+    count = 0 if token is None else int((tokens == token).sum())
+    if count == 0:
+        return ()
+    return (f"pixel_values: not given, so {count} image tokens have the embedding of that token",)
 
 
 def label_pictures(strings: Sequence[str], pictures: Sequence[Picture]) -> list[str]:
@@ -222,9 +231,9 @@ def drop_pictures(
     for picture, count in zip(pictures, counts, strict=True):
         if count not in (0, len(picture.positions)):
             raise UnsupportedModelError(
-                f"pictures: expected to delete all patches of {picture.name} or none, because the model reads "
-                f"whole pictures, got {len(picture.positions) - count} of {len(picture.positions)}; to remove "
-                "patches, use lm.Occlusion (by='replace', 'mask' or 'values')"
+                f"pictures: expected to delete all patches of {picture.name} or none, because the model "
+                f"reads whole pictures, got {len(picture.positions) - count} of {len(picture.positions)}; to "
+                "remove patches, use lm.Occlusion (by='replace', 'mask' or 'values')"
             )
     moved = tuple(
         dataclasses.replace(picture, positions=tuple(places[position] for position in picture.positions))

@@ -18,7 +18,14 @@ from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
 from lens_mix.lens.offloading import execution_device
-from lens_mix.lens.pictures import PICTURE_INPUTS, Picture, find_pictures, image_token, note_missing_types
+from lens_mix.lens.pictures import (
+    PICTURE_INPUTS,
+    Picture,
+    find_pictures,
+    image_token,
+    note_missing_pixels,
+    note_missing_types,
+)
 
 # Tokenizers return these on request, but no model takes them.
 _NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_to_sample_mapping"}
@@ -145,6 +152,8 @@ def read_prompt(
     if picture_inputs:
         pictures, further = find_pictures(model, tokens, picture_inputs)
         notes += further + note_missing_types(further_inputs(model, model_class), extra)
+    else:
+        notes += note_missing_pixels(model, tokens)
     if encoder_decoder:
         if isinstance(target, str):
             notes += texts.notes_on_target(getattr(model, "tokenizer", None))
@@ -170,7 +179,9 @@ def _picture_inputs(
     if not names or image_token(model) is None:
         return {}
     if "pixel_values" not in names:
-        raise ValueError(f"pixel_values: expected the pixels of the pictures beside {sorted(names)}, got none")
+        raise ValueError(
+            f"pixel_values: expected the pixels of the pictures beside {sorted(names)}, got none"
+        )
     inputs = {name: given.pop(name) for name in sorted(names)}
     for name, value in inputs.items():
         if not torch.is_tensor(value):
@@ -178,7 +189,9 @@ def _picture_inputs(
         check_dense_tensor(name, value)
     pixels = inputs["pixel_values"]
     if not pixels.is_floating_point():
-        raise TypeError(f"pixel_values: expected real numbers, as the model's processor returns, got {pixels.dtype}")
+        raise TypeError(
+            f"pixel_values: expected real numbers, as the model's processor returns, got {pixels.dtype}"
+        )
     if pixels.ndim == 3:
         # One picture without a batch axis.
         inputs["pixel_values"] = pixels[None]
@@ -461,8 +474,8 @@ def _like_tokens(value: Any, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
     if _NOT_TEXT.search(name) or value.ndim > 2:
         raise ValueError(
             f"{name}: expected text alone (inputs [pos] or [1, pos], one number per token), got "
-            f"{list(value.shape)}; this model takes no such input beside its tokens, or lens_mix can't map it: "
-            "give the tokens of a prompt without it"
+            f"{list(value.shape)}; the model takes no such input beside its tokens, or lens_mix can't map "
+            "it: give the tokens of a prompt without it"
         )
     whole = name.endswith("_ids") or name == "labels"
     if whole and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):

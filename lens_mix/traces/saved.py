@@ -121,7 +121,7 @@ def _read_fields(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> di
         ]
     for start, stop, measured in record["losses"]:
         computed["losses", start, stop] = {tuple(positions): loss for positions, loss in measured}
-    inputs = {
+    inputs: dict[str, Any] = {
         kind: {
             name.removeprefix(f"{kind} "): value
             for name, value in tensors.items()
