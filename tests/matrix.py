@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.pictured_models import PICTURED_NAMES, pictured
 from tests.tiny_models import (
     BRIDGE_NAMES,
     HOOKED_TRANSFORMER_NAMES,
@@ -167,7 +168,7 @@ class Case:
         kind, _, rest = self.label.partition(" ")
         name = rest.split(" ")[0]
         factories = {
-            "bridge": lambda: bridge(name, dtype),
+            "bridge": lambda: (pictured if name in PICTURED_NAMES else bridge)(name, dtype),
             "HookedTransformer": lambda: hooked_transformer(name, dtype),
             "HookedEncoder": lambda: hooked_encoder(dtype),
             "HookedEncoderDecoder": lambda: hooked_encoder_decoder(dtype),
@@ -263,6 +264,14 @@ def wide_cases() -> list[Case]:
         for stack in (PARTS[:2] if pair else (None,))
     ]
     return [case for case in found if case.exists]
+
+
+def pictured_cases() -> list[Case]:
+    """Return the decoders of pictures and text that the installed TransformerLens has.
+
+    `tests/test_picture_decoders.py` compares them with an oracle on a prompt with a picture.
+    """
+    return [case for case in (Case(f"bridge {name}") for name in PICTURED_NAMES) if case.exists]
 
 
 def prompt_of(model: Any, seq: int = 7, seed: int = 1) -> Any:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.lens.pictures import Picture, drop_pictures, is_picture, label_pictures
+from lens_mix.lens.pictures import Picture, check_neighbours, drop_pictures, is_picture, label_pictures
 
 PaddingSide = Literal["left", "right"]
 
@@ -60,9 +60,11 @@ class Prompt:
         """Return the prompt without some of its tokens; a picture without its positions is removed too.
 
         Raises:
-            UnsupportedModelError: If only some positions of a picture remain.
+            UnsupportedModelError: If only some positions of a picture remain, or two would become one.
         """
         pictures, picture_inputs = drop_pictures(self.pictures, self.picture_inputs, keeps)
+        if any(name.endswith("token_type_ids") for name in self.inputs):
+            check_neighbours(self.pictures, pictures)
         return dataclasses.replace(
             self,
             tokens=self.tokens[keeps],

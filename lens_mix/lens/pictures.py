@@ -7,6 +7,7 @@ encoder. The features of all pictures replace the image tokens in order, row by 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -243,6 +244,25 @@ def drop_pictures(
     if len(moved) == len(pictures):
         return moved, dict(inputs)
     return moved, _select_inputs(inputs, [count > 0 for count in counts]) if moved else {}
+
+
+def check_neighbours(before: Sequence[Picture], pictures: Sequence[Picture]) -> None:
+    """Raise an UnsupportedModelError if pictures become neighbours, for models that read the types of tokens.
+
+    Such a model takes a run of image tokens for one picture.
+
+    Args:
+        before: The pictures of the whole prompt.
+        pictures: Those that remain, at their new positions.
+    """
+    ends = {picture.number: (picture.positions[0], picture.positions[-1]) for picture in before}
+    for one, next_one in itertools.pairwise(pictures):
+        were_neighbours = ends[one.number][1] + 1 == ends[next_one.number][0]
+        if one.positions[-1] + 1 == next_one.positions[0] and not were_neighbours:
+            raise UnsupportedModelError(
+                f"pictures {one.number} and {next_one.number} would be neighbours, which the model reads as "
+                "one picture: expected some text to remain between them"
+            )
 
 
 def _select_inputs(inputs: Mapping[str, Tensor], chosen: Sequence[bool]) -> dict[str, Tensor]:
