@@ -145,6 +145,9 @@ class Session:
             return [[prompt] for prompt in prompts]
         lengths = {len(self.mapped_tokens(prompt)) for prompt in prompts}
         lengths |= {len(prompt.tokens) for prompt in prompts}
+        # Pictures and sounds are not padded.
+        if len({None if prompt.features is None else prompt.features.shape for prompt in prompts}) > 1:
+            return [[prompt] for prompt in prompts]
         need_no_padding = len(lengths) == 1 or len(prompts) == 1
         if need_no_padding:
             return [prompts]
@@ -512,7 +515,8 @@ class CheckedPass:
 
     def tokens(self, index: int) -> list[str]:
         """Return the tokens of one prompt that the mapped part reads, as strings."""
-        return token_strings(self.session.lens.model, self.token_ids(index))
+        strings = self.clean.batch.prompts[index].labels
+        return list(strings) if strings else token_strings(self.session.lens.model, self.token_ids(index))
 
     def key_tokens(self, index: int) -> list[str] | None:
         """Return the tokens of the keys as strings, or None if the keys are the queries' own tokens."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from lens_mix.arguments import check_dense_tensor, check_flags, check_whole_number
 from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
+from lens_mix.lens.features import read_features, reads_features
 from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
 from lens_mix.lens.offloading import execution_device
 
@@ -43,6 +44,8 @@ def wrapped_config(model: TransformerLensModel, name: str) -> Any:
 def is_causal_model(model: TransformerLensModel, model_class: ModelClass) -> bool:
     """Return whether the model is a causal decoder according to its class and its configuration."""
     if model_class is ModelClass.HOOKED_ENCODER or is_encoder_decoder(model, model_class):
+        return False
+    if reads_features(model):
         return False
     # TransformerBridge 3 sets attention_dir="causal" for BERT too, so the name of the wrapped class decides.
     name = type(getattr(model, "original_model", None)).__name__
@@ -87,6 +90,9 @@ def read_prompt(
       `model.tokenizer(text_target=target)`, shifted to the right as the model does it in training: T5 reads
       `<pad> a b`, BART `</s> <s> a b`, mBART `ro_RO a b`. The decoder does not read the end of the sentence
       that the tokenizer adds; it only predicts it.
+    - For a model of pictures or sound: pixels [channel, height, width], a waveform [sample], a spectrogram
+      [time, band], what the model's processor returns, or a PIL picture
+      (`lens_mix.lens.features.read_features`).
 
     Args:
         model: The model.
@@ -102,6 +108,10 @@ def read_prompt(
         TypeError: If an argument has a wrong type.
         ValueError: If an argument has a wrong value, or does not fit the model.
     """
+    if reads_features(model):
+        if prepend_bos is not None:
+            raise ValueError(f"prepend_bos: expected None for a model without tokens, got {prepend_bos}")
+        return read_features(model, prompt, device_of(model), attention_mask, inputs)
     text = _as_text(prompt)
     given = dict(inputs or {})
     if prepend_bos is not None:

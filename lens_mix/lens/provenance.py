@@ -118,6 +118,8 @@ def model_name(model: TransformerLensModel) -> str:
 
 def of_prompt(prompt: Prompt) -> dict[str, Any]:
     """Return the text, the tokens and the inputs of a prompt, which `lens_mix.run_again` needs."""
+    if prompt.features is not None:
+        return {"prompt": None, "features": list(prompt.features.shape), "positions": len(prompt.tokens)}
     target = {} if prompt.target is None else {"target_token_ids": prompt.target.tolist()}
     inputs = {name: value.tolist() for name, value in prompt.inputs.items()}
     given = {"inputs": inputs} if inputs else {}
