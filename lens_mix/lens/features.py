@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from lens_mix.arguments import check_dense_tensor, describe_value
@@ -135,6 +136,58 @@ def shorten(model: TransformerLensModel, prompt: Prompt, count: int) -> Prompt:
     if len(prompt.tokens) <= count:
         return prompt
     return _make_prompt(model, prompt.features[: (count - 1) * prompt.grid.step[1] + prompt.grid.patch[1]])
+
+
+def covered_cells(grid: Grid, removed: Bool[Tensor, "copy pos"]) -> Bool[Tensor, "copy height width"]:
+    """Return what the cells of removed positions cover, in the unit of `grid.size`."""
+    height, width = grid.size
+    boxes = torch.tensor([grid.box(position) for position in grid.positions], device=removed.device)
+    top, left, bottom, right = boxes.unbind(1)
+    cells = removed[:, list(grid.positions)].int()
+    # Each cell adds 1 from its top and left on, and takes it away from its bottom and right on.
+    changes = cells.new_zeros(len(removed), (height + 1) * (width + 1))
+    for row, column, sign in ((top, left, 1), (bottom, left, -1), (top, right, -1), (bottom, right, 1)):
+        changes.index_add_(1, row * (width + 1) + column, sign * cells)
+    counts = changes.unflatten(1, (height + 1, width + 1)).cumsum(1).cumsum(2)
+    return counts[:, :height, :width] > 0
+
+
+def as_features(covered: Bool[Tensor, "copy height width"], features: Tensor) -> Bool[Tensor, " copy *axes"]:
+    """Return a mask [copy, height, width] in the axes of features, with one entry per copy."""
+    if features.ndim == 4:
+        return covered[:, None]
+    return covered[:, 0] if features.ndim == 2 else covered.mT
+
+
+def mean_of(features: Tensor) -> Tensor:
+    """Return a picture that has its mean in each channel, or sound that has its mean, everywhere."""
+    axes = (1, 2) if features.ndim == 3 else tuple(range(features.ndim))
+    mean: Tensor = features.mean(axes, keepdim=True)
+    return mean.expand_as(features)
+
+
+def blurred(features: Tensor, grid: Grid) -> Tensor:
+    """Return a picture or sound after a Gaussian blur with the size of a cell as its standard deviation.
+
+    Beyond its edges, its outermost numbers are repeated.
+    """
+    # A spectrogram is [time, band], and a grid is of bands x time.
+    image = features.mT if features.ndim == 2 else features
+    image = image.reshape(-1, *image.shape[-2:]) if image.ndim > 1 else image[None, None]
+    for axis in (0, 1):
+        size, sigma = grid.size[axis], grid.patch[axis]
+        if size == 1:
+            continue
+        radius = min(3 * sigma, 3 * size)
+        distance = torch.arange(-radius, radius + 1, device=image.device, dtype=image.dtype)
+        kernel = torch.exp(-0.5 * (distance / sigma) ** 2)
+        turned = (image if axis else image.mT).flatten(0, 1)[:, None]
+        padded = torch.nn.functional.pad(turned, (radius, radius), mode="replicate")
+        smooth = torch.nn.functional.conv1d(padded, (kernel / kernel.sum())[None, None])
+        smooth = smooth[:, 0].unflatten(0, (len(image), -1))
+        image = smooth if axis else smooth.mT
+    image = image[0] if features.ndim < 3 else image
+    return image.mT if features.ndim == 2 else image.reshape(features.shape)
 
 
 def _make_prompt(model: TransformerLensModel, features: Tensor) -> Prompt:

@@ -102,6 +102,8 @@ def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
         if reads_features(lens.model) and not has_classifier(lens.model):
             yield _no_classifier(method.target)
         yield known_faults.wrong_logits(lens.model_class, transformer_lens_version())
+    if reads_features(lens.model):
+        yield getattr(method, "needs_tokens", None)
     if _scope(method) != "layer" and lens.stack.gaps is not None:
         yield f"{lens.stack.gaps}, so no map of the whole stack can be computed"
     if _scope(method) == "model" and lens.stack.name == "encoder":
