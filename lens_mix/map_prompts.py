@@ -66,7 +66,7 @@ def map_prompts(
     # Key groups are shaped before the clean pass, so that a wrong span raises its error without that cost.
     grouping = [m for m in session.methods.values() if type(m).key_groups is not Method.key_groups]
     for prompt in prompts if grouping else ():
-        tokens = prompt.label(token_strings(session.lens.model, session.key_tokens(prompt)))
+        tokens = prompt.labels or prompt.label(token_strings(session.lens.model, session.key_tokens(prompt)))
         for method in grouping:
             method.key_groups(tokens)
     options: dict[str, Any] = {"prepend_bos": prepend_bos, "progress": progress}
@@ -283,6 +283,8 @@ class _Record:
             provenance={**self._provenance, **prompt_record, **provenance.details(blocks, index)},
             default_query=self._find_default_query(label, index, len(tokens)),
             explained=self._explain(label, index),
+            features=prompt.features,
+            grid=prompt.grid if groups is None else None,
             notes=(
                 *filter(None, (stack.gaps, self._note_classifier(method), clean.no_predictions)),
                 *self._entering,

@@ -1,6 +1,7 @@
 """Removals: ways to take groups of positions (a token, a span, a sentence) out of a model's passes.
 
-A removal replaces the tokens of a group, deletes them, hides them by a mask, or zeroes their value vectors.
+A removal replaces the tokens of a group, deletes them, hides them by a mask, or zeroes their value vectors,
+or it fills the patches of a picture.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -20,6 +21,7 @@ from typing_extensions import override
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, watch_pattern, zero_values
 from lens_mix.hooks.base import HookFunction, HookPointLike
+from lens_mix.lens.features import as_features, blurred, covered_cells, mean_of
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.pictures import image_token
 from lens_mix.lens.prompts import vocabulary
@@ -29,6 +31,7 @@ from lens_mix.targets import Context
 if TYPE_CHECKING:
     from lens_mix.lens.batches import Batch
     from lens_mix.lens.block import Block
+    from lens_mix.maps.grid import Grid
 
 # The changes of a pass: the copies as another batch (None if they equal their prompts), and hooks.
 Changed = tuple["Batch | None", list[HookPair]]
@@ -104,6 +107,10 @@ class Removal(abc.ABC):
         """
         return []
 
+    def acts_on(self, block: Block, removed: Bool[Tensor, "group input"]) -> Bool[Tensor, " group"]:
+        """Return which groups the removal can change anything of."""
+        return removed.any(-1)
+
     def runs_alone(self, block: Block, removed: Bool[Tensor, "group input"]) -> bool:
         """Return whether the copies without these groups have to run one at a time."""
         return False
@@ -134,6 +141,11 @@ class OtherTokens(Removal):
     def make_copies(
         self, block: Block, prompt_index: Int[Tensor, " group"], removed: Bool[Tensor, "group input"]
     ) -> Copies:
+        if block.batch.features is not None:
+            raise UnsupportedModelError(
+                f"{type(self).__name__}: expected a model that reads tokens, got one of pictures or sound; "
+                "use FillPatches, MaskKeys or ZeroValues"
+            )
         tokens, real = _input_tokens(block), block.real_inputs
         by_prompt = []
         for own, is_own in zip(tokens, real, strict=True):
@@ -275,6 +287,52 @@ def replacement(tokens: Sequence[str | int] | None, samples: int, seed: int) -> 
 
 
 @dataclasses.dataclass(frozen=True)
+class FillPatches(Removal):
+    """Fill removed patches of a picture, or frames of sound, with other content before the model reads it.
+
+    A group of positions is filled at once. If cells of the grid overlap (AST, HuBERT), a neighbour loses the
+    part that it has in common with a removed cell. Positions without a place, such as [CLS], have nothing to
+    fill.
+
+    Attributes:
+        fill: "mean": the mean of the picture, for each channel, or that of the sound. "blur": the picture or
+            sound itself after a Gaussian blur, whose standard deviation is the size of a cell.
+    """
+
+    fill: Literal["mean", "blur"] = "mean"
+
+    def __post_init__(self) -> None:
+        check_choice("fill", self.fill, ("mean", "blur"))
+
+    @override
+    def acts_on(self, block: Block, removed: Bool[Tensor, "group input"]) -> Bool[Tensor, " group"]:
+        positions = torch.tensor(self._grid(block).positions, dtype=torch.long, device=removed.device)
+        return removed[:, positions].any(-1)
+
+    @contextlib.contextmanager
+    @override
+    def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
+        batch, grid = block.batch.select(copies.prompt_index), self._grid(block)
+        own, originals = batch.features, block.batch.features
+        assert own is not None
+        assert originals is not None
+        covered = as_features(covered_cells(grid, copies.removed), own)
+        fills = mean_of if self.fill == "mean" else functools.partial(blurred, grid=grid)
+        filled = torch.stack([fills(features) for features in originals])
+        features = torch.where(covered, filled[copies.prompt_index], own)
+        yield dataclasses.replace(batch, features=features), []
+
+    def _grid(self, block: Block) -> Grid:
+        grid = block.batch.prompts[0].grid
+        if grid is None or block.batch.features is None:
+            raise UnsupportedModelError(
+                "FillPatches: expected a model of pictures or sound, got one that reads tokens; use "
+                "ReplaceTokens, SampleTokens, MaskKeys or ZeroValues"
+            )
+        return grid
+
+
+@dataclasses.dataclass(frozen=True)
 class Drop(Removal):
     """Cut removed positions out of the prompt, so that the remaining tokens are a shorter prompt.
 
@@ -293,6 +351,11 @@ class Drop(Removal):
             raise UnsupportedModelError(
                 "Drop: the decoder of an encoder-decoder takes no mask; use ReplaceTokens, "
                 "SampleTokens or ZeroValues"
+            )
+        if block.batch.features is not None:
+            raise UnsupportedModelError(
+                "Drop: expected a model that reads tokens, because pictures and sound have one size; use "
+                "FillPatches, MaskKeys or ZeroValues"
             )
         batch = block.batch.select(copies.prompt_index)
         if block.verification.predicts_next and batch.target is None:
@@ -376,9 +439,11 @@ class ZeroValues(Removal):
         return [zero_values(layer, position, attention=attention)]
 
 
-_NAMED: dict[str, type[Removal]] = {
+_NAMED: dict[str, Callable[[], Removal]] = {
+    "blur": functools.partial(FillPatches, "blur"),
     "drop": Drop,
     "mask": MaskKeys,
+    "mean": FillPatches,
     "sample": SampleTokens,
     "zero_values": ZeroValues,
 }

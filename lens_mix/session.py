@@ -146,7 +146,9 @@ class Session:
             return [[prompt] for prompt in prompts]
         lengths = {len(self.mapped_tokens(prompt)) for prompt in prompts}
         lengths |= {len(prompt.tokens) for prompt in prompts}
-        if any(prompt.pictures for prompt in prompts):
+        # Pictures and sounds are not padded.
+        shapes = {None if prompt.features is None else prompt.features.shape for prompt in prompts}
+        if len(shapes) > 1 or any(prompt.pictures for prompt in prompts):
             return [[prompt] for prompt in prompts]
         need_no_padding = len(lengths) == 1 or len(prompts) == 1
         if need_no_padding:
@@ -544,8 +546,10 @@ class CheckedPass:
 
     def tokens(self, index: int) -> list[str]:
         """Return the tokens of one prompt that the mapped part reads, as strings."""
-        strings = token_strings(self.session.lens.model, self.token_ids(index))
-        return self.clean.batch.prompts[index].label(strings)
+        prompt = self.clean.batch.prompts[index]
+        if prompt.labels:
+            return list(prompt.labels)
+        return prompt.label(token_strings(self.session.lens.model, self.token_ids(index)))
 
     def key_tokens(self, index: int) -> list[str] | None:
         """Return the tokens of the keys as strings, or None if the keys are the queries' own tokens."""

@@ -60,6 +60,10 @@ UNSUPPORTED_BEFORE_4 = {
 UNSUPPORTED_BEFORE_3 = {
     f"HookedEncoderDecoder {part}": "not causal in TransformerLens 2.x" for part in ("decoder", "cross")
 }
+# These read text, but not pictures.
+UNSUPPORTED_PICTURES_BEFORE_4 = {
+    "bridge gemma3_pictures": "Gemma 3 with pictures before TransformerLens 4 wrongly",
+}
 _GATED = r"gated attention is not supported"
 _LATENT = r"latent attention|DeepSeek-V3"
 _WITHOUT = r"TransformerLens has no attention module in any block"
@@ -189,6 +193,13 @@ class Case:
         tables += [UNSUPPORTED_BEFORE_4] if major < 4 else []
         tables += [UNSUPPORTED_BEFORE_3] if major < 3 else []
         return next((table[self.label] for table in tables if self.label in table), None)
+
+    @property
+    def picture_refusal(self) -> str | None:
+        """Return the words of the error for a prompt with pictures on the installed TransformerLens."""
+        from lens_mix.lens.model_classes import transformer_lens_version
+
+        return UNSUPPORTED_PICTURES_BEFORE_4.get(self.label) if transformer_lens_version()[0] < 4 else None
 
     @property
     def wrong_logits(self) -> bool:

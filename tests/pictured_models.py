@@ -1,7 +1,8 @@
 """Build tiny random decoders that read pictures beside tokens, and prompts for them, without a hub.
 
 Each has an image token (42), tokens around a picture (40 and 41), pictures of 16 x 16 pixels in patches of
-4 x 4 pixels, and the parameters of `tests.tiny_models`. No processor is needed: a prompt is what one would return.
+4 x 4 pixels, and the parameters of `tests.tiny_models`. No processor is needed: a prompt is what one would
+return.
 """
 
 from __future__ import annotations

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.lens.pictures import Picture, check_neighbours, drop_pictures, is_picture, label_pictures
+from lens_mix.lens.pictures import (
+    Picture,
+    check_neighbours,
+    drop_pictures,
+    is_picture,
+    label_pictures,
+    only_grid,
+)
+
+if TYPE_CHECKING:
+    from lens_mix.maps.grid import Grid
 
 PaddingSide = Literal["left", "right"]
 
@@ -32,6 +42,10 @@ class Prompt:
         notes: The notes of its maps.
         pictures: The pictures that a decoder reads beside the tokens.
         picture_inputs: The model inputs of the pictures by name, which have other axes than `tokens`.
+        features: The picture or sound that the model reads instead of tokens, which are then all -1. None for
+            models that read tokens.
+        grid: The places of the positions in the picture or sound. None without one.
+        labels: The labels of the positions, instead of the texts of tokens. None for tokens.
     """
 
     tokens: Int[Tensor, " pos"]
@@ -41,6 +55,9 @@ class Prompt:
     notes: tuple[str, ...] = ()
     pictures: tuple[Picture, ...] = ()
     picture_inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    features: Tensor | None = None
+    grid: Grid | None = None
+    labels: tuple[str, ...] | None = None
 
     @property
     def is_picture(self) -> Bool[Tensor, " pos"]:
@@ -71,6 +88,7 @@ class Prompt:
             inputs={name: value[keeps] for name, value in self.inputs.items()},
             pictures=pictures,
             picture_inputs=picture_inputs,
+            grid=only_grid(pictures),
         )
 
     def without_pictures(self) -> Prompt:
@@ -98,6 +116,8 @@ class Batch:
             the numbers of the positions. None if no key is hidden.
         places: For each position of the prompt before tokens were cut out, its place in `tokens`. A token
             that was cut out has the place of the last one that remains before it. None if none was cut out.
+        features: The pictures or sounds that the model reads instead of tokens, [example, ...]. None for
+            models that read tokens.
     """
 
     prompts: tuple[Prompt, ...]
@@ -108,6 +128,7 @@ class Batch:
     inputs: Mapping[str, Tensor]
     hidden: Bool[Tensor, "batch key"] | None = None
     places: Int[Tensor, "batch whole_pos"] | None = None
+    features: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -122,11 +143,12 @@ class Batch:
         target = None if self.target is None else self.target[examples]
         target_real = None if self.target_real is None else self.target_real[examples]
         inputs = {name: value[examples] for name, value in self.inputs.items()}
-        hidden, places = (
-            None if tensor is None else tensor[examples] for tensor in (self.hidden, self.places)
+        hidden, places, features = (
+            None if tensor is None else tensor[examples]
+            for tensor in (self.hidden, self.places, self.features)
         )
         tokens, real = self.tokens[examples], self.real[examples]
-        return Batch(prompts, tokens, real, target, target_real, inputs, hidden, places)
+        return Batch(prompts, tokens, real, target, target_real, inputs, hidden, places, features)
 
     def cut(self, removed: Bool[Tensor, "batch pos"]) -> Batch:
         """Return the batch without some tokens; those that remain move together, padded on the right.
@@ -236,7 +258,9 @@ def pad(prompts: Sequence[Prompt], pad_token: int, side: PaddingSide) -> Batch:
     # In a batch with pairs, a prompt without token types is a single text, and its types are 0.
     given = {name: [p.inputs.get(name, torch.zeros_like(p.tokens)) for p in prompts] for name in names}
     inputs = {name: _pad(values, 0, side, min_length)[0] for name, values in given.items()}
-    return Batch(tuple(prompts), tokens, real, target, target_real, inputs)
+    found = [prompt.features for prompt in prompts if prompt.features is not None]
+    features = torch.stack(found) if found else None
+    return Batch(tuple(prompts), tokens, real, target, target_real, inputs, features=features)
 
 
 def _pad(

@@ -17,6 +17,7 @@ from lens_mix.lens import known_faults
 from lens_mix.lens.angles import angles_differ, forget_longer_passes, rotary_modules
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Change, Changes, forward_pre_hook, hooked, replace_attributes
+from lens_mix.lens.features import require_known_features
 from lens_mix.lens.hidden_keys import HiddenKeys
 from lens_mix.lens.model_classes import (
     ModelClass,
@@ -64,9 +65,7 @@ class Lens:
         self.model_class = model_class_of(model)
         # Each class also has attributes that the protocol does not have.
         self.model = cast(Any, model)
-        for modality, kind in {"visual": "a visual model", "audio": "an audio model"}.items():
-            if getattr(model.cfg, f"is_{modality}_model", False):
-                raise UnsupportedModelError(f"model: expected a model that reads tokens, got {kind}")
+        require_known_features(self.model)
         stacks = stacks_of(self.model)
         name = next(iter(stacks)) if part is None else part
         if not isinstance(name, str) or name not in stacks:
@@ -170,6 +169,9 @@ class Lens:
             "encoder": ("encoder_final_ln", "encoder_ln_final"),
             "decoder": ("decoder_final_ln", "decoder_ln_final"),
         }["decoder" if self.stack.reads_target else self.stack.name]
+        if wrapped_config(self.model, "do_stable_layer_norm"):
+            # HuBERT and wav2vec2 have one norm, before or after the blocks, which has one name.
+            names = ("embed_ln",)
         for name in names:
             norm = getattr(self.model, name, None)
             # In BERT-like models `ln_final` is a norm inside the unembedding, after a dense layer. It does
@@ -252,6 +254,8 @@ class Lens:
             raise ValueError(
                 f"model inputs: {self.model_class.value} takes {sorted(taken)} besides tokens, got {unknown}"
             )
+        if batch.features is not None:
+            return self.model(batch.features, **options)
         mask = batch.real.long()
         inputs: dict[str, Tensor | None] = dict(batch.inputs)
         if self.model_class is ModelClass.HOOKED_TRANSFORMER:

@@ -10,13 +10,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.maps.grid import Grid
 
 # The inputs of pictures, by the names of transformers. Their axes are not those of the tokens.
 PICTURE_INPUTS = frozenset(
@@ -25,8 +26,27 @@ PICTURE_INPUTS = frozenset(
 # The numbers that distinguish image tokens from text, by the names of transformers.
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 
-# The rows and columns of the patches of each picture.
-Grids = list[tuple[int, int]]
+
+class Layout(NamedTuple):
+    """The patches of one picture: rows and columns, and the height and width of its pixels."""
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+    @property
+    def n_patches(self) -> int:
+        """Return the number of patches."""
+        return self.rows * self.columns
+
+    def place(self, positions: tuple[int, ...]) -> Grid:
+        """Return the grid of the patches at these positions, row by row."""
+        patch = (max(1, self.height // self.rows), max(1, self.width // self.columns))
+        return Grid(self.rows, self.columns, positions, (self.height, self.width), patch, patch)
+
+
+Layouts = list[Layout]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +56,12 @@ class Picture:
     Attributes:
         number: Its number in the prompt, from 1.
         positions: The positions of its patches, row by row.
-        grid: The numbers of rows and columns of its patches; None if they are not known.
+        grid: The places of its patches; None if they are not known.
     """
 
     number: int
     positions: tuple[int, ...]
-    grid: tuple[int, int] | None = None
+    grid: Grid | None = None
 
     @property
     def name(self) -> str:
@@ -51,10 +71,22 @@ class Picture:
     @property
     def labels(self) -> list[str]:
         """Return a label per patch: "picture 1, 3,5" (row 3, column 5), or "picture 1, 17" without a grid."""
-        if self.grid is None:
-            return [f"{self.name}, {place}" for place in range(len(self.positions))]
-        columns = self.grid[1]
-        return [f"{self.name}, {place // columns},{place % columns}" for place in range(len(self.positions))]
+        columns = None if self.grid is None else self.grid.columns
+        numbers = range(len(self.positions))
+        if columns is None:
+            return [f"{self.name}, {number}" for number in numbers]
+        return [f"{self.name}, {number // columns},{number % columns}" for number in numbers]
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields as values that JSON can represent."""
+        grid = None if self.grid is None else self.grid.record()
+        return {"number": self.number, "positions": list(self.positions), "grid": grid}
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> Picture:
+        """Return the picture of a record."""
+        grid = None if record["grid"] is None else Grid(**record["grid"])
+        return Picture(record["number"], tuple(record["positions"]), grid)
 
 
 def image_token(model: TransformerLensModel) -> int | None:
@@ -90,14 +122,16 @@ def find_pictures(
             f"prompt: expected the image token {token} at the position of each patch, got none; the model's "
             "processor returns such tokens (processor(images=..., text=...))"
         )
-    grids = _find_grids(model, inputs)
-    if grids is not None and sum(map(math.prod, grids)) == len(positions):
-        starts = [sum(map(math.prod, grids[:index])) for index in range(len(grids) + 1)]
+    layouts = _find_layouts(model, inputs)
+    if layouts is not None and sum(layout.n_patches for layout in layouts) == len(positions):
+        remaining = iter(positions)
+        own = [tuple(itertools.islice(remaining, layout.n_patches)) for layout in layouts]
         return tuple(
-            Picture(index + 1, tuple(positions[starts[index] : starts[index + 1]]), grid)
-            for index, grid in enumerate(grids)
+            Picture(number, patches, layout.place(patches))
+            for number, (patches, layout) in enumerate(zip(own, layouts, strict=True), 1)
         ), ()
-    reason = "are not known" if grids is None else f"{grids} do not fit {len(positions)} image tokens"
+    shapes = None if layouts is None else [layout[:2] for layout in layouts]
+    reason = "are not known" if shapes is None else f"{shapes} do not fit {len(positions)} image tokens"
     note = (
         f"pictures: the rows and columns of patches {reason}, so image positions are numbered within each "
         "run of image tokens"
@@ -115,53 +149,57 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(run) for run in runs]
 
 
-def _find_grids(model: TransformerLensModel, inputs: Mapping[str, Tensor]) -> Grids | None:
-    """Return the rows and columns of the patches of each picture; None if they are not known."""
+def _find_layouts(model: TransformerLensModel, inputs: Mapping[str, Tensor]) -> Layouts | None:
+    """Return the patches of each picture; None if they are not known."""
     config: Any = getattr(getattr(model, "original_model", None), "config", None)
-    find = _GRIDS.get(getattr(config, "model_type", ""))
+    find = _LAYOUTS.get(getattr(config, "model_type", ""))
     return None if find is None or "pixel_values" not in inputs else find(config, inputs)
 
 
-def _by_pixels(config: Any, inputs: Mapping[str, Tensor]) -> Grids:
+def _by_pixels(config: Any, inputs: Mapping[str, Tensor]) -> Layouts:
     """Return a patch per square of the vision encoder (LLaVA)."""
-    size = config.vision_config.patch_size
-    if "image_sizes" in inputs:
-        return [(height // size, width // size) for height, width in inputs["image_sizes"].tolist()]
+    patch = config.vision_config.patch_size
     count, _, height, width = inputs["pixel_values"].shape
-    return [(height // size, width // size)] * count
+    sizes = inputs["image_sizes"].tolist() if "image_sizes" in inputs else [(height, width)] * count
+    return [Layout(rows // patch, columns // patch, rows, columns) for rows, columns in sizes]
 
 
-def _by_pooling(config: Any, inputs: Mapping[str, Tensor]) -> Grids:
+def _by_pooling(config: Any, inputs: Mapping[str, Tensor]) -> Layouts:
     """Return the averages of square groups of patches (Gemma 3)."""
     side = math.isqrt(config.mm_tokens_per_image)
-    return [(side, side)] * inputs["pixel_values"].shape[0]
+    count, _, height, width = inputs["pixel_values"].shape
+    return [Layout(side, side, height, width)] * count
 
 
-def _by_shuffle(config: Any, inputs: Mapping[str, Tensor]) -> Grids:
+def _by_shuffle(config: Any, inputs: Mapping[str, Tensor]) -> Layouts:
     """Return square groups of patches, for each picture or tile that is not padding (Idefics 3)."""
     pixels = inputs["pixel_values"]
     count = int((pixels != 0).flatten(2).any(-1).sum())
-    size = config.vision_config.patch_size * config.scale_factor
-    return [(pixels.shape[-2] // size, pixels.shape[-1] // size)] * count
+    patch, height, width = config.vision_config.patch_size * config.scale_factor, *pixels.shape[-2:]
+    return [Layout(height // patch, width // patch, height, width)] * count
 
 
-def _by_grid(config: Any, inputs: Mapping[str, Tensor]) -> Grids | None:
-    """Return square groups of the processor's grid (Qwen-VL, GLM-4V)."""
-    grids = inputs.get("image_grid_thw")
-    size = config.vision_config.spatial_merge_size
+def _by_grid(config: Any, inputs: Mapping[str, Tensor]) -> Layouts | None:
+    """Return square groups of the processor's grid (Qwen-VL, GLM-4V); several times are below each other."""
+    grids, vision = inputs.get("image_grid_thw"), config.vision_config
     if grids is None:
         return None
-    return [(time * (rows // size), columns // size) for time, rows, columns in grids.tolist()]
+    merged, patch = vision.spatial_merge_size, vision.patch_size
+    return [
+        Layout(time * (rows // merged), columns // merged, time * rows * patch, columns * patch)
+        for time, rows, columns in grids.tolist()
+    ]
 
 
-def _by_sizes(config: Any, inputs: Mapping[str, Tensor]) -> Grids | None:
+def _by_sizes(config: Any, inputs: Mapping[str, Tensor]) -> Layouts | None:
     """Return square groups of patches of each picture's own size (Mistral 3)."""
-    sizes = inputs.get("image_sizes")
-    size = config.vision_config.patch_size * config.spatial_merge_size
-    return None if sizes is None else [(rows // size, columns // size) for rows, columns in sizes.tolist()]
+    sizes, patch = inputs.get("image_sizes"), config.vision_config.patch_size * config.spatial_merge_size
+    if sizes is None:
+        return None
+    return [Layout(height // patch, width // patch, height, width) for height, width in sizes.tolist()]
 
 
-_GRIDS: dict[str, Callable[[Any, Mapping[str, Tensor]], Grids | None]] = {
+_LAYOUTS: dict[str, Callable[[Any, Mapping[str, Tensor]], Layouts | None]] = {
     "llava": _by_pixels,
     "gemma3": _by_pooling,
     "idefics3": _by_shuffle,
@@ -195,6 +233,11 @@ def note_missing_pixels(model: TransformerLensModel, tokens: Int[Tensor, " pos"]
     if count == 0:
         return ()
     return (f"pixel_values: not given, so {count} image tokens have the embedding of that token",)
+
+
+def only_grid(pictures: Sequence[Picture]) -> Grid | None:
+    """Return the grid of the only picture of a prompt; None if there are several, or none."""
+    return pictures[0].grid if len(pictures) == 1 else None
 
 
 def label_pictures(strings: Sequence[str], pictures: Sequence[Picture]) -> list[str]:
@@ -237,7 +280,11 @@ def drop_pictures(
                 "remove patches, use lm.Occlusion (by='replace', 'mask' or 'values')"
             )
     moved = tuple(
-        dataclasses.replace(picture, positions=tuple(places[position] for position in picture.positions))
+        Picture(
+            picture.number,
+            tuple(places[position] for position in picture.positions),
+            picture.grid and picture.grid.moved(dict(enumerate(places))),
+        )
         for picture, count in zip(pictures, counts, strict=True)
         if count
     )

@@ -16,7 +16,14 @@ from torch import Tensor
 from lens_mix.arguments import check_dense_tensor, check_flags, check_whole_number
 from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
-from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
+from lens_mix.lens.features import read_features, reads_features
+from lens_mix.lens.known_faults import picture_fault
+from lens_mix.lens.model_classes import (
+    ModelClass,
+    TransformerLensModel,
+    UnsupportedModelError,
+    transformer_lens_version,
+)
 from lens_mix.lens.offloading import execution_device
 from lens_mix.lens.pictures import (
     PICTURE_INPUTS,
@@ -25,6 +32,7 @@ from lens_mix.lens.pictures import (
     image_token,
     note_missing_pixels,
     note_missing_types,
+    only_grid,
 )
 
 # Tokenizers return these on request, but no model takes them.
@@ -51,6 +59,8 @@ def wrapped_config(model: TransformerLensModel, name: str) -> Any:
 def is_causal_model(model: TransformerLensModel, model_class: ModelClass) -> bool:
     """Return whether the model is a causal decoder according to its class and its configuration."""
     if model_class is ModelClass.HOOKED_ENCODER or is_encoder_decoder(model, model_class):
+        return False
+    if reads_features(model):
         return False
     # TransformerBridge 3 sets attention_dir="causal" for BERT too, so the name of the wrapped class decides.
     name = type(getattr(model, "original_model", None)).__name__
@@ -97,6 +107,9 @@ def read_prompt(
       `model.tokenizer(text_target=target)`, shifted to the right as the model does it in training: T5 reads
       `<pad> a b`, BART `</s> <s> a b`, mBART `ro_RO a b`. The decoder does not read the end of the sentence
       that the tokenizer adds; it only predicts it.
+    - For a model of pictures or sound: pixels [channel, height, width], a waveform [sample], a spectrogram
+      [time, band], what the model's processor returns, or a PIL picture
+      (`lens_mix.lens.features.read_features`).
 
     Args:
         model: The model.
@@ -112,6 +125,10 @@ def read_prompt(
         TypeError: If an argument has a wrong type.
         ValueError: If an argument has a wrong value, or does not fit the model.
     """
+    if reads_features(model):
+        if prepend_bos is not None:
+            raise ValueError(f"prepend_bos: expected None for a model without tokens, got {prepend_bos}")
+        return read_features(model, prompt, device_of(model), attention_mask, inputs)
     text = _as_text(prompt)
     given = dict(inputs or {})
     if prepend_bos is not None:
@@ -163,7 +180,8 @@ def read_prompt(
         raise ValueError(
             f"decoder_input_ids: expected an encoder-decoder, got a {type(model).__name__} without a decoder"
         )
-    return Prompt(tokens, target, extra, text, notes, pictures, picture_inputs)
+    grid = only_grid(pictures)
+    return Prompt(tokens, target, extra, text, notes, pictures, picture_inputs, grid=grid)
 
 
 def _picture_inputs(
@@ -173,7 +191,8 @@ def _picture_inputs(
 
     Raises:
         TypeError: If they are not tensors of numbers.
-        ValueError: If there are no pixels, or they lack the axes of a batch of pictures.
+        ValueError: If there are no pixels.
+        UnsupportedModelError: If TransformerLens is known to run the model wrongly on pictures.
     """
     names = PICTURE_INPUTS & given.keys() & set(further_inputs(model, model_class))
     if not names or image_token(model) is None:
@@ -182,6 +201,9 @@ def _picture_inputs(
         raise ValueError(
             f"pixel_values: expected the pixels of the pictures beside {sorted(names)}, got none"
         )
+    fault = picture_fault(model, transformer_lens_version())
+    if fault is not None:
+        raise UnsupportedModelError(fault)
     inputs = {name: given.pop(name) for name in sorted(names)}
     for name, value in inputs.items():
         if not torch.is_tensor(value):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 from collections.abc import Sequence
 from typing import Any
@@ -123,12 +122,14 @@ def of_prompt(prompt: Prompt) -> dict[str, Any]:
     Pixels are too many for a record, which has the names of the pictures' inputs instead, and the places of
     their patches.
     """
+    if prompt.features is not None:
+        return {"prompt": None, "features": list(prompt.features.shape), "positions": len(prompt.tokens)}
     target = {} if prompt.target is None else {"target_token_ids": prompt.target.tolist()}
     inputs = {name: value.tolist() for name, value in prompt.inputs.items()}
     given: dict[str, Any] = {"inputs": inputs} if inputs else {}
     if prompt.pictures:
         given["picture_inputs"] = sorted(prompt.picture_inputs)
-        given["pictures"] = [dataclasses.asdict(picture) for picture in prompt.pictures]
+        given["pictures"] = [picture.record() for picture in prompt.pictures]
     return {"prompt": prompt.text, "token_ids": prompt.tokens.tolist(), **target, **given}
 
 

@@ -65,7 +65,7 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
         "losses": losses,
         "sources": sources,
         "strings": reading.tokens,
-        "pictures": [dataclasses.asdict(picture) for picture in reading.prompt.pictures],
+        "pictures": [picture.record() for picture in reading.prompt.pictures],
         "n_source": reading.n_source,
         "n_prompt": reading.n_prompt,
         "prompt_text": _to_record(reading.prompt_text),
@@ -130,10 +130,7 @@ def _read_fields(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> di
         for kind in _INPUTS
     }
     # Traces of older releases have no pictures.
-    pictures = tuple(
-        Picture(each["number"], tuple(each["positions"]), each["grid"] and tuple(each["grid"]))
-        for each in record.get("pictures", ())
-    )
+    pictures = tuple(Picture.from_record(each) for each in record.get("pictures", ()))
     reading = Reading(
         Prompt(tensors["tokens"], tensors.get("target"), pictures=pictures, **inputs),
         record["n_source"],
