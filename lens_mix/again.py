@@ -41,7 +41,7 @@ def run_again(
         ValueError: If it does not come from a run, or if its record does not fully describe the method.
     """
     record = check_instance("mixing_map", mixing_map, MixingMap, "a MixingMap").provenance
-    if "token_ids" not in record:
+    if mixing_map.features is None and "token_ids" not in record:
         raise ValueError(
             "mixing_map: expected a map that lm.run made, with token_ids in its provenance, got a map of "
             f"method {mixing_map.method!r} without them; make it with lm.run(model, prompt, method)"
@@ -51,16 +51,25 @@ def run_again(
             "mixing_map: expected a map of one part, got a map of lm.joint; compute it again with "
             'lm.joint(lm.run(..., part="all"))'
         )
+    missing = sorted(set(record.get("picture_inputs", ())) - set(options))
+    if missing:
+        raise ValueError(
+            f"mixing_map: expected {', '.join(f'{name}=' for name in missing)} beside it, because a record "
+            "has no pixels, got none; give what the processor returned for the pictures"
+        )
     is_aggregated = mixing_map.kind == "input" and len(mixing_map) > 1
     reads_target = record.get("part") in ("decoder", "cross", "joint")
-    mapped = _read_numbers(record, "token_ids")
+    features = mixing_map.features
+    mapped = _read_numbers(record, "token_ids") if features is None else features
     prompt: Any = mapped
     if reads_target or "target_token_ids" in record:
         target = _read_numbers(record, "target_token_ids")
         prompt, mapped = (prompt, target), target if reads_target else mapped
     recorded = {
         # Another number of tokens means that some were dropped or merged, so `queries` are not the prompt's.
-        "queries": mixing_map.queries if len(mixing_map.tokens) == len(mapped) else None,
+        "queries": mixing_map.queries
+        if len(mixing_map.tokens) == record.get("positions", len(mapped))
+        else None,
         "layers": None if is_aggregated else mixing_map.layer_labels,
         "part": record.get("part"),
     }

@@ -30,6 +30,11 @@ from lens_mix.targets import as_target
 
 # A session has the method that measures the residual under this label, which is not the name of any method.
 _MEASURED = "measured residual"
+# This is the note of a layer map of a model whose pictures do not only enter at the first block.
+_ENTERING = (
+    "the model also adds features of patches to their positions before {where}, so a rollout counts them as "
+    "content of these positions that was there from the start"
+)
 
 
 def find_measuring_method(methods: Mapping[str, Method]) -> dict[str, Method]:
@@ -61,7 +66,7 @@ def map_prompts(
     # Key groups are shaped before the clean pass, so that a wrong span raises its error without that cost.
     grouping = [m for m in session.methods.values() if type(m).key_groups is not Method.key_groups]
     for prompt in prompts if grouping else ():
-        tokens = token_strings(session.lens.model, session.key_tokens(prompt))
+        tokens = prompt.labels or prompt.label(token_strings(session.lens.model, session.key_tokens(prompt)))
         for method in grouping:
             method.key_groups(tokens)
     options: dict[str, Any] = {"prepend_bos": prepend_bos, "progress": progress}
@@ -225,6 +230,8 @@ class _Record:
         self._provenance = provenance.of_run(checked.clean.lens, prepend_bos)
         self._provenance["verification_error"] = checked.verification.largest_error
         self._dropped_classifier = provenance.dropped_classifier(checked.clean.lens)
+        layer = checked.clean.find_entering_patches()
+        self._entering = () if layer is None else (_ENTERING.format(where=checked.clean.lens.where(layer)),)
         targets = [method.target for method in checked.session.methods.values() if hasattr(method, "target")]
         if self._dropped_classifier and any(as_target(target).reads == "logits" for target in targets):
             warnings.warn(f"the target reads logits, but {self._dropped_classifier}", stacklevel=2)
@@ -258,7 +265,7 @@ class _Record:
         prompt_record = provenance.of_prompt(prompt) | {"engine": self._checked_pass.engines[label]}
         if has_sink:
             prompt_record["sink"] = True
-        prompt_record["predicts_next"] = self._checked_pass.verification.causal or stack.reads_target
+        prompt_record["predicts_next"] = self._checked_pass.verification.predicts_next or stack.reads_target
         if joint:
             prompt_record["joint"] = {"source": len(prompt.tokens), "target": len(tokens)}
         return MixingMap(
@@ -276,8 +283,11 @@ class _Record:
             provenance={**self._provenance, **prompt_record, **provenance.details(blocks, index)},
             default_query=self._find_default_query(label, index, len(tokens)),
             explained=self._explain(label, index),
+            features=prompt.features,
+            grid=prompt.grid if groups is None else None,
             notes=(
                 *filter(None, (stack.gaps, self._note_classifier(method), clean.no_predictions)),
+                *self._entering,
                 *prompt.notes,
                 *provenance.notes(scores, layers, queries),
                 *((provenance.SINK,) if has_sink else ()),
@@ -288,7 +298,7 @@ class _Record:
     def _find_default_query(self, label: str, index: int, count: int) -> int | None:
         """Return the position that the method's target reads, else 0 in a bidirectional model, else None."""
         is_encoder = (
-            not self._checked_pass.verification.causal
+            not self._checked_pass.verification.predicts_next
             and not self._checked_pass.clean.lens.stack.reads_target
         )
         explained = (block.record.default_rows[index] for block in self._blocks[label].values())

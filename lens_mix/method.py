@@ -193,7 +193,7 @@ def find_key_positions(method: Method, block: Block) -> list[list[list[int]]] | 
     """
     model, by_prompt = block.clean.lens.model, []
     for prompt in block.batch.prompts:
-        groups = method.key_groups(token_strings(model, block.stack.key_tokens(prompt)))
+        groups = method.key_groups(prompt.label(token_strings(model, block.stack.key_tokens(prompt))))
         if groups is None:
             return None
         by_prompt.append([group.positions for group in groups])

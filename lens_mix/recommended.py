@@ -259,7 +259,9 @@ def _is_bidirectional(model: TransformerLensModel, prompt: Any, options: Mapping
     """Return whether the model is bidirectional; False for the encoder of an encoder-decoder."""
     try:
         mixing_map = run(model, prompt, "attention", queries=[0], **options)
-        return not mixing_map.causal and mixing_map.provenance.get("part") != "encoder"
+        # A decoder whose pictures attend in both directions still predicts the next token.
+        predicts_next = mixing_map.provenance["predicts_next"]
+        return not predicts_next and mixing_map.provenance.get("part") != "encoder"
     except UnsupportedModelError:
         return False
 

@@ -1,6 +1,7 @@
 """Removals: ways to take groups of positions (a token, a span, a sentence) out of a model's passes.
 
-A removal replaces the tokens of a group, deletes them, hides them by a mask, or zeroes their value vectors.
+A removal replaces the tokens of a group, deletes them, hides them by a mask, or zeroes their value vectors,
+or it fills the patches of a picture.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -19,13 +20,18 @@ from typing_extensions import override
 
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, watch_pattern, zero_values
+from lens_mix.hooks.base import HookFunction, HookPointLike
+from lens_mix.lens.features import as_features, blurred, covered_cells, mean_of
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.pictures import image_token
 from lens_mix.lens.prompts import vocabulary
+from lens_mix.lens.replay import relative_error
 from lens_mix.targets import Context
 
 if TYPE_CHECKING:
     from lens_mix.lens.batches import Batch
     from lens_mix.lens.block import Block
+    from lens_mix.maps.grid import Grid
 
 # The changes of a pass: the copies as another batch (None if they equal their prompts), and hooks.
 Changed = tuple["Batch | None", list[HookPair]]
@@ -101,6 +107,10 @@ class Removal(abc.ABC):
         """
         return []
 
+    def acts_on(self, block: Block, removed: Bool[Tensor, "group input"]) -> Bool[Tensor, " group"]:
+        """Return which groups the removal can change anything of."""
+        return removed.any(-1)
+
     def runs_alone(self, block: Block, removed: Bool[Tensor, "group input"]) -> bool:
         """Return whether the copies without these groups have to run one at a time."""
         return False
@@ -131,6 +141,11 @@ class OtherTokens(Removal):
     def make_copies(
         self, block: Block, prompt_index: Int[Tensor, " group"], removed: Bool[Tensor, "group input"]
     ) -> Copies:
+        if block.batch.features is not None:
+            raise UnsupportedModelError(
+                f"{type(self).__name__}: expected a model that reads tokens, got one of pictures or sound; "
+                "use FillPatches, MaskKeys or ZeroValues"
+            )
         tokens, real = _input_tokens(block), block.real_inputs
         by_prompt = []
         for own, is_own in zip(tokens, real, strict=True):
@@ -147,8 +162,16 @@ class OtherTokens(Removal):
     @override
     def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
         others = copies.others[copies.sample, copies.prompt_index]
-        tokens = torch.where(copies.removed, others, _input_tokens(block)[copies.prompt_index])
-        yield _with_tokens(block, copies.prompt_index, tokens), []
+        own = _input_tokens(block)[copies.prompt_index]
+        if not block.batch.has_pictures:
+            yield _with_tokens(block, copies.prompt_index, torch.where(copies.removed, others, own)), []
+            return
+        # The model reads as many image tokens as patches, so at a patch the embedding is replaced instead.
+        replaced = copies.removed & _patches(block)[copies.prompt_index]
+        tokens = torch.where(copies.removed & ~replaced, others, own)
+        batch = _with_tokens(block, copies.prompt_index, tokens)
+        with must_fire(_replace_embeddings(block, replaced, others)) as hooks:
+            yield batch, hooks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +211,8 @@ class ReplaceTokens(OtherTokens):
             context.token_id(one, self.argument) for one in check_items("tokens", self.tokens, "tokens")
         ]
         given = torch.tensor(listed, dtype=torch.long, device=tokens.device)[:, None]
+        if block.batch.has_pictures and image_token(block.clean.lens.model) in listed:
+            raise ValueError(f"{self.argument}: expected other tokens than the image token, got {listed}")
         if self.own == "kept":
             return given.expand(-1, len(tokens))
         return torch.where(given == tokens, (given + 1) % _vocabulary_size(block), given)
@@ -241,6 +266,7 @@ class SampleTokens(OtherTokens):
             chosen: Tensor = torch.tensor(checked, dtype=torch.long, device="cpu").unique()
             return chosen
         special = list(getattr(block.clean.lens.tokenizer, "all_special_ids", ()))
+        special += [image_token(block.clean.lens.model)] if block.batch.has_pictures else []
         pool = torch.arange(size, device="cpu")
         return pool[~torch.isin(pool, torch.tensor(special, dtype=torch.long, device="cpu"))]
 
@@ -261,13 +287,59 @@ def replacement(tokens: Sequence[str | int] | None, samples: int, seed: int) -> 
 
 
 @dataclasses.dataclass(frozen=True)
+class FillPatches(Removal):
+    """Fill removed patches of a picture, or frames of sound, with other content before the model reads it.
+
+    A group of positions is filled at once. If cells of the grid overlap (AST, HuBERT), a neighbour loses the
+    part that it has in common with a removed cell. Positions without a place, such as [CLS], have nothing to
+    fill.
+
+    Attributes:
+        fill: "mean": the mean of the picture, for each channel, or that of the sound. "blur": the picture or
+            sound itself after a Gaussian blur, whose standard deviation is the size of a cell.
+    """
+
+    fill: Literal["mean", "blur"] = "mean"
+
+    def __post_init__(self) -> None:
+        check_choice("fill", self.fill, ("mean", "blur"))
+
+    @override
+    def acts_on(self, block: Block, removed: Bool[Tensor, "group input"]) -> Bool[Tensor, " group"]:
+        positions = torch.tensor(self._grid(block).positions, dtype=torch.long, device=removed.device)
+        return removed[:, positions].any(-1)
+
+    @contextlib.contextmanager
+    @override
+    def changes(self, block: Block, copies: Copies) -> Iterator[Changed]:
+        batch, grid = block.batch.select(copies.prompt_index), self._grid(block)
+        own, originals = batch.features, block.batch.features
+        assert own is not None
+        assert originals is not None
+        covered = as_features(covered_cells(grid, copies.removed), own)
+        fills = mean_of if self.fill == "mean" else functools.partial(blurred, grid=grid)
+        filled = torch.stack([fills(features) for features in originals])
+        features = torch.where(covered, filled[copies.prompt_index], own)
+        yield dataclasses.replace(batch, features=features), []
+
+    def _grid(self, block: Block) -> Grid:
+        grid = block.batch.prompts[0].grid
+        if grid is None or block.batch.features is None:
+            raise UnsupportedModelError(
+                "FillPatches: expected a model of pictures or sound, got one that reads tokens; use "
+                "ReplaceTokens, SampleTokens, MaskKeys or ZeroValues"
+            )
+        return grid
+
+
+@dataclasses.dataclass(frozen=True)
 class Drop(Removal):
     """Cut removed positions out of the prompt, so that the remaining tokens are a shorter prompt.
 
     In a causal model of one stack the tokens are deleted. In other models, the attention mask hides them like
     padding; the models of TransformerLens that count positions along the mask, which are most, then give the
     remaining tokens the positions of a shorter prompt. The position that the target reads is never removed,
-    because its prediction would be that of the token before it.
+    because its prediction would be that of the token before it. A picture is deleted as a whole.
     """
 
     keeps_target: ClassVar[bool] = True
@@ -280,8 +352,13 @@ class Drop(Removal):
                 "Drop: the decoder of an encoder-decoder takes no mask; use ReplaceTokens, "
                 "SampleTokens or ZeroValues"
             )
+        if block.batch.features is not None:
+            raise UnsupportedModelError(
+                "Drop: expected a model that reads tokens, because pictures and sound have one size; use "
+                "FillPatches, MaskKeys or ZeroValues"
+            )
         batch = block.batch.select(copies.prompt_index)
-        if block.verification.causal and batch.target is None:
+        if block.verification.predicts_next and batch.target is None:
             yield batch.cut(copies.removed), []
             return
         remaining = batch.real & ~copies.removed
@@ -299,6 +376,9 @@ class Drop(Removal):
 
     @override
     def runs_alone(self, block: Block, removed: Bool[Tensor, "group input"]) -> bool:
+        if block.batch.has_pictures:
+            # The copies may have different numbers of pictures.
+            return True
         # Rotary angles may depend on the number of tokens.
         left = (block.real_inputs & ~removed).sum(-1)
         return block.clean.lens.angles_differ(int(left.min()), int(left.max()))
@@ -359,9 +439,11 @@ class ZeroValues(Removal):
         return [zero_values(layer, position, attention=attention)]
 
 
-_NAMED: dict[str, type[Removal]] = {
+_NAMED: dict[str, Callable[[], Removal]] = {
+    "blur": functools.partial(FillPatches, "blur"),
     "drop": Drop,
     "mask": MaskKeys,
+    "mean": FillPatches,
     "sample": SampleTokens,
     "zero_values": ZeroValues,
 }
@@ -407,6 +489,51 @@ def each_group(
 def _input_tokens(block: Block) -> Int[Tensor, "batch input"]:
     """Return the tokens at the positions of `Block.inputs`: for the joint part, the source's come first."""
     return torch.cat([block.batch.tokens, block.tokens], 1) if block.stack.is_joint else block.tokens
+
+
+def _patches(block: Block) -> Bool[Tensor, "batch pos"]:
+    """Return which positions of a decoder's prompts stand for patches of pictures."""
+    patches = torch.zeros_like(block.real)
+    for index, prompt in enumerate(block.batch.prompts):
+        patches[index, block.real[index]] = prompt.is_picture
+    return patches
+
+
+class _ReplaceEmbeddings(HookFunction):
+    """Replace the input of the first block at some positions of each copy."""
+
+    def __init__(
+        self, replaced: Bool[Tensor, "copy pos"], embedded: Float[Tensor, "copy pos d_model"]
+    ) -> None:
+        self._replaced, self._embedded = replaced, embedded
+
+    @override
+    def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor:
+        self.calls += 1
+        return torch.where(self._replaced[..., None], self._embedded.to(tensor), tensor)
+
+
+def _replace_embeddings(
+    block: Block, replaced: Bool[Tensor, "copy pos"], tokens: Int[Tensor, "copy pos"]
+) -> HookPair:
+    """Return the hook that gives positions the embeddings of other tokens, as the input of the first block.
+
+    Raises:
+        UnsupportedModelError: The first block does not read the embeddings of the prompt's own tokens.
+    """
+    wrapped = block.clean.lens.model.original_model
+    with torch.no_grad():
+        embed = wrapped.get_input_embeddings()
+        text = block.real & ~_patches(block)
+        own, read = embed(block.tokens)[text], block.clean.inputs[text]
+        if relative_error(own, read) > block.clean.lens.tolerance:
+            raise UnsupportedModelError(
+                "pictures: expected a first block that reads the embeddings of tokens, to replace patches by "
+                "them, got other inputs; use by='mask' or by='values'"
+            )
+        embedded = embed(tokens)
+
+    return f"{block.stack.template.format(layer=0)}.hook_resid_pre", _ReplaceEmbeddings(replaced, embedded)
 
 
 def _with_tokens(

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from lens_mix.arguments import check_choice, check_flags, check_whole_number, describe_value
 from lens_mix.lens.batches import PaddingSide, Prompt, group_by_length
+from lens_mix.lens.features import find_feature_name, reads_features
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.parts import parts_of
@@ -187,6 +188,9 @@ def run_many(
         ValueError: If an argument or a prompt has a wrong value, in the same way.
         UnsupportedModelError: As in `run`.
     """
+    if isinstance(prompts, Mapping) and reads_features(model):
+        attention_mask = prompts.get("attention_mask") if attention_mask is None else attention_mask
+        prompts = prompts[find_feature_name(model)]
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         prompts, attention_mask, inputs = read_encoding(prompts, attention_mask, inputs)
     is_single_prompt = isinstance(prompts, (str, bytes, Mapping)) or getattr(prompts, "ndim", 1) == 0

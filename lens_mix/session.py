@@ -134,8 +134,9 @@ class Session:
     def batches(self, prompts: list[Prompt], side: PaddingSide = "right") -> list[list[Prompt]]:
         """Return the prompts as one batch, or as batches of one prompt.
 
-        The prompts run one by one in three cases, unless there is only one:
+        The prompts run one by one in four cases, unless there is only one:
 
+        - they have pictures,
         - the rotary angles of the model depend on the longest prompt,
         - their lengths differ and the model does not mask padding,
         - their lengths differ and they have inputs such as positions, whose meaning a mask would change.
@@ -145,6 +146,10 @@ class Session:
             return [[prompt] for prompt in prompts]
         lengths = {len(self.mapped_tokens(prompt)) for prompt in prompts}
         lengths |= {len(prompt.tokens) for prompt in prompts}
+        # Pictures and sounds are not padded.
+        shapes = {None if prompt.features is None else prompt.features.shape for prompt in prompts}
+        if len(shapes) > 1 or any(prompt.pictures for prompt in prompts):
+            return [[prompt] for prompt in prompts]
         need_no_padding = len(lengths) == 1 or len(prompts) == 1
         if need_no_padding:
             return [prompts]
@@ -221,7 +226,9 @@ class Session:
             size = self._count_predictions(len(batch))
             fits = predict_at is None or predict_at.shape[1] <= size
             after_block = None
-            if map_early is not None and not watched and graph is None and not lens.encoder_decoder:
+            # Whether a prompt with pictures is causal is known only after the pass.
+            is_early = not (watched or lens.encoder_decoder or batch.has_pictures)
+            if map_early is not None and is_early and graph is None:
                 after_block = functools.partial(self._map_early, map_early, verification, engines, rows)
             clean = self._clean_pass(
                 batch, rows, engines, watched, graph, predict_at if fits else None, after_block
@@ -231,6 +238,10 @@ class Session:
             entering = streams_before_cross(clean, verification.anatomy)
             clean = dataclasses.replace(clean, z_factors=verification.z_factors, entering=entering)
             _require_same_input(clean)
+            self._check_entering_patches(clean)
+            if clean.seeing_later:
+                verification = _add_patches(clean, verification)
+                engines = self._choose_engines(verification)
             if uses_algebra and after_block is None:
                 clean, verification, engines = self._check_prompts(clean, verification, engines)
             # The engine "recorded" reads pattern and values, so it would miss a user hook that changes z. The
@@ -320,6 +331,7 @@ class Session:
         verification = verification_of(
             clean.lens, clean.batch.prompts[0], with_unembedding=splits_logits, again=True
         )
+        verification = _add_patches(clean, verification)
         clean = dataclasses.replace(clean, z_factors=verification.z_factors)
         rebuilt = self._find_rebuilt_layers(verification, engines)
         mismatch = find_mismatch(clean, verification, layers, uses, rebuilt)
@@ -388,7 +400,7 @@ class Session:
         # Padding may get attention weight in any block that runs, so with padding all blocks are watched.
         has_padding = not bool(batch.real_positions(lens.stack.name).all())
         run_layers = [layer for layer in lens.stack.attention_layers if layer <= last]
-        watched = run_layers if has_padding else layers
+        watched = run_layers if has_padding or batch.has_pictures else layers
         return clean_pass(
             lens,
             batch,
@@ -402,6 +414,21 @@ class Session:
             predict_at=predict_at,
             after_block=after_block,
         )
+
+    def _check_entering_patches(self, clean: CleanPass) -> None:
+        """Raise an UnsupportedModelError if pictures also enter above the first block, for input maps.
+
+        Some models add features of patches to the residual stream between blocks (deepstack). The maps of
+        single blocks do not need to know.
+        """
+        labels = [label for label, method in self.methods.items() if method.scope != "layer"]
+        layer = clean.find_entering_patches() if labels else None
+        if layer is not None:
+            self._raise_unsupported(
+                f"{', '.join(labels)}: expected pictures that enter at the first block, got a model that "
+                f"also adds features of their patches before {clean.lens.where(layer)}, which input maps "
+                "would leave out"
+            )
 
     def _positions_to_predict(
         self, real: Bool[Tensor, "batch pos"], rows: Rows | None, verification: Verification
@@ -446,6 +473,13 @@ class Session:
         if not wanted or not fits or torch.is_inference_mode_enabled():
             return None
         return AutogradGraph(self.lens, anatomies, max(wanted, key=wanted.count), batch.tokens.shape[1])
+
+
+def _add_patches(clean: CleanPass, verification: Verification) -> Verification:
+    """Return the verification of a model for this pass, in which patches may attend to later patches."""
+    if not clean.seeing_later or not verification.causal:
+        return verification
+    return dataclasses.replace(verification, causal=False, sees_later_patches=True)
 
 
 def _require_same_input(clean: CleanPass) -> None:
@@ -514,7 +548,10 @@ class CheckedPass:
 
     def tokens(self, index: int) -> list[str]:
         """Return the tokens of one prompt that the mapped part reads, as strings."""
-        return token_strings(self.session.lens.model, self.token_ids(index))
+        prompt = self.clean.batch.prompts[index]
+        if prompt.labels:
+            return list(prompt.labels)
+        return prompt.label(token_strings(self.session.lens.model, self.token_ids(index)))
 
     def key_tokens(self, index: int) -> list[str] | None:
         """Return the tokens of the keys as strings, or None if the keys are the queries' own tokens."""

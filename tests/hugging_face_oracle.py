@@ -23,6 +23,7 @@ _METHODS = {
     "_split_heads": ("returned", 2),
     "_reshape": ("returned", 2),
 }
+_TEXT_MODELS = ("language_model", "model.text_model")
 _VALUE_MATRICES = ("v", "v_proj", "value")
 
 EditValues = Callable[[Tensor], Tensor]
@@ -33,13 +34,15 @@ class Reference:
 
     Args:
         model: A model with eager attention.
-        prompt: Tokens, or a pair of them.
+        prompt: Tokens, or a pair of them; or the model's inputs by name, for a model without parts.
         stack: "encoder", "decoder" or None.
     """
 
     def __init__(self, model: Any, prompt: Any, stack: str | None = None) -> None:
         self.model, self.layers = model, _layers(model, stack)
-        if isinstance(prompt, tuple):
+        if isinstance(prompt, dict):
+            self.inputs, prompt = prompt, prompt["input_ids"]
+        elif isinstance(prompt, tuple):
             self.inputs = {"input_ids": prompt[0], "decoder_input_ids": prompt[1]}
         else:
             self.inputs = {"input_ids": prompt}
@@ -137,7 +140,12 @@ def _only(values: Tensor, key: int) -> Tensor:
 
 def _layers(model: Any, stack: str | None) -> list[nn.Module]:
     """Return the layers with attention, from the first list of modules that has any."""
-    root = model if stack is None else getattr(model.base_model, stack)
+    if stack is None:
+        # A model that reads pictures too has another stack for them.
+        text = [each for name, each in model.named_modules() if name.endswith(_TEXT_MODELS)]
+        root = text[0] if text else model
+    else:
+        root = getattr(model.base_model, stack)
     for module in root.modules():
         if isinstance(module, nn.ModuleList) and len(module) >= 2:
             holding = [layer for layer in module if _attentions(layer)]

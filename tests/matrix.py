@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.pictured_models import PICTURED_NAMES, pictured
 from tests.tiny_models import (
     BRIDGE_NAMES,
     HOOKED_TRANSFORMER_NAMES,
@@ -58,6 +59,10 @@ UNSUPPORTED_BEFORE_4 = {
 }
 UNSUPPORTED_BEFORE_3 = {
     f"HookedEncoderDecoder {part}": "not causal in TransformerLens 2.x" for part in ("decoder", "cross")
+}
+# These read text, but not pictures.
+UNSUPPORTED_PICTURES_BEFORE_4 = {
+    "bridge gemma3_pictures": "Gemma 3 with pictures before TransformerLens 4 wrongly",
 }
 _GATED = r"gated attention is not supported"
 _LATENT = r"latent attention|DeepSeek-V3"
@@ -169,7 +174,7 @@ class Case:
         kind, _, rest = self.label.partition(" ")
         name = rest.split(" ")[0]
         factories = {
-            "bridge": lambda: bridge(name, dtype),
+            "bridge": lambda: (pictured if name in PICTURED_NAMES else bridge)(name, dtype),
             "HookedTransformer": lambda: hooked_transformer(name, dtype),
             "HookedEncoder": lambda: hooked_encoder(dtype),
             "HookedEncoderDecoder": lambda: hooked_encoder_decoder(dtype),
@@ -190,6 +195,13 @@ class Case:
         tables += [UNSUPPORTED_BEFORE_4] if major < 4 else []
         tables += [UNSUPPORTED_BEFORE_3] if major < 3 else []
         return next((table[self.label] for table in tables if self.label in table), None)
+
+    @property
+    def picture_refusal(self) -> str | None:
+        """Return the words of the error for a prompt with pictures on the installed TransformerLens."""
+        from lens_mix.lens.model_classes import transformer_lens_version
+
+        return UNSUPPORTED_PICTURES_BEFORE_4.get(self.label) if transformer_lens_version()[0] < 4 else None
 
     @property
     def wrong_logits(self) -> bool:
@@ -265,6 +277,14 @@ def wide_cases() -> list[Case]:
         for stack in (PARTS[:2] if pair else (None,))
     ]
     return [case for case in found if case.exists]
+
+
+def pictured_cases() -> list[Case]:
+    """Return the decoders of pictures and text that the installed TransformerLens has.
+
+    `tests/test_picture_decoders.py` compares them with an oracle on a prompt with a picture.
+    """
+    return [case for case in (Case(f"bridge {name}") for name in PICTURED_NAMES) if case.exists]
 
 
 def prompt_of(model: Any, seq: int = 7, seed: int = 1) -> Any:

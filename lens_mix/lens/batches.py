@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+from lens_mix.lens.pictures import (
+    Picture,
+    check_neighbours,
+    drop_pictures,
+    is_picture,
+    label_pictures,
+    only_grid,
+)
+
+if TYPE_CHECKING:
+    from lens_mix.maps.grid import Grid
 
 PaddingSide = Literal["left", "right"]
 
@@ -28,6 +40,12 @@ class Prompt:
         inputs: Further model inputs by name, each with the shape of `tokens`.
         text: The prompt as the user gave it: a string, a pair of strings or chat messages. None for tokens.
         notes: The notes of its maps.
+        pictures: The pictures that a decoder reads beside the tokens.
+        picture_inputs: The model inputs of the pictures by name, which have other axes than `tokens`.
+        features: The picture or sound that the model reads instead of tokens, which are then all -1. None for
+            models that read tokens.
+        grid: The places of the positions in the picture or sound. None without one.
+        labels: The labels of the positions, instead of the texts of tokens. None for tokens.
     """
 
     tokens: Int[Tensor, " pos"]
@@ -35,6 +53,52 @@ class Prompt:
     inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     text: Any = None
     notes: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    picture_inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    features: Tensor | None = None
+    grid: Grid | None = None
+    labels: tuple[str, ...] | None = None
+
+    @property
+    def is_picture(self) -> Bool[Tensor, " pos"]:
+        """Return which of the tokens stand for patches of pictures."""
+        return is_picture(self.pictures, len(self.tokens), self.tokens.device)
+
+    def label(self, strings: Sequence[str]) -> list[str]:
+        """Return the strings of the tokens, with the labels of patches at their positions."""
+        return label_pictures(strings, self.pictures)
+
+    @property
+    def input_names(self) -> list[str]:
+        """Return the names of the inputs besides the tokens."""
+        return sorted({*self.inputs, *self.picture_inputs})
+
+    def keep(self, keeps: Bool[Tensor, " pos"]) -> Prompt:
+        """Return the prompt without some of its tokens; a picture without its positions is removed too.
+
+        Raises:
+            UnsupportedModelError: If only some positions of a picture remain, or two would become one.
+        """
+        pictures, picture_inputs = drop_pictures(self.pictures, self.picture_inputs, keeps)
+        if any(name.endswith("token_type_ids") for name in self.inputs):
+            check_neighbours(self.pictures, pictures)
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens[keeps],
+            inputs={name: value[keeps] for name, value in self.inputs.items()},
+            pictures=pictures,
+            picture_inputs=picture_inputs,
+            grid=only_grid(pictures),
+        )
+
+    def without_pictures(self) -> Prompt:
+        """Return the text alone, of at least one token."""
+        if not self.pictures:
+            return self
+        keeps = ~self.is_picture
+        if not bool(keeps.any()):
+            return Prompt(torch.zeros_like(self.tokens[:1]))
+        return Prompt(self.tokens[keeps], None, {name: value[keeps] for name, value in self.inputs.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +116,8 @@ class Batch:
             the numbers of the positions. None if no key is hidden.
         places: For each position of the prompt before tokens were cut out, its place in `tokens`. A token
             that was cut out has the place of the last one that remains before it. None if none was cut out.
+        features: The pictures or sounds that the model reads instead of tokens, [example, ...]. None for
+            models that read tokens.
     """
 
     prompts: tuple[Prompt, ...]
@@ -62,6 +128,7 @@ class Batch:
     inputs: Mapping[str, Tensor]
     hidden: Bool[Tensor, "batch key"] | None = None
     places: Int[Tensor, "batch whole_pos"] | None = None
+    features: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -76,17 +143,21 @@ class Batch:
         target = None if self.target is None else self.target[examples]
         target_real = None if self.target_real is None else self.target_real[examples]
         inputs = {name: value[examples] for name, value in self.inputs.items()}
-        hidden, places = (
-            None if tensor is None else tensor[examples] for tensor in (self.hidden, self.places)
+        hidden, places, features = (
+            None if tensor is None else tensor[examples]
+            for tensor in (self.hidden, self.places, self.features)
         )
         tokens, real = self.tokens[examples], self.real[examples]
-        return Batch(prompts, tokens, real, target, target_real, inputs, hidden, places)
+        return Batch(prompts, tokens, real, target, target_real, inputs, hidden, places, features)
 
     def cut(self, removed: Bool[Tensor, "batch pos"]) -> Batch:
         """Return the batch without some tokens; those that remain move together, padded on the right.
 
         Args:
             removed: The tokens to cut out, not all of an example's.
+
+        Raises:
+            UnsupportedModelError: If only some positions of a picture are cut out.
         """
         remaining = self.real & ~removed
         counts = remaining.sum(1)
@@ -94,11 +165,21 @@ class Batch:
         order = (~remaining).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
         return dataclasses.replace(
             self,
+            prompts=self._keep(~removed) if self.has_pictures else self.prompts,
             tokens=self.tokens.gather(1, order),
             real=torch.arange(order.shape[1], device=order.device) < counts[:, None],
             inputs={name: value.gather(1, order) for name, value in self.inputs.items()},
             places=(remaining.cumsum(1) - 1).clamp_min(0),
         )
+
+    def _keep(self, keeps: Bool[Tensor, "batch pos"]) -> tuple[Prompt, ...]:
+        pairs = zip(self.prompts, keeps, self.real, strict=True)
+        return tuple(prompt.keep(kept[real]) for prompt, kept, real in pairs)
+
+    @property
+    def has_pictures(self) -> bool:
+        """Return whether an example reads pictures beside its tokens."""
+        return any(prompt.picture_inputs for prompt in self.prompts)
 
     @property
     def logits_tokens(self) -> Int[Tensor, "batch pos"]:
@@ -177,7 +258,9 @@ def pad(prompts: Sequence[Prompt], pad_token: int, side: PaddingSide) -> Batch:
     # In a batch with pairs, a prompt without token types is a single text, and its types are 0.
     given = {name: [p.inputs.get(name, torch.zeros_like(p.tokens)) for p in prompts] for name in names}
     inputs = {name: _pad(values, 0, side, min_length)[0] for name, values in given.items()}
-    return Batch(tuple(prompts), tokens, real, target, target_real, inputs)
+    found = [prompt.features for prompt in prompts if prompt.features is not None]
+    features = torch.stack(found) if found else None
+    return Batch(tuple(prompts), tokens, real, target, target_real, inputs, features=features)
 
 
 def _pad(

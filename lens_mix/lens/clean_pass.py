@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,8 @@ class CleanPass:
         predictions: For each prompt, the model's predictions at the requested positions; None if they were
             not requested, or if the model has none.
         no_predictions: Why requested predictions are missing, as a note.
+        seeing_later: The watched layers in which a query attended to a later key. Only batches with pictures
+            are searched for them: a model that is causal on text may not be causal on pictures.
     """
 
     lens: Lens
@@ -78,6 +81,7 @@ class CleanPass:
     graph: AutogradGraph | None = None
     predictions: list[list[Explained]] | None = None
     no_predictions: str | None = None
+    seeing_later: set[int] = dataclasses.field(default_factory=set)
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """Return the residual stream that the mapped attention's branch is added to."""
@@ -117,6 +121,17 @@ class CleanPass:
     def real_inputs(self) -> Bool[Tensor, "batch input"]:
         """The mask of the positions of `inputs` that are the prompts' own."""
         return self.real if self.lens.stack.source is None else torch.cat([self.batch.real, self.real], 1)
+
+    def find_entering_patches(self) -> int | None:
+        """Return the first block that reads more than the block below it returned; None if there is none.
+
+        Only batches with pictures are searched.
+        """
+        layers = sorted(self.calls) if self.batch.has_pictures else []
+        for below, layer in itertools.pairwise(layers):
+            if not torch.equal(self.calls[below].resid_post, self.calls[layer].resid_pre):
+                return layer
+        return None
 
     def replay(self, layer: int) -> BlockReplay:
         """Return the replay of a block."""
@@ -284,7 +299,11 @@ def _explain(lens: Lens, batch: Batch, problem: Exception) -> None:
 def _watch_keys(layer: int, clean: CleanPass) -> Callable[[Tensor], None]:
     positions = None if clean.rows is None else clean.rows.positions
 
+    has_pictures = clean.batch.has_pictures
+
     def watch(pattern: Tensor) -> None:
+        if has_pictures and bool((pattern.triu(diagonal=1) != 0).any()):
+            clean.seeing_later.add(layer)
         pattern = rows_at(pattern, positions, axis=2)
         # This takes a quarter of the time of `(pattern != 0).any(dim=1)`.
         attended = (pattern.amax(dim=1) != 0) | (pattern.amin(dim=1) != 0)

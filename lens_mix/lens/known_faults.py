@@ -50,6 +50,20 @@ def wrong_logits(
     return find_missing_logits(model)
 
 
+def picture_fault(model: TransformerLensModel, version: tuple[int, int]) -> str | None:
+    """Return why maps of a decoder would be wrong on pictures, but not on text; None if they would not.
+
+    Args:
+        model: A TransformerBridge.
+        version: (major, minor) of TransformerLens.
+    """
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    if getattr(config, "model_type", "") == "gemma3" and version[0] < 4:
+        # It does not subtract the mean in the norms of the vision encoder.
+        return _wrong("Gemma 3 with pictures before TransformerLens 4", "1.5")
+    return None
+
+
 def _bridge_fault(model: TransformerLensModel, version: tuple[int, int]) -> str | None:
     config = getattr(getattr(model, "original_model", None), "config", None)
     match getattr(config, "model_type", ""):

@@ -16,7 +16,8 @@ from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens import known_faults
 from lens_mix.lens.angles import angles_differ, forget_longer_passes, rotary_modules
 from lens_mix.lens.batches import Batch
-from lens_mix.lens.changes import Change, Changes, forward_pre_hook, hooked
+from lens_mix.lens.changes import Change, Changes, forward_pre_hook, hooked, replace_attributes
+from lens_mix.lens.features import require_known_features
 from lens_mix.lens.hidden_keys import HiddenKeys
 from lens_mix.lens.model_classes import (
     ModelClass,
@@ -25,6 +26,7 @@ from lens_mix.lens.model_classes import (
     model_class_of,
     transformer_lens_version,
 )
+from lens_mix.lens.pictures import join_inputs
 from lens_mix.lens.prompts import (
     device_of,
     further_inputs,
@@ -63,9 +65,7 @@ class Lens:
         self.model_class = model_class_of(model)
         # Each class also has attributes that the protocol does not have.
         self.model = cast(Any, model)
-        for modality, kind in {"visual": "a visual model", "audio": "an audio model"}.items():
-            if getattr(model.cfg, f"is_{modality}_model", False):
-                raise UnsupportedModelError(f"model: expected a model that reads tokens, got {kind}")
+        require_known_features(self.model)
         stacks = stacks_of(self.model)
         name = next(iter(stacks)) if part is None else part
         if not isinstance(name, str) or name not in stacks:
@@ -169,6 +169,9 @@ class Lens:
             "encoder": ("encoder_final_ln", "encoder_ln_final"),
             "decoder": ("decoder_final_ln", "decoder_ln_final"),
         }["decoder" if self.stack.reads_target else self.stack.name]
+        if wrapped_config(self.model, "do_stable_layer_norm"):
+            # HuBERT and wav2vec2 have one norm, before or after the blocks, which has one name.
+            names = ("embed_ln",)
         for name in names:
             norm = getattr(self.model, name, None)
             # In BERT-like models `ln_final` is a norm inside the unembedding, after a dense layer. It does
@@ -251,6 +254,8 @@ class Lens:
             raise ValueError(
                 f"model inputs: {self.model_class.value} takes {sorted(taken)} besides tokens, got {unknown}"
             )
+        if batch.features is not None:
+            return self.model(batch.features, **options)
         mask = batch.real.long()
         inputs: dict[str, Tensor | None] = dict(batch.inputs)
         if self.model_class is ModelClass.HOOKED_TRANSFORMER:
@@ -265,12 +270,21 @@ class Lens:
             )
         if batch.target is not None:
             inputs["decoder_input_ids"] = batch.target
+        if batch.has_pictures:
+            inputs |= join_inputs([one.picture_inputs for one in batch.prompts], self.dtype, self.device)
+            with Changes([_kept_rope_deltas(self.modules)]):
+                return self._forward_bridge(batch, inputs, as_given, options)
+        return self._forward_bridge(batch, inputs, as_given, options)
+
+    def _forward_bridge(
+        self, batch: Batch, inputs: dict[str, Tensor | None], as_given: bool, options: Mapping[str, Any]
+    ) -> Any:
         if as_given:
             return self.model(batch.tokens, **inputs, **options)
         # If a model of transformers keeps no cache and gets no mask, it takes positions that restart for
         # several packed prompts.
         packs = wrapped_config(self.model, "use_cache") is False or not self.takes_padding_mask
-        inputs.setdefault("attention_mask", None if packs and bool(batch.real.all()) else mask)
+        inputs.setdefault("attention_mask", None if packs and bool(batch.real.all()) else batch.real.long())
         with Changes(self._finite_masks()):
             # A replayed block must not find the keys of its first run in a cache.
             return self.model(batch.tokens, use_cache=False, **inputs, **options)
@@ -294,6 +308,15 @@ class Lens:
     def takes_input(self, name: str) -> bool:
         """Return whether the forward pass takes a further input of this name."""
         return name in further_inputs(self.model, self.model_class)
+
+
+def _kept_rope_deltas(modules: Sequence[nn.Module]) -> Change:
+    """Return a change after which the modules have the position offsets that they have now.
+
+    Models with positions in three dimensions keep those of the last pass for generation.
+    """
+    owners = [(module, module.rope_deltas) for module in modules if hasattr(module, "rope_deltas")]
+    return replace_attributes(owners, "rope_deltas")
 
 
 def _clamp_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

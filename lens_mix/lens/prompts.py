@@ -16,8 +16,24 @@ from torch import Tensor
 from lens_mix.arguments import check_dense_tensor, check_flags, check_whole_number
 from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
-from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
+from lens_mix.lens.features import read_features, reads_features
+from lens_mix.lens.known_faults import picture_fault
+from lens_mix.lens.model_classes import (
+    ModelClass,
+    TransformerLensModel,
+    UnsupportedModelError,
+    transformer_lens_version,
+)
 from lens_mix.lens.offloading import execution_device
+from lens_mix.lens.pictures import (
+    PICTURE_INPUTS,
+    Picture,
+    find_pictures,
+    image_token,
+    note_missing_pixels,
+    note_missing_types,
+    only_grid,
+)
 
 # Tokenizers return these on request, but no model takes them.
 _NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_to_sample_mapping"}
@@ -43,6 +59,8 @@ def wrapped_config(model: TransformerLensModel, name: str) -> Any:
 def is_causal_model(model: TransformerLensModel, model_class: ModelClass) -> bool:
     """Return whether the model is a causal decoder according to its class and its configuration."""
     if model_class is ModelClass.HOOKED_ENCODER or is_encoder_decoder(model, model_class):
+        return False
+    if reads_features(model):
         return False
     # TransformerBridge 3 sets attention_dir="causal" for BERT too, so the name of the wrapped class decides.
     name = type(getattr(model, "original_model", None)).__name__
@@ -82,11 +100,16 @@ def read_prompt(
     - Tokens [pos] or [1, pos]: a tensor, a NumPy array or a list of whole numbers.
     - What a tokenizer of Hugging Face returns: a `BatchEncoding` with its mask and token types.
     - Chat messages, `[{"role": "user", "content": "..."}]`, which the tokenizer's chat template converts.
+    - What the processor of a model of pictures and text returns: a `BatchFeature` with `pixel_values`, for a
+      TransformerBridge. The tokens have the image token at the position of each patch.
     - (source, target) for an encoder-decoder. The source is any of the above, the target is a string or
       tokens. Tokens are what the decoder reads, from the start token on. A string becomes
       `model.tokenizer(text_target=target)`, shifted to the right as the model does it in training: T5 reads
       `<pad> a b`, BART `</s> <s> a b`, mBART `ro_RO a b`. The decoder does not read the end of the sentence
       that the tokenizer adds; it only predicts it.
+    - For a model of pictures or sound: pixels [channel, height, width], a waveform [sample], a spectrogram
+      [time, band], what the model's processor returns, or a PIL picture
+      (`lens_mix.lens.features.read_features`).
 
     Args:
         model: The model.
@@ -102,6 +125,10 @@ def read_prompt(
         TypeError: If an argument has a wrong type.
         ValueError: If an argument has a wrong value, or does not fit the model.
     """
+    if reads_features(model):
+        if prepend_bos is not None:
+            raise ValueError(f"prepend_bos: expected None for a model without tokens, got {prepend_bos}")
+        return read_features(model, prompt, device_of(model), attention_mask, inputs)
     text = _as_text(prompt)
     given = dict(inputs or {})
     if prepend_bos is not None:
@@ -135,8 +162,15 @@ def read_prompt(
     padded = _tokens(model, prompt, prepend_bos, "prompt")
     real = _real_positions(attention_mask, padded)
     tokens = _checked_tokens(model, padded[real], "prompt")
+    picture_inputs = _picture_inputs(model, model_class, given)
     extra = {name: _like_tokens(value, padded, name)[real] for name, value in given.items()}
     notes += _notes_on_length(model, tokens, "prompt")
+    pictures: tuple[Picture, ...] = ()
+    if picture_inputs:
+        pictures, further = find_pictures(model, tokens, picture_inputs)
+        notes += further + note_missing_types(further_inputs(model, model_class), extra)
+    else:
+        notes += note_missing_pixels(model, tokens)
     if encoder_decoder:
         if isinstance(target, str):
             notes += texts.notes_on_target(getattr(model, "tokenizer", None))
@@ -146,7 +180,44 @@ def read_prompt(
         raise ValueError(
             f"decoder_input_ids: expected an encoder-decoder, got a {type(model).__name__} without a decoder"
         )
-    return Prompt(tokens, target, extra, text, notes)
+    grid = only_grid(pictures)
+    return Prompt(tokens, target, extra, text, notes, pictures, picture_inputs, grid=grid)
+
+
+def _picture_inputs(
+    model: TransformerLensModel, model_class: ModelClass, given: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return the inputs of pictures, which are removed from the given ones; none if the model takes none.
+
+    Raises:
+        TypeError: If they are not tensors of numbers.
+        ValueError: If there are no pixels.
+        UnsupportedModelError: If TransformerLens is known to run the model wrongly on pictures.
+    """
+    names = PICTURE_INPUTS & given.keys() & set(further_inputs(model, model_class))
+    if not names or image_token(model) is None:
+        return {}
+    if "pixel_values" not in names:
+        raise ValueError(
+            f"pixel_values: expected the pixels of the pictures beside {sorted(names)}, got none"
+        )
+    fault = picture_fault(model, transformer_lens_version())
+    if fault is not None:
+        raise UnsupportedModelError(fault)
+    inputs = {name: given.pop(name) for name in sorted(names)}
+    for name, value in inputs.items():
+        if not torch.is_tensor(value):
+            inputs[name] = value = tensor_of(value, name)
+        check_dense_tensor(name, value)
+    pixels = inputs["pixel_values"]
+    if not pixels.is_floating_point():
+        raise TypeError(
+            f"pixel_values: expected real numbers, as the model's processor returns, got {pixels.dtype}"
+        )
+    if pixels.ndim == 3:
+        # One picture without a batch axis.
+        inputs["pixel_values"] = pixels[None]
+    return inputs
 
 
 def _source_and_target(
@@ -425,8 +496,8 @@ def _like_tokens(value: Any, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
     if _NOT_TEXT.search(name) or value.ndim > 2:
         raise ValueError(
             f"{name}: expected text alone (inputs [pos] or [1, pos], one number per token), got "
-            f"{list(value.shape)}; pictures, sound and embeddings as input are not supported: give the "
-            "tokens of a prompt without them"
+            f"{list(value.shape)}; the model takes no such input beside its tokens, or lens_mix can't map "
+            "it: give the tokens of a prompt without it"
         )
     whole = name.endswith("_ids") or name == "labels"
     if whole and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):

@@ -117,10 +117,19 @@ def model_name(model: TransformerLensModel) -> str:
 
 
 def of_prompt(prompt: Prompt) -> dict[str, Any]:
-    """Return the text, the tokens and the inputs of a prompt, which `lens_mix.run_again` needs."""
+    """Return the text, the tokens and the inputs of a prompt, which `lens_mix.run_again` needs.
+
+    Pixels are too many for a record, which has the names of the pictures' inputs instead, and the places of
+    their patches.
+    """
+    if prompt.features is not None:
+        return {"prompt": None, "features": list(prompt.features.shape), "positions": len(prompt.tokens)}
     target = {} if prompt.target is None else {"target_token_ids": prompt.target.tolist()}
     inputs = {name: value.tolist() for name, value in prompt.inputs.items()}
-    given = {"inputs": inputs} if inputs else {}
+    given: dict[str, Any] = {"inputs": inputs} if inputs else {}
+    if prompt.pictures:
+        given["picture_inputs"] = sorted(prompt.picture_inputs)
+        given["pictures"] = [picture.record() for picture in prompt.pictures]
     return {"prompt": prompt.text, "token_ids": prompt.tokens.tolist(), **target, **given}
 
 

@@ -31,6 +31,8 @@ class Verification:
         unembedding_failure: Why the logits can't be computed from the last residual stream; None if they can.
         z_factors: Layer -> z of each head divided by pattern @ values, if that is not 1 (an ablated head).
         source: The verification of the encoder, for the joint part; None otherwise.
+        sees_later_patches: Whether the model is causal on text, but not on the prompt of this run, whose
+            pictures attend to themselves in both directions.
     """
 
     components: tuple[ComponentError, ...]
@@ -41,6 +43,12 @@ class Verification:
     unembedding_failure: str | None = UNEMBEDDING_UNVERIFIED
     z_factors: Mapping[int, Float[Tensor, " head"]] = dataclasses.field(default_factory=dict)
     source: Verification | None = None
+    sees_later_patches: bool = False
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether the logits at a position predict the next token."""
+        return self.causal or self.sees_later_patches
 
     def failure(self, names: Collection[str]) -> str | None:
         """Return why the named components are not all verified; None if they are."""

@@ -158,6 +158,11 @@ def as_shares(shares: object, scores: Tensor) -> Float[Tensor, "layer query"] | 
     return tensor.to(scores.device)
 
 
+def as_features(features: object) -> Tensor | None:
+    """Return `features` as a detached tensor of real numbers; None if there are none."""
+    return None if features is None else check_real_tensor("features", features).detach()
+
+
 def as_layers(layers: object, count: int) -> list[int]:
     """Return the labels of `count` layers; None becomes 0, 1, 2, ….
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 _FORMAT = "lens_mix.MixingMap/1"
 _FIELDS = "tokens method causal key_tokens parameters residual kind layers provenance notes".split()
 # Older files lack these fields; their maps have all rows.
-_OPTIONAL = ("queries", "default_query", "explained")
+_OPTIONAL = ("queries", "default_query", "explained", "grid")
+_TENSORS = ("scores", "mask", "residual_shares", "features")
 # safetensors writes longer headers, but raises an error when it reads them.
 _MAX_RECORD_LENGTH = 90_000_000
 
@@ -56,10 +57,11 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     location = check_file_path("path", path, write=True)
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     record["explained"] = as_records(mixing_map.explained)
+    record["grid"] = None if mixing_map.grid is None else mixing_map.grid.record()
     record["key_tokens"] = None if mixing_map.keys_are_tokens else mixing_map.key_tokens
     for name in ("parameters", "provenance"):
         _require_json(record[name], name)
-    tensors = {name: getattr(mixing_map, name) for name in ("scores", "mask", "residual_shares")}
+    tensors = {name: getattr(mixing_map, name) for name in _TENSORS}
     # safetensors cannot write views or tensors that share memory; residual shares may be a view of scores.
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     if "residual_shares" in tensors:
@@ -204,6 +206,8 @@ def _make_attributes(mixing_map: MixingMap) -> dict[str, Any]:
     records = as_records(mixing_map.explained)
     by_position = None if records is None else dict(zip(mixing_map.query_positions, records, strict=True))
     attributes["explained"] = as_json(by_position)
+    if mixing_map.grid is not None:
+        attributes["grid"] = as_json(mixing_map.grid.record())
     return {**attributes, "keys_are_tokens": int(mixing_map.keys_are_tokens), "unit": "raw"}
 
 

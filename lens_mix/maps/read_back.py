@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("layer", "query", "key", "query_token", "key_token", "score")
 # The fields that `attrs` contains as JSON, with "tokens" because a table of some rows lacks the others.
-_JSON_FIELDS = ("parameters", "provenance", "notes", "residual", "tokens", "default_query", "explained")
+_JSON_FIELDS = (
+    *("parameters", "provenance", "notes", "residual", "tokens", "default_query", "explained", "grid"),
+)
 
 _READ_AS_TEXT = (
     "pd.read_csv(path, dtype={'query_token': str, 'key_token': str}, keep_default_na=False, "

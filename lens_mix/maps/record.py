@@ -21,6 +21,7 @@ from lens_mix.arguments import (
 )
 from lens_mix.maps import arithmetic, checks, difference, exchange, read_back, words
 from lens_mix.maps.explained import Explained, as_explained, label_row
+from lens_mix.maps.grid import Grid, as_grid
 from lens_mix.maps.positions import (
     Dropped,
     Queries,
@@ -169,6 +170,10 @@ class MixingMap:
         explained: What the model predicts at the position of each row, and the target that the row explains,
             as `lens_mix.maps.explained.Explained`. A run fills it if the method has a target, and for
             every causal model. None: unknown.
+        features: The picture or sound that the model read instead of tokens: pixels `[channel, height,
+            width]`, a waveform `[sample]` or a spectrogram `[time, band]`. None for tokens.
+        grid: Which keys are patches or frames, and where these are, as a `lens_mix.maps.Grid`. None for
+            tokens.
 
     Raises:
         TypeError: If scores, tokens, mask, layers, queries, residual or explained have a wrong type.
@@ -194,6 +199,8 @@ class MixingMap:
     residual_shares: Tensor | None = None
     default_query: int | None = None
     explained: tuple[Explained, ...] | None = None
+    features: Tensor | None = None
+    grid: Grid | None = None
 
     def __post_init__(self) -> None:
         scores = checks.as_scores(self.scores)
@@ -231,6 +238,8 @@ class MixingMap:
             "residual_shares": checks.as_shares(shares, scores),
             "default_query": None if default is None else as_position(default, len(tokens), "default_query"),
             "explained": as_explained(self.explained, rows),
+            "features": checks.as_features(self.features),
+            "grid": as_grid(self.grid, keys),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -560,6 +569,7 @@ class MixingMap:
             residual_shares=None if self.residual_shares is None else self.residual_shares[:, rows],
             default_query=None if self.default_query is None else new_position.get(self.default_query),
             explained=self._explained_by(rows),
+            grid=None if self.grid is None else self.grid.moved({key: new for new, key in enumerate(keys)}),
         )
 
     def drop_bos(self) -> MixingMap:
@@ -628,6 +638,7 @@ class MixingMap:
             default_query=default[0] if default else None,
             notes=(*self.notes, *notes),
             explained=self._explained_by_words(rows, queries),
+            grid=self.grid if key_words == [[key] for key in range(len(self.key_labels))] else None,
         )
 
     def _explained_by_words(self, rows: Sequence[Sequence[int]], how: str) -> tuple[Explained, ...] | None:

@@ -207,10 +207,10 @@ class AttributionPatching(RowTargetMethod):
         rows = first.zeros(len(bound.functions), first.real.shape[1])
         rules = self.clean_rules([block.anatomy for block in blocks])
         for prompt in bound.prompt_index.unique().tolist():
-            if first.batch.prompts[prompt].inputs:
+            if first.batch.prompts[prompt].input_names:
                 raise UnsupportedModelError(
                     "model inputs: expected tokens alone, because they run at repeated positions, got also "
-                    f"{sorted(first.batch.prompts[prompt].inputs)}"
+                    f"{first.batch.prompts[prompt].input_names}"
                 )
             graph = first.clean.graph
             if graph is None or graph.rules != rules:

@@ -224,9 +224,9 @@ def _make_batch(first: Block, prompt: int, contexts: Sequence[Int[Tensor, " pos"
         ValueError: The prompt has further inputs, which belong to its own tokens.
     """
     given = first.batch.prompts[prompt]
-    if given.inputs:
+    if given.input_names:
         raise ValueError(
-            f"model inputs: expected tokens alone, as they are cut, got {sorted(given.inputs)} besides"
+            f"model inputs: expected tokens alone, as they are cut, got {given.input_names} besides"
         )
     is_target = given.target is not None and first.stack.reads_target
     prompts = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 from einops import reduce
@@ -22,13 +22,13 @@ from lens_mix.maps.spans import Group, Groups, check_groups, read_groups
 from lens_mix.method import Method, find_key_positions
 from lens_mix.methods.bound_target import RowTargetMethod, bind_rows
 from lens_mix.methods.side_by_side import SideBySide, may_share_passes, rows_beside_copies
-from lens_mix.removal import MaskKeys, Removal, ZeroValues, each_group, replacement
+from lens_mix.removal import FillPatches, MaskKeys, Removal, ZeroValues, each_group, replacement
 from lens_mix.targets import as_target
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-By = Literal["replace", "mask", "values"]
+By = Literal["replace", "mask", "values", "mean", "blur"]
 Measure = Literal["difference", "absolute", "kl"]
 
 
@@ -40,13 +40,20 @@ class Occlusion(RowTargetMethod):
 
     F is the target at the row's position. Scores are in the target's unit. There is one map of the whole
     model, [1, query, key]. It needs one forward pass per token (and replacement) for all rows. A causal model
-    that takes position ids runs only the tokens from a replaced one on, about half of them. There are three
-    removals:
+    that takes position ids runs only the tokens from a replaced one on, about half of them. For tokens there
+    are three removals:
 
     - "replace": the token is replaced by another one, and scores are means over several replacements;
     - "mask": no position attends to the token, in any layer, as if the attention mask hid it;
     - "values": its value vectors are zero in every layer, which is Value Zeroing of the whole model. The
       token is still attended to, and the patterns of higher layers change.
+
+    For pictures and sound, two removals fill a patch or a frame (`lens_mix.removal.FillPatches`):
+
+    - "mean": with the mean of the picture or sound;
+    - "blur": with what a Gaussian blur makes of it.
+
+    Positions without a place, such as [CLS], then have the score 0.
 
     With "mask" and "values" the token keeps its own residual stream, so the diagonal means little. For a row
     that attends to itself only, the scores of "mask" are 0.
@@ -94,7 +101,7 @@ class Occlusion(RowTargetMethod):
         replacement(self.replacements, self.n_samples, self.seed)
         if self.spans is not None:
             object.__setattr__(self, "spans", check_groups("spans", self.spans))
-        check_choice("by", self.by, ("replace", "mask", "values"))
+        check_choice("by", self.by, get_args(By))
         check_choice("measure", self.measure, ("difference", "absolute", "kl"))
         if self.measure == "kl" and as_target(self.target).reads != "logits":
             raise ValueError(
@@ -102,6 +109,13 @@ class Occlusion(RowTargetMethod):
             )
         if self.replacements is not None and self.by != "replace":
             raise ValueError(f"replacements: for by='replace' only, got by={self.by!r}")
+
+    @property
+    def needs_tokens(self) -> str | None:
+        """Why the method can't explain pictures and sound; None if it can."""
+        if self.by != "replace":
+            return None
+        return "it replaces tokens, and pictures and sound have none; write lm.Occlusion(by='mean')"
 
     @override
     def key_groups(self, tokens: Sequence[str]) -> list[Group] | None:
@@ -139,7 +153,9 @@ class Occlusion(RowTargetMethod):
         bound = bind_rows(blocks, self.target)
         by_kl = self.measure == "kl"
         clean = bound.distributions() if by_kl else bound.clean
-        prompt_index, removed, keys = each_group(first.real_inputs, find_key_positions(self, first))
+        groups = each_group(first.real_inputs, find_key_positions(self, first))
+        acts = self._removal.acts_on(first, groups[1])
+        prompt_index, removed, keys = (each[acts] for each in groups)
         copies = self._removal.make_copies(first, prompt_index, removed)
         keys = keys.repeat_interleave(copies.samples)
         scores = first.zeros(len(clean), removed.shape[1] if self.spans is None else len(self.spans))
@@ -180,9 +196,9 @@ class Occlusion(RowTargetMethod):
             hooks = [pair for layer in range(model.cfg.n_layers) for pair in method.interventions(layer, j)]
             scores = target(model(tokens)) - target(model.run_with_hooks(tokens, fwd_hooks=hooks))
 
-        There are no hooks for "replace", which changes the tokens. If a model computes the mixed values
-        before the hook on its pattern, the hooks of "mask" raise an error in the pass. The method then hides
-        the token in the mask of every attention module.
+        There are no hooks for "replace", "mean" and "blur", which change the model's input. If a model
+        computes the mixed values before the hook on its pattern, the hooks of "mask" raise an error in the
+        pass. The method then hides the token in the mask of every attention module.
 
         The arguments are those of `lens_mix.hooks.zero_values`.
         """
@@ -192,6 +208,8 @@ class Occlusion(RowTargetMethod):
     def _removal(self) -> Removal:
         if self.by == "replace":
             return replacement(self.replacements, self.n_samples, self.seed)
+        if self.by in ("mean", "blur"):
+            return FillPatches(self.by)
         return MaskKeys() if self.by == "mask" else ZeroValues()
 
     def _change(self, clean: Tensor, changed: Float[Tensor, " copy *d_vocab"]) -> Float[Tensor, " copy"]:

@@ -94,6 +94,8 @@ class _Graphs:
         # User hooks may treat some positions or gradients differently. A single row does not need to know.
         self._is_regular = len(bound.functions) > 1 and not has_user_hooks(first.clean.lens.modules)
         self._can_cut = self._is_regular and first.verification.causal and bound.reads_own_logits
+        # A prefix may end inside a picture.
+        self._can_cut = self._can_cut and not first.batch.has_pictures
 
     def differentiate(self, rows: Int[Tensor, " row"], numbers: Sequence[int]) -> Streams:
         """Return residual streams, and the gradients of some rows with respect to them."""

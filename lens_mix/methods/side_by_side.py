@@ -384,7 +384,7 @@ def rows_beside_copies(bound: BoundRows) -> list[list[int]]:
     return [
         rows.tolist()
         for rows in by_prompt
-        if not first.batch.prompts[int(bound.prompt_index[rows[0]])].inputs
+        if not first.batch.prompts[int(bound.prompt_index[rows[0]])].input_names
     ]
 
 

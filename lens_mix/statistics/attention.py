@@ -244,7 +244,8 @@ def _read_query(mixing_map: MixingMap, query: Literal["first", "last"] | int | N
     count = len(mixing_map.tokens)
     if query is None:
         # The queries of cross-attention are those of a decoder, which is causal.
-        query = "last" if mixing_map.causal or not mixing_map.keys_are_tokens else "first"
+        is_decoder = mixing_map.causal or mixing_map.predicts_next or not mixing_map.keys_are_tokens
+        query = "last" if is_decoder else "first"
     if isinstance(query, str) and query in ("first", "last"):
         return 0 if query == "first" else count - 1
     return as_position(query, count, "query", also="'first', 'last' or ")

@@ -210,6 +210,8 @@ class Explainer:
         needs_all = self.aggregation is not None and self.aggregation[0] not in ("mean", "max", "last")
         given = prompt.tokens if prompt.target is None else (prompt.tokens, prompt.target)
         options = {"part": self.reading.part, "progress": None, **self.options}
+        if prompt.target is None:
+            options |= {**prompt.inputs, **prompt.picture_inputs}
         if self.aggregation is not None and "residual measured" in self.aggregation[0]:
             options["residual_shares"] = True
         mapped: MixingMap = run(self.model, given, method, queries=None if needs_all else rows, **options)

@@ -12,6 +12,8 @@ from lens_mix.lens import texts
 
 # Sources of these kinds are not content that a reader could have given or left out.
 TEMPLATE, WRITTEN = "template", "written"
+# The kind of a picture among the tokens of a prompt.
+PICTURE = "picture"
 
 
 class Section(NamedTuple):
@@ -19,7 +21,7 @@ class Section(NamedTuple):
 
     Attributes:
         kind: "document", "question" or "instruction"; the role of a message ("user", "system", "assistant",
-            "tool"); "prompt" for a plain string; "source" for the input of an encoder.
+            "tool"); "prompt" for a plain string; "source" for the input of an encoder; "picture".
         name: The name of the document, else the kind.
         start: The index of its first character.
         stop: The index after its last character.

@@ -15,6 +15,7 @@ from lens_mix.arguments import describe_value
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
+from lens_mix.lens.pictures import join_inputs
 from lens_mix.lens.prompts import is_encoder_decoder
 from lens_mix.lens.replay import is_out_of_memory
 from lens_mix.traces.attribution import Written, read_written, rounding_of
@@ -89,12 +90,14 @@ def write(
     allowed = rounding_of(Lens(model, part))
 
     def attempt(count: int, options: Mapping[str, Any]) -> tuple[Reading, Written]:
-        answer = _generate_tokens(model, prompt.tokens, count, part=part, seed=seed, options=options)
+        answer = _generate_tokens(model, prompt, count, part=part, seed=seed, options=options)
         reading = add_answer(model, prompt, text, answer)
         return reading, read_written(model, reading)
 
     attempts: list[Mapping[str, Any]] = [options]
-    if _has_cache_option(model) and "use_past_kv_cache" not in options:
+    # Without the cache, `generate` gives the pictures to its first pass alone.
+    is_optional = not prompt.pictures and "use_past_kv_cache" not in options
+    if _has_cache_option(model) and is_optional:
         attempts.append({**options, "use_past_kv_cache": False})
     reasons: list[str] = []
     is_checked = _takes_most_probable(options)
@@ -147,7 +150,7 @@ def _has_cache_option(model: TransformerLensModel) -> bool:
 
 def _generate_tokens(
     model: TransformerLensModel,
-    tokens: Int[Tensor, " pos"],
+    prompt: Prompt,
     count: int,
     *,
     part: str | None,
@@ -160,7 +163,7 @@ def _generate_tokens(
 
     Args:
         model: The model.
-        tokens: The prompt, or the source of an encoder-decoder.
+        prompt: The prompt, or the source of an encoder-decoder.
         count: The largest number of tokens.
         part: "joint" for an encoder-decoder, whose tokens start with the decoder's start token.
         seed: The seed of the draws. The state of torch's own generators is as before afterwards.
@@ -170,9 +173,12 @@ def _generate_tokens(
         ValueError: If the model writes nothing but the end of the text.
         UnsupportedModelError: If the model cannot generate.
     """
-    lens = Lens(model, part)
+    lens, tokens = Lens(model, part), prompt.tokens
     ends = _find_ends(model, options)
     chosen: dict[str, Any] = {"do_sample": False, "verbose": False, "stop_at_eos": bool(ends), **options}
+    if prompt.pictures:
+        chosen |= {name: value[None].to(lens.device) for name, value in prompt.inputs.items()}
+        chosen |= join_inputs([prompt.picture_inputs], lens.dtype, lens.device)
     if ends and chosen["stop_at_eos"]:
         chosen.setdefault("eos_token_id", ends if len(ends) > 1 else ends[0])
     devices = [lens.device] if lens.device.type == "cuda" else []

@@ -18,7 +18,7 @@ from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
 from lens_mix.lens.prompts import is_encoder_decoder, read_prompt, tensor_of, vocabulary
 from lens_mix.lens.state import reading
 from lens_mix.lens.token_strings import token_strings
-from lens_mix.traces.documents import Documents, Section, render_chat
+from lens_mix.traces.documents import PICTURE, Documents, Section, render_chat
 from lens_mix.traces.sources import PlacedText, Splitter, TextSource, find_sources
 
 
@@ -80,13 +80,16 @@ class Reading:
         """Return the prompt and what was written, without some tokens of the prompt.
 
         None: The prompt has no other token, so that nothing would predict the first written one.
+
+        Raises:
+            UnsupportedModelError: If only some patches of a picture would remain.
         """
         tokens, count = self.prompt.tokens, self.n_source or self.n_prompt
         keeps = torch.ones(len(tokens), dtype=torch.bool, device="cpu")
         keeps[list(positions)] = False
         if not keeps[:count].any():
             return None
-        return dataclasses.replace(self.prompt, tokens=tokens[keeps.to(tokens.device)])
+        return self.prompt.keep(keeps.to(tokens.device))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,18 +181,49 @@ def _add_to_prompt(
     tokenizer, tokens = getattr(model, "tokenizer", None), prompt.tokens
     prompt_text = None if text is None else _place(tokenizer, text, tokens)
     written_text: PlacedText | None
+    if text is None and prompt.pictures and tokenizer is not None:
+        prompt_text = _place_pictures(tokenizer, prompt)
     if isinstance(answer, str):
-        if text is None:
+        if prompt_text is None:
             raise ValueError("answer: expected tokens, because the prompt was given as tokens, got text")
-        written, written_text = _read_answer(tokenizer, text.text, tokens, answer)
+        written, written_text = _read_answer(tokenizer, prompt_text.text, tokens, answer)
     else:
         written = _as_tokens(answer, tokens, vocabulary(model, "prompt"))
-        written_text = None if text is None else _place_written(tokenizer, tokens, written)
+        written_text = None if prompt_text is None else _place_written(tokenizer, tokens, written)
     whole = torch.cat([tokens, written])
     with reading(model):
         # It raises an error if both together are too long.
-        read = read_prompt(model, model_class_of(model), whole)
-    return Reading(read, 0, len(tokens), token_strings(model, whole), prompt_text, written_text)
+        read = read_prompt(model, model_class_of(model), whole, inputs=_extend_inputs(prompt, len(written)))
+    strings = read.label(token_strings(model, whole))
+    return Reading(read, 0, len(tokens), strings, prompt_text, written_text)
+
+
+def _extend_inputs(prompt: Prompt, count: int) -> dict[str, Tensor]:
+    """Return the inputs of a prompt and of `count` written tokens, which are of the type of text.
+
+    Raises:
+        ValueError: If the prompt has inputs whose values for written tokens are not known.
+    """
+    others = sorted(name for name in prompt.inputs if not name.endswith("token_type_ids"))
+    if others:
+        raise ValueError(f"model inputs: expected tokens, their types and pictures, got also {others}")
+    inputs = {name: torch.cat([types, types.new_zeros(count)]) for name, types in prompt.inputs.items()}
+    return inputs | dict(prompt.picture_inputs)
+
+
+def _place_pictures(tokenizer: Any, prompt: Prompt) -> PlacedText:
+    """Return the text that the tokenizer decodes from a prompt with pictures, each of which is a section."""
+    tokens = prompt.tokens
+    placed = _place_written(tokenizer, tokens[:0], tokens)
+    sections: list[Section] = []
+    stop = 0
+    for picture in prompt.pictures:
+        first, last = (placed.offsets[picture.positions[place]] for place in (0, -1))
+        sections += [Section("prompt", "prompt", stop, first[0])] if first[0] > stop else []
+        sections.append(Section(PICTURE, picture.name, first[0], last[1]))
+        stop = last[1]
+    sections += [Section("prompt", "prompt", stop, len(placed.text))] if len(placed.text) > stop else []
+    return placed._replace(sections=sections, first=0)
 
 
 def _add_to_source(

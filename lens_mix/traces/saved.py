@@ -13,6 +13,7 @@ from lens_mix.arguments import check_file_path
 from lens_mix.files import replacing
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.pictures import Picture
 from lens_mix.maps.explained import as_explained, as_records
 from lens_mix.registry import all_methods
 from lens_mix.traces.attribution import Explainer, find_aggregation, read_written
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from lens_mix.traces.trace import Trace
 
 _FORMAT = "lens_mix.Trace/1"
+# The fields of a prompt that are tensors by name.
+_INPUTS = ("inputs", "picture_inputs")
 # Log probabilities of one model differ by less, in nats, on other machines and in half precision.
 ON_OTHER_MACHINES = 0.25
 
@@ -38,6 +41,8 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     tensors = {"tokens": reading.prompt.tokens, "log_probabilities": trace.log_probabilities}
     if reading.prompt.target is not None:
         tensors["target"] = reading.prompt.target
+    for kind in _INPUTS:
+        tensors |= {f"{kind} {name}": value for name, value in getattr(reading.prompt, kind).items()}
     sources: dict[str, Any] = {}
     names: list[Any] = []
     for unit in UNITS:
@@ -60,6 +65,7 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
         "losses": losses,
         "sources": sources,
         "strings": reading.tokens,
+        "pictures": [picture.record() for picture in reading.prompt.pictures],
         "n_source": reading.n_source,
         "n_prompt": reading.n_prompt,
         "prompt_text": _to_record(reading.prompt_text),
@@ -115,8 +121,18 @@ def _read_fields(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> di
         ]
     for start, stop, measured in record["losses"]:
         computed["losses", start, stop] = {tuple(positions): loss for positions, loss in measured}
+    inputs: dict[str, Any] = {
+        kind: {
+            name.removeprefix(f"{kind} "): value
+            for name, value in tensors.items()
+            if name.startswith(f"{kind} ")
+        }
+        for kind in _INPUTS
+    }
+    # Traces of older releases have no pictures.
+    pictures = tuple(Picture.from_record(each) for each in record.get("pictures", ()))
     reading = Reading(
-        Prompt(tensors["tokens"], tensors.get("target")),
+        Prompt(tensors["tokens"], tensors.get("target"), pictures=pictures, **inputs),
         record["n_source"],
         record["n_prompt"],
         record["strings"],

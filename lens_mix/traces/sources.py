@@ -12,7 +12,7 @@ from lens_mix.arguments import check_pairs, check_whole_number
 from lens_mix.maps.characters import join_tokens
 from lens_mix.maps.spans import check_groups, read_groups
 from lens_mix.maps.words import find_words, is_special
-from lens_mix.traces.documents import TEMPLATE, WRITTEN, Section
+from lens_mix.traces.documents import PICTURE, TEMPLATE, WRITTEN, Section
 
 Unit = Literal["token", "word", "sentence", "message", "document", "given"]
 UNITS: tuple[str, ...] = get_args(Unit)
@@ -146,12 +146,13 @@ def find_sources(
         )
     found = []
     for section in _merge_messages(prompt.sections) if unit == "message" else prompt.sections:
-        for start, stop in _split_section(prompt.text, section, split if unit == "sentence" else None):
+        is_picture = section.kind == PICTURE
+        splits = unit == "sentence" and not is_picture
+        for start, stop in _split_section(prompt.text, section, split if splits else None):
             positions = prompt.find_tokens(start, stop)
             if positions:
-                found.append(
-                    TextSource(prompt.text[start:stop], section.kind, section.name, tuple(positions))
-                )
+                text = section.name if is_picture else prompt.text[start:stop]
+                found.append(TextSource(text, section.kind, section.name, tuple(positions)))
     if unit == "sentence" and written is not None:
         whole = Section(WRITTEN, WRITTEN, 0, len(written.text))
         for start, stop in _split_section(written.text, whole, split):

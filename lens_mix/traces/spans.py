@@ -166,6 +166,7 @@ class WrittenSpan:
 
         Raises:
             ValueError: If `k` is below 1, or the trace was loaded from a file and has no model.
+            UnsupportedModelError: If a source is a part of a picture, which the model reads as a whole.
         """
         listed = self.top(k)
         reading = self.trace.reading

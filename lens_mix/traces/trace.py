@@ -489,7 +489,8 @@ def trace(
 
     Args:
         model: Any causal TransformerLens model, or an encoder-decoder.
-        prompt: A string, chat messages, `lm.Documents`, or tokens [pos]; the source of an encoder-decoder.
+        prompt: A string, chat messages, `lm.Documents`, or tokens [pos]; the source of an encoder-decoder; or
+            what the processor of a model of pictures and text returned. Each picture is then a source.
         answer: What was written after the prompt: a string, which begins with its space if it needs one; or
             tokens (of an encoder-decoder: from the start token on).
         generate: The largest number of tokens that the model writes itself. Either this or `answer`.

@@ -328,5 +328,5 @@ def _describe_best(panels: Sequence[Panel], best: tuple[int, Strongest], key: st
 
 
 def _read_prediction(row: MixingMap) -> str | None:
-    entry = row.explained[0] if row.explained and row.causal else None
+    entry = row.explained[0] if row.explained and (row.causal or row.predicts_next) else None
     return None if entry is None else entry.prediction

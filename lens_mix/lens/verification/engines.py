@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 from lens_mix.arguments import check_choice
 from lens_mix.lens import known_faults
 from lens_mix.lens.components import UNEMBEDDING
+from lens_mix.lens.features import has_classifier, reads_features
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.state import find_gradient_obstacle
@@ -97,9 +98,14 @@ def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
     takes_joint = "joint" in parts
     if lens.stack.source is not None and not takes_joint:
         yield "it is not defined for part='joint'; lm.joint(lm.run(..., part='all')) joins maps of layers"
-    # Text and functions have no attribute `reads`, and are targets on the logits.
-    if hasattr(method, "target") and getattr(method.target, "reads", "logits") == "logits":
-        yield known_faults.wrong_logits(lens.model, lens.model_class, transformer_lens_version())
+    if hasattr(method, "target"):
+        if reads_features(lens.model) and not has_classifier(lens.model):
+            yield _no_classifier(method.target)
+        # Text and functions have no attribute `reads`, and are targets on the logits.
+        if getattr(method.target, "reads", "logits") == "logits":
+            yield known_faults.wrong_logits(lens.model, lens.model_class, transformer_lens_version())
+    if reads_features(lens.model):
+        yield getattr(method, "needs_tokens", None)
     if _scope(method) != "layer" and lens.stack.gaps is not None:
         yield f"{lens.stack.gaps}, so no map of the whole stack can be computed"
     if _scope(method) == "model" and lens.stack.name == "encoder":
@@ -115,6 +121,16 @@ def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
             "it runs tokens at repeated positions; expected a decoder-only TransformerBridge whose model "
             "takes position_ids"
         )
+
+
+def _no_classifier(target: object) -> str | None:
+    """Return why a target can't be read from a model without a classifier; None if it reads no logits."""
+    if getattr(target, "reads", "logits") != "logits":
+        return None
+    return (
+        "it has no classifier, so its output is its last hidden state; expected a target that reads it: "
+        "target=lm.targets.head(lambda resid: ...)"
+    )
 
 
 def choose_engine(

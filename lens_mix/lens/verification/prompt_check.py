@@ -124,6 +124,7 @@ def find_input_mismatch(clean: CleanPass) -> str | None:
     that restart, so their outputs may change.
     """
     names = sorted(set(clean.batch.inputs) - {"token_type_ids"})
+    names += ["pictures"] * clean.batch.has_pictures
     last = max(clean.calls)
     for index, prompt in enumerate(clean.batch.prompts if names else ()):
         batch = pad([prompt], 0, "right")

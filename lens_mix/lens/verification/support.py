@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lens_mix.lens.components import ComponentError
+from lens_mix.lens.features import any_features, reads_features
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.model_names import strip_path
@@ -134,7 +135,8 @@ def check(
 
     Args:
         model: A TransformerLens model.
-        prompt: A string, tokens, or a pair for an encoder-decoder; None for eight tokens of the vocabulary.
+        prompt: A prompt, as in `lens_mix.run`; None for eight tokens of the vocabulary, or for random pixels
+            or sound.
         part: "encoder" (default), "decoder" or "cross" of an encoder-decoder.
         prepend_bos: As in TransformerLens.
         **inputs: Further model inputs by name.
@@ -189,8 +191,8 @@ def _next_norm_failure(method: HasEngines, verification: Verification) -> str | 
 
 
 def any_prompt(model: TransformerLensModel) -> Any:
-    """Return some tokens of the model's vocabulary; a pair of them for an encoder-decoder."""
-    alone = any_tokens(model)
+    """Return some tokens of the model's vocabulary, a pair of them, or a random picture or sound."""
+    alone = any_features(model, device_of(model)) if reads_features(model) else any_tokens(model)
     return (alone, alone) if is_encoder_decoder(model, model_class_of(model)) else alone
 
 

@@ -22,6 +22,7 @@ from lens_mix.lens.changes import Change, Changes, forward_pre_hook
 from lens_mix.lens.clean_pass import CleanPass, StopForward, clean_pass
 from lens_mix.lens.components import COMPONENTS, FEED_FORWARD, MIXING, ComponentError, measure
 from lens_mix.lens.cross import names_before_cross
+from lens_mix.lens.features import shorten
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, wrapped_config
@@ -40,16 +41,22 @@ SHORTEST, LONGEST = 8, 16
 def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
     """Return the prompt of a verification: the first tokens of a prompt, or more if user hooks need them.
 
-    A hook on position 18, for example, fails in a pass over 16 tokens.
+    A hook on position 18, for example, fails in a pass over 16 tokens. The blocks are verified on the text
+    alone, unless user hooks need the pictures too: each run is compared with its own prompt anyway.
     """
+    if prompt.features is not None:
+        return prompt if has_user_hooks(lens.modules) else shorten(lens.model, prompt, LONGEST)
+    whole, prompt = prompt, prompt.without_pictures()
     count, target_count = LONGEST, SHORTEST
     lengths = len(prompt.tokens), 0 if prompt.target is None else len(prompt.target)
     n_ctx = max(getattr(lens.model.cfg, "n_ctx", None) or LONGEST, *lengths)
     while True:
         short = _verification_prompt(prompt, n_ctx, count, target_count)
         is_whole = count >= lengths[0] and target_count >= lengths[1]
-        if is_whole or not has_user_hooks(lens.modules) or _runs(lens, short):
+        if not has_user_hooks(lens.modules) or _runs(lens, short):
             return short
+        if is_whole:
+            return whole if whole.pictures else short
         count, target_count = 2 * count, 2 * target_count
 
 
@@ -308,7 +315,7 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
         prompt: The prompt whose first tokens are used.
         side: The side of the padding.
     """
-    if lens.stack.gaps is not None or not lens.takes_padding_mask:
+    if lens.stack.gaps is not None or not lens.takes_padding_mask or prompt.features is not None:
         return False
     short = _short_prompt(lens, prompt)
     half = max(1, len(short.tokens) // 2)
