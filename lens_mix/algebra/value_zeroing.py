@@ -155,14 +155,16 @@ class _Maps:
 
         def by_zeroed(of_heads: Tensor) -> Float[Tensor, "zeroed rank width"]:
             # The result is [zeroed, span · head, width], which is a view if each key is zeroed alone.
-            return of_heads.unflatten(1, positions.shape).permute(1, 2, 0, 3).flatten(1, 2)
+            rows: Tensor = of_heads.unflatten(1, positions.shape)
+            return rows.permute(1, 2, 0, 3).flatten(1, 2)
 
         sent = torch.bmm(by_head, self._W_O[group])
+        matrices: list[Tensor] = list(self._input_matrices)
         if self._is_folded:
-            read, matrices = by_head, [matrix[group] for matrix in self._input_matrices]
+            read, matrices = by_head, [matrix[group] for matrix in matrices]
         else:
             # Few vectors are cheaper to multiply by both matrices than the matrices by each other.
-            read, matrices = through(self._norms, sent), self._input_matrices
+            read = through(self._norms, sent)
         # The product is in chunks of neurons, because one with all of them is slower.
         chunks_of_matrices = [matrix.split(self._widths, dim=-1) for matrix in matrices]
         hidden = [[by_zeroed(read @ x) for x in parted] for parted in zip(*chunks_of_matrices, strict=True)]
