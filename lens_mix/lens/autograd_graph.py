@@ -14,9 +14,12 @@ from lens_mix.hooks import record_mixing
 from lens_mix.hooks.mixing import check_mixing
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import BackwardRules, ChangedRules
+from lens_mix.lens.changes import Changes
 from lens_mix.lens.copies import bytes_through_block
+from lens_mix.lens.linear_products import faster_products
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.prefix_keys import PrefixKeys
 from lens_mix.lens.replay import BlockCall, enter_with, first_tensor, relative_error
 
 # The graph of all blocks is kept up to this many bytes, by an estimate of at least twice its true size: of
@@ -58,6 +61,7 @@ class AutogradGraph:
     Attributes:
         rules: The rules of the backward pass.
         is_kept: Whether the graph of all blocks is kept.
+        keys: The keys and values of blocks that `read_mixing` has run again, as far as these take a cache.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class AutogradGraph:
             record_mixing(layer, self._recorded, attention=template) for layer in lens.stack.attention_layers
         ]
         self._calls: dict[int, BlockCall] = {}
+        self.keys = PrefixKeys(positions)
 
     @property
     def resid_post(self) -> Float[Tensor, "batch pos d_model"]:
@@ -96,6 +101,7 @@ class AutogradGraph:
         self._recorded.clear()
         self._changed.streams.clear()
         self._calls = {}
+        self.keys.kept.clear()
 
     def gradients(
         self, values: Float[Tensor, " value"], numbers: Sequence[int], *, at_once: bool = False
@@ -177,10 +183,13 @@ class AutogradGraph:
         """
         (gradients,) = _gradients_of_each(values, [self.resid_post], _select(values), at_once=at_once)
         recording = () if read_mixing is None else self._recording
-        with self._lens.evaluation_mode(gradients=True), self._changed.applied(recording):
+        # A vectorised backward pass has no other products than torch's own.
+        faster = [] if at_once else faster_products(self._lens, self.resid_post.shape[:2].numel())
+        mode = self._lens.evaluation_mode(gradients=True)
+        with mode, self._changed.applied(recording), Changes(faster):
             for layer in reversed(range(self._lens.n_layers)):
                 leaf = self._calls[layer].resid_pre.detach().requires_grad_(True)
-                output = self._output_again(layer, leaf)
+                output = self._output_again(layer, leaf, None if read_mixing is None else self.keys)
                 if read_mixing is None or layer not in self._lens.stack.attention_layers:
                     (gradients,) = _gradients_of_each(output, [leaf], gradients, at_once=at_once, keep=False)
                 else:
@@ -194,10 +203,13 @@ class AutogradGraph:
                 read(layer, leaf.detach(), gradients[:, 0])
         self._changed.require_gradients()
 
-    def _output_again(self, layer: int, leaf: Tensor) -> Tensor:
+    def _output_again(self, layer: int, leaf: Tensor, keys: PrefixKeys | None) -> Tensor:
         """Run a block again from a leaf and return its output, which is compared with that of the pass."""
         call, block = self._calls[layer], self._lens.stack.blocks[layer]
         args, kwargs = enter_with(leaf)(block, call.args, call.kwargs)
+        if keys is not None and "past_key_values" in kwargs:
+            keys.kept.pop(layer, None)
+            kwargs = {**kwargs, "past_key_values": keys}
         output = first_tensor(block(*args, **kwargs))
         error = relative_error(output.detach(), call.resid_post)
         if not error <= self._lens.tolerance:

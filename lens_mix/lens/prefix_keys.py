@@ -41,10 +41,21 @@ class PrefixKeys(DynamicCache):  # type: ignore[misc]
         """Return the keys and values that the queries of one layer may see; attention calls this."""
         if layer_idx not in self.kept:
             first = slice(self.count)
-            self.kept[layer_idx] = (key_states[:, :, first].clone(), value_states[:, :, first].clone())
+            self.kept[layer_idx] = (
+                key_states[:, :, first].detach().clone(),
+                value_states[:, :, first].detach().clone(),
+            )
             return key_states, value_states
         keys, values = (each.expand(len(key_states), -1, -1, -1) for each in self.kept[layer_idx])
         return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+
+    def first(self, count: int) -> PrefixKeys:
+        """Return the keys and values of the first `count` tokens."""
+        prefix = PrefixKeys(count)
+        prefix.kept = {
+            layer: (keys[:, :, :count], values[:, :, :count]) for layer, (keys, values) in self.kept.items()
+        }
+        return prefix
 
     @override
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:

@@ -288,6 +288,7 @@ class AttributionPatching(RowTargetMethod):
         if self.paths != "between":
             strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()
             chosen = torch.tensor([*sorted(strongest), last], dtype=torch.long, device=places.device)
+            beside = dataclasses.replace(beside, keys=graph.keys)
             direct[chosen] = self._measure(beside, places[chosen], only=places[last]).to(direct.dtype)
         return {"direct": direct, "between": between, "all": direct + between}[self.paths]
 

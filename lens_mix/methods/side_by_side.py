@@ -111,11 +111,14 @@ class SideBySide:
         blocks: All blocks of the model.
         bound: The target of all rows.
         rows: The indices of the rows that are read, all of one prompt.
+        keys: The keys and values of the prompt in the clean pass, so that no pass runs the prompt; None if
+            they are not known.
     """
 
     blocks: Sequence[Block]
     bound: BoundRows
     rows: Sequence[int]
+    keys: PrefixKeys | None = None
 
     @property
     def prompt(self) -> int:
@@ -181,6 +184,8 @@ class SideBySide:
         left, sizes = torch.arange(len(rerun), device=rerun.device), rerun.sum(-1).tolist()
         passes = self._plan(sizes)
         prefix = PrefixKeys(len(places)) if any(rows is not None for _, rows in passes) else None
+        if prefix is not None and passes[0][1] is not None and self.keys is not None:
+            prefix = self.keys.first(len(places))
         for run, rows in self.bound.block.with_bar(passes, len(passes), "chunks"):
             some = torch.tensor(run, dtype=torch.long, device=rerun.device)
             try:
@@ -206,17 +211,28 @@ class SideBySide:
         lens, max_memory = self.bound.block.clean.lens, self.bound.block.max_memory
         beside = [list(range(len(sizes)))[chunk] for chunk in self._split(sizes)]
         alone: list[tuple[list[int], list[list[int]] | None]] = [(copies, None) for copies in beside]
-        if len(beside) == 1 or not lens.takes_padding_mask:
+        has_keys = self._has_keys
+        if (len(beside) == 1 and not has_keys) or not lens.takes_padding_mask:
             return alone
         # A row has one place more than the longest copy, for the control or a copy of one token.
-        count, width = len(self.places), len(self.places) + 1
+        count = len(self.places)
+        width = min(count, sum(sizes)) + 1
         try:
             size = count_copies(lens, max_memory, count + width, logits=width)
         except ValueError:  # Fewer tokens may fit beside the prompt.
             return alone
-        passes = pack_passes(sizes[len(beside[0]) :], width, size)
-        later = [([copy + len(beside[0]) for copy in copies], rows) for copies, rows in passes]
-        return [*alone[:1], *later]
+        start = 0 if has_keys else len(beside[0])
+        passes = pack_passes(sizes[start:], width, size)
+        later = [([copy + start for copy in copies], rows) for copies, rows in passes]
+        return [*([] if has_keys else alone[:1]), *later]
+
+    @property
+    def _has_keys(self) -> bool:
+        """Whether the keys and values of all layers are known, at the places of the prompt."""
+        lens, places = self.bound.block.clean.lens, self.places
+        if self.keys is None or set(self.keys.kept) != set(lens.stack.attention_layers):
+            return False
+        return torch.equal(places, torch.arange(len(places), device=places.device))
 
     def _split(self, sizes: Sequence[int]) -> list[slice]:
         """Return slices over copies of these numbers of tokens, each of which is one pass."""

@@ -10,6 +10,7 @@ import lens_mix as lm
 from benchmarks.input_map.cheaper import hidden_rows
 from benchmarks.input_map.decoder import Decoder
 from lens_mix.hooks import must_fire, record_mixing, zero_values
+from lens_mix.lens import autograd_graph, continuation
 from lens_mix.lens.autograd_graph import Mixing
 from lens_mix.lens.model import Lens
 from lens_mix.methods.attribution_patching import (
@@ -22,6 +23,7 @@ from lens_mix.methods.row_gradients import make_graph
 from lens_mix.methods.side_by_side import Layout
 from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, cases, prompt_of, wide_cases
+from tests.methods.test_side_by_side import widen_softmax
 from tests.tiny_models import bridge, hooked_transformer, tokens, wrapped_model
 
 CASES = [*cases(refused=False), *(case for case in wide_cases() if case.refusal is None)]
@@ -104,6 +106,27 @@ def test_hooks_that_know_positions_are_refused(position):
     reason = "only tokens and their positions" if position == 6 else "alike at all positions"
     with model.hooks(fwd_hooks=pairs), pytest.raises(lm.UnsupportedModelError, match=reason):
         last_row(model, prompt)
+
+
+@pytest.mark.parametrize("place", [-1, 4])
+def test_copies_read_the_keys_of_blocks_that_are_run_again(monkeypatch, place):
+    model = bridge("llama", torch.float64)
+    prompt = tokens(model, 1, 9)[0]
+    widen_softmax(monkeypatch)
+    method = lm.AttributionPatching(replacements=STAND_INS, n_exact=3)
+    expected = lm.run(model, prompt, method, queries=[place]).scores
+    layers, original = [], continuation._run_batch
+
+    def watched(lens, batch, *args, prefix=None, **options):
+        if "position_ids" in batch.inputs:
+            layers.append(0 if prefix is None else len(prefix.kept))
+        return original(lens, batch, *args, prefix=prefix, **options)
+
+    monkeypatch.setattr(autograd_graph, "_MOST_KEPT", 0)
+    monkeypatch.setattr(continuation, "_run_batch", watched)
+    got = lm.run(model, prompt, method, queries=[place]).scores
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+    assert set(layers) == {model.cfg.n_layers}
 
 
 def test_hooks_that_act_everywhere_are_a_part_of_the_model():
