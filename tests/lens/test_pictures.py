@@ -56,7 +56,7 @@ def test_pictures_that_are_padding_are_not_counted():
 def test_other_numbers_of_patches_have_no_places_and_a_note(model_type):
     model = fake(model_type=model_type, vision_config=vision(patch_size=4))
     tokens = torch.tensor([9, 9, 9, 1, 9])
-    pictures, (note,) = find_pictures(model, tokens, {"pixel_values": torch.ones(1, 3, 8, 8)})
+    pictures, (note,) = find_pictures(model, tokens, {"pixel_values": torch.ones(1, 3, 8, 12)})
     assert [picture.labels for picture in pictures] == [
         ["picture 1, 0", "picture 1, 1", "picture 1, 2"],
         ["picture 2, 0"],
