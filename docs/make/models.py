@@ -12,19 +12,21 @@ RESULT = Path(__file__).with_name("models.json")
 
 _INTRODUCTION = """# Models
 
-Which models work? Each row is a class that the tests build tiny and random, on each release of TransformerLens that has it, and
-compare with transformers. `lm.support(model)` gives the same answer for your model, method by method.
+Which models work? Each row is a class that the tests build tiny and random, on each release of TransformerLens
+that has it, and compare with transformers. `lm.support(model)` gives the same answer for your model, method by
+method.
 
-A number is how many of the {count} methods run on it. "yes" in the next columns means that Value Zeroing runs, that gradients with
-respect to the input (`gim`) do, and that prompts may have pictures. A dash means that the release does not have the class. A class
-that is not listed may work too: every block is verified before a map is made.
+A number is how many of the {count} methods run on it. "yes" in the next columns means that Value Zeroing runs,
+that gradients with respect to the input (`gim`) do, and that prompts may have pictures. A dash means that the
+release does not have the class. A class that is not listed may work too: every block is verified before a map
+is made.
 """
 _ABSENT = """
 ## Models without maps
 
 {refusals}
-- Whisper, CLIP and others that TransformerLens has no adapter for cannot be loaded: `lm.run` needs a TransformerLens model, and
-  raises a TypeError for one of transformers.
+- Whisper, CLIP and others that TransformerLens has no adapter for cannot be loaded: `lm.run` needs a
+  TransformerLens model, and raises a TypeError for one of transformers.
 """
 
 
