@@ -29,7 +29,7 @@ EVERY = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for
 # These add features of patches above the first block.
 DEEP = ("qwen3_vl",)
 IS_OLD = transformer_lens_version()[0] < 4
-# TransformerLens 3 runs the vision encoder of LLaVA with another epsilon in its norms.
+# TransformerLens 3 runs the vision encoder of LLaVA with an error of 1e-5 on these models.
 TOLERANCE = 1e-3 if IS_OLD else 1e-6
 METHODS_HERE = ["attention", "value_zeroing", "value_norm", "attn_res", "attn_res_ln", "gradient_attention"]
 

@@ -412,6 +412,12 @@ _WIDE.update(_RENAMED)
 WIDE_NAMES: tuple[str, ...] = tuple(_WIDE)
 
 
+def wrapped_class(name: str) -> str:
+    """Return the name of the class of transformers that `bridge(name)` wraps."""
+    model_class: str = _entry({**_WRAPPED, **_WIDE}, name)[0]
+    return model_class
+
+
 def is_pair(name: str) -> bool:
     """Return whether an architecture of the tables is an encoder-decoder, without building it."""
     return "ConditionalGeneration" in _entry({**_WRAPPED, **_WIDE}, name)[0]

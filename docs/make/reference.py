@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import lens_mix as lm
-from docs.make import methods
+from docs.make import methods, models
 
 ROOT = Path(__file__).parents[2]
 
@@ -207,12 +207,19 @@ def write_pages() -> dict[str, str]:
     pages = {f"{page.file}.md": _write_page(page) for page in PAGES}
     # Links of the changelog begin at the root of the repository.
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](../")
-    return {"index.md": _write_index(), "changelog.md": changelog, **pages, **methods.write_pages()}
+    tables = {"changelog.md": changelog, "models.md": models.write_page()}
+    return {"index.md": _write_index(), **tables, **pages, **methods.write_pages()}
 
 
 def list_pages() -> list[str]:
     """Return the paths of all pages in `docs/reference`."""
-    return ["index.md", "changelog.md", *(f"{page.file}.md" for page in PAGES), *methods.list_pages()]
+    return [
+        "index.md",
+        "changelog.md",
+        "models.md",
+        *(f"{page.file}.md" for page in PAGES),
+        *methods.list_pages(),
+    ]
 
 
 def list_directives(page: Page) -> list[tuple[str, list[str]]]:

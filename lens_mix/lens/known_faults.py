@@ -59,7 +59,7 @@ def picture_fault(model: TransformerLensModel, version: tuple[int, int]) -> str 
     """
     config = getattr(getattr(model, "original_model", None), "config", None)
     if getattr(config, "model_type", "") == "gemma3" and version[0] < 4:
-        # It does not subtract the mean in the norms of the vision encoder.
+        # The first norm of the vision encoder returns other numbers for the same input.
         return _wrong("Gemma 3 with pictures before TransformerLens 4", "1.5")
     return None
 

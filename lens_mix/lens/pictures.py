@@ -46,7 +46,7 @@ class Layout(NamedTuple):
         return Grid(self.rows, self.columns, positions, (self.height, self.width), patch, patch)
 
 
-Layouts = list[Layout]
+_Layouts = list[Layout]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,14 +149,14 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(run) for run in runs]
 
 
-def _find_layouts(model: TransformerLensModel, inputs: Mapping[str, Tensor]) -> Layouts | None:
+def _find_layouts(model: TransformerLensModel, inputs: Mapping[str, Tensor]) -> _Layouts | None:
     """Return the patches of each picture; None if they are not known."""
     config: Any = getattr(getattr(model, "original_model", None), "config", None)
     find = _LAYOUTS.get(getattr(config, "model_type", ""))
     return None if find is None or "pixel_values" not in inputs else find(config, inputs)
 
 
-def _by_pixels(config: Any, inputs: Mapping[str, Tensor]) -> Layouts:
+def _by_pixels(config: Any, inputs: Mapping[str, Tensor]) -> _Layouts:
     """Return a patch per square of the vision encoder (LLaVA)."""
     patch = config.vision_config.patch_size
     count, _, height, width = inputs["pixel_values"].shape
@@ -164,14 +164,14 @@ def _by_pixels(config: Any, inputs: Mapping[str, Tensor]) -> Layouts:
     return [Layout(rows // patch, columns // patch, rows, columns) for rows, columns in sizes]
 
 
-def _by_pooling(config: Any, inputs: Mapping[str, Tensor]) -> Layouts:
+def _by_pooling(config: Any, inputs: Mapping[str, Tensor]) -> _Layouts:
     """Return the averages of square groups of patches (Gemma 3)."""
     side = math.isqrt(config.mm_tokens_per_image)
     count, _, height, width = inputs["pixel_values"].shape
     return [Layout(side, side, height, width)] * count
 
 
-def _by_shuffle(config: Any, inputs: Mapping[str, Tensor]) -> Layouts:
+def _by_shuffle(config: Any, inputs: Mapping[str, Tensor]) -> _Layouts:
     """Return square groups of patches, for each picture or tile that is not padding (Idefics 3)."""
     pixels = inputs["pixel_values"]
     count = int((pixels != 0).flatten(2).any(-1).sum())
@@ -179,7 +179,7 @@ def _by_shuffle(config: Any, inputs: Mapping[str, Tensor]) -> Layouts:
     return [Layout(height // patch, width // patch, height, width)] * count
 
 
-def _by_grid(config: Any, inputs: Mapping[str, Tensor]) -> Layouts | None:
+def _by_grid(config: Any, inputs: Mapping[str, Tensor]) -> _Layouts | None:
     """Return square groups of the processor's grid (Qwen-VL, GLM-4V); several times are below each other."""
     grids, vision = inputs.get("image_grid_thw"), config.vision_config
     if grids is None:
@@ -191,7 +191,7 @@ def _by_grid(config: Any, inputs: Mapping[str, Tensor]) -> Layouts | None:
     ]
 
 
-def _by_sizes(config: Any, inputs: Mapping[str, Tensor]) -> Layouts | None:
+def _by_sizes(config: Any, inputs: Mapping[str, Tensor]) -> _Layouts | None:
     """Return square groups of patches of each picture's own size (Mistral 3)."""
     sizes, patch = inputs.get("image_sizes"), config.vision_config.patch_size * config.spatial_merge_size
     if sizes is None:
@@ -199,7 +199,7 @@ def _by_sizes(config: Any, inputs: Mapping[str, Tensor]) -> Layouts | None:
     return [Layout(height // patch, width // patch, height, width) for height, width in sizes.tolist()]
 
 
-_LAYOUTS: dict[str, Callable[[Any, Mapping[str, Tensor]], Layouts | None]] = {
+_LAYOUTS: dict[str, Callable[[Any, Mapping[str, Tensor]], _Layouts | None]] = {
     "llava": _by_pixels,
     "gemma3": _by_pooling,
     "idefics3": _by_shuffle,
