@@ -464,10 +464,8 @@ def _convert_dinov2(path: Path, folder: Path) -> None:
     for node in graph.node:
         # The weight of a product has no name of its own, but the bias that is added to it has.
         if node.op_type == "MatMul" and node.input[1] in stored:
-            added = next(
-                (one for one in graph.node if node.output[0] in one.input and one.op_type == "Add"), None
-            )
-            bias = next((name for name in added.input if name in stored), "") if added else ""
+            readers = [one for one in graph.node if one.op_type == "Add" and node.output[0] in one.input]
+            bias = next((name for one in readers for name in one.input if name in stored), "")
             if bias.startswith(prefix):
                 name = bias.removeprefix(prefix).removesuffix("bias")
                 weights[f"{name}weight"] = stored[node.input[1]].T.contiguous()
