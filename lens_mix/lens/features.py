@@ -148,7 +148,7 @@ def covered_cells(grid: Grid, removed: Bool[Tensor, "copy pos"]) -> Bool[Tensor,
     changes = cells.new_zeros(len(removed), (height + 1) * (width + 1))
     for row, column, sign in ((top, left, 1), (bottom, left, -1), (top, right, -1), (bottom, right, 1)):
         changes.index_add_(1, row * (width + 1) + column, sign * cells)
-    counts = changes.unflatten(1, (height + 1, width + 1)).cumsum(1).cumsum(2)
+    counts: Tensor = changes.unflatten(1, (height + 1, width + 1)).cumsum(1).cumsum(2)
     return counts[:, :height, :width] > 0
 
 
