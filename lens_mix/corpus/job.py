@@ -172,13 +172,17 @@ class Job:
         try:
             manifest = {"format": FORMAT, **identity_of_model(model), **self.manifest}
         except ValueError as problem:
-            raise ValueError(f"model_factory: the model cannot be identified in a later run: {problem}") from problem
+            raise ValueError(
+                f"model_factory: the model cannot be identified in a later run: {problem}"
+            ) from problem
         manifest = json.loads(json.dumps(manifest))
         self.work.digest = digest(manifest)
         path = self.folder.manifest_file
         if not path.exists():
             if self.folder.shards():
-                raise ValueError(f"out: expected a new folder or one with {path.name}, got {self.folder.path}")
+                raise ValueError(
+                    f"out: expected a new folder or one with {path.name}, got {self.folder.path}"
+                )
             self.folder.create(list(self.work.reduce))
             write_json(path, manifest)
         there = read_json(path)
@@ -255,7 +259,9 @@ def make_job(
         batch_size = check_whole_number("batch_size", batch_size, 1)
     for name in options:
         if name not in _OPTIONS:
-            raise TypeError(f"{name}: lm.corpus.run has no argument of this name; it has {', '.join(_OPTIONS)}")
+            raise TypeError(
+                f"{name}: lm.corpus.run has no argument of this name; it has {', '.join(_OPTIONS)}"
+            )
     if options.get("part") == "all":
         raise ValueError("part: expected one part of the model, because a shard has one, got 'all'")
     if not keep_maps and not reductions:
@@ -321,7 +327,9 @@ def _differences(there: Any, here: Any, name: str = "") -> list[str]:
     """Return the names of values that differ, with both values if they are short."""
     if isinstance(there, dict) and isinstance(here, dict):
         keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-        inner = (_differences(there.get(key), here.get(key), f"{name}.{key}" if name else key) for key in keys)
+        inner = (
+            _differences(there.get(key), here.get(key), f"{name}.{key}" if name else key) for key in keys
+        )
         return [difference for found in inner for difference in found]
     values = json.dumps(there), json.dumps(here)
     short = max(map(len, values)) <= _LONGEST_VALUE

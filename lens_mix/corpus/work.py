@@ -147,7 +147,9 @@ class Work:
                 except (ValueError, TypeError) as problem:
                     # A prompt is in all of its rows and reductions, or in none.
                     reasons[number] = _describe(problem)
-                    rows = [failed_row(number, label, fields[number], reasons[number]) for label in self.methods]
+                    rows = [
+                        failed_row(number, label, fields[number], reasons[number]) for label in self.methods
+                    ]
                     parts = {}
                 for row in rows:
                     writer.add(row)
