@@ -1,4 +1,4 @@
-"""Read a corpus from text lines, JSONL, Parquet, Hugging Face datasets, lists or iterators, in numbered shards."""
+"""Read a corpus in numbered shards, from a file, a Hugging Face dataset, a list or an iterator."""
 
 from __future__ import annotations
 

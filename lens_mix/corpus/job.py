@@ -82,8 +82,8 @@ def run(
         out: The folder. It is created if it does not exist.
         column: The column with the prompt, for rows.
         fields: Columns to keep with each prompt, for rows. They can be groups of a reduction.
-        keep_maps: Whether the files have the maps. False: only the tokens of each prompt, or the reason why it
-            failed.
+        keep_maps: Whether the files have the maps. False: only the tokens of each prompt, or the reason why
+            it failed.
         dtype: The type of scores in the files: "float32", "float64" or "float16". Reductions are computed
             from the scores before they are rounded.
         shard_size: The number of prompts of a shard. A process that is killed loses at most so many.
@@ -215,8 +215,8 @@ class Job:
         there = self.folder.shards()
         if there and there[-1] >= shards:
             raise ValueError(
-                f"prompts: expected as many as in the run in {self.folder.path}, got only {prompts}; its shard "
-                f"{there[-1]} has later prompts; give the same prompts, or another folder"
+                f"prompts: expected as many as in the run in {self.folder.path}, got only {prompts}; its "
+                f"shard {there[-1]} has later prompts; give the same prompts, or another folder"
             )
         if there != list(range(shards)):
             return False
@@ -301,8 +301,8 @@ def _do(job: Job, shard: Shard, bar: tqdm) -> None:
     except OSError as problem:
         raise OSError(
             problem.errno,
-            f"out: expected to write shard {shard.number} in {job.folder.path}, got: {problem.strerror or problem}; "
-            "the finished shards remain: run again when it can be written",
+            f"out: expected to write shard {shard.number} in {job.folder.path}, got: "
+            f"{problem.strerror or problem}; the finished shards remain: run again when it can be written",
         ) from problem
 
 

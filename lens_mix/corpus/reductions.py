@@ -83,7 +83,7 @@ class Mean:
                 )
         if "cue" in self.by and "cue" not in fields:
             raise ValueError(
-                f"reduce[{name!r}].by: expected 'cue' among the fields of the prompts, got fields={list(fields)}"
+                f"reduce[{name!r}].by: expected 'cue' among the fields of the prompts, got {list(fields)}"
             )
 
     def observe(self, method: str, mixing: MixingMap, fields: Mapping[str, Any]) -> pandas.DataFrame | None:
@@ -134,8 +134,8 @@ class Mean:
                     found.ndim == 2 and not mixing.has_heads
                 ):
                     raise ValueError(
-                        "of: expected a function that returns a number, or a tensor [layer], [layer, head], or "
-                        f"of the shape of the map's scores {list(mixing.scores.shape)}, got {list(found.shape)}"
+                        "of: expected a function that returns a number, or a tensor [layer], [layer, head], "
+                        f"or of the shape of the scores {list(mixing.scores.shape)}, got {list(found.shape)}"
                     )
                 values = to_numpy(found.detach())
                 return values, np.ones(values.shape, bool), found.ndim

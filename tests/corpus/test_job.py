@@ -50,13 +50,13 @@ def test_a_run_that_stops_anywhere_continues_with_the_same_bytes(tmp_path, monke
     expected = contents(tmp_path / "whole")
     replace = os.replace
     for stop in range(len(expected)):
+        calls = iter(range(10**6))
 
-        def fail_at(source, target, stop=stop):
+        def fail_at(source, target, stop=stop, calls=calls):
             if next(calls) == stop:
                 raise KeyboardInterrupt
             replace(source, target)
 
-        calls = iter(range(10**6))
         monkeypatch.setattr(os, "replace", fail_at)
         out = tmp_path / str(stop)
         with pytest.raises(KeyboardInterrupt):
@@ -263,7 +263,7 @@ def test_wrong_arguments_are_errors(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             run(draw_texts(2), tmp_path / "new", **wrong)
-    with pytest.raises(TypeError, match="batchsize: lm.corpus.run has no argument of this name"):
+    with pytest.raises(TypeError, match=r"batchsize: .* has no argument of this name"):
         run(draw_texts(2), tmp_path / "new", batchsize=4)
     with pytest.raises(TypeError, match=r"prompts: expected the path .* use lm\.run for one prompt"):
         run({"text": "w3"}, tmp_path / "new")

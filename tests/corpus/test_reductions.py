@@ -37,9 +37,11 @@ def cells(mixing):
 @pytest.mark.parametrize("of", ["share", "score"])
 @pytest.mark.parametrize(
     "by",
-    [(), ("layer",), ("layer", "head"), ("key_kind",), ("head", "query_kind", "key_kind"), ("layer", "offset"),
-     ("query", "key"), ("key_token", "layer")],
-)  # fmt: skip
+    [
+        *((), ("layer",), ("layer", "head"), ("key_kind",), ("head", "query_kind", "key_kind")),
+        *(("layer", "offset"), ("query", "key"), ("key_token", "layer")),
+    ],
+)
 def test_means_of_cells_are_those_of_a_table_of_all_cells(by, of):
     maps = [make_map(0), make_map(1, tokens=TOKENS[:3]), make_map(2, tokens=["<s>", ",", ","])]
     reduction = corpus.Mean(by=by, of=of)
@@ -96,7 +98,7 @@ def test_functions_of_a_map():
         assert len(found) == count
     with pytest.raises(ValueError, match=r"of: expected a function that returns a number.* got \[7\]"):
         corpus.Mean(of=lambda m, fields: torch.zeros(7)).observe("attention", mixing, {})
-    with pytest.raises(ValueError, match="by: expected groups that .* has values for, got 'offset'"):
+    with pytest.raises(ValueError, match=r"by: expected groups that .* has values for, got 'offset'"):
         corpus.Mean(by=("offset",), of=lambda m, fields: 1.0).observe("attention", mixing, {})
 
 
