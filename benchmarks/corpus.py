@@ -3,9 +3,9 @@
     python -m benchmarks.run --tables corpus       all rows, in about twenty minutes
     python -m benchmarks.corpus kills KILLS RANKS  one run of 2,000 prompts that is killed so many times
 
-Throughput is of SmolLM2-135M's size with random weights; memory and kills are of a tiny model. A run is killed
-by SIGKILL at a random moment. It is a fork of a process that has imported everything, so a start takes little
-time.
+Throughput is of SmolLM2-135M's size with random weights; memory and kills are of a tiny model. A run is
+killed by SIGKILL at a random moment. It is a fork of a process that has imported everything, so a start takes
+little time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -103,22 +104,23 @@ def count_lost(kills: int, ranks: int = 1, prompts: int = PROMPTS, seed: int = 0
     os.waitpid(_fork(whole, tokens, (0, 1)), 0)
     seconds = time.perf_counter() - started
     expected = _digest(whole)
-    done = left = restarts = 0
+    done = 0
     running: dict[int, int] = {}
+    shards: list[int] = []
     while done < kills:
         for rank in range(ranks):
             if rank not in running:
                 running[rank] = _fork(killed, tokens, (rank, ranks))
         time.sleep(draw.uniform(0, min(seconds, _LONGEST_WAIT)))
-        left += len(list(killed.rglob(".lens_mix-*")))
         victim = draw.choice(list(running))
         child = running.pop(victim)
         if os.waitpid(child, os.WNOHANG)[0] == 0:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             done += 1
+            shards.append(len(list((killed / "maps").glob("[0-9]*"))))
+            print(f"\rkill {done} of {kills}, {shards[-1]} shards", end="", file=sys.stderr)
         if (killed / "finished.json").exists():
-            restarts += 1
             (killed / "finished.json").unlink()
             for path in sorted((killed / "maps").glob("*.parquet"))[::2]:
                 path.unlink()
@@ -132,7 +134,7 @@ def count_lost(kills: int, ranks: int = 1, prompts: int = PROMPTS, seed: int = 0
     result = {
         "prompts": prompts,
         "kills": done,
-        "while a file was being written": left,
+        "finished shards at the kills": f"{min(shards)} to {max(shards)} of {-(-prompts // SHARD)}",
         "rows lost": len(wanted - set(rows)),
         "rows doubled": len(rows) - len(set(rows)),
         "files with other bytes": sum(expected.get(name) != found for name, found in _digest(killed).items()),

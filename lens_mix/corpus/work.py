@@ -24,7 +24,7 @@ from lens_mix.session import Session
 _BATCH_BYTES = 1 << 30
 # Batches of short prompts have so many tokens, because a pass of fewer costs nearly the same.
 _BATCH_TOKENS = 2048
-# A block records about so many tensors as large as its stream: queries, keys, values, pre-activations, others.
+# A block records about so many tensors as large as its stream: queries, keys, values, others.
 _STREAMS = 12
 _LONGEST_REASON = 2000
 
