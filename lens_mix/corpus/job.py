@@ -201,6 +201,10 @@ class Job:
             self._count = prompts, shards
             yield shard
 
+    def count_read(self) -> int:
+        """Return the number of prompts that `shards` has yielded."""
+        return self._count[0]
+
     def count_failed(self, shard: int) -> int:
         """Return how many prompts of a finished shard failed."""
         return int((read_record(self.folder.maps_file(shard)) or {}).get("failed", 0))
