@@ -2,12 +2,14 @@
 
 It needs the extra `cli` (typer). MODEL is the name or the folder of a model that transformers can load. An
 error is one line on the standard error. The exit code is 2 for a wrong argument or file and for a model that
-cannot be used, and 1 for any other error. LENS_MIX_DEBUG=1 in the environment shows the traceback.
+cannot be used, 3 for a corpus with failed prompts, and 1 for any other error. LENS_MIX_DEBUG=1 in the
+environment shows the traceback.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 import os
@@ -487,6 +489,115 @@ def evaluate(
     if out is not None:
         _write(board, out)
         typer.echo(f"wrote {out}", err=as_json)
+
+
+@app.command()
+def corpus(
+    model: _Model,
+    prompts: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="The prompts: a text file with one on each line, or rows in a .jsonl or .parquet file.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, _option("The folder for the results; a second run continues in it.", "FOLDER")],
+    method: Annotated[
+        list[str] | None,
+        _option("A method of `lens-mix methods`; repeat it for several. Default: attention.", "NAME"),
+    ] = None,
+    mean: Annotated[
+        list[str] | None,
+        _option(
+            "Also write mean, spread and count of scores in groups, such as layer,key_kind or layer,offset; "
+            "repeat it for several.",
+            "GROUPS",
+        ),
+    ] = None,
+    per_row: Annotated[
+        bool, typer.Option("--per-row", help="Add up the keys of a group in each row before the mean.")
+    ] = False,
+    maps: Annotated[bool, typer.Option("--maps/--no-maps", help="Whether to write the maps.")] = True,
+    column: Annotated[str, _option("The column with the prompt. Default: text.", "NAME")] = "text",
+    field: Annotated[
+        list[str] | None, _option("A further column to keep with each prompt; repeat it.", "NAME")
+    ] = None,
+    queries: Annotated[
+        str | None, _option("The positions to explain, as in `lens-mix map`. Default: all.", "POSITIONS")
+    ] = None,
+    layers: Annotated[
+        str | None, _option("The layers to map, written like positions. Default: all.", "LAYERS")
+    ] = None,
+    dtype: Annotated[
+        str, _option("The type of scores in the files: float32, float64 or float16.", "NAME")
+    ] = "float32",
+    shard_size: Annotated[
+        int, _option("The number of prompts of a file. Default: 256.", "NUMBER", min=1)
+    ] = 256,
+    shard: Annotated[
+        str | None,
+        _option(
+            "Compute only every n-th file, as one of n processes, such as 0/4. Default: from the environment "
+            "of torchrun, accelerate or SLURM.",
+            "I/N",
+        ),
+    ] = None,
+    max_memory: Annotated[
+        int | None, _option("The bytes for the temporary tensors of a batch.", "NUMBER", min=1)
+    ] = None,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Compute the files again in which a prompt failed.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Map a corpus: many prompts, in files that survive an interruption.
+
+    The exit code is 3 if the run is complete but some prompts have no map. The reasons are in the files.
+    """
+    from lens_mix.corpus import job, reductions
+
+    names = method or ["attention"]
+    _check_methods(names, allow_input_map=False)
+    reduce = {
+        groups.replace(",", "_"): reductions.Mean(by=groups.split(","), per="row" if per_row else "cell")
+        for groups in mean or []
+    }
+    done = job.run(
+        functools.partial(_load, model),
+        prompts,
+        names,
+        reduce or None,
+        out,
+        column=column,
+        fields=field or (),
+        keep_maps=maps,
+        dtype=dtype,
+        shard_size=shard_size,
+        rank=_read_rank(shard),
+        retry=retry,
+        progress=bool(_progress()),
+        max_memory=max_memory,
+        queries=_read_selection("--queries", queries),
+        layers=_read_selection("--layers", layers),
+    )
+    if as_json:
+        _print_json(vars(done))
+    else:
+        state = "all files are there" if done.is_finished else "other processes have not finished"
+        typer.echo(f"{done.prompts} prompts, {done.failed} of them failed; {state}: {done.out}")
+    if done.failed:
+        raise typer.Exit(3)
+
+
+def _read_rank(text: str | None) -> tuple[int, int] | None:
+    """Return the number of a process and that of all from a text such as 0/4; None for None."""
+    if text is None:
+        return None
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise ValueError(f"--shard: expected I/N with I from 0 to N - 1, such as 0/4, got {text!r}")
+    return int(index), int(count)
 
 
 def _progress() -> bool | None:

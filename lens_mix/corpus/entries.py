@@ -1,4 +1,4 @@
-"""Read a corpus from text lines, JSONL, Parquet, Hugging Face datasets, lists or iterators, in numbered shards."""
+"""Read a corpus in numbered shards, from a file, a Hugging Face dataset, a list or an iterator."""
 
 from __future__ import annotations
 
@@ -154,7 +154,9 @@ def _make_entry(number: int, value: Any, column: str, fields: Sequence[str]) -> 
         kept = {name: _as_plain(value[name]) for name in fields}
         value = value[column]
     elif fields:
-        return Entry(number, None, error=f"expected a row with the columns {list(fields)}, got a prompt alone")
+        return Entry(
+            number, None, error=f"expected a row with the columns {list(fields)}, got a prompt alone"
+        )
     prompt = _as_plain(value)
     is_pair = isinstance(prompt, list) and len(prompt) == 2 and all(isinstance(one, str) for one in prompt)
     is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)

@@ -149,11 +149,10 @@ def writing_maps(path: Path, dtype: str) -> Iterator[MapsWriter]:
         "use_dictionary": ["method", "error", "fields", "tokens.list.element", "record"],
         "write_statistics": ["prompt"],
     }
-    with replacing(path) as beside:
-        with pq.ParquetWriter(beside, schema, **options) as file:
-            writer = MapsWriter(file, schema)
-            yield writer
-            writer.flush()
+    with replacing(path) as beside, pq.ParquetWriter(beside, schema, **options) as file:
+        writer = MapsWriter(file, schema)
+        yield writer
+        writer.flush()
 
 
 def write_table(path: Path, table: pyarrow.Table) -> None:

@@ -82,8 +82,8 @@ def run(
         out: The folder. It is created if it does not exist.
         column: The column with the prompt, for rows.
         fields: Columns to keep with each prompt, for rows. They can be groups of a reduction.
-        keep_maps: Whether the files have the maps. False: only the tokens of each prompt, or the reason why it
-            failed.
+        keep_maps: Whether the files have the maps. False: only the tokens of each prompt, or the reason why
+            it failed.
         dtype: The type of scores in the files: "float32", "float64" or "float16". Reductions are computed
             from the scores before they are rounded.
         shard_size: The number of prompts of a shard. A process that is killed loses at most so many.
@@ -172,13 +172,17 @@ class Job:
         try:
             manifest = {"format": FORMAT, **identity_of_model(model), **self.manifest}
         except ValueError as problem:
-            raise ValueError(f"model_factory: the model cannot be identified in a later run: {problem}") from problem
+            raise ValueError(
+                f"model_factory: the model cannot be identified in a later run: {problem}"
+            ) from problem
         manifest = json.loads(json.dumps(manifest))
         self.work.digest = digest(manifest)
         path = self.folder.manifest_file
         if not path.exists():
             if self.folder.shards():
-                raise ValueError(f"out: expected a new folder or one with {path.name}, got {self.folder.path}")
+                raise ValueError(
+                    f"out: expected a new folder or one with {path.name}, got {self.folder.path}"
+                )
             self.folder.create(list(self.work.reduce))
             write_json(path, manifest)
         there = read_json(path)
@@ -197,6 +201,10 @@ class Job:
             self._count = prompts, shards
             yield shard
 
+    def count_read(self) -> int:
+        """Return the number of prompts that `shards` has yielded."""
+        return self._count[0]
+
     def count_failed(self, shard: int) -> int:
         """Return how many prompts of a finished shard failed."""
         return int((read_record(self.folder.maps_file(shard)) or {}).get("failed", 0))
@@ -211,8 +219,8 @@ class Job:
         there = self.folder.shards()
         if there and there[-1] >= shards:
             raise ValueError(
-                f"prompts: expected as many as in the run in {self.folder.path}, got only {prompts}; its shard "
-                f"{there[-1]} has later prompts; give the same prompts, or another folder"
+                f"prompts: expected as many as in the run in {self.folder.path}, got only {prompts}; its "
+                f"shard {there[-1]} has later prompts; give the same prompts, or another folder"
             )
         if there != list(range(shards)):
             return False
@@ -255,7 +263,9 @@ def make_job(
         batch_size = check_whole_number("batch_size", batch_size, 1)
     for name in options:
         if name not in _OPTIONS:
-            raise TypeError(f"{name}: lm.corpus.run has no argument of this name; it has {', '.join(_OPTIONS)}")
+            raise TypeError(
+                f"{name}: lm.corpus.run has no argument of this name; it has {', '.join(_OPTIONS)}"
+            )
     if options.get("part") == "all":
         raise ValueError("part: expected one part of the model, because a shard has one, got 'all'")
     if not keep_maps and not reductions:
@@ -295,8 +305,8 @@ def _do(job: Job, shard: Shard, bar: tqdm) -> None:
     except OSError as problem:
         raise OSError(
             problem.errno,
-            f"out: expected to write shard {shard.number} in {job.folder.path}, got: {problem.strerror or problem}; "
-            "the finished shards remain: run again when it can be written",
+            f"out: expected to write shard {shard.number} in {job.folder.path}, got: "
+            f"{problem.strerror or problem}; the finished shards remain: run again when it can be written",
         ) from problem
 
 
@@ -321,7 +331,9 @@ def _differences(there: Any, here: Any, name: str = "") -> list[str]:
     """Return the names of values that differ, with both values if they are short."""
     if isinstance(there, dict) and isinstance(here, dict):
         keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-        inner = (_differences(there.get(key), here.get(key), f"{name}.{key}" if name else key) for key in keys)
+        inner = (
+            _differences(there.get(key), here.get(key), f"{name}.{key}" if name else key) for key in keys
+        )
         return [difference for found in inner for difference in found]
     values = json.dumps(there), json.dumps(here)
     short = max(map(len, values)) <= _LONGEST_VALUE

@@ -83,7 +83,7 @@ class Mean:
                 )
         if "cue" in self.by and "cue" not in fields:
             raise ValueError(
-                f"reduce[{name!r}].by: expected 'cue' among the fields of the prompts, got fields={list(fields)}"
+                f"reduce[{name!r}].by: expected 'cue' among the fields of the prompts, got {list(fields)}"
             )
 
     def observe(self, method: str, mixing: MixingMap, fields: Mapping[str, Any]) -> pandas.DataFrame | None:
@@ -114,7 +114,9 @@ class Mean:
             labels.append(names)
         codes, values = codes[visible], values[visible].astype(np.float64)
         if self.per == "row" and axes == 3:
-            rows = np.broadcast_to(np.arange(visible[..., 0].size).reshape(*visible.shape[:-1], 1), visible.shape)
+            rows = np.broadcast_to(
+                np.arange(visible[..., 0].size).reshape(*visible.shape[:-1], 1), visible.shape
+            )
             width = max(1, int(np.prod([len(names) for names in labels])))
             pairs, inside = np.unique(rows[visible] * width + codes, return_inverse=True)
             values = np.bincount(inside, values, len(pairs))
@@ -128,10 +130,12 @@ class Mean:
             found = found if isinstance(found, Tensor) else torch.as_tensor(found, device="cpu")
             if found.shape != mixing.scores.shape:
                 expected = [(), mixing.scores.shape[:1], mixing.scores.shape[:2]]
-                if tuple(found.shape) not in map(tuple, expected) or (found.ndim == 2 and not mixing.has_heads):
+                if tuple(found.shape) not in map(tuple, expected) or (
+                    found.ndim == 2 and not mixing.has_heads
+                ):
                     raise ValueError(
-                        "of: expected a function that returns a number, or a tensor [layer], [layer, head], or "
-                        f"of the shape of the map's scores {list(mixing.scores.shape)}, got {list(found.shape)}"
+                        "of: expected a function that returns a number, or a tensor [layer], [layer, head], "
+                        f"or of the shape of the scores {list(mixing.scores.shape)}, got {list(found.shape)}"
                     )
                 values = to_numpy(found.detach())
                 return values, np.ones(values.shape, bool), found.ndim
@@ -154,7 +158,9 @@ class Mean:
             return mixing.layer_labels, _along(np.arange(len(mixing)), 0, shape)
         if group == "head":
             if not mixing.has_heads:
-                raise ValueError("by: expected a map with heads for 'head', got one without; use per_head=True")
+                raise ValueError(
+                    "by: expected a map with heads for 'head', got one without; use per_head=True"
+                )
             return list(range(mixing.scores.shape[1])), _along(np.arange(mixing.scores.shape[1]), 1, shape)
         queries, keys = np.asarray(mixing.query_positions), np.arange(len(mixing.key_labels))
         if group == "offset":

@@ -87,7 +87,8 @@ def map_row(
     if scores.dtype != exact.dtype:
         if not np.isfinite(scores).all():
             raise ValueError(
-                f"dtype: expected scores that {dtype} can represent, got {np.abs(exact).max():.4g}; use float32"
+                f"dtype: expected scores that {dtype} can represent, got {np.abs(exact).max():.4g}; "
+                "use float32"
             )
         error = float(np.abs(exact - scores.astype(exact.dtype)).max())
     row |= {"shape": list(scores.shape), "scores": scores.reshape(-1)}

@@ -24,7 +24,7 @@ from lens_mix.session import Session
 _BATCH_BYTES = 1 << 30
 # Batches of short prompts have so many tokens, because a pass of fewer costs nearly the same.
 _BATCH_TOKENS = 2048
-# The tensors of a block that are as large as its stream: stream, queries, keys, values, outputs, pre-activations.
+# A block records about so many tensors as large as its stream: queries, keys, values, others.
 _STREAMS = 12
 _LONGEST_REASON = 2000
 
@@ -120,7 +120,7 @@ class Work:
         Raises:
             OSError: If a file cannot be written.
             UnsupportedModelError: If a method cannot be used on this model.
-            ValueError: If every prompt of the shard failed for the same reason, which is then not the prompts'.
+            ValueError: If every prompt of the shard failed for the same reason: then the prompts are not it.
         """
         folder, fields = Folder(self.out), {entry.number: entry.fields for entry in shard.entries}
         observed: dict[str, dict[tuple[int, int], Any]] = {name: {} for name in self.reduce}
@@ -147,7 +147,9 @@ class Work:
                 except (ValueError, TypeError) as problem:
                     # A prompt is in all of its rows and reductions, or in none.
                     reasons[number] = _describe(problem)
-                    rows = [failed_row(number, label, fields[number], reasons[number]) for label in self.methods]
+                    rows = [
+                        failed_row(number, label, fields[number], reasons[number]) for label in self.methods
+                    ]
                     parts = {}
                 for row in rows:
                     writer.add(row)

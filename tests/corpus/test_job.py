@@ -16,7 +16,7 @@ from lens_mix.corpus import files, job, work
 from tests import tiny_models
 from tests.corpus.conftest import build, contents, draw_texts
 
-METHODS = ["attention", lm.ValueZeroing(per_head=True)]
+METHODS = ["attention", lm.ValueNorms(per_head=True)]
 REDUCE = {
     "kinds": corpus.Mean(by=("layer", "key_kind"), per="row"),
     "offsets": corpus.Mean(by=("layer", "offset"), methods=["attention"]),
@@ -32,7 +32,7 @@ def test_the_maps_are_those_of_each_prompt_alone(tiny, tmp_path):
     done = run(prompts, tmp_path)
     assert done == corpus.Summary(str(tmp_path), 20, 0, True)
     found = {(prompt, method): mixing for prompt, method, mixing in corpus.maps(tmp_path)}
-    assert list(found) == [(n, name) for n in range(20) for name in ("attention", "value_zeroing")]
+    assert list(found) == [(n, name) for n in range(20) for name in ("attention", "value_norm")]
     for number, prompt in enumerate(prompts):
         for name, alone in lm.run(tiny, prompt, METHODS).items():
             stored = found[number, name]
@@ -45,25 +45,25 @@ def test_the_maps_are_those_of_each_prompt_alone(tiny, tmp_path):
 
 
 def test_a_run_that_stops_anywhere_continues_with_the_same_bytes(tmp_path, monkeypatch):
-    prompts = draw_texts(30)
-    run(prompts, tmp_path / "whole")
+    prompts = draw_texts(5, longest=6)
+    run(prompts, tmp_path / "whole", shard_size=3)
     expected = contents(tmp_path / "whole")
-    replace, calls = os.replace, iter(range(10**6))
+    replace = os.replace
     for stop in range(len(expected)):
+        calls = iter(range(10**6))
 
-        def fail_at(source, target, stop=stop):
+        def fail_at(source, target, stop=stop, calls=calls):
             if next(calls) == stop:
                 raise KeyboardInterrupt
             replace(source, target)
 
-        calls = iter(range(10**6))
         monkeypatch.setattr(os, "replace", fail_at)
         out = tmp_path / str(stop)
         with pytest.raises(KeyboardInterrupt):
-            run(prompts, out)
+            run(prompts, out, shard_size=3)
         monkeypatch.setattr(os, "replace", replace)
         before = {name: path.stat().st_mtime_ns for name, path in _maps(out)}
-        assert run(prompts, out).is_finished
+        assert run(prompts, out, shard_size=3).is_finished
         assert contents(out) == expected
         after = {name: path.stat().st_mtime_ns for name, path in _maps(out)}
         assert {name: after[name] for name in before} == before, "a finished shard was computed again"
@@ -105,7 +105,7 @@ def test_results_do_not_depend_on_the_batch_size(tmp_path):
         ({"shard_size": 4}, r"files\.shard_size: 8 there, 4 here"),
         ({"layers": [0]}, r"options\.layers: null there, \[0\] here"),
         ({"dtype": "float16"}, r'files\.dtype: "float32" there, "float16" here'),
-        ({"methods": ["attention"]}, r"methods\.value_zeroing"),
+        ({"methods": ["attention"]}, r"methods\.value_norm"),
         ({"reduce": None}, r"reduce\.kinds"),
         ({"model": 1}, r'weights: "\w{32}" there, "\w{32}" here'),
     ],
@@ -133,7 +133,9 @@ def test_other_prompts_are_an_error(tmp_path):
     prompts = draw_texts(20)
     run(prompts, tmp_path)
     changed = [*prompts[:11], "w3 w4", *prompts[12:]]
-    with pytest.raises(ValueError, match=r"prompts: .* shard 1: prompt 11 is another one \(8 there, 8 here\)"):
+    with pytest.raises(
+        ValueError, match=r"prompts: .* shard 1: prompt 11 is another one \(8 there, 8 here\)"
+    ):
         run(changed, tmp_path)
     with pytest.raises(ValueError, match=r"shard 2: their number differs \(4 there, 5 here\)"):
         run([*prompts, "w3 w4"], tmp_path)
@@ -195,7 +197,9 @@ def test_a_full_disk_is_an_error_and_the_run_continues_later(tmp_path, monkeypat
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"out: expected to write shard 1 .*No space left on device.*run again") as found:
+    with pytest.raises(
+        OSError, match=r"out: expected to write shard 1 .*No space left on device.*run again"
+    ) as found:
         run(prompts, tmp_path / "full")
     assert found.value.errno == errno.ENOSPC
     assert not list((tmp_path / "full").rglob(".lens_mix-*")), "no part of a file is left"
@@ -220,7 +224,7 @@ def test_float16_states_its_error(tmp_path):
     run(prompts, tmp_path / "half", dtype="float16")
     pairs = zip(corpus.maps(tmp_path / "exact"), corpus.maps(tmp_path / "half"), strict=True)
     largest = max((one[2].scores - two[2].scores).abs().max().item() for one, two in pairs)
-    assert 0 < largest < 1e-3
+    assert 0 < largest < 1e-2
     assert corpus.load(tmp_path / "half").attrs["rounding"] == pytest.approx(largest)
     assert corpus.load(tmp_path / "exact").attrs["rounding"] == 0
     for name in REDUCE:
@@ -252,14 +256,14 @@ def test_without_maps_only_reductions_and_reasons_are_kept(tmp_path):
 
 def test_wrong_arguments_are_errors(tmp_path):
     for wrong, message in (
-        ({"dtype": "int8"}, "dtype: expected one of"),
+        ({"dtype": "int8"}, "dtype: expected 'float16', 'float32' or 'float64'"),
         ({"shard_size": 0}, "shard_size: expected a whole number, 1 or more"),
         ({"part": "all"}, "part: expected one part"),
         ({"rank": (2, 2)}, "rank: expected a whole number from 0 to 1"),
     ):
         with pytest.raises(ValueError, match=message):
             run(draw_texts(2), tmp_path / "new", **wrong)
-    with pytest.raises(TypeError, match="batchsize: lm.corpus.run has no argument of this name"):
+    with pytest.raises(TypeError, match=r"batchsize: .* has no argument of this name"):
         run(draw_texts(2), tmp_path / "new", batchsize=4)
     with pytest.raises(TypeError, match=r"prompts: expected the path .* use lm\.run for one prompt"):
         run({"text": "w3"}, tmp_path / "new")
@@ -296,8 +300,8 @@ def test_the_manifest_says_what_was_run(tmp_path):
     run(draw_texts(8), tmp_path, queries=[-1])
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["versions"]["lens_mix"] == lm.__version__
-    assert set(manifest["methods"]) == {"attention", "value_zeroing"}
-    assert "per_head" in json.dumps(manifest["methods"]["value_zeroing"])
+    assert set(manifest["methods"]) == {"attention", "value_norm"}
+    assert "per_head" in json.dumps(manifest["methods"]["value_norm"])
     assert manifest["options"]["queries"] == [-1]
     finished = json.loads((tmp_path / "finished.json").read_text())
     assert finished == {"prompts": 8, "shards": 1, "failed": 0}
