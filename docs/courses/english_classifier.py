@@ -391,8 +391,8 @@ print(f"random words minus triggers: {interval(with_noise, with_triggers)}")
 #
 # ## Answers
 #
-# 1. It needs both, as the figures below show. A token without a word, such as [SEP], can be a part of what the
-#    model computes. But the model was never trained without it, so the effect of hiding it may be an artefact.
+# 1. It needs both, as the figures below show. A token without a word, such as [SEP], can be a part of what
+#    the model computes. But the model was never trained without it, so its effect may be an artefact.
 # 2. It does in part: the probability weights the sentences that the model is unsure of, the logit all alike.
 
 # %%
