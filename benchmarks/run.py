@@ -3,6 +3,7 @@
     python -m benchmarks.run             gpt2-like, llama-like, bert-like of 3 layers; 32 and 128 positions
     python -m benchmarks.run --full      12 layers; 32 to 256 positions, the norm maps to 1024; SmolLM2-135M
     python -m benchmarks.run --tables costs [--rows NAME ...]   what calls cost on SmolLM2-135M
+    python -m benchmarks.run --tables corpus [--rows NAME ...]  throughput, memory and kills of lm.corpus.run
 
 The results are benchmarks/RESULTS.md and results.json (or those in the folder of --out), written row by row:
 
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 import lens_mix as lm
-from benchmarks import attribution, bfloat16, common, costs, flow, precision, rollout, value_zeroing
+from benchmarks import attribution, bfloat16, common, corpus, costs, flow, precision, rollout, value_zeroing
 from lens_mix.methods import METHODS
 
 HERE = Path(__file__).resolve().parent
@@ -139,11 +140,14 @@ TABLES = (
     "methods",
     "bfloat16",
     "lengths",
+    "corpus",
 )
 # These are measured by `--full` or by name: they take ten minutes or more.
-LONG = ("bfloat16", "costs", "lengths")
+LONG = ("bfloat16", "corpus", "costs", "lengths")
 COSTS, BY_LENGTH = "What calls cost", "Time and memory by length"
-KEYS = {COSTS: costs.KEYS["costs"], BY_LENGTH: costs.KEYS["lengths"]}
+CORPUS = "A corpus"
+KEYS = {COSTS: costs.KEYS["costs"], BY_LENGTH: costs.KEYS["lengths"], CORPUS: corpus.KEYS}
+WITH_ROWS = (*costs.TABLES, "corpus")
 
 
 def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
@@ -156,6 +160,8 @@ def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str
         yield "bfloat16 beside float32", bfloat16.rows()
     if "lengths" in options.tables:
         yield BY_LENGTH, costs.rows("lengths", options.rows)
+    if "corpus" in options.tables:
+        yield CORPUS, corpus.rows(options.rows)
     if "digits" in options.tables:
         yield "Digits of float32", digits(options)
     if "captum" in options.tables:
@@ -181,14 +187,16 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=[*common.MODELS, SMOLLM2])
     parser.add_argument("--sizes", nargs="+", type=int, help="positions in the table of every method")
     parser.add_argument("--tables", nargs="+", choices=TABLES)
-    parser.add_argument("--rows", nargs="+", help="the names of some rows of the table costs or lengths")
+    parser.add_argument(
+        "--rows", nargs="+", help="the names of some rows of the table costs, lengths or corpus"
+    )
     parser.add_argument("--note", default="", help="what else ran, printed with the tables")
     parser.add_argument("--out", type=Path, default=HERE)
     options = parser.parse_args()
     options.models = options.models or [*common.MODELS, *([SMOLLM2] if options.full else [])]
     options.tables = options.tables or [name for name in TABLES if options.full or name not in LONG]
-    if options.rows and options.tables not in [[name] for name in costs.TABLES]:
-        parser.error(f"--rows: expected --tables {' or '.join(costs.TABLES)}, got {' '.join(options.tables)}")
+    if options.rows and options.tables not in [[name] for name in WITH_ROWS]:
+        parser.error(f"--rows: expected --tables {' or '.join(WITH_ROWS)}, got {' '.join(options.tables)}")
     torch.set_num_threads(options.threads)
     for title, found_rows in tables(options):
         common.write_table(

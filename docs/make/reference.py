@@ -113,6 +113,13 @@ PAGES = (
         },
     ),
     Page(
+        "corpus",
+        "Map a corpus",
+        "Map many prompts in files that survive an interruption, and reduce the maps meanwhile.",
+        modules=("corpus",),
+        links={"Map a corpus": "guides/corpus", "Plan a large corpus": "evidence/corpus"},
+    ),
+    Page(
         "aggregation",
         "Aggregate layer maps",
         "Compute input maps, from each position down to the input tokens, from the maps of single layers.",

@@ -74,8 +74,9 @@ def run_on_ray(
     job.start()
     packed = [{"shard": pickle.dumps(shard)} for shard in _unfinished(job, retry)]
     if packed:
-        # Without `repartition`, Ray puts a small input into one block, which one actor computes.
-        data = ray.data.from_items(packed).repartition(len(packed))
+        # Without `repartition`, Ray puts a small input into one block, which one actor computes. It needs a
+        # processor, so it has to end before the actors take all of them.
+        data = ray.data.from_items(packed).repartition(len(packed)).materialize()
         sized = ray.data.ActorPoolStrategy(size=min(actors, len(packed)))
         mapped = data.map_batches(
             _Actor, fn_constructor_args=(job.work,), batch_size=1, compute=sized, **(resources or {})

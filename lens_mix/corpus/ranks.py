@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from lens_mix.arguments import check_pairs, check_whole_number
 
 
-class Rank(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Rank:
     """One of several processes that share the shards of a corpus.
 
     Attributes:

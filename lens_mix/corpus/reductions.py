@@ -165,8 +165,8 @@ class Mean:
         queries, keys = np.asarray(mixing.query_positions), np.arange(len(mixing.key_labels))
         if group == "offset":
             offsets = queries[:, None] - keys
-            names, places = np.unique(offsets, return_inverse=True)
-            return names.tolist(), np.broadcast_to(places.reshape(offsets.shape), shape)
+            unique, places = np.unique(offsets, return_inverse=True)
+            return unique.tolist(), np.broadcast_to(places.reshape(offsets.shape), shape)
         if group == "cue":
             cue = find_positions(mixing.key_labels, str(fields["cue"]), "cue")
             return [False, True], _along(np.isin(keys, cue).astype(np.int64), -1, shape)

@@ -135,13 +135,12 @@ def _make_map(row: Mapping[str, Any]) -> MixingMap | None:
         return None
     record = json.loads(row["record"].as_py())
     shape = row["shape"].as_py()
-    tensors = {name: _tensor(row[name]) for name in _TENSORS}
+    tensors: dict[str, Any] = {name: _tensor(row[name]) for name in _TENSORS}
     if tensors["mask"] is not None:
         tensors["mask"] = tensors["mask"].view(row["mask_shape"].as_py())
     if tensors["residual_shares"] is not None:
         tensors["residual_shares"] = tensors["residual_shares"].view(shape[0], shape[-2])
     scores = tensors.pop("scores")
-    assert scores is not None
     if scores.dtype == torch.float16:
         scores = scores.to(torch.float32)
     return MixingMap(scores=scores.view(shape), tokens=row["tokens"].as_py(), **record, **tensors)

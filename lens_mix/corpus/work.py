@@ -74,7 +74,7 @@ class Work:
         """
         if self._session is None:
             load: Any = self.load
-            model = load if isinstance(load, nn.Module) else load()
+            model: Any = load if isinstance(load, nn.Module) else load()
             methods = dict(self.methods)
             # The measured residual has an engine of its own, as in `run_many`.
             engine = dict.fromkeys(methods, self.options.get("engine", "auto"))

@@ -25,6 +25,7 @@ import transformers
 from torch import Tensor, nn
 
 from lens_mix.lens.model_classes import TransformerLensModel, transformer_lens_version
+from lens_mix.lens.offloading import load_offloaded
 from lens_mix.lens.provenance import model_name
 from lens_mix.lens.state import all_modules
 from lens_mix.lens.users_hooks import find_user_functions, plain_values, read_user_module_settings
@@ -231,7 +232,8 @@ def _digest_of_weights(modules: list[nn.Module]) -> str:
             first = seen.setdefault(id(tensor), len(seen))
             hashed.update(f"{place} {name} {first};".encode())
             if first == len(seen) - 1:
-                _add_tensor(hashed, tensor)
+                loaded = load_offloaded(module, name) if tensor.is_meta else None
+                _add_tensor(hashed, tensor if loaded is None else loaded)
     return hashed.hexdigest()
 
 

@@ -20,7 +20,7 @@ ray = pytest.importorskip("ray")
 DRIVER = """
 import sys, ray
 from tests.corpus.test_on_ray import run_actors
-ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR")
 run_actors(sys.argv[1])
 """
 
@@ -36,13 +36,13 @@ def test_two_actors_write_the_files_of_one_process_also_after_the_driver_was_kil
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     driver = subprocess.Popen(command, env=environment, cwd=ROOT)
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 400
     while len(list((out / "maps").glob("[0-9]*"))) < 3 and driver.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     assert not (out / "finished.json").exists()
-    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=300)
+    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=400)
     found = contents(out)
     assert {name: data for name, data in found.items() if "/.lens_mix-" not in name} == expected

@@ -19,8 +19,8 @@ SLURM = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY
     ],
 )
 def test_the_environment_names_the_rank(environment, rank):
-    assert read_rank(None, environment) == rank
-    assert read_rank((1, 2), environment) == (1, 2), "an argument comes before the environment"
+    assert read_rank(None, environment) == Rank(*rank)
+    assert read_rank((1, 2), environment) == Rank(1, 2), "an argument comes before the environment"
 
 
 def test_ranks_share_the_shards():

@@ -51,7 +51,15 @@ ELSEWHERE = {
     *("input_maps_by_gradients.md", "score_a_map.md", "transformer_bridge.md"),
 }
 SELF_CONTAINED = {
-    *("index.md", "choose_a_method.md", "classifiers.md", "encoders.md", "graphs.md", "head_statistics.md"),
+    *(
+        "index.md",
+        "choose_a_method.md",
+        "classifiers.md",
+        "corpus.md",
+        "encoders.md",
+        "graphs.md",
+        "head_statistics.md",
+    ),
     *("gallery.md", "many_prompts.md", "read_the_page.md", "saving_and_exporting.md", "troubleshooting.md"),
 }
 WITH_CODE = [
