@@ -50,7 +50,6 @@ UNSUPPORTED = {
     "bridge opt_postln": "cannot run OPT with do_layer_norm_before=False",
     "bridge mamba": "without attention there are no values or patterns",
     "bridge deepseek_v3": r"mixing is not verified|DeepSeek-V3 before TransformerLens 4 wrongly",
-    "bridge vit": "expected a model that reads tokens, got a visual model",
 }
 UNSUPPORTED_BEFORE_4 = {
     "bridge cohere": "Cohere before TransformerLens 4 wrongly",
@@ -109,7 +108,7 @@ KINDS: dict[str, frozenset[str]] = {
     )
     | {"HookedTransformer mixture"},
     "no feed-forward": frozenset({"HookedTransformer attn_only"}),
-    "post-norm": _bridges("bert roberta openai_gpt")
+    "post-norm": _bridges("bert roberta openai_gpt hubert wav2vec2")
     | {f"bridge {name} {part}" for name in ("bart", "marian") for part in PARTS[:2]}
     | {"HookedEncoder"},
     # A norm or a multiplier on what a branch adds to the residual stream.
@@ -117,8 +116,8 @@ KINDS: dict[str, frozenset[str]] = {
     | {"HookedTransformer sandwich"},
     "parallel": _bridges("gpt_neox gptj phi falcon_mqa cohere codegen cohere2")
     | {"HookedTransformer parallel"},
-    # The logits are more than a final norm and an unembedding: a soft cap, a dense layer.
-    "changed logits": _bridges("gemma2 modernbert_decoder nanochat vaultgemma"),
+    # The logits are more than a final norm and an unembedding (a soft cap, a dense layer), or of classes.
+    "changed logits": _bridges("gemma2 modernbert_decoder nanochat vaultgemma vit deit ast"),
 }
 # Models that have, together, each way to wire a block and each kind of norm, bias, activation and grouping
 # (`tests/test_kinds.py`). A test runs its main parameters on all models and the others on these.
