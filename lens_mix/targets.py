@@ -339,6 +339,7 @@ class _Loss(Target):
                 "label: expected the class for a model whose output is [batch, class], got None "
                 "(next-token loss)"
             )
+        _require_tokens(context, "loss")
         if len(context.tokens) < 2:
             raise ValueError("loss: expected at least two tokens for a next-token loss, got one")
         next_tokens = context.tokens[1:]
@@ -421,6 +422,8 @@ class _Span(Target):
 
 
 def _require_tokens(context: Context, name: str) -> Context:
+    if bool((context.tokens < 0).any()):
+        raise ValueError(f"{name}: expected a prompt of tokens, got a picture or sound, which has none")
     if context.output.ndim != 3:
         raise ValueError(
             f"{name}: expected a model whose output is [batch, pos, d_vocab], got [batch, class]; use "

@@ -44,10 +44,18 @@ class Reference:
             self.inputs, prompt = prompt, prompt["input_ids"]
         elif isinstance(prompt, tuple):
             self.inputs = {"input_ids": prompt[0], "decoder_input_ids": prompt[1]}
+        elif prompt.is_floating_point():
+            self.inputs = {model.main_input_name: prompt}
         else:
             self.inputs = {"input_ids": prompt}
         self.stack = stack
-        self.positions = (prompt if stack is None else prompt[stack == "decoder"]).shape[1]
+        # A model of pictures or sound takes no such argument.
+        reads_tokens = "input_ids" in self.inputs
+        self.options = {"use_cache": False} if reads_tokens else {}
+        if reads_tokens:
+            self.positions = (prompt if stack is None else prompt[stack == "decoder"]).shape[1]
+        else:
+            self.positions = len(self.input_of(0))
 
     @property
     def has_one_function(self) -> bool:
@@ -56,7 +64,7 @@ class Reference:
 
     def attention(self) -> Tensor:
         """Return the model's own attention weights [layer, head, query, key]."""
-        out = self.model(**self.inputs, output_attentions=True, use_cache=False)
+        out = self.model(**self.inputs, output_attentions=True, **self.options)
         name = {None: "attentions", "encoder": "encoder_attentions", "decoder": "decoder_attentions"}[
             self.stack
         ]
@@ -99,7 +107,7 @@ class Reference:
             kept.append(args[0] if args else kwargs["hidden_states"])
 
         with self.layers[layer].register_forward_pre_hook(keep, with_kwargs=True):
-            self.model(**self.inputs, use_cache=False)
+            self.model(**self.inputs, **self.options)
         return kept[0][0].detach()
 
     def output_of(self, layer: int, edit: EditValues | None) -> Tensor:
@@ -121,7 +129,7 @@ class Reference:
             kept.append((output if torch.is_tensor(output) else output[0]).detach())
 
         with torch.no_grad(), module.register_forward_hook(keep), edited_values(self._attention(layer), edit):
-            self.model(**self.inputs, use_cache=False)
+            self.model(**self.inputs, **self.options)
         return kept[0].reshape(self.positions, -1)
 
     def _attention(self, layer: int) -> nn.Module:
@@ -304,7 +312,7 @@ def _gradient(
     reference: Reference, layer: int, scale: float, of: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        last = reference.model(**reference.inputs, use_cache=False).logits[0, -1].argmax()
+        last = _logits(reference).argmax()
     leaves: list[Tensor] = []
     clean: list[Tensor] = []
 
@@ -314,6 +322,12 @@ def _gradient(
         return torch.einsum("bhqk,bhkd->bqhd", leaves[0], values)
 
     with torch.enable_grad(), edited_weights(reference._attention(layer), edit):
-        logits = reference.model(**reference.inputs, use_cache=False).logits
-    (gradient,) = torch.autograd.grad(of(logits[0, -1])[last], leaves)
+        logits = _logits(reference)
+    (gradient,) = torch.autograd.grad(of(logits)[last], leaves)
     return gradient[0], clean[0][0]
+
+
+def _logits(reference: Reference) -> Tensor:
+    """Return the logits at the last position, or those of the prompt's classes."""
+    logits = reference.model(**reference.inputs, **reference.options).logits
+    return logits[0, -1] if logits.ndim == 3 else logits[0]

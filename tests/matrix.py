@@ -51,7 +51,6 @@ UNSUPPORTED = {
     "bridge opt_postln": "cannot run OPT with do_layer_norm_before=False",
     "bridge mamba": "without attention there are no values or patterns",
     "bridge deepseek_v3": r"mixing is not verified|DeepSeek-V3 before TransformerLens 4 wrongly",
-    "bridge vit": "expected a model that reads tokens, got a visual model",
 }
 UNSUPPORTED_BEFORE_4 = {
     "bridge cohere": "Cohere before TransformerLens 4 wrongly",
@@ -115,7 +114,7 @@ KINDS: dict[str, frozenset[str]] = {
     | {"HookedTransformer mixture"},
     "no feed-forward": frozenset({"HookedTransformer attn_only"}),
     "post-norm": _bridges(
-        "bert roberta openai_gpt distilbert electra xlm_roberta camembert data2vec_text albert ernie rembert"
+        "bert roberta openai_gpt distilbert electra xlm_roberta camembert data2vec_text albert ernie rembert hubert wav2vec2"
     )
     | {f"bridge {name} {part}" for name in ("bart", "marian") for part in PARTS[:2]}
     | {"HookedEncoder"},
@@ -124,8 +123,8 @@ KINDS: dict[str, frozenset[str]] = {
     | {"HookedTransformer sandwich"},
     "parallel": _bridges("gpt_neox gptj phi falcon_mqa cohere codegen cohere2")
     | {"HookedTransformer parallel"},
-    # The logits are more than a final norm and an unembedding: a soft cap, a dense layer.
-    "changed logits": _bridges("gemma2 modernbert_decoder nanochat vaultgemma"),
+    # The logits are more than a final norm and an unembedding (a soft cap, a dense layer), or of classes.
+    "changed logits": _bridges("gemma2 modernbert_decoder nanochat vaultgemma vit deit ast"),
 }
 # Models that have, together, each way to wire a block and each kind of norm, bias, activation and grouping
 # (`tests/test_kinds.py`). A test runs its main parameters on all models and the others on these.

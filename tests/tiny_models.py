@@ -165,7 +165,6 @@ _WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MarianConfig",
         {**_BART, "decoder_vocab_size": 50, "forced_eos_token_id": 2},
     ),
-    "vit": ("ViTForImageClassification", "ViTConfig", _VIT),
 }
 # These are not in the matrix. Each has one unusual property.
 _TRAPS = {
@@ -269,9 +268,30 @@ _STATE_SPACE = _sizes(
 _SWITCH = {**_T5, **_sizes("num_experts=4 expert_capacity=32 num_sparse_encoder_layers=1")}
 _GEMMA_SIDE = {**_GEMMA, **_SCALAR, **_SLIDING, **_ONE_KIND}
 
+_SPECTROGRAM = {
+    **_VIT,
+    **_sizes("patch_size=4 max_length=10 num_mel_bins=8 frequency_stride=4 time_stride=3"),
+}
+_SOUND = {
+    **_BASE,
+    "vocab_size": 32,
+    "conv_dim": [8, 8],
+    "conv_kernel": [10, 4],
+    "conv_stride": [5, 2],
+    **_sizes("num_feat_extract_layers=2 num_conv_pos_embeddings=4 num_conv_pos_embedding_groups=2"),
+}
+_STABLE = {**_SOUND, "do_stable_layer_norm": True, "feat_extract_norm": "layer"}
+
 # The wide sweep (tests/test_wide.py) has all other architectures that a small configuration can build. A pair
 # is an encoder-decoder whose configuration contains two configurations.
 _WIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # These read pictures or sound instead of tokens (`reads_features`).
+    "vit": ("ViTForImageClassification", "ViTConfig", _VIT),
+    "deit": ("DeiTForImageClassification", "DeiTConfig", _VIT),
+    "ast": ("ASTForAudioClassification", "ASTConfig", _SPECTROGRAM),
+    "hubert": ("HubertForCTC", "HubertConfig", _SOUND),
+    "hubert_stable": ("HubertForCTC", "HubertConfig", _STABLE),
+    "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", _SOUND),
     "afmoe": ("AfmoeForCausalLM", "AfmoeConfig", {**_MOE, "head_dim": 8, "num_dense_layers": 1, **_ONE_KIND}),
     "apertus": ("ApertusForCausalLM", "ApertusConfig", _LLAMA),
     "arcee": ("ArceeForCausalLM", "ArceeConfig", {**_LLAMA, "head_dim": 6}),
@@ -559,7 +579,7 @@ def _norm_in_double(model: torch.nn.Module) -> None:
         for centred, offset in itertools.product((False, True), (False, True)):
             try:
                 difference = module(x) - _normed(module, x, centred=centred, offset=offset)
-            except (TypeError, RuntimeError):  # Such a norm takes more than a vector.
+            except (TypeError, RuntimeError, IndexError):  # It takes more than a vector, or is no norm.
                 break
             if difference.abs().max() < 1e-4:
                 module.forward = functools.partial(_normed, module, centred=centred, offset=offset)
@@ -688,12 +708,15 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def tokens(model: Any, batch: int = 2, seq: int = 7, seed: int = 1) -> torch.Tensor:
-    """Return random tokens [batch, seq] without special ones; pixel values for a vision model."""
+    """Return random tokens [batch, seq] without special ones; a picture or sound for models of these."""
     generator = torch.Generator().manual_seed(seed)
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    if config is not None and config.model_type == "vit":
+    config = getattr(getattr(model, "original_model", model), "config", None)
+    shapes = {"vit": (3, 16, 16), "deit": (3, 16, 16), "audio-spectrogram-transformer": (10, 8)}
+    # A frame of the sound begins every 10 samples, and has 25.
+    shapes |= dict.fromkeys(("hubert", "wav2vec2"), (25 + 10 * (seq - 1),))
+    if config is not None and config.model_type in shapes:
         dtype = next(model.parameters()).dtype
-        return torch.randn(batch, 3, config.image_size, config.image_size, generator=generator).to(dtype)
+        return torch.randn(batch, *shapes[config.model_type], generator=generator).to(dtype)
     return torch.randint(3, VOCABULARY, (batch, seq), generator=generator)
 
 

@@ -425,7 +425,11 @@ def _target_at(target: Target, place: int, context: Context, rows: int) -> Targe
     if placed is not None:
         return placed
     if rows > 1 or reads not in (None, place):
-        where = "one row (queries=[-1])" if reads is None else f"the row of the position it reads ({reads})"
+        # A classifier of pictures reads [CLS], which is the first position.
+        last = 0 if bool((context.tokens < 0).any()) else -1
+        where = (
+            f"one row (queries=[{last}])" if reads is None else f"the row of the position it reads ({reads})"
+        )
         raise ValueError(
             f"target: {type(target).__name__.lstrip('_')} explains one number of the prompt, whatever the "
             f"row; expected {where}, got {rows} rows{'' if rows > 1 else f', of position {place}'}"

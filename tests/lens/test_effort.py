@@ -109,7 +109,7 @@ def test_closed_forms_over_pairs_of_tokens_say_so_too(method, last_row, monkeypa
     model = decoder()
     with pytest.warns(UserWarning, match="forward passes"):
         found = lm.run(model, PROMPT, method)
-    assert "for each pair of tokens" in sentences(found)[0]
+    assert "for each pair of positions" in sentences(found)[0]
     with warnings.catch_warnings():
         warnings.filterwarnings("error" if not last_row else "ignore", message=".*forward passes.*")
         one = lm.run(model, PROMPT, method, queries=[-1])
