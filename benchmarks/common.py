@@ -27,7 +27,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lens_mix.lens.large_product import by_onednn, product_by_onednn
+from lens_mix.algebra.large_product import by_onednn, product_by_onednn
 
 Result = TypeVar("Result")
 
@@ -425,9 +425,9 @@ _EXPLANATIONS = {
     "A corpus": (
         "`lm.corpus.run` with maps of all layers. Throughput: random weights of the size of six layers of "
         "SmolLM2-135M, `attn_res_ln`, all rows; processor times of the loop over `run_many` in batches of 16 "
-        "divided by those of the corpus with its files, in turns, medians of three. Memory: the growth of "
-        "the resident memory between the first tenth of the prompts and the last one, two methods and a "
-        "reduction of a tiny model. Kills: SIGKILL of a process at a random moment; it then starts again. "
+        "divided by those of the corpus with its files, medians of three turns. Memory: the growth of the "
+        "resident memory between the first tenth of the prompts and the last one, two methods and "
+        "a reduction of a tiny model. Kills: SIGKILL of a process at random moments; it then starts again. "
         "Bytes are compared with those of a run that was not killed."
     ),
     "Digits of float32": (

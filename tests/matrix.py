@@ -114,7 +114,8 @@ KINDS: dict[str, frozenset[str]] = {
     | {"HookedTransformer mixture"},
     "no feed-forward": frozenset({"HookedTransformer attn_only"}),
     "post-norm": _bridges(
-        "bert roberta openai_gpt distilbert electra xlm_roberta camembert data2vec_text albert ernie rembert hubert wav2vec2"
+        "bert roberta openai_gpt distilbert electra xlm_roberta camembert data2vec_text albert ernie "
+        "rembert hubert wav2vec2"
     )
     | {f"bridge {name} {part}" for name in ("bart", "marian") for part in PARTS[:2]}
     | {"HookedEncoder"},

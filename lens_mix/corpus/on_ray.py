@@ -74,9 +74,9 @@ def run_on_ray(
     job.start()
     packed = [{"shard": pickle.dumps(shard)} for shard in _unfinished(job, retry)]
     if packed:
-        # Without `repartition`, Ray puts a small input into one block, which one actor computes. It needs a
-        # processor, so it has to end before the actors take all of them.
-        data = ray.data.from_items(packed).repartition(len(packed)).materialize()
+        # By default Ray puts a small input into few blocks, and an actor computes a whole block. A later
+        # `repartition` needs a processor, and waits without end if the actors have taken all of them.
+        data = ray.data.from_items(packed, override_num_blocks=len(packed))
         sized = ray.data.ActorPoolStrategy(size=min(actors, len(packed)))
         mapped = data.map_batches(
             _Actor, fn_constructor_args=(job.work,), batch_size=1, compute=sized, **(resources or {})
