@@ -27,7 +27,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lens_mix.algebra.large_product import by_onednn, product_by_onednn
+from lens_mix.lens.large_product import by_onednn, product_by_onednn
 
 Result = TypeVar("Result")
 
