@@ -169,7 +169,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-class Embeddings(nn.Module):
+class _Embeddings(nn.Module):
     """The embeddings of an encoder: norm(token + token type + position), then a projection if there is one.
 
     Args:
@@ -328,7 +328,7 @@ def _configure(hf_model: Any, family: Family, layers: list[nn.Module]) -> Any:
 _TYPES = 2
 
 
-def _rename_embeddings(hf_model: Any, family: Family, copies: Copies) -> Embeddings:
+def _rename_embeddings(hf_model: Any, family: Family, copies: Copies) -> _Embeddings:
     base = hf_model.base_model
     own = base.get_submodule(family.embeddings)
     if getattr(own, "embed_proj", None) is not None:
@@ -356,7 +356,7 @@ def _rename_embeddings(hf_model: Any, family: Family, copies: Copies) -> Embeddi
     name = family.projection
     project = copies.of(base, name) if name is not None and _has(base, name) else None
     padding = hf_model.config.pad_token_id if family.skips_padding else None
-    return Embeddings(parts, tasks, project, padding)
+    return _Embeddings(parts, tasks, project, padding)
 
 
 def _rename_head(hf_model: Any, head: Head, renamed: Any, copies: Copies) -> bool:

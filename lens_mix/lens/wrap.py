@@ -38,9 +38,9 @@ def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
         lm.run(model, "a fine film", lm.Occlusion(target=target), queries=[0])
 
     The weights are copied into the modules of a BERT, with the family's own positions, with DeBERTa's own
-    attention, and with ALBERT's shared layers one after another. Then the input of the first block, the output of every block and the
-    logits of a masked-language head are compared with those of `hf_model` on prompts of random tokens, with
-    padding and token types. `hf_model` itself does not change.
+    attention, and with ALBERT's shared layers one after another. Then the input of the first block, the
+    output of every block and the logits of a masked-language head are compared with those of `hf_model`, on
+    prompts of random tokens with padding and token types. `hf_model` itself does not change.
 
     A model without a masked-language head has no logits: methods that explain a token raise an error, and
     `model(tokens)` returns NaN. The result keeps `hf_model`, whose classes `lm.targets.hf_classifier(model)`
