@@ -44,6 +44,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Albert": {**_NARROW, "num_hidden_groups": 2, "inner_group_num": 2},
     "Ernie": {**_BERT, "use_task_id": True},
     "RemBert": {**_BERT, "input_embedding_size": 16, "output_embedding_size": 20},
+    # The settings of DeBERTa-v3: shared matrices, buckets of positions, a norm of their embeddings.
+    "DebertaV2": {
+        **_BERT,
+        "type_vocab_size": 0,
+        "relative_attention": True,
+        "position_buckets": 4,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+    },
     "BertGeneration": _BERT,
     "Bert": _BERT,
 }

@@ -1,4 +1,4 @@
-"""Build a BERT of transformers from an encoder whose weights are a BERT's under other names.
+"""Build a BERT of transformers from an encoder whose blocks are a BERT's under other names.
 
 A `Family` is one row of a table: where an encoder has the modules of a BERT's layer, its embeddings and its
 masked-language head. `rename` copies these modules into a `BertForMaskedLM`. Whether the family's blocks
@@ -81,6 +81,9 @@ class Family:
         layer: The names of a BERT's modules in a layer, with the family's own names.
         embeddings: The module with the embeddings.
         projection: The linear map from the embeddings to the first layer, if there may be one.
+        attention: A function that makes the module of a layer's attention, if it computes something else
+            than a BERT's; None: the layer's own matrices in a BERT's attention.
+        others: The names of further weights of a layer, which `attention` reads.
         skips_padding: Whether positions are counted from the padding token's number plus one, and only over
             tokens that are not padding.
         head: The masked-language head.
@@ -92,6 +95,8 @@ class Family:
     embeddings: str = "embeddings"
     projection: str | None = None
     skips_padding: bool = False
+    attention: Callable[[nn.Module, nn.Module, Copies], nn.Module] | None = None
+    others: tuple[str, ...] = ()
 
 
 def _list_layers(name: str) -> Callable[[nn.Module], list[nn.Module]]:
@@ -115,6 +120,13 @@ def _bert(prefix: str = "cls.predictions.transform", **options: Any) -> Family:
     return Family(_list_layers("encoder.layer"), dataclasses.replace(head, activation=activation), **options)
 
 
+def _disentangle(base: nn.Module, layer: nn.Module, copies: Copies) -> nn.Module:
+    """Return DeBERTa's attention, whose scores have terms of relative positions, with a BERT's names."""
+    from lens_mix.lens.disentangled import DisentangledAttention
+
+    return DisentangledAttention(base, layer, copies)
+
+
 _ROBERTA = Family(_list_layers("encoder.layer"), _ROBERTA_HEAD, skips_padding=True)
 # The families by the `model_type` of their configuration.
 FAMILIES: dict[str, Family] = {
@@ -126,6 +138,13 @@ FAMILIES: dict[str, Family] = {
     "xlm-roberta": _ROBERTA,
     "camembert": _ROBERTA,
     "data2vec-text": _ROBERTA,
+    "deberta-v2": _bert(
+        layer={name: own for name, own in _BERT_LAYER.items() if ".self." not in name},
+        attention=_disentangle,
+        others=tuple(
+            f"attention.self.{name}_proj" for name in ("query", "key", "value", "pos_key", "pos_query")
+        ),
+    ),
     "electra": Family(
         _list_layers("encoder.layer"),
         Head(
@@ -150,7 +169,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-class Embeddings(nn.Module):
+class _Embeddings(nn.Module):
     """The embeddings of an encoder: norm(token + token type + position), then a projection if there is one.
 
     Args:
@@ -231,6 +250,7 @@ def find_family(hf_model: PreTrainedModel) -> Family:
 
 # Why well-known encoders are not a BERT under other names.
 _REASONS = {
+    "deberta": "its queries, keys and values are one matrix, with terms of relative positions in the scores",
     "mpnet": "it adds a bias for the distance of query and key to the attention scores",
     "modernbert": "its blocks have rotary positions, norms before attention, and local attention",
     "longformer": "its attention is local, in windows",
@@ -259,12 +279,14 @@ def rename(hf_model: PreTrainedModel) -> tuple[Any, bool]:
     """
     from transformers import BertForMaskedLM
 
-    family, base, copies = find_family(hf_model), hf_model.base_model, _Copies()
+    family, base, copies = find_family(hf_model), hf_model.base_model, Copies()
     layers = family.find_layers(base)
     with torch.device("meta"):
         renamed: Any = BertForMaskedLM(_configure(hf_model, family, layers))
     renamed.bert.embeddings = _rename_embeddings(hf_model, family, copies)
     for own, layer in zip(layers, renamed.bert.encoder.layer, strict=True):
+        if family.attention is not None:
+            layer.attention.self = family.attention(base, own, copies)
         for name, own_name in family.layer.items():
             layer.set_submodule(name, copies.of(own, own_name))
         _require_nothing_else(own, family)
@@ -279,7 +301,8 @@ def _configure(hf_model: Any, family: Family, layers: list[nn.Module]) -> Any:
     own, base, first = hf_model.config, hf_model.base_model, layers[0]
     embeddings = base.get_submodule(family.embeddings)
     types = getattr(embeddings, "token_type_embeddings", None)
-    positions = embeddings.position_embeddings.num_embeddings
+    table = getattr(embeddings, "position_embeddings", None)
+    positions = own.max_position_embeddings if table is None else table.num_embeddings
     feed_forward = first.get_submodule(family.layer["intermediate.dense"])
     return BertConfig(
         vocab_size=embeddings.word_embeddings.num_embeddings,
@@ -305,25 +328,38 @@ def _configure(hf_model: Any, family: Family, layers: list[nn.Module]) -> Any:
 _TYPES = 2
 
 
-def _rename_embeddings(hf_model: Any, family: Family, copies: _Copies) -> Embeddings:
+def _rename_embeddings(hf_model: Any, family: Family, copies: Copies) -> _Embeddings:
     base = hf_model.base_model
     own = base.get_submodule(family.embeddings)
-    parts = {name: copies.of(own, name) for name in ("word_embeddings", "position_embeddings", "LayerNorm")}
-    words = parts["word_embeddings"].weight
-    if hasattr(own, "token_type_embeddings"):
-        types = copies.of(own, "token_type_embeddings")
-    else:
-        types = nn.Embedding(_TYPES, words.shape[1], dtype=words.dtype, device=words.device)
-        nn.init.zeros_(types.weight)
+    if getattr(own, "embed_proj", None) is not None:
+        raise UnsupportedModelError(
+            "hf_model: expected embeddings whose norm is before a projection, got it after"
+        )
+    words = copies.of(own, "word_embeddings")
+
+    def table(name: str, rows: int) -> Any:
+        if getattr(own, name, None) is not None:
+            return copies.of(own, name)
+        made = nn.Embedding(rows, words.embedding_dim, dtype=words.weight.dtype, device=words.weight.device)
+        nn.init.zeros_(made.weight)
+        return made
+
+    parts = {
+        "word_embeddings": words,
+        # What a family does not have is zero. Positions of DeBERTa are in its attention.
+        "position_embeddings": table("position_embeddings", hf_model.config.max_position_embeddings),
+        "token_type_embeddings": table("token_type_embeddings", _TYPES),
+        "LayerNorm": copies.of(own, "LayerNorm"),
+    }
     # ERNIE adds the same task to all tokens, unless it gets another one as an input.
     tasks = copies.of(own, "task_type_embeddings") if _has(own, "task_type_embeddings") else None
     name = family.projection
     project = copies.of(base, name) if name is not None and _has(base, name) else None
     padding = hf_model.config.pad_token_id if family.skips_padding else None
-    return Embeddings({**parts, "token_type_embeddings": types}, tasks, project, padding)
+    return _Embeddings(parts, tasks, project, padding)
 
 
-def _rename_head(hf_model: Any, head: Head, renamed: Any, copies: _Copies) -> bool:
+def _rename_head(hf_model: Any, head: Head, renamed: Any, copies: Copies) -> bool:
     """Give the BERT the masked-language head; without one, a narrow head whose logits are NaN."""
     predictions = renamed.cls.predictions
     transform = predictions.transform
@@ -350,7 +386,7 @@ def _has(module: nn.Module, name: str) -> bool:
     return any(name == own for own, _ in module.named_modules())
 
 
-class _Copies:
+class Copies:
     """Copies of modules. A weight that several modules share is copied once."""
 
     def __init__(self) -> None:
@@ -398,7 +434,7 @@ def _copy(parameter: nn.Parameter) -> nn.Parameter:
 
 def _require_nothing_else(layer: nn.Module, family: Family) -> None:
     """Raise an error if a layer has weights that a BERT's layer does not have."""
-    known = set(family.layer.values())
+    known = {*family.layer.values(), *family.others}
     others = [name for name, _ in layer.named_parameters() if name.rpartition(".")[0] not in known]
     if others:
         raise UnsupportedModelError(

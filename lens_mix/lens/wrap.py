@@ -25,11 +25,11 @@ _CHECKED_POSITIONS = 24
 
 
 def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
-    """Return a TransformerBridge of an encoder whose weights are a BERT's under other names.
+    """Return a TransformerBridge of an encoder whose blocks are a BERT's under other names.
 
     TransformerLens knows BERT and RoBERTa by their names, and only with a masked-language head. This function
-    also takes DistilBERT, ELECTRA, XLM-R, CamemBERT, Data2VecText, ALBERT, ERNIE, RemBERT and BertGeneration,
-    and of all of them the base model as well as every class with a head:
+    also takes DistilBERT, ELECTRA, XLM-R, CamemBERT, Data2VecText, ALBERT, ERNIE, RemBERT, BertGeneration and
+    DeBERTa (v2 and v3), and of all of them the base model as well as every class with a head:
 
         hf_model = AutoModelForSequenceClassification.from_pretrained(name)
         model = lm.wrap(hf_model, AutoTokenizer.from_pretrained(name))
@@ -37,10 +37,10 @@ def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
         target = lm.targets.hf_classifier(model, "POSITIVE")
         lm.run(model, "a fine film", lm.Occlusion(target=target), queries=[0])
 
-    The weights are copied into the modules of a BERT, with the family's own positions and with ALBERT's
-    shared layers one after another. Then the input of the first block, the output of every block and the
-    logits of a masked-language head are compared with those of `hf_model` on prompts of random tokens, with
-    padding and token types. `hf_model` itself does not change.
+    The weights are copied into the modules of a BERT, with the family's own positions, with DeBERTa's own
+    attention, and with ALBERT's shared layers one after another. Then the input of the first block, the
+    output of every block and the logits of a masked-language head are compared with those of `hf_model`, on
+    prompts of random tokens with padding and token types. `hf_model` itself does not change.
 
     A model without a masked-language head has no logits: methods that explain a token raise an error, and
     `model(tokens)` returns NaN. The result keeps `hf_model`, whose classes `lm.targets.hf_classifier(model)`

@@ -25,22 +25,22 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 NEEDS_BRIDGE = pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")
 TOKENS = torch.tensor([[5, 9, 12, 7, 30, 21, 9]])
 # `make test` has one family of each kind: own names, a projection, other positions, shared layers.
-USUAL = ("DistilBert", "Electra", "XLMRoberta", "Albert")
+USUAL = ("DistilBert", "Electra", "XLMRoberta", "Albert", "DebertaV2")
 EACH = [family if family in USUAL else slow(family) for family in FAMILIES]
 
 
 class Plain:
     """The passes of a model of transformers alone, with interventions in its attention.
 
-    Attention in these models is one function of their file, `eager_attention_forward`; in RemBERT it is the
-    module itself, whose `value` and `dropout` have the values and the weights. The n-th call in a pass is
-    that of layer n, even if layers share their modules.
+    Attention in these models is one function of their file, `eager_attention_forward`. In RemBERT and DeBERTa
+    it is the module itself, whose matrix and `dropout` have the values and the weights. The n-th call in a
+    pass is that of layer n, even if layers share their modules.
     """
 
     def __init__(self, model, inputs):
         model.set_attn_implementation("eager")
         self.model, self.inputs = model, inputs
-        self.layers = [m for m in model.modules() if re.search("[a-z]Layer$|Block$", type(m).__name__)]
+        self.layers = [m for m in model.modules() if re.search("[a-z2]Layer$|Block$", type(m).__name__)]
 
     def run(self, weights=lambda layer, weights: weights, values=lambda layer, values: values):
         """Return the model's output, and store the weights, the values and the outputs of the layers.
@@ -52,9 +52,10 @@ class Plain:
             for layer in self.layers:
                 stack.callback(layer.register_forward_hook(self._keep).remove)
                 for part in layer.modules():
-                    if type(part).__name__ == "RemBertSelfAttention":
+                    if type(part).__name__ in ("RemBertSelfAttention", "DisentangledSelfAttention"):
                         edits = self._edit_modules(part.num_attention_heads, weights, values)
-                        stack.callback(part.value.register_forward_hook(edits[0]).remove)
+                        matrix = part.value if hasattr(part, "value") else part.value_proj
+                        stack.callback(matrix.register_forward_hook(edits[0]).remove)
                         stack.callback(part.dropout.register_forward_hook(edits[1]).remove)
             for file in {sys.modules[type(m).__module__] for m in self.model.modules()}:
                 if hasattr(file, "eager_attention_forward"):
@@ -181,7 +182,7 @@ def test_maps_are_those_of_the_model_itself(family):
 
 
 @NEEDS_BRIDGE
-@pytest.mark.parametrize("family", EACH[:9])
+@pytest.mark.parametrize("family", EACH[:10])
 def test_gradients_of_a_class_are_those_of_the_classifier_itself(family):
     model = encoder(family, "ForSequenceClassification", num_labels=4)
     target = lm.targets.hf_classifier(wrapped(model), 2, of="logit")
@@ -274,6 +275,7 @@ def test_half_precision_is_checked_in_a_higher_one():
         ("Camembert", "camembert"),
         ("Roberta", "roberta"),
         ("Albert", "albert"),
+        ("DebertaV2", "deberta_v2"),
         ("Bert", "bert"),
     ],
 )
