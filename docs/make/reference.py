@@ -52,6 +52,7 @@ PAGES = (
         "Compute maps of one prompt or of many, and find out which methods a model supports.",
         (
             "wrap",
+            "fold_layer_scale",
             "run",
             "run_many",
             "run_again",

@@ -20,7 +20,7 @@ from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelEr
 from lens_mix.maps.grid import Grid
 
 # A position of a picture or of sound has no token. No vocabulary has this number, so it can't be read as one.
-NO_TOKEN = -1
+_NO_TOKEN = -1
 # The processors of wav2vec2, HuBERT and AST read sound of this many samples per second. AST's spectrogram has
 # 100 columns per second. The configurations of the models have neither number.
 _SAMPLING_RATE = 16_000
@@ -195,7 +195,7 @@ def _make_prompt(model: TransformerLensModel, features: Tensor) -> Prompt:
     outside = _OUTSIDE[_model_type(model)]
     grid = _find_grid(model, features, len(outside))
     count = len(outside) + len(grid.positions)
-    tokens = torch.full((count,), NO_TOKEN, dtype=torch.long, device=features.device)
+    tokens = torch.full((count,), _NO_TOKEN, dtype=torch.long, device=features.device)
     labels = tuple(
         outside[position] if position < len(outside) else str(grid.label(position))
         for position in range(count)

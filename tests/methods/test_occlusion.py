@@ -288,7 +288,7 @@ def test_a_target_of_the_users_explains_one_row():
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"by": "drop"}, "by: expected 'replace'"),
+        ({"by": "drop"}, r"by: expected one of \['replace'"),
         ({"measure": "squared"}, "measure: expected 'difference'"),
         ({"replacements": [1], "by": "mask"}, "for by='replace' only"),
         ({"replacements": []}, "replacements"),
