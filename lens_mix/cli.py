@@ -734,16 +734,20 @@ def _write(board: Any, out: Path) -> None:
 
 def _load(name: str) -> Any:
     """Load a TransformerBridge, or a HookedTransformer if this TransformerLens has no bridge."""
+    from lens_mix.lens.features import require_tokens
+
     expected = f"MODEL: expected the name or the folder of a model that can be loaded, got {name!r}"
     # The hub's error about a folder that does not exist is about names of repositories.
     if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().exists():
         raise ValueError(f"{expected}, which does not exist")
     try:
-        return _load_unchecked(name)
+        model = _load_unchecked(name)
     # Every exception is caught, because libraries raise errors of many types for an unknown name, a missing
     # network, a broken file or too little memory.
     except Exception as problem:
         raise ValueError(f"{expected}: {type(problem).__name__}: {problem}") from problem
+    require_tokens(model, "MODEL")
+    return model
 
 
 def _load_unchecked(name: str) -> Any:

@@ -28,8 +28,8 @@ _SPECTROGRAM_RATE = 100
 # The positions without a place, by the model type of transformers. They come first.
 _OUTSIDE = {
     "vit": ("[CLS]",),
-    "deit": ("[CLS]", "[distillation]"),
-    "audio-spectrogram-transformer": ("[CLS]", "[distillation]"),
+    "deit": ("[CLS]", "[DIST]"),
+    "audio-spectrogram-transformer": ("[CLS]", "[DIST]"),
     "hubert": (),
     "wav2vec2": (),
 }
@@ -53,6 +53,20 @@ def require_known_features(model: TransformerLensModel) -> None:
         raise UnsupportedModelError(
             f"model: expected tokens, or pictures or sound of {sorted(_OUTSIDE)}, got a model of type "
             f"{_model_type(model)!r}, whose positions have no known places"
+        )
+
+
+def require_tokens(model: TransformerLensModel, name: str) -> None:
+    """Raise an UnsupportedModelError if the model reads pictures or sound, where only text can be given.
+
+    Args:
+        model: The model.
+        name: The name of the argument, for the error.
+    """
+    if reads_features(model):
+        raise UnsupportedModelError(
+            f"{name}: expected a model that reads text, because no picture or sound can be given here, got "
+            f"one of type {_model_type(model)!r}; in Python, use lm.run(model, pixels, ...)"
         )
 
 

@@ -807,15 +807,26 @@ class MixingMap:
                 notebook shows, `.open()` opens in a browser, and `.save(path)` writes. None: "position" for a
                 map with one row, a causal map, or a map that contains what is explained; else, or with an
                 option that only layer maps have (`layer=`, `head=`, …), "layers".
-            options: The options of the figure, such as `query=`, `scale=`, `ax=`, `figsize=`, `cmap=`.
+            options: The options of the figure, such as `query=`, `scale=`, `ax=`, `figsize=`, `cmap=`. With
+                `picture=` the row of a picture is drawn over it, and that of sound under the waveform: True
+                for what the model read, or the picture itself (`lens_mix.view.show_picture`).
 
         Raises:
             ValueError: If the kind is another one, if there are options for a page, or as in `show_position`
                 and `layer_maps`.
             ImportError: If a figure is asked for and matplotlib is not installed.
         """
-        from lens_mix.view import figures, page, position_figure, window
+        from lens_mix.view import figures, page, picture_figure, position_figure, window
 
+        picture = options.pop("picture", None)
+        if picture is not None and kind == "page":
+            return page.page(self, picture=picture)
+        if picture is not None and picture is not False:
+            if kind is not None:
+                raise ValueError(f"kind: expected None beside picture=, got {kind!r}")
+            figure = picture_figure.show_picture(self, picture, **options)
+            window.show_figure(figure)
+            return figure
         if kind is not None:
             check_choice("kind", kind, ("page", "position", "layers"))
         if kind == "page":

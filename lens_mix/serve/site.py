@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from lens_mix import registry, runner
+from lens_mix.lens.features import require_tokens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.model_names import strip_path
 from lens_mix.named_maps import DEFAULT_METHODS, INPUT_MAP
@@ -114,6 +115,7 @@ class Site(ThreadingHTTPServer):
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed.
         """
+        require_tokens(model, "model")
         table = runner.support(model)
         name = strip_path(table.model)
         reasons = {INPUT_MAP: ""} | {method: reason for method, _, reason in table}

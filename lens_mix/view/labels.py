@@ -72,6 +72,15 @@ def name_map(mixing_map: MixingMap) -> str:
     return ", ".join(filter(None, (name_method(name), aggregation.replace("_", " "))))
 
 
+def name_positions(text: str, mixing_map: MixingMap) -> str:
+    """Return a text about tokens as one about patches or frames, if these are the map's positions."""
+    if mixing_map.grid is None:
+        return text
+    noun = mixing_map.grid.noun
+    plural = "patches" if noun == "patch" else "frames"
+    return str(regex.sub(r"\btoken\b", noun, regex.sub(r"\btokens\b", plural, text)))
+
+
 def name_model(provenance: Mapping[str, Any]) -> str:
     """Return the name of a map's model, never a path of this computer; "" if it is unknown.
 

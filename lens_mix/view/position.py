@@ -82,6 +82,7 @@ class PositionView:
         best: The index of the map with this score, and the score.
         subtitle: The model, the prompt and the unit.
         prediction: The most probable next token of a causal map; None if it is unknown.
+        has_grid: Whether the keys are patches or frames.
     """
 
     panels: list[Panel]
@@ -93,6 +94,7 @@ class PositionView:
     best: tuple[int, Strongest] | None
     subtitle: str
     prediction: str | None
+    has_grid: bool = False
 
     @staticmethod
     def from_maps(
@@ -122,7 +124,7 @@ class PositionView:
         kinds = {**special, "own": [] if own is None else [own]}
         columns, numbers = _choose_columns(panels, kinds, keys, as_numbers)
         left_out = {*sinks, *kinds["own"], *(_find_residual(names) if own is None else ())}
-        part = "key" if own is None else "word" if words else "token"
+        part = "key" if own is None else "word" if words else "position" if chosen.grid else "token"
         best = _find_best(panels, left_out)
         found = "" if best is None else f"{quote(names[best[1].key])} ({part} {best[1].key})"
         explanation = _choose_explanation(rows.values())
@@ -138,6 +140,7 @@ class PositionView:
             best,
             make_subtitle(chosen, unit),
             next(filter(None, map(_read_prediction, rows.values())), None),
+            chosen.grid is not None,
         )
 
     @property

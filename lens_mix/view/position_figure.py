@@ -267,7 +267,9 @@ class _Frame:
 
 def _explain_numbers(view: PositionView) -> str:
     """Return what the numbers beside the layers are."""
-    meanings = {"first": "the first token ", "special": "the special tokens ", "own": "the position itself"}
+    # Positions outside of a grid, such as [CLS], are no tokens.
+    special = "the positions " if view.has_grid else "the special tokens "
+    meanings = {"first": "the first token ", "special": special, "own": "the position itself"}
     named = [
         f"{name}: {meanings[name]}{'' if name == 'own' else ' '.join(quote(view.keys[key]) for key in keys)}"
         for name, keys in view.numbers.items()

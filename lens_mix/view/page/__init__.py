@@ -23,6 +23,7 @@ from lens_mix.maps.exchange import full_name
 from lens_mix.measured import best_of_methods
 from lens_mix.version import __version__
 from lens_mix.view.page.data import Numbers, pack
+from lens_mix.view.page.pictures import pack_pictures
 from lens_mix.view.page.trees import Graphs, pack_trees
 
 Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap | Mapping[str, MixingMap]]
@@ -32,6 +33,7 @@ _SCRIPTS = (
     "common.js",
     "numbers.js",
     "drawing.js",
+    "picture.js",
     "answer.js",
     "layers.js",
     "maps.js",
@@ -96,7 +98,11 @@ class Page:
 
 
 def page(
-    maps: Maps, path: str | os.PathLike[str] | None = None, *, trees: Graphs | Sequence[Graphs] | None = None
+    maps: Maps,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    trees: Graphs | Sequence[Graphs] | None = None,
+    picture: Any = None,
 ) -> Page:
     """Make one HTML file that shows what the model predicts, and which tokens that came from by each map.
 
@@ -115,6 +121,9 @@ def page(
             `attention_attribution` or the routes of `information_flow_routes` to the explained position
             (`MixingMap.default_query_position`). The page computes these again for the token that is clicked.
             For a graph with more than 4,000 edges the page contains the largest ones, and says so.
+        picture: For maps with a grid: the picture below a row, as in `lens_mix.view.show_picture`, or a list
+            with one per prompt. None or True: what the model read. False: none. A waveform is always the one
+            that the model read.
 
     Returns:
         The page; a notebook shows it as the result of a cell.
@@ -122,7 +131,7 @@ def page(
     Raises:
         TypeError: `maps` contains something else than maps, or `trees` something else than networkx graphs.
         ValueError: No map at all; a folder that does not exist; trees for another number of prompts, or
-            without levels, tokens and weights.
+            without levels, tokens and weights; a picture for maps without a grid.
         OSError: The file cannot be written.
     """
     prompts = [_label_maps(entry) for entry in _list_prompts(maps)]
@@ -135,6 +144,7 @@ def page(
         "scored": f"{scored.score}; {scored.model}, {scored.n} {scored.cases}",
         "prompts": [[pack(m, label, numbers) for label, m in labelled.items()] for labelled in prompts],
         "trees": pack_trees(prompts, trees),
+        **pack_pictures(prompts, picture),
     }
     made = Page(make_document(data, str(numbers), "page.html", ("page.css",), _SCRIPTS))
     if path is not None:

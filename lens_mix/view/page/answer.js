@@ -5,22 +5,22 @@ function explainedAt(query) {
   return all.find(one => one.target !== undefined) || all[0] || {};
 }
 const isLast = query => query === map().tokens.length - 1;
-const positionName = query => isLast(query) && map().predicts_next ? "the last position" : `${quotedToken(map().tokens[query])} (token ${query})`;
+const positionName = query => isLast(query) && map().predicts_next ? "the last position" : `${quotedToken(map().tokens[query])} (${numberName(map())} ${query})`;
 const capital = text => text.charAt(0).toUpperCase() + text.slice(1);
 
 function writeAnswer() {
   const m = map(), { prediction, probability, others = [], target, value } = explainedAt(state.query);
   const token = m.tokens[state.query];
-  $("question").textContent = m.predicts_next ? "Where did the next word come from?" : "Which tokens did the model use?";
+  $("question").textContent = m.predicts_next ? "Where did the next word come from?" : `Which ${nounsOf(m)} did the model use?`;
   $("asked").textContent = prediction === undefined ? "This page explains"
     : !m.predicts_next ? `At ${positionName(state.query)} the model predicts`
       : isLast(state.query) ? "The model continues with" : `After ${positionName(state.query)} the model continues with`;
   $("prediction").replaceChildren(make("b", { text: quotedToken(prediction ?? token) }),
-    prediction === undefined ? ` token ${state.query}` : probability === undefined ? "" : ` ${percent(probability)}`);
+    prediction === undefined ? ` ${numberName(m)} ${state.query}` : probability === undefined ? "" : ` ${percent(probability)}`);
   const alternatives = others.map(([text, p]) => `${quotedToken(text)} ${percent(p)}`).join(" · ");
   const aim = target && `explained: ${target}${value === undefined ? "" : ` = ${minus(shown(value))}`}`;
   const known = [alternatives && `then ${alternatives}`, aim].filter(Boolean).join(" — ");
-  const hint = rowsThere().size > 1 ? `${known && " — "}click a token to explain another position` : "";
+  const hint = rowsThere().size > 1 ? `${known && " — "}click a ${nounOf(m)} to explain another position` : "";
   document.title = [prediction === undefined ? plain(token) : plain(prediction), m.provenance.model, "lens_mix"].filter(Boolean).join(" · ");
   $("others").replaceChildren(known, make("span", { class: "on-screen", text: hint }));
 }
@@ -110,11 +110,14 @@ function buildText() {
   const { tokens } = map(), all = ofText().filter(m => m.keys), keys = all.length ? all.map(m => m.keys) : [];
   const signature = JSON.stringify([state.prompt, ofText().map(m => maps().indexOf(m))]);
   if (textParts && textParts.signature === signature) return textParts;
+  const placed = map().grid && !map().keys ? new Set(map().grid.positions) : null;
   const there = rowsThere(), next = make("span", { class: "next" }), label = "the text: choose a token to explain its position";
   const main = tokenLine(tokens, map().words, { id: "tokens", role: "listbox", tabindex: 0, "aria-label": label },
     { tell: i => tellToken(tokens, i, textParts.values), choose: choosePosition, pass: linkPanels });
   main.boxes.forEach((box, i) => {
     box.classList.toggle("special", SPECIAL.test(tokens[i]));
+    // Positions with a place are in the picture, and only the others are boxes.
+    box.classList.toggle("placed", Boolean(placed && placed.has(i)));
     box.id = `token-${i}`;
     box.setAttribute("role", "option");
     if (!there.has(i)) box.setAttribute("aria-disabled", "true");
@@ -152,13 +155,14 @@ async function drawText() {
   const keys = found && keysOf(found.m), ownMost = found ? largestOf(found.row, new Set([...pale, ownKey(found.m, state.query)])) : 0;
   const most = ownMost || (found ? largestOf(found.row, pale) : 0);
   parts.values = found && !found.m.keys ? found.row : null;
+  await drawPicture(found, parts.values, pale, most);
   colourBoxes(parts.main.boxes, parts.values || m.tokens.map((_, i) => m.causal && i > state.query ? NaN : 0), parts.values ? pale : new Set(), most);
   parts.main.boxes.forEach((box, i) => {
     const isChosen = i === state.query;
     if (box.classList.contains("chosen") !== isChosen) box.classList.toggle("chosen", isChosen);
     box.setAttribute("aria-selected", String(isChosen));
     const isKnown = parts.values && !Number.isNaN(parts.values[i]);
-    box.setAttribute("aria-label", `${plain(m.tokens[i])}, token ${i}${isKnown ? `, ${percent(parts.values[i])}` : ""}`);
+    box.setAttribute("aria-label", `${plain(m.tokens[i])}, ${numberName(m)} ${i}${isKnown ? `, ${percent(parts.values[i])}` : ""}`);
   });
   parts.main.line.setAttribute("aria-activedescendant", `token-${state.query}`);
   const chosen = parts.main.boxes[state.query];

@@ -21,7 +21,7 @@ from lens_mix.maps.explained import as_records
 from lens_mix.maps.words import find_words, is_special
 from lens_mix.methods.component_shares import part_shares
 from lens_mix.methods.descriptions import DESCRIPTIONS, describe
-from lens_mix.view.labels import name_method, name_model
+from lens_mix.view.labels import name_method, name_model, name_positions
 from lens_mix.view.layers import name_layers
 from lens_mix.view.strongest import find_sinks
 
@@ -69,10 +69,11 @@ def pack(mixing_map: MixingMap, label: str, numbers: Numbers) -> dict[str, Any]:
     return {
         "label": label,
         "title": _make_title(label),
-        "line": _describe(mixing_map),
+        "line": name_positions(_describe(mixing_map), mixing_map),
         "method": mixing_map.method,
         "kind": mixing_map.kind,
         "tokens": mixing_map.tokens,
+        "grid": _pack_grid(mixing_map),
         "keys": None if mixing_map.keys_are_tokens else mixing_map.key_tokens,
         "queries": mixing_map.query_positions,
         "query": mixing_map.default_query_position,
@@ -97,6 +98,11 @@ def pack(mixing_map: MixingMap, label: str, numbers: Numbers) -> dict[str, Any]:
         # The first view needs the mean over heads of every layer, so it is stored too.
         "mean": _pack_layers(_mean_over_heads(scores), visible, numbers) if heads > 1 else None,
     }
+
+
+def _pack_grid(mixing_map: MixingMap) -> dict[str, Any] | None:
+    grid = mixing_map.grid
+    return None if grid is None else {**grid.record(), "noun": grid.noun, "sound": grid.is_sound}
 
 
 def _mean_over_heads(scores: Float[Tensor, "layer head query key"]) -> Float[Tensor, "layer query key"]:

@@ -39,7 +39,7 @@ function findingOf(found) {
   const [, before, number] = /^(.*?)(layer \d+)?$/.exec(m.kind === "layer" ? `In ${m.layer_names[place]}` : capital(m.layer_names[place]));
   const first = [before, strong(number || ""), `${m.kind === "layer" ? "" : ","} ${position} takes `,
     strong(percent(Math.abs(share))), ` of its ${m.title} row${head ? ` (${head})` : ""} from `, strong(quotedToken(keysOf(m)[key])),
-    ` (token ${key})${share < 0 ? ", with a negative sign" : ""}.`];
+    ` (${numberName(m)} ${key})${share < 0 ? ", with a negative sign" : ""}.`];
   const other = found.find(one => one.m !== m && same(keysOf(one.m), keysOf(m)) && one.m.names.includes(m.names[place]) && one.m.kind === m.kind);
   if (!other) return first;
   const row = other.shares[other.m.names.indexOf(m.names[place])], own = row[ownKey(other.m, state.query)] || 0;
@@ -55,7 +55,7 @@ async function readingOf(found, layer, key, keys) {
     const x = state.unit === "share" ? percent(shares[place][key]) : shown(rows[place][key]);
     return `${m.title} ${x}${await strongestHead(m, place, key)}`;
   }));
-  return `Layer ${layer}, ${quotedToken(keys[key])} (token ${key}): ${parts.join(" · ")}.`;
+  return `Layer ${layer}, ${quotedToken(keys[key])} (${numberName(map())} ${key}): ${parts.join(" · ")}.`;
 }
 
 // Return the head that gives a key the largest share of its row, if the map has heads and their mean is shown.
@@ -227,7 +227,7 @@ function describePanel({ m, canvas, text }, { shares }, { keys, chosenRow, chose
   const sinks = sinkKeys(m, state.query), own = ownKey(m, state.query);
   const besides = place => [...(sinks.length ? [`${sinkName(m)} ${percent(totalOf(shares[place], sinks))}`] : []),
     ...(own >= 0 ? [`position itself ${percent(shares[place][own] || 0)}`] : [])].join(", ");
-  canvas.setAttribute("aria-label", `${m.title}: ${layers === 1 ? "one layer" : `${layers} layers`} by ${keys.length} tokens. Chosen: ${isChosen
+  canvas.setAttribute("aria-label", `${m.title}: ${layers === 1 ? "one layer" : `${layers} layers`} by ${keys.length} ${nounsOf(m)}. Chosen: ${isChosen
     ? `layer ${m.names[chosenRow]}, ${plain(tokens[key])}, ${percent(shares[chosenRow][key])} of the row; ${besides(chosenRow)}` : "none"}.`);
   const list = strongestCells(shares, left, 5).map(([place, i, x]) => `${m.layer_names[place]}, ${plain(tokens[i])}, token ${i}, ${percent(x)}`);
   text.textContent = `Strongest: ${list.join("; ")}. Arrow keys move the chosen cell.`;

@@ -60,7 +60,8 @@ async function textView(view) {
   }
   exported = () => ({ rows: table });
 }
-textView.takes = () => true;
+// A picture has no text.
+textView.takes = m => !m.grid;
 textView.options = () => [unitChoice(), choose("by", "by",
   ["token", ...(map().words.word ? ["word"] : []), "sentence"]), scaleChoice(), numberChoices(), headChoice(), layerSlider()];
 
@@ -151,12 +152,12 @@ function drawLarge(one, { canvas, caption, below, words }) {
     return key >= 0 && key < keys && row >= 0 && row < rows ? { key, row } : null;
   };
   const layer = `${m.layer_names[place]}${m.heads ? `, ${headName(m)}` : ""}`, stored = m.mean && headShown(m) < 0 ? m.mean : m;
-  caption.textContent = `${m.title} · ${layer}. Rows are positions, columns the tokens that they read.`
+  caption.textContent = `${m.title} · ${layer}. Rows are positions, columns the ${nounsOf(m)} that they read.`
     + ` Stored with an error of at most ${shown(stored.layers[place].error)}.`;
   below.replaceChildren(legend(typeof most === "function" ? Math.max(...m.queries.map((_, row) => most(row))) : most, m.signed,
     `${state.unit === "share" ? "of the row" : "raw score"}${state.range === "row" ? " (each row has its own largest)" : ""}`),
   make("p", { class: "caption", text: describeLeftOut(m, raw, keys) }));
-  canvas.setAttribute("aria-label", `${m.title}, ${layer}: ${rows} positions by ${keys} tokens. Chosen: position ${state.query}.`);
+  canvas.setAttribute("aria-label", `${m.title}, ${layer}: ${rows} positions by ${keys} ${nounsOf(m)}. Chosen: position ${state.query}.`);
   const lines = m.queries.map((_, row) => Float32Array.from({ length: keys }, (_, key) => at(row, key) ?? 0));
   const strongest = strongestCells(lines, new Set(), 5).map(([row, key, x]) => `${named(m.tokens, m.queries[row])} from ${named(keysOf(m), key)}, ${shownUnit(x)}`);
   words.textContent = `Strongest: ${strongest.join("; ")}.`;

@@ -187,7 +187,7 @@ const sinkKeys = (m, query) => m.sinks.filter(key => key !== ownKey(m, query));
 function asNumbers(m, query) {
   return new Set([...(state.first ? [] : sinkKeys(m, query)), ...(state.diagonal ? [] : [ownKey(m, query)])]);
 }
-const sinkName = m => m.sinks.length === 1 && m.sinks[0] === 0 ? "first token" : "special tokens";
+const sinkName = m => m.sinks.length === 1 && m.sinks[0] === 0 ? (m.grid ? m.tokens[0] : "first token") : m.grid ? m.sinks.map(key => m.tokens[key]).join(" and ") : "special tokens";
 
 function spearman(a, b) {
   const both = [...a.keys()].filter(i => !Number.isNaN(a[i]) && !Number.isNaN(b[i]));

@@ -28,7 +28,7 @@ const scaleChoice = () => choose("scale", "colours", [["root", "square root"], [
 // Two switches: is the first token drawn, and is the position itself?
 function numberChoices() {
   const flag = (key, text) => {
-    const button = make("button", { type: "button", "data-option": key, text, title: "as a number beside the map, or drawn like any other token",
+    const button = make("button", { type: "button", "data-option": key, text, title: "as a number beside the map, or drawn like any other",
       onclick: () => set({ [key]: state[key] ? 0 : 1 }) });
     button.sync = () => button.setAttribute("aria-pressed", String(!state[key]));
     return button;
@@ -183,7 +183,7 @@ function writeHeader() {
   prompt.value = String(current);
   const layers = Math.max(0, ...ofText().map(one => Math.max(...one.names) + 1)), isKnown = ofText().some(layered);
   const verified = record.verification_error;
-  $("model").textContent = [record.model, isKnown && `${layers} ${layers === 1 ? "layer" : "layers"}`, `${m.tokens.length} tokens`,
+  $("model").textContent = [record.model, isKnown && `${layers} ${layers === 1 ? "layer" : "layers"}`, m.grid ? `${m.grid.rows > 1 ? `${m.grid.rows} × ` : ""}${m.grid.columns} ${nounsOf(m)}` : `${m.tokens.length} tokens`,
     verified && `verified to ${typeof verified === "number" ? verified.toExponential(0) : verified}`].filter(Boolean).join(" · ");
   const offered = views();
   for (const button of $("views").children) {
@@ -208,7 +208,7 @@ function writeHeader() {
 
 // List the keys that do something on this page.
 function writeKeys(offered) {
-  const all = ofText(), keys = [rowsThere().size > 1 && "← → token", all.some(m => m.names.length > 1) && "↑ ↓ layer", all.some(m => m.heads) && "h head",
+  const all = ofText(), keys = [rowsThere().size > 1 && `← → ${nounOf(all[0])}`, all.some(m => m.names.length > 1) && "↑ ↓ layer", all.some(m => m.heads) && "h head",
     offered.length > 1 && `1–${offered.length} view`].filter(Boolean);
   $("keys").textContent = keys.length ? `Keys: ${keys.join(" · ")}` : "";
 }

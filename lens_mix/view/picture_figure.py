@@ -1,0 +1,265 @@
+"""Draw a row of a map over the picture that the model read, or under the waveform."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.arguments import check_instance, check_whole_number
+from lens_mix.maps import MixingMap
+from lens_mix.maps.arithmetic import normalise_by_magnitude
+from lens_mix.maps.grid import Grid
+from lens_mix.view.colours import MARK
+from lens_mix.view.heat_maps import finish_bar, make_norm
+from lens_mix.view.images import read_image, require_grid
+from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, count_labels, name_map, name_model, quote
+from lens_mix.view.layers import name_layers
+from lens_mix.view.lazy import load_canvas
+from lens_mix.view.position import RAW, SHARE
+
+if TYPE_CHECKING:
+    from matplotlib.colors import Colormap
+    from matplotlib.figure import Figure
+
+    from lens_mix.view.canvas import Picture
+
+_LARGE, _SMALL = 3.4, 1.65  # the width in inches of a picture, alone and among several
+_HEADING, _BESIDE = 0.36, 0.85
+_DARKEST = 0.9  # how opaque the largest score is over a picture
+_LIGHTER = 0.55  # how much of its contrast the grey picture keeps
+
+
+def show_picture(
+    mixing_map: MixingMap,
+    picture: Any = True,
+    query: int | str | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    columns: int = 4,
+    normalize: bool | None = None,
+    title: str | None = None,
+    cmap: str | Colormap | None = None,
+) -> Figure:
+    """Return a figure of what one position used, over the picture that the model read, layer by layer.
+
+    The picture is grey, and the more a patch has of the row, the stronger its colour. Each layer has its own
+    scale, up to the largest score of a patch, which is written above the picture with what the positions
+    without a place ([CLS], [DIST]) have. A frame marks the position itself. The scores of a waveform
+    are drawn below it, layers x time, on one scale.
+
+    Args:
+        mixing_map: A map of a picture or of sound, with a grid.
+        picture: True for what the model read, or the picture itself, as in `lens_mix.view.images.read_image`.
+            A waveform is always the one that the model read.
+        query: The position (negative: from the end), or its label ("[CLS]"). None: the map's default row.
+        layers: The labels of the layers to draw; None: all.
+        layer: One layer, instead of `layers`.
+        head: The head; None: the mean over heads.
+        columns: The largest number of pictures side by side, 1 or more.
+        normalize: True: the row is divided by its sum. False: raw scores. None: True without negative scores.
+        title: The title; None: what is explained.
+        cmap: A matplotlib colour map or its name; None: blues, and orange to purple for negative scores.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: The map has no grid, or does not have the row, the layer or the head.
+        ImportError: Matplotlib is not installed.
+    """
+    check_instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
+    require_grid(mixing_map)
+    columns = check_whole_number("columns", columns, 1)
+    if layer is not None and layers is not None:
+        raise ValueError(f"layer: expected None beside layers={layers!r}, got {layer!r}")
+    wanted = layers if layer is None else [layer]
+    chosen = mixing_map if wanted is None else mixing_map.select_layers(wanted)
+    chosen = (chosen if head is None else chosen.head(head)).merge_heads()
+    row = chosen.row_index(query)
+    scores = chosen.scores[:, row].detach().to("cpu", torch.float64)
+    is_signed = bool((scores < 0).any())
+    if normalize and is_signed:
+        raise ValueError("normalize: expected a row without negative scores for True, got some")
+    is_share = not is_signed if normalize is None else normalize
+    scores = normalise_by_magnitude(scores) if is_share else scores
+    position = chosen.query_positions[row]
+    if title is None:
+        title = chosen.explanation(position)
+        title = title[:1].upper() + title[1:] or f"What {quote(chosen.tokens[position])} used"
+    view = _View(chosen, scores, position, title, SHARE if is_share else RAW, cmap)
+    if view.grid.noun == "frame":
+        return _draw_waveform(view)
+    return _draw_pictures(view, read_image(mixing_map, picture), columns)
+
+
+class _View:
+    """One row of a map, layer by layer, and the texts of its figure.
+
+    Attributes:
+        cells: The scores at the places of the grid, [layer, row, column]: as they are for a waveform, else as
+            shares of the layer's largest.
+        largest: The largest magnitude of a cell, by layer.
+        norm: The colour scale.
+    """
+
+    def __init__(
+        self,
+        mixing_map: MixingMap,
+        scores: Float[Tensor, "layer key"],
+        position: int,
+        title: str,
+        unit: str,
+        cmap: Any,
+    ) -> None:
+        assert mixing_map.grid is not None
+        self.map, self.scores, self.position, self.title = mixing_map, scores, position, title
+        self.grid: Grid = mixing_map.grid
+        self.unit, self.names = unit, name_layers(mixing_map)
+        self.cells = self.grid.lay_out(scores)
+        # Pictures show shares of each layer's largest score.
+        self.largest = self.cells.abs().flatten(1).amax(1)
+        if self.grid.noun != "frame":
+            self.cells = self.cells / self.largest.clamp_min(1e-300)[:, None, None]
+        self.norm = make_norm([self.cells], logarithmic=False)
+        self.colours = load_canvas().choose_colour_map(self.norm.vmin < 0, cmap)
+        parts = (name_map(mixing_map), name_model(mixing_map.provenance), unit)
+        self.subtitle = " · ".join(filter(None, parts))
+
+    def outside(self, layer: int) -> str:
+        """Return what positions without a place have: "[CLS] 12 %"."""
+        places = set(self.grid.positions)
+        outside = [
+            f"{label} {self.write(float(self.scores[layer, key]))}"
+            for key, label in enumerate(self.map.key_labels)
+            if key not in places
+        ]
+        return ", ".join(outside)
+
+    def write(self, score: float) -> str:
+        """Return a score as text."""
+        return f"{100 * score:.2g} %" if self.unit == SHARE else f"{score:.2g}"
+
+
+def _draw_pictures(view: _View, image: np.ndarray, columns: int) -> Figure:
+    """Return a figure of one picture per layer, with the scores over it."""
+    count = len(view.names)
+    rows = math.ceil(count / columns)
+    columns = math.ceil(count / rows)
+    width = _LARGE if count == 1 else _SMALL
+    height = min(width * image.shape[0] / image.shape[1], 2 * width)
+    canvas = load_canvas()
+    size = (0.24 + columns * (width + 0.12) + _BESIDE, rows * (height + _HEADING) + 0.1)
+    title, subtitle = _wrap(view, size[0])
+    head = _measure_head(title, subtitle)
+    drawn: Picture = canvas.Picture(size[0], size[1] + head)
+    grey = 255 - _LIGHTER * (255 - image.mean(-1, keepdims=True))
+    grey = np.repeat(grey.astype(np.uint8), 3, axis=-1)
+    for place, (name, cells) in enumerate(zip(view.names, view.cells, strict=True)):
+        row, column = divmod(place, columns)
+        left, bottom = 0.14 + column * (width + 0.12), 0.1 + (rows - 1 - row) * (height + _HEADING)
+        axes = drawn.add_box(left, bottom, width, height)
+        axes.imshow(grey, extent=(0, view.grid.size[1], view.grid.size[0], 0), aspect="auto")
+        shown = _draw_cells(axes, view, cells)
+        axes.set(xticks=[], yticks=[])
+        canvas.draw_thin_frame(axes, ticks=0)
+        name = f"{name}, a patch ≤ {view.write(float(view.largest[place]))}"
+        axes.set_title(name, size=NAME_FONT, color=INK, loc="left", pad=11, parse_math=False)
+        look = {"size": FONT - 0.5, "color": QUIET, "va": "bottom", "annotation_clip": False}
+        above = {"xycoords": "axes fraction", "xytext": (0, 2), "textcoords": "offset points"}
+        axes.annotate(view.outside(place), (0, 1), **above, **look)
+    bar_height = min(height, 1.8)
+    bottom = 0.1 + (rows - 1) * (height + _HEADING) + height - bar_height
+    bar = drawn.add_colour_bar(shown, 0.14 + columns * (width + 0.12), bottom, bar_height, extend="neither")
+    finish_bar(bar, view.norm, "of the largest patch")
+    drawn.write_title(title, subtitle)
+    return drawn
+
+
+def _draw_cells(axes: Any, view: _View, cells: Float[Tensor, "row column"]) -> Any:
+    """Draw the scores of the cells over a picture, and return what a colour bar needs."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.patches import Rectangle
+
+    numbers = cells.numpy()
+    colours = view.colours(view.norm(numbers))
+    strength = np.abs(numbers) / max(view.norm.vmax, 1e-300)
+    # The square root keeps weak scores visible over a picture.
+    colours[..., -1] = _DARKEST * np.sqrt(strength)
+    grid = view.grid
+    down, right = (
+        min((count - 1) * step + patch, size)
+        for count, step, patch, size in zip(
+            (grid.rows, grid.columns), grid.step, grid.patch, grid.size, strict=True
+        )
+    )
+    # The lowest band of a spectrogram is at the bottom.
+    edges = (grid.size[0], grid.size[0] - down) if grid.is_sound else (down, 0)
+    origin = "lower" if grid.is_sound else "upper"
+    axes.imshow(colours, extent=(0, right, *edges), origin=origin, aspect="auto", interpolation="nearest")
+    axes.set(xlim=(0, grid.size[1]), ylim=(grid.size[0], 0))
+    box = grid.box(view.position)
+    if box is not None and view.map.keys_are_tokens:
+        top, left, bottom, edge = box
+        corner = (left, grid.size[0] - bottom if grid.is_sound else top)
+        axes.add_patch(Rectangle(corner, edge - left, bottom - top, fill=False, ec=MARK, lw=1.4))
+    return ScalarMappable(view.norm, view.colours)
+
+
+def _draw_waveform(view: _View) -> Figure:
+    """Return a figure of the waveform, and of the scores below it, layers x time."""
+    canvas, grid = load_canvas(), view.grid
+    layers = len(view.names)
+    width, wave = 5.6, 0.9
+    height = max(min(0.17 * layers, 3.5), 0.35)
+    left = 0.4 + canvas.measure_longest(view.names, FONT)
+    title, subtitle = _wrap(view, left + width + _BESIDE)
+    head = _measure_head(title, subtitle)
+    drawn: Picture = canvas.Picture(left + width + _BESIDE, 0.42 + height + 0.1 + wave + head)
+    seconds = (grid.seconds or 0) * grid.size[1]
+    above = drawn.add_box(left, 0.42 + height + 0.1, width, wave)
+    features = view.map.features
+    if features is not None:
+        samples = features.detach().to("cpu", torch.float32).numpy()
+        above.plot(np.linspace(0, seconds, len(samples)), samples, color=INK, lw=0.4)
+    above.set(xlim=(0, seconds), xticks=[], yticks=[])
+    below = drawn.add_box(left, 0.42, width, height)
+    end = ((grid.columns - 1) * grid.step[1] + grid.step[1]) * (grid.seconds or 0)
+    image = below.imshow(
+        view.cells[:, 0].numpy(),
+        cmap=view.colours,
+        norm=view.norm,
+        extent=(0, min(end, seconds), layers - 0.5, -0.5),
+        aspect="auto",
+        interpolation="nearest",
+    )
+    below.set_xlim(0, seconds)
+    below.tick_params(labelsize=FONT, colors=QUIET, length=1.5)
+    below.set_xlabel("seconds", size=FONT, color=QUIET, labelpad=2)
+    canvas.label_ticks(below.yaxis, view.names, count_labels(height, FONT))
+    for axes in (above, below):
+        canvas.draw_thin_frame(axes, ticks=1.5)
+        box = grid.box(view.position) if view.map.keys_are_tokens else None
+        if box is not None:
+            for edge in (box[1], box[1] + grid.step[1]):
+                axes.axvline(edge * (grid.seconds or 0), color=MARK, lw=0.7)
+    bar = drawn.add_colour_bar(image, left + width + 0.12, 0.42, max(height, 0.8), extend="neither")
+    finish_bar(bar, view.norm, view.unit)
+    drawn.write_title(title, subtitle)
+    return drawn
+
+
+def _wrap(view: _View, width: float) -> tuple[str, str]:
+    """Return the title and the subtitle in lines that fit a width in inches."""
+    canvas = load_canvas()
+    return canvas.wrap(view.title, 11, (width - 0.24) / 1.15), canvas.wrap(view.subtitle, FONT, width - 0.24)
+
+
+def _measure_head(title: str, subtitle: str) -> float:
+    """Return the height in inches of the title and the subtitle."""
+    return 0.1 + 0.2 * (title.count("\n") + 1) + 0.14 * (subtitle.count("\n") + 1)
