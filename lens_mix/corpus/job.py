@@ -108,7 +108,7 @@ def run(
         OSError: If a file cannot be written, because the disk is full, for example. Finished shards remain.
         UnsupportedModelError: As in `lens_mix.run`.
     """
-    job = make_job(
+    job = _make_job(
         model_factory,
         prompts,
         methods,
@@ -201,10 +201,6 @@ class Job:
             self._count = prompts, shards
             yield shard
 
-    def count_read(self) -> int:
-        """Return the number of prompts that `shards` has yielded."""
-        return self._count[0]
-
     def count_failed(self, shard: int) -> int:
         """Return how many prompts of a finished shard failed."""
         return int((read_record(self.folder.maps_file(shard)) or {}).get("failed", 0))
@@ -229,7 +225,7 @@ class Job:
         return True
 
 
-def make_job(
+def _make_job(
     model_factory: Callable[[], TransformerLensModel] | TransformerLensModel,
     prompts: Any,
     methods: MethodLike | Sequence[MethodLike],

@@ -305,4 +305,4 @@ def test_the_manifest_says_what_was_run(tmp_path):
     assert manifest["options"]["queries"] == [-1]
     finished = json.loads((tmp_path / "finished.json").read_text())
     assert finished == {"prompts": 8, "shards": 1, "failed": 0}
-    assert job.make_job(build, [], "attention", None, tmp_path).manifest["files"]["shard_size"] == 256
+    assert job._make_job(build, [], "attention", None, tmp_path).manifest["files"]["shard_size"] == 256
