@@ -423,8 +423,8 @@ _EXPLANATIONS = {
         "numbers of tokens. All calls of one length are measured in one process."
     ),
     "A corpus": (
-        "`lm.corpus.run` with maps of all layers. Throughput: random weights of the size of six layers of "
-        "SmolLM2-135M, `attn_res_ln`, all rows; processor times of the loop over `run_many` in batches of 16 "
+        "`lm.corpus.run` with maps of all layers. Throughput: llama-like with 2 layers, "
+        "`attn_res_ln`, all rows; processor times of the loop over `run_many` in batches of 16 "
         "divided by those of the corpus with its files, medians of three turns. Memory: the growth of the "
         "resident memory between the first tenth of the prompts and the last one, two methods and "
         "a reduction of a tiny model. Kills: SIGKILL of a process at random moments; it then starts again. "

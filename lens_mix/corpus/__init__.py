@@ -1,11 +1,10 @@
 """Map a corpus: many prompts, in shards that survive an interruption, by one process or many."""
 
 from lens_mix.corpus.job import Summary, run
-from lens_mix.corpus.on_ray import run_on_ray
 from lens_mix.corpus.reductions import AXES, Mean, largest_per_head
 from lens_mix.corpus.tables import load, maps
 
-__all__ = ["AXES", "Mean", "Summary", "largest_per_head", "load", "maps", "run", "run_on_ray"]
+__all__ = ["AXES", "Mean", "Summary", "largest_per_head", "load", "maps", "run"]
 
 
 def __dir__() -> list[str]:

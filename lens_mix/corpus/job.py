@@ -57,7 +57,7 @@ def run(
     keep_maps: bool = True,
     dtype: str = "float32",
     shard_size: int = 256,
-    batch_size: int | None = None,
+    batch_size: int = 16,
     rank: tuple[int, int] | None = None,
     retry: bool = False,
     progress: bool = False,
@@ -87,7 +87,7 @@ def run(
         dtype: The type of scores in the files: "float32", "float64" or "float16". Reductions are computed
             from the scores before they are rounded.
         shard_size: The number of prompts of a shard. A process that is killed loses at most so many.
-        batch_size: The most prompts per forward pass. None: as many as their length and `max_memory` allow.
+        batch_size: The most prompts per forward pass. Long prompts, or `max_memory`, make batches smaller.
         rank: The number of this process, from 0, and the number of all processes. Each computes every n-th
             shard. None: those of `RANK` and `WORLD_SIZE`, or of `SLURM_ARRAY_TASK_ID` and `_COUNT`.
         retry: Whether to compute the shards again in which a prompt failed.
@@ -108,7 +108,7 @@ def run(
         OSError: If a file cannot be written, because the disk is full, for example. Finished shards remain.
         UnsupportedModelError: As in `lens_mix.run`.
     """
-    job = make_job(
+    job = _make_job(
         model_factory,
         prompts,
         methods,
@@ -201,10 +201,6 @@ class Job:
             self._count = prompts, shards
             yield shard
 
-    def count_read(self) -> int:
-        """Return the number of prompts that `shards` has yielded."""
-        return self._count[0]
-
     def count_failed(self, shard: int) -> int:
         """Return how many prompts of a finished shard failed."""
         return int((read_record(self.folder.maps_file(shard)) or {}).get("failed", 0))
@@ -229,7 +225,7 @@ class Job:
         return True
 
 
-def make_job(
+def _make_job(
     model_factory: Callable[[], TransformerLensModel] | TransformerLensModel,
     prompts: Any,
     methods: MethodLike | Sequence[MethodLike],
@@ -241,7 +237,7 @@ def make_job(
     keep_maps: bool = True,
     dtype: str = "float32",
     shard_size: int = 256,
-    batch_size: int | None = None,
+    batch_size: int = 16,
     residual_shares: bool = False,
     prepend_bos: bool | None = None,
     max_memory: int | None = None,
@@ -259,8 +255,7 @@ def make_job(
     if Path(folder).exists() and not Path(folder).is_dir():
         raise ValueError(f"out: expected a folder, got the file {folder}")
     size = check_whole_number("shard_size", shard_size, 1)
-    if batch_size is not None:
-        batch_size = check_whole_number("batch_size", batch_size, 1)
+    batch_size = check_whole_number("batch_size", batch_size, 1)
     for name in options:
         if name not in _OPTIONS:
             raise TypeError(

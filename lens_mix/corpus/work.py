@@ -22,8 +22,6 @@ from lens_mix.session import Session
 
 # Without `max_memory`, a batch has as many prompts as need about so many bytes.
 _BATCH_BYTES = 1 << 30
-# Batches of short prompts have so many tokens, because a pass of fewer costs nearly the same.
-_BATCH_TOKENS = 2048
 # A block records about so many tensors as large as its stream: queries, keys, values, others.
 _STREAMS = 12
 _LONGEST_REASON = 2000
@@ -41,7 +39,7 @@ class Work:
         digest: The digest of the manifest.
         keep_maps: Whether the files have the maps, and not only the tokens of each prompt.
         dtype: The type of scores in the files.
-        batch_size: The most prompts of a batch. None: it depends on their length.
+        batch_size: The most prompts of a batch.
         residual_shares: As in `lens_mix.run`.
         prepend_bos: As in `lens_mix.run`.
         options: The options of `lens_mix.session.Session`.
@@ -54,7 +52,7 @@ class Work:
     digest: str = ""
     keep_maps: bool = True
     dtype: str = "float32"
-    batch_size: int | None = None
+    batch_size: int = 16
     residual_shares: bool = False
     prepend_bos: bool | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -221,12 +219,9 @@ class Work:
     def _plan(self, session: Session, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
         """Yield the indices of the prompts of each batch: of similar length, and as many as fit in memory."""
         bound = min(self.options.get("max_memory") or _BATCH_BYTES, _BATCH_BYTES)
-        most = self.batch_size or max(16, _BATCH_TOKENS // 16)
-        for group in group_by_length(prompts, most):
+        for group in group_by_length(prompts, self.batch_size):
             length = max(_length(prompts[index]) for index in group)
             size = max(1, bound // _bytes_of_prompt(session, length))
-            if self.batch_size is None:
-                size = min(size, max(16, _BATCH_TOKENS // length))
             for start in range(0, len(group), size):
                 yield group[start : start + size]
 
