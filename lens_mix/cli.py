@@ -155,7 +155,7 @@ def _map_text(
     _check_methods(names)
     named_maps.read_names(names, per_head=per_head)
     maps = named_maps.compute_maps(
-        _load(model),
+        _load_for_text(model),
         text,
         names,
         queries=chosen_rows,
@@ -273,7 +273,7 @@ def _trace_text(
         _check_methods([method], allow_input_map=False)
     find_aggregation(aggregation)
     traced = trace(
-        _load(model),
+        _load_for_text(model),
         prompt,
         answer=answer,
         generate=(generate or _DEFAULT_GENERATED) if answer is None else None,
@@ -360,7 +360,7 @@ def serve(
         raise ValueError(f"--port: expected one that is free, got {port} ({problem})") from problem
     with site:
         try:
-            site.serve(_load(model), typer.echo)
+            site.serve(_load_for_text(model), typer.echo)
         except KeyboardInterrupt:
             typer.echo("\nThe server has ended.")
 
@@ -458,7 +458,7 @@ def evaluate(
     lines = _read_prompts(prompts) if prompts is not None else []
     if blimp is not None:
         check_file_path("--blimp", blimp)
-    loaded = _load(model)
+    loaded = _load_for_text(model)
     task: evaluation.Task
     if lines:
         task = evaluation.Importance(lines)
@@ -734,18 +734,23 @@ def _write(board: Any, out: Path) -> None:
 
 def _load(name: str) -> Any:
     """Load a TransformerBridge, or a HookedTransformer if this TransformerLens has no bridge."""
-    from lens_mix.lens.features import require_tokens
-
     expected = f"MODEL: expected the name or the folder of a model that can be loaded, got {name!r}"
     # The hub's error about a folder that does not exist is about names of repositories.
     if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().exists():
         raise ValueError(f"{expected}, which does not exist")
     try:
-        model = _load_unchecked(name)
+        return _load_unchecked(name)
     # Every exception is caught, because libraries raise errors of many types for an unknown name, a missing
     # network, a broken file or too little memory.
     except Exception as problem:
         raise ValueError(f"{expected}: {type(problem).__name__}: {problem}") from problem
+
+
+def _load_for_text(name: str) -> Any:
+    """Load a model that a prompt of text is given to."""
+    from lens_mix.lens.features import require_tokens
+
+    model = _load(name)
     require_tokens(model, "MODEL")
     return model
 

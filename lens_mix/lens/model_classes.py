@@ -73,7 +73,29 @@ def model_class_of(model: object) -> ModelClass:
             "transformer_lens.model_bridge.TransformerBridge.boot_transformers("
             "name, hf_model=model, tokenizer=...), or an encoder or classifier with lm.wrap(model, tokenizer)"
         )
+        hint = _explain_missing_adapter(model) or hint
     raise TypeError(f"model: expected a TransformerLens model ({expected}), got {got}{hint}")
+
+
+def _explain_missing_adapter(hf_model: Any) -> str | None:
+    """Return why TransformerLens can't wrap a model of pictures or sound; None for other models."""
+    reads_text = getattr(hf_model, "main_input_name", "input_ids") == "input_ids"
+    kind, config = type(hf_model).__name__, hf_model.config
+    if config.model_type == "dinov2":
+        return (
+            ". TransformerLens has no adapter for DINOv2, but for a ViT with the same outputs: "
+            "lm.fold_layer_scale(model)"
+        )
+    if reads_text and not hasattr(config, "vision_config"):
+        return None
+    try:
+        from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+    except ImportError:
+        return ". TransformerLens 2 has no TransformerBridge, so it has no models of pictures or sound"
+    if kind in SUPPORTED_ARCHITECTURES:
+        return None
+    version = ".".join(map(str, transformer_lens_version()))
+    return f". TransformerLens {version} has no adapter for {kind}, so it can't be mapped"
 
 
 # The attribute of a Bridge with (the model of transformers that it was made from, whether it has its logits).
