@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import lens_mix as lm
+import lens_mix.maps
 from demos.models import dinov2
 
 SIZE = 224
@@ -47,6 +48,23 @@ def draw_picture(size: int = SIZE) -> np.ndarray:
     return np.asarray(image.resize((size, size), Image.Resampling.LANCZOS))
 
 
+def name_parts(grid: lm.maps.Grid) -> list[str]:
+    """Return what is at the middle of each cell of a grid: sun, house, ball, sky or meadow."""
+    names = []
+    for position in grid.positions:
+        top, left, bottom, right = (side * 224 / grid.size[0] for side in grid.box(position) or ())
+        x, y = (left + right) / 2, (top + bottom) / 2
+        if (x - 188) ** 2 + (y - 34) ** 2 <= 22**2:
+            names.append("sun")
+        elif (x - 166) ** 2 + (y - 170) ** 2 <= 30**2:
+            names.append("ball")
+        elif 20 <= x <= 108 and 44 <= y <= 158 and abs(x - 64) <= max(y - 40, 0) * 1.3:
+            names.append("house")
+        else:
+            names.append("sky" if y < 140 else "meadow")
+    return names
+
+
 def as_pixels(picture: np.ndarray) -> torch.Tensor:
     """Return a picture as the pixels [channel, height, width] that DINOv2 reads."""
     colours = torch.from_numpy(picture.astype(np.float32) / 255)
@@ -58,9 +76,11 @@ def likeness(pixels: torch.Tensor, model: Any) -> lm.targets.Target:
     """Return the target that says how much [CLS] is as it was: its cosine with that of the whole picture."""
     with torch.no_grad():
         own = model(pixels[None])[0, 0]
-    return lm.targets.head(
-        lambda resid: torch.cosine_similarity(resid[:, 0], own[None], dim=-1), after_final_norm=True
-    )
+
+    def cosine_with_whole_picture(resid: torch.Tensor) -> torch.Tensor:
+        return torch.cosine_similarity(resid[:, 0], own[None], dim=-1)
+
+    return lm.targets.head(cosine_with_whole_picture, after_final_norm=True)
 
 
 def main(folder: Path) -> None:

@@ -85,6 +85,7 @@ def fetch_models() -> None:
     models.smollm2_folder()
     models.minilm_folder()
     models.quire_folder()
+    models.dinov2_folder()
 
 
 # ---------------------------------------------------------------------- execution

@@ -1,0 +1,205 @@
+"""Test figures and pages that draw a row of a map over a picture or under a waveform."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.maps import Grid
+from lens_mix.view.images import encode_png, read_image
+
+pytest.importorskip("matplotlib")
+from matplotlib import colors
+
+# Two rows of three patches of 4 pixels; position 0 is outside.
+GRID = Grid(2, 3, (1, 2, 3, 4, 5, 6), (8, 12), (4, 4), (4, 4))
+LABELS = ["[CLS]", *(f"patch {row},{column}" for row in range(2) for column in range(3))]
+
+
+def picture_map(**changes):
+    scores = torch.zeros(2, 7, 7)
+    scores[:, 0] = torch.tensor([[0.5, 0, 0.1, 0, 0, 0.4, 0], [0.2, 0.2, 0.2, 0.1, 0.1, 0.1, 0.1]])
+    scores[:, 4, 2] = 1
+    fields = {"scores": scores, "tokens": LABELS, "grid": GRID, "default_query": 0}
+    return lm.MixingMap(**{**fields, "features": torch.rand(3, 8, 12), **changes})
+
+
+def wave_map(**changes):
+    grid = Grid(1, 5, (0, 1, 2, 3, 4), (1, 1700), (1, 400), (1, 320), 1 / 16000)
+    labels = [str(grid.label(position)) for position in range(5)]
+    scores = torch.full((2, 5, 5), 0.2)
+    return lm.MixingMap(
+        **{
+            "scores": scores,
+            "tokens": labels,
+            "grid": grid,
+            "features": torch.sin(torch.arange(1700.0)),
+            **changes,
+        }
+    )
+
+
+def overlays(figure):
+    """Return the images with scores, which are drawn over the grey pictures."""
+    return [axes.images[1].get_array() for axes in figure.axes if len(axes.images) == 2]
+
+
+def texts(figure):
+    found = figure.findobj(lambda artist: hasattr(artist, "get_text"))
+    return [artist.get_text() for artist in found if artist.get_text()]
+
+
+def test_the_colour_of_a_patch_is_strongest_where_the_score_is_largest():
+    first, second = overlays(picture_map().show(picture=True))
+    # Positions 2 and 5 are the second of the first row, and the second of the second row.
+    assert np.unravel_index(first[..., 3].argmax(), (2, 3)) == (1, 1)
+    assert first[0, 1, 3] == pytest.approx(0.9 * np.sqrt(0.25))
+    assert (first[[0, 0, 1, 1], [0, 2, 0, 2], 3] == 0).all()
+    # Each layer has its own scale, up to its largest patch.
+    assert second[..., 3].max() == pytest.approx(0.9)
+    assert first.shape == second.shape == (2, 3, 4)
+
+
+def test_texts_name_layers_and_positions_outside_of_the_grid():
+    written = texts(picture_map().show(picture=True))
+    assert "What '[CLS]' used" in written
+    assert "layer 0, a patch ≤ 40 %" in written
+    assert "[CLS] 50 %" in written
+    assert "layer 1, a patch ≤ 20 %" in written
+
+
+def test_a_row_is_chosen_and_framed():
+    figure = picture_map().show(picture=True, query="patch 1,0", layer=1)
+    (axes,) = [axes for axes in figure.axes if len(axes.images) == 2]
+    (frame,) = [patch for patch in axes.patches if patch.get_fill() is False]
+    assert (frame.get_x(), frame.get_y(), frame.get_width(), frame.get_height()) == (0, 4, 4, 4)
+    assert np.unravel_index(overlays(figure)[0][..., 3].argmax(), (2, 3)) == (0, 1)
+
+
+def test_negative_scores_have_another_colour():
+    scores = torch.zeros(1, 7, 7)
+    scores[0, 0, 1], scores[0, 0, 2] = -1, 1
+    (overlay,) = overlays(picture_map(scores=scores).show(picture=True))
+    assert overlay[0, 0, 3] == overlay[0, 1, 3] == pytest.approx(0.9)
+    assert not np.allclose(overlay[0, 0], overlay[0, 1])
+    with pytest.raises(ValueError, match="without negative scores"):
+        picture_map(scores=scores).show(picture=True, normalize=True)
+
+
+def test_the_lowest_band_of_a_spectrogram_is_at_the_bottom():
+    grid = Grid(2, 3, (1, 2, 3, 4, 5, 6), (8, 12), (4, 4), (4, 4), 0.01)
+    m = picture_map(grid=grid, features=torch.rand(12, 8))
+    (axes, *_) = [axes for axes in m.show(picture=True).axes if len(axes.images) == 2]
+    assert axes.images[1].origin == "lower"
+    image = read_image(m, True)
+    assert image.shape == (8, 12, 3)
+    lowest = m.features[:, 0]
+    assert np.corrcoef(image[-1, :, 0], lowest)[0, 1] > 0.999
+
+
+def test_a_waveform_is_above_its_scores():
+    figure = wave_map().show(picture=True)
+    above, below = figure.axes[:2]
+    assert above.get_position().y0 > below.get_position().y1
+    assert len(above.lines[0].get_xdata()) == 1700
+    assert above.get_xlim() == below.get_xlim() == pytest.approx((0, 1700 / 16000))
+    assert below.images[0].get_array().shape == (2, 5)
+    left, right, *_ = below.images[0].get_extent()
+    assert (left, right) == pytest.approx((0, 1600 / 16000))
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        np.zeros((8, 12, 3), np.uint8),
+        np.zeros((8, 12)),
+        torch.zeros(3, 8, 12),
+        np.zeros((80, 120, 4), np.uint8),
+    ],
+)
+def test_a_picture_can_be_an_array_or_a_tensor(picture):
+    m = picture_map()
+    assert len(overlays(m.show(picture=picture))) == 2
+    assert (read_image(m, picture) == 0).all()
+
+
+def test_a_picture_can_be_a_pil_picture():
+    image = pytest.importorskip("PIL.Image").new("L", (12, 8), 77)
+    assert (read_image(picture_map(), image) == 77).all()
+
+
+@pytest.mark.parametrize(
+    ("picture", "error", "words"),
+    [
+        ("file.png", TypeError, "a PIL picture"),
+        (np.zeros((2, 2, 2)), ValueError, "height, width"),
+        (np.full((2, 2), 7.0), ValueError, "from 0 to 1"),
+    ],
+)
+def test_other_pictures_raise(picture, error, words):
+    with pytest.raises(error, match=words):
+        picture_map().show(picture=picture)
+
+
+def test_maps_without_a_grid_or_without_features_raise():
+    with pytest.raises(ValueError, match="with a grid"):
+        picture_map(grid=None).show(picture=True)
+    with pytest.raises(ValueError, match="has no features"):
+        picture_map(features=None).show(picture=True)
+    with pytest.raises(ValueError, match="expected None beside picture="):
+        picture_map().show(kind="layers", picture=True)
+
+
+def data_of(page):
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.html, re.DOTALL)
+    return json.loads(found[1])
+
+
+def test_a_page_has_the_picture_and_the_grid():
+    picture = np.random.default_rng(0).integers(0, 255, (8, 12, 3), dtype=np.uint8)
+    data = data_of(lm.page(picture_map(), picture=picture))
+    (address,) = data["pictures"]
+    image = pytest.importorskip("PIL.Image").open(io.BytesIO(base64.b64decode(address.split(",")[1])))
+    assert (np.asarray(image) == picture).all()
+    grid = data["prompts"][0][0]["grid"]
+    assert (grid["rows"], grid["columns"], grid["noun"]) == (2, 3, "patch")
+    assert data["waves"] == [None]
+    assert "http" not in address
+
+
+def test_a_page_has_what_the_model_read_unless_it_gets_a_picture():
+    m = picture_map()
+    assert data_of(lm.page(m))["pictures"] == [encode_png(read_image(m, True))]
+    assert data_of(lm.page(m, picture=False))["pictures"] == [None]
+    assert data_of(m.show("page", picture=False))["pictures"] == [None]
+    sound = data_of(lm.page(wave_map()))
+    assert sound["pictures"] == [None]
+    assert len(sound["waves"][0]) == 600
+    assert max(high for _, high in sound["waves"][0]) == pytest.approx(1, abs=1e-3)
+
+
+def test_pictures_of_a_page_belong_to_prompts_with_grids():
+    with pytest.raises(ValueError, match="one per prompt"):
+        lm.page([picture_map()], picture=[True, True])
+    with pytest.raises(ValueError, match="with a grid"):
+        lm.page(picture_map(grid=None), picture=True)
+    assert data_of(lm.page(picture_map(grid=None)))["pictures"] == [None]
+
+
+def test_headings_say_patch_or_frame():
+    assert "patch" in data_of(lm.page(picture_map(method="value_zeroing")))["prompts"][0][0]["line"]
+    assert "frame" in data_of(lm.page(wave_map(method="value_zeroing")))["prompts"][0][0]["line"]
+    assert "token" not in " ".join(texts(picture_map().show("position")))
+
+
+def test_a_colour_map_of_the_user_is_used():
+    red = colors.ListedColormap(["#ff0000"])
+    first, _ = overlays(picture_map().show(picture=True, cmap=red))
+    assert (first[..., :3] == (1, 0, 0)).all()
