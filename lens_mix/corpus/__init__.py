@@ -1,10 +1,10 @@
 """Map a corpus: many prompts, in shards that survive an interruption, by one process or many."""
 
 from lens_mix.corpus.job import Summary, run
-from lens_mix.corpus.reductions import AXES, Mean, largest_per_head
+from lens_mix.corpus.reductions import Mean, largest_per_head
 from lens_mix.corpus.tables import load, maps
 
-__all__ = ["AXES", "Mean", "Summary", "largest_per_head", "load", "maps", "run"]
+__all__ = ["Mean", "Summary", "largest_per_head", "load", "maps", "run"]
 
 
 def __dir__() -> list[str]:

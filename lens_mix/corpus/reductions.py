@@ -25,20 +25,10 @@ if TYPE_CHECKING:
 # [layer, head], or with the shape of the map's scores.
 MapFunction = Callable[[MixingMap, Mapping[str, Any]], Any]
 
-AXES = {
-    "layer": "the label of the layer",
-    "head": "the number of the head",
-    "query": "the position of the query",
-    "key": "the position of the key",
-    "offset": "how far the key is before the query, in positions",
-    "query_kind": "the kind of the query's token: special, punctuation, mask, other",
-    "key_kind": "the kind of the key's token",
-    "query_token": "the query's token",
-    "key_token": "the key's token",
-    "query_word": "the query's word; the map is first merged to words",
-    "key_word": "the key's word",
-    "cue": "whether the key is in the text of the prompt's field `cue`",
-}
+_AXES = (
+    *("layer", "head", "query", "key", "offset", "query_kind", "key_kind", "query_token"),
+    *("key_token", "query_word", "key_word", "cue"),
+)
 _WORDS = {"query_word", "key_word"}
 _MOMENTS = ["count", "mean", "m2"]
 
@@ -48,8 +38,11 @@ class Mean:
     """The mean, the spread and the number of values of maps, in groups.
 
     Attributes:
-        by: What the groups are, some of `lens_mix.corpus.AXES` or fields of the prompts. Each method has
-            groups of its own.
+        by: What the groups are, fields of the prompts or some of "layer", "head", "query" and "key" (their
+            positions), "offset" (how far the key is before the query), "query_kind" and "key_kind" (special,
+            punctuation, mask, other), "query_token" and "key_token", "query_word" and "key_word" (the map is
+            first merged to words), and "cue" (whether the key is in the text of the field `cue`). Each method
+            has groups of its own.
         of: "share": each score divided by the sum of magnitudes of its row. "score": the score as the method
             defines it. Or a function of the map and the prompt's fields, which returns a number, or a tensor
             `[layer]`, `[layer, head]`, or of the shape of the map's scores.
@@ -76,9 +69,9 @@ class Mean:
         """Raise a ValueError unless every group is an axis or a field of the prompts."""
         needed = [*self.by, *(["cue"] if "cue" in self.by else [])]
         for group in needed:
-            if group not in AXES and group not in fields:
+            if group not in _AXES and group not in fields:
                 raise ValueError(
-                    f"reduce[{name!r}].by: expected some of {[*AXES, *fields]}, got {group!r}; other columns "
+                    f"reduce[{name!r}].by: expected some of {[*_AXES, *fields]}, got {group!r}; other columns "
                     "of the prompts are groups if they are named in fields="
                 )
         if "cue" in self.by and "cue" not in fields:
@@ -149,7 +142,7 @@ class Mean:
         self, group: str, mixing: MixingMap, fields: Mapping[str, Any], shape: tuple[int, ...], axes: int
     ) -> tuple[list[Any], np.ndarray]:
         """Return the names of one kind of group, and the index of each value's name."""
-        if group not in AXES:
+        if group not in _AXES:
             return [_field_label(fields[group])], np.zeros(shape, np.int64)
         needed = {"layer": 1, "head": 2}.get(group, 3)
         if needed > axes:
