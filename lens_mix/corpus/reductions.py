@@ -71,7 +71,7 @@ class Mean:
         for group in needed:
             if group not in _AXES and group not in fields:
                 raise ValueError(
-                    f"reduce[{name!r}].by: expected some of {[*_AXES, *fields]}, got {group!r}; other columns "
+                    f"reduce[{name!r}].by: expected some of {[*_AXES, *fields]}, got {group!r}; columns "
                     "of the prompts are groups if they are named in fields="
                 )
         if "cue" in self.by and "cue" not in fields:
