@@ -10,7 +10,7 @@ from .algebra.block_parts import BlockParts, block_parts
 from .citations import citation
 from .evaluation.compare import compare
 from .evaluation.leaderboard import evaluate
-from .lens.layer_scale import fold_layer_scale as fold_layer_scale
+from .lens.layer_scale import fold_layer_scale
 from .lens.model import Lens
 from .lens.model_classes import UnsupportedModelError
 from .lens.verification.support import check
