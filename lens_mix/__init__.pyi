@@ -89,6 +89,7 @@ __all__ = [
     "evaluate",
     "evaluation",
     "flow",
+    "fold_layer_scale",
     "gradient_rollout",
     "graphs",
     "hooks",

@@ -120,7 +120,8 @@ class Mean:
         """Return the values, which of them count, and on how many axes they are: 3 means layer to key."""
         if callable(self.of):
             found = self.of(mixing, fields)
-            found = found if isinstance(found, Tensor) else torch.as_tensor(found, device="cpu")
+            if not isinstance(found, Tensor):
+                found = torch.as_tensor(found, dtype=torch.float64, device="cpu")
             if found.shape != mixing.scores.shape:
                 expected = [(), mixing.scores.shape[:1], mixing.scores.shape[:2]]
                 if tuple(found.shape) not in map(tuple, expected) or (

@@ -210,7 +210,11 @@ class Work:
     def _read(self, session: Session, entry: Entry) -> Prompt | str:
         if entry.error is not None:
             return entry.error
-        prompt = torch.tensor(entry.prompt, device="cpu") if isinstance(entry.prompt, list) else entry.prompt
+        prompt = (
+            torch.tensor(entry.prompt, dtype=torch.long, device="cpu")
+            if isinstance(entry.prompt, list)
+            else entry.prompt
+        )
         try:
             return session.read(prompt, prepend_bos=self.prepend_bos)
         except (TypeError, ValueError) as problem:

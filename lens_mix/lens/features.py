@@ -155,7 +155,9 @@ def shorten(model: TransformerLensModel, prompt: Prompt, count: int) -> Prompt:
 def covered_cells(grid: Grid, removed: Bool[Tensor, "copy pos"]) -> Bool[Tensor, "copy height width"]:
     """Return what the cells of removed positions cover, in the unit of `grid.size`."""
     height, width = grid.size
-    boxes = torch.tensor([grid.box(position) for position in grid.positions], device=removed.device)
+    boxes = torch.tensor(
+        [grid.box(position) for position in grid.positions], dtype=torch.long, device=removed.device
+    )
     top, left, bottom, right = boxes.unbind(1)
     cells = removed[:, list(grid.positions)].int()
     # Each cell adds 1 from its top and left on, and takes it away from its bottom and right on.
@@ -307,7 +309,7 @@ def _as_tensor(prompt: Any, kind: str) -> Tensor:
 
 def _without_padding(features: Tensor, attention_mask: Any, kind: str) -> Tensor:
     """Return a waveform without padding at its beginning or end."""
-    mask = torch.as_tensor(attention_mask)
+    mask = torch.as_tensor(attention_mask, dtype=torch.long, device="cpu")
     mask = mask[0] if mask.ndim == 2 and len(mask) == 1 else mask
     if kind != "waveform" or mask.shape != features.shape:
         raise ValueError(
