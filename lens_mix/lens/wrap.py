@@ -143,8 +143,8 @@ def _make_prompts(bridge: Any) -> Iterator[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     for batch, types in ((1, 1), (2, config.type_vocab_size)):
         shape = (batch, length)
-        tokens = torch.randint(config.vocab_size, shape, generator=generator)
-        token_types = torch.randint(types, shape, generator=generator)
+        tokens = torch.randint(config.vocab_size, shape, dtype=torch.long, device="cpu", generator=generator)
+        token_types = torch.randint(types, shape, dtype=torch.long, device="cpu", generator=generator)
         mask = torch.ones(shape, dtype=torch.long, device=torch.device("cpu"))
         mask[1:, length // 2 :] = 0
         if config.pad_token_id is not None:
