@@ -118,7 +118,7 @@ class Reference:
         """Return the output of the self-attention's last matrix with changed values, [query, d_model]."""
         attention = self._attention(layer)
         outer = next(module for module in self.layers[layer].modules() if attention in module.children())
-        # In BERT and its kin, the output matrix is not inside the module that mixes.
+        # In BERT and similar models, the output matrix is not inside the module that mixes.
         holder = outer.output if hasattr(outer, "self") else attention
         return self._output(_output_matrix(holder), layer, edit)
 

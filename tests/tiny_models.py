@@ -579,7 +579,7 @@ def _norm_in_double(model: torch.nn.Module) -> None:
         for centred, offset in itertools.product((False, True), (False, True)):
             try:
                 difference = module(x) - _normed(module, x, centred=centred, offset=offset)
-            except (TypeError, RuntimeError, IndexError):  # It takes more than a vector, or is no norm.
+            except (TypeError, RuntimeError, IndexError):  # It takes more than a vector, or is not a norm.
                 break
             if difference.abs().max() < 1e-4:
                 module.forward = functools.partial(_normed, module, centred=centred, offset=offset)

@@ -283,7 +283,7 @@ curves.show(metric="corrections that remain", title=f"{len(others)} other senten
 
 # %% [markdown]
 # At one share, the rankings are compared sentence by sentence. An interval that contains 0 means that these
-# sentences do not tell the two apart.
+# sentences cannot decide between the two.
 
 # %%
 half = len(rankings["attribution"].ranking()) // 2
@@ -380,7 +380,7 @@ print(f"random words minus triggers: {interval(with_noise, with_triggers)}")
 #   The intervals are about sentences like these, not about English.
 # - The model corrects all wrong homophones, so the explained sentences are easy ones.
 # - The triggers are often the wrong word itself, so they show what the model looks at, and not a bias of its
-#   training data. They are few: an interval that contains 0 is no evidence that they equal random words.
+#   training data. They are few: an interval that contains 0 does not show that they equal random words.
 #
 # ## Exercises
 #

@@ -80,7 +80,7 @@ def read_shards(prompts: Any, size: int, column: str, fields: Sequence[str]) -> 
 
 
 def count_prompts(prompts: Any) -> int | None:
-    """Return the number of prompts of a corpus; None if only reading all of them would tell."""
+    """Return the number of prompts of a corpus; None if it is unknown before all are read."""
     if isinstance(prompts, (str, os.PathLike)):
         if Path(prompts).suffix != ".parquet":
             return sum(1 for _ in _read(prompts, ""))

@@ -105,7 +105,7 @@ _ORIGINAL = "_lens_mix_original"
 def keep_original(bridge: Any, hf_model: Any, has_logits: bool) -> None:
     """Store the model of transformers that `lm.wrap` made a Bridge from.
 
-    It is no submodule of the Bridge, so that the Bridge's parameters and hooks are its own.
+    It is not a submodule of the Bridge, so that the Bridge has only its own parameters and hooks.
     """
     vars(bridge)[_ORIGINAL] = (hf_model, has_logits)
 

@@ -191,7 +191,7 @@ def _picture_inputs(
 
     Raises:
         TypeError: If they are not tensors of numbers.
-        ValueError: If there are no pixels.
+        ValueError: If pixels are missing.
         UnsupportedModelError: If TransformerLens is known to run the model wrongly on pictures.
     """
     names = PICTURE_INPUTS & given.keys() & set(further_inputs(model, model_class))

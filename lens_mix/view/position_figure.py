@@ -267,7 +267,7 @@ class _Frame:
 
 def _explain_numbers(view: PositionView) -> str:
     """Return what the numbers beside the layers are."""
-    # Positions outside of a grid, such as [CLS], are no tokens.
+    # Positions outside of a grid, such as [CLS], are not called tokens.
     special = "the positions " if view.has_grid else "the special tokens "
     meanings = {"first": "the first token ", "special": special, "own": "the position itself"}
     named = [

@@ -49,8 +49,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 ELSEWHERE = {
     *("README.md", "tutorial.md", "encoder_decoder.md", "add_a_method.md", "hooks.md"),
     *("input_maps_by_gradients.md", "score_a_map.md", "transformer_bridge.md"),
-    # Their models have no tiny stand-ins on a hub: tests/lens/test_wrap.py, tests/test_pictures.py and
-    # tests/test_picture_decoders.py call the same functions.
     *("wrapped_encoders.md", "pictures.md", "pictures_and_text.md"),
 }
 SELF_CONTAINED = {

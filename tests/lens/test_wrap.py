@@ -327,7 +327,7 @@ def test_positions_are_counted_without_padding(family):
     kept = []
     found.run_with_hooks(tokens, fwd_hooks=[("blocks.0.hook_in", lambda t, hook: kept.append(t))])
     close(kept[0], expected[0])
-    # The first rows of the table are those of padding, so they are no room for tokens.
+    # No token has the first rows of the table, which are those of padding.
     assert found.cfg.n_ctx == 40 - 2
     with pytest.raises(ValueError, match="expected at most n_ctx=38 tokens, got 39"):
         lm.run(found, torch.full((39,), 5), "attention")
