@@ -164,7 +164,7 @@ def write_table(path: Path, table: pyarrow.Table) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """Return what `MapsWriter.describe` stored in a file of maps; None if the file is missing or incomplete."""
+    """Return what `MapsWriter.describe` stored in a file of maps; None without a complete file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Compute one shard of a corpus: the work that every process, rank and actor does."""
+"""Compute one shard of a corpus: the work that every process does."""
 
 from __future__ import annotations
 

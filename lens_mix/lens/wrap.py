@@ -64,7 +64,7 @@ def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
     precise = torch.finfo(next(hf_model.parameters()).dtype).bits >= 32
     difference = _find_difference(hf_model, bridge, has_head) if precise else None
     if difference is not None or not precise:
-        # A difference in a lower precision may be rounding, or hide a small error. In float64 both can be seen.
+        # In a lower precision, a difference may be rounding, and rounding may hide one. float64 decides.
         whole = copy.deepcopy(hf_model).to("cpu", torch.float64)
         difference = _find_difference(whole, *_build(whole, None))
     if difference is not None:

@@ -142,8 +142,11 @@ class _View:
         return ", ".join(outside)
 
     def write(self, score: float) -> str:
-        """Return a score as text."""
-        return f"{100 * score:.2g} %" if self.unit == SHARE else f"{score:.2g}"
+        """Return a score as text, with two digits."""
+        if self.unit != SHARE:
+            return f"{score:.2g}"
+        # Two digits of 99.9 would be written as 1e+02.
+        return f"{100 * score:.0f} %" if score >= 0.1 else f"{100 * score:.2g} %"
 
 
 def _draw_pictures(view: _View, image: np.ndarray, columns: int) -> Figure:

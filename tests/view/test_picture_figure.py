@@ -75,6 +75,14 @@ def test_texts_name_layers_and_positions_outside_of_the_grid():
     assert "layer 1, a patch ≤ 20 %" in written
 
 
+def test_nearly_all_of_a_row_is_written_as_a_whole_number():
+    scores = torch.zeros(1, 7, 7)
+    scores[:, 0, :2] = torch.tensor([0.9999, 0.0001])
+    written = " ".join(texts(picture_map(scores=scores).show(picture=True)))
+    assert "[CLS] 100 %" in written
+    assert "a patch ≤ 0.01 %" in written
+
+
 def test_a_row_is_chosen_and_framed():
     figure = picture_map().show(picture=True, query="patch 1,0", layer=1)
     (axes,) = [axes for axes in figure.axes if len(axes.images) == 2]
