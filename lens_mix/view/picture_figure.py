@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _LARGE, _SMALL = 3.4, 1.65  # the width in inches of a picture, alone and among several
 _HEADING, _BESIDE = 0.36, 0.85
 _DARKEST = 0.9  # how opaque the largest score is over a picture
+_MOST_OUTSIDE = 2  # so many positions outside of the grid are written one by one: [CLS] and [DIST]
 _LIGHTER = 0.55  # how much of its contrast the grey picture keeps
 
 
@@ -132,14 +133,14 @@ class _View:
         self.subtitle = " · ".join(filter(None, parts))
 
     def outside(self, layer: int) -> str:
-        """Return what positions without a place have: "[CLS] 12 %"."""
+        """Return what positions without a place have: "[CLS] 12 %", or for a text "all tokens 60 %"."""
         places = set(self.grid.positions)
-        outside = [
-            f"{label} {self.write(float(self.scores[layer, key]))}"
-            for key, label in enumerate(self.map.key_labels)
-            if key not in places
-        ]
-        return ", ".join(outside)
+        outside = {key: label for key, label in enumerate(self.map.key_labels) if key not in places}
+        if len(outside) > _MOST_OUTSIDE:
+            return f"all tokens {self.write(float(self.scores[layer, list(outside)].nansum()))}"
+        return ", ".join(
+            f"{label} {self.write(float(self.scores[layer, key]))}" for key, label in outside.items()
+        )
 
     def write(self, score: float) -> str:
         """Return a score as text, with two digits."""

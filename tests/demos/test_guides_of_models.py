@@ -100,9 +100,16 @@ def test_the_guide_on_pictures_and_text_runs(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     image.new("RGB", (16, 16)).save("cat.jpg")
     model = pictured("idefics3", tokenizer=toy_tokenizer())
-    prompts = iter([picture_prompt("idefics3", 2)])
-    replace_loaders(monkeypatch, AutoProcessor=lambda **_: next(prompts))
+    replace_loaders(monkeypatch, AutoProcessor=lambda **_: picture_prompt("idefics3"))
     replace_bridge(monkeypatch, model)
-    names = run_examples("pictures_and_text.md", {})
+    one, several, trace = examples((GUIDES / "pictures_and_text.md").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    exec(one, names)
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+    # The other examples are of a prompt with two pictures.
+    names["prompt"] = picture_prompt("idefics3", 2)
+    names["m"] = lm.run(model, names["prompt"], "value_zeroing", queries=[-1])
+    exec(several, names)
+    exec(trace, names)
     assert names["second"].grid.rows == names["second"].grid.columns
     assert {"picture 1", "picture 2"} <= {source.text for source in names["t"].sources()}

@@ -83,6 +83,13 @@ def test_nearly_all_of_a_row_is_written_as_a_whole_number():
     assert "a patch ≤ 0.01 %" in written
 
 
+def test_the_text_beside_a_picture_is_written_as_a_sum():
+    grid = Grid(1, 2, (3, 4), (4, 8), (4, 4), (4, 4))
+    scores = torch.tensor([0.1, 0.2, 0.05, 0.3, 0.1, 0.2, 0.05]).expand(1, 7, 7)
+    written = " ".join(texts(picture_map(scores=scores, grid=grid).show(picture=np.zeros((4, 8, 3)))))
+    assert "all tokens 60 %" in written
+
+
 def test_a_row_is_chosen_and_framed():
     figure = picture_map().show(picture=True, query="patch 1,0", layer=1)
     (axes,) = [axes for axes in figure.axes if len(axes.images) == 2]
