@@ -315,7 +315,7 @@ for name, values in answers.items():
 
 # %%
 item = next(item for item in known if item["label"] == "$REPLACE_than")
-m = lm.run(model, item["bad"], lm.AttentionAttribution(target=explain(item)))
+m = lm.run(model, item["bad"], lm.AttentionAttribution(target=explain(item)), progress=None)
 tree = lm.attribution_tree(m, root=item["bad_position"])
 print(item["text"])
 print(lm.tree_text(tree))
