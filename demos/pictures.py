@@ -48,6 +48,29 @@ def draw_picture(size: int = SIZE) -> np.ndarray:
     return np.asarray(image.resize((size, size), Image.Resampling.LANCZOS))
 
 
+def draw_shapes(seed: int, size: int = SIZE) -> np.ndarray:
+    """Return a picture of four discs and boxes of random colours on a flat ground, [size, size, 3]."""
+    from PIL import Image, ImageDraw
+
+    random, side = np.random.default_rng(seed), 4 * size
+    ground, *colours = (tuple(map(int, colour)) for colour in random.integers(40, 230, (5, 3)))
+    image = Image.new("RGB", (side, side), ground)
+    pencil = ImageDraw.Draw(image)
+    for colour in colours:
+        left, top = random.uniform(0, 0.75, 2) * side
+        width, height = random.uniform(0.12, 0.3, 2) * side
+        shape = pencil.ellipse if random.random() < 0.5 else pencil.rectangle
+        shape([left, top, left + width, top + height], fill=colour)
+    return np.asarray(image.resize((size, size), Image.Resampling.LANCZOS))
+
+
+def is_flat(picture: np.ndarray, grid: lm.maps.Grid) -> list[bool]:
+    """Return, for each cell of a grid, whether the picture has one colour there."""
+    boxes = (grid.box(position) or (0, 0, 1, 1) for position in grid.positions)
+    cells = (picture[top:bottom, left:right].reshape(-1, 3) for top, left, bottom, right in boxes)
+    return [bool(np.ptp(cell, axis=0).max() <= 2) for cell in cells]
+
+
 def name_parts(grid: lm.maps.Grid) -> list[str]:
     """Return what is at the middle of each cell of a grid: sun, house, ball, sky or meadow."""
     names = []

@@ -16,14 +16,15 @@
 #
 # **Level:** you know what a patch and [CLS] are in a vision transformer. **Time:** 30 minutes with the
 # exercises. **Papers:** Oquab et al., "DINOv2", 2024; Zeiler & Fergus, "Visualizing and Understanding
-# Convolutional Networks", ECCV 2014.
+# Convolutional Networks", ECCV 2014; Darcet et al., "Vision Transformers Need Registers", ICLR 2024.
 #
 # A vision transformer cuts a picture into patches, which are its tokens. So every map of this library also
 # works for pictures, and its rows can be drawn over the picture. In this course you will
 #
 # 1. draw what [CLS] used in each layer,
 # 2. compare attention with Value Zeroing, part by part of the picture,
-# 3. test the maps: blur one patch at a time, and measure how much the representation changes.
+# 3. test the maps: blur one patch at a time, and measure how much the representation changes,
+# 4. look for patches without content that get much attention.
 
 # %% [markdown]
 # ## The model and the picture
@@ -119,6 +120,38 @@ gradients = lm.run(model, pixels, lm.InputGradients(target=target), queries=[0])
 print(f"{'input gradients':18s} {agreement(gradients.scores[0, 0]):5.2f}")
 rollout = lm.rollout(lm.run(model, pixels, "attention"))
 print(f"{'rollout':18s} {agreement(rollout.scores[-1, 0]):5.2f}")
+
+# %% [markdown]
+# ## Do flat patches attract attention?
+#
+# Large vision transformers keep information of the whole picture in a few patches without content, which then
+# get much attention (Darcet et al., "Vision Transformers Need Registers", ICLR 2024). Does this model? The
+# next pictures have four shapes on a flat ground. The first number is the share of flat patches in the row of
+# [CLS], divided by their share of the picture. The second is the highest score of a flat patch, as a multiple
+# of the mean score of all patches. Both are means over the pictures.
+
+# %%
+ratios: dict[str, list[torch.Tensor]] = {}
+for seed in range(8):
+    shapes = pictures.draw_shapes(seed, size)
+    flat = torch.tensor(pictures.is_flat(shapes, grid))
+    found = lm.run(model, pictures.as_pixels(shapes), list(maps)[:3], queries=[0])
+    for method, m in found.items():
+        rows = grid.lay_out(m.scores[:, 0]).flatten(1)
+        rows = rows / rows.mean(1, keepdim=True)
+        ratios.setdefault(method, []).append(
+            torch.stack([rows[:, flat].mean(1), rows[:, flat].max(1).values])
+        )
+for method, values in ratios.items():
+    shares, highest = torch.stack(values).mean(0)
+    print(f"{method:18s} flat patches ", " ".join(f"{value:5.2f}" for value in shares))
+    print(f"{'':18s} highest score", " ".join(f"{value:5.2f}" for value in highest))
+
+# %% [markdown]
+# After the second layer, flat patches get less than their share from attention and from both maps of values,
+# so this small model has no such sinks in these pictures. In the last layer, one flat patch can have a score
+# of several times the mean, in all three maps. Whether maps of values are free of sinks in a large model was
+# not tested: none could be installed here.
 
 # %% [markdown]
 # ## A page
