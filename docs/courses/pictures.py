@@ -148,7 +148,7 @@ for method, values in ratios.items():
     print(f"{'':18s} strongest one", " ".join(f"{value:5.2f}" for value in strongest))
 
 # %% [markdown]
-# Flat patches cover about two thirds of these pictures. After the second layer they get less than their share,
+# Flat patches cover about two thirds of these pictures. After the second layer they get less than that share,
 # from attention and from both maps of values, and the strongest patch is mostly on a shape. In the last layer
 # it is flat in more pictures for attention than for the values, but eight pictures are too few to tell the
 # two apart. So this small model shows no such patches here, and nothing that maps of values would mend. A

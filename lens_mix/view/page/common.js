@@ -75,7 +75,10 @@ function joined(tokens) {
 }
 function shortened(token, count = 14) {
   const [, text, number] = NUMBERED.exec(token) || [null, token, ""], all = [...text];
-  return (all.length > count ? all.slice(0, count - 1).join("") + "…" : text) + number;
+  if (all.length <= count) return token;
+  // Of "picture 1, 3,5", the place is what differs from patch to patch.
+  const place = text.replace(/^picture (\d+), /, "$1: ");
+  return (place === text ? all.slice(0, count - 1).join("") + "…" : place) + number;
 }
 // Special tokens, as in lens_mix/maps/words.py.
 const SPECIAL = /^\s*(<(?!0x)[^<>\s]+>|\[[A-Z]+\d*\]|\[unused\d+\])\s*$/;
