@@ -18,24 +18,24 @@
 # **Papers:** Mohebbi et al., "Quantifying Context Mixing in Transformers", EACL 2023 (cue alignment); Hao et
 # al., "Self-Attention Attribution", AAAI 2021 (heads, trees, triggers).
 #
-# The tests of these papers need a classifier of real English. This page repeats them on one that was trained
-# by others to correct texts. You will
+# This page adapts the tests of these papers to a classifier that others trained to correct English. The score
+# of cue alignment is the page's own. You will
 #
-# 1. wrap a DistilBERT by its own name, and explain one of its corrections,
+# 1. load a DistilBERT with `lm.wrap`, and explain one of its corrections,
 # 2. measure whether maps point to the word that decides, against two simple rules,
 # 3. remove heads in the order of three rankings, and in random order,
 # 4. draw the tree of a correction,
 # 5. find words that change the answers to other sentences.
 #
-# Every figure has its number of sentences and a bootstrap interval, and some results are negative.
+# Means over sentences have their number n and a 95 % interval of the bootstrap. Some results are negative.
 
 # %% [markdown]
 # ## The model
 #
 # The model is a DistilBERT with a classifier of tokens. It reads a sentence, and gives every token an edit:
 # `$KEEP`, or for example `$REPLACE_there`. `lm.wrap` makes a TransformerBridge of it and compares every block
-# with the original. With a hub, `lm.wrap(AutoModelForTokenClassification.from_pretrained(name), tokenizer)`
-# does the same. Its 8-bit weights were converted to float32.
+# with the original. The course needs a checkout of this repository, `onnx`, and TransformerLens 3 or later.
+# The model's 8-bit weights were converted to float32.
 
 # %%
 import dataclasses
@@ -165,8 +165,8 @@ for kind in ("homophone", "agreement"):
 
 # %% [markdown]
 # The homophones are corrected. Agreement is not: the model often leaves a wrong "have" or "has" as it is. It
-# knows no correction of a full verb, so it finds almost no error in the pairs of BLiMP themselves. The
-# explanations below are of the sentences that the model corrects.
+# has no labels for present forms such as "alarms", so it finds almost no error in the pairs of BLiMP
+# themselves. The explanations below are of the sentences that the model corrects.
 
 # %%
 bad = [torch.tensor(tokenizer(pair["sentence_bad"].replace(".", " ."))["input_ids"]) for pair in pairs]
@@ -310,8 +310,8 @@ for name, values in answers.items():
 # ## A tree
 #
 # The tree starts at the wrong word in the top layer, where the correction is read. Through each layer, a
-# token of the tree adds the tokens with a large score. The target is the logit. The probability of this
-# correction is almost 1, so its gradients are almost zero.
+# token of the tree adds the tokens with a large score. The target is the logit here. The importance of heads
+# above used the probability, as the paper does.
 
 # %%
 item = next(item for item in known if item["label"] == "$REPLACE_than")
@@ -367,20 +367,24 @@ for trigger in triggers[:3]:
 before = [float(answer == "no error") for answer in predict(clean)]
 print(f"right sentences without a correction: {interval(before)}")
 with_triggers, with_noise = still_clean(triggers), still_clean(noise)
-print(f"with a trigger: {interval(with_triggers)} triggers")
-print(f"with random words: {interval(with_noise)}")
+print(f"still without one, with a trigger: {interval(with_triggers)} triggers")
+print(f"still without one, with random words: {interval(with_noise)}")
 print(f"random words minus triggers: {interval(with_noise, with_triggers)}")
 
 # %% [markdown]
 # ## What to keep in mind
 #
-# - A rule without a model is a strong baseline: the nearest word is often the cue. Rollouts of attention and
-#   of Value Zeroing did not beat it on homophones. The maps with the residual stream and the norms did.
+# - A rule without a model is a strong baseline: the nearest word is often the cue. On homophones, the
+#   rollouts of `attn_res_ln` and `globenc` beat it, the rollout of Value Zeroing was worse, and the other
+#   maps are undecided. On agreement, `attn_res_ln`, `globenc` and input gradients always put the cue first.
+# - Half of the heads could be removed in the order of attribution without losing a correction. That is better
+#   than the Taylor expansion and random orders. Against attention weights it is undecided.
 # - The sentences are short and of few patterns, and the agreement sentences differ in their subjects only.
 #   The intervals are about sentences like these, not about English.
 # - The model corrects all wrong homophones, so the explained sentences are easy ones.
 # - The triggers are often the wrong word itself, so they show what the model looks at, and not a bias of its
-#   training data. They are few: an interval that contains 0 does not show that they equal random words.
+#   training data. They caused more corrections than random words, but they are six, and the random words were
+#   drawn once.
 #
 # ## Exercises
 #
@@ -393,7 +397,7 @@ print(f"random words minus triggers: {interval(with_noise, with_triggers)}")
 #
 # 1. It needs both, as the figures below show. A token without a word, such as [SEP], can be a part of what
 #    the model computes. But the model was never trained without it, so its effect may be an artefact.
-# 2. It does in part: the probability weights the sentences that the model is unsure of, the logit all alike.
+# 2. It does in part: the last figure below is the rank correlation of the two, on the same six sentences.
 
 # %%
 m = lm.run(model, item["bad"], lm.Occlusion(target=explain(item), by="mask"), queries=[item["bad_position"]])
@@ -409,7 +413,7 @@ for token in ("[SEP]", m.tokens[item["cue"][0]]):
     print(f"1. without {token!r}: the logit falls by {row[token]:.2f}, the probability by {lost[token]:.2f}")
 
 by_logit = evaluation.head_importance(
-    model, prompts[:4], targets=[explain(one) for one in explained[:4]], method=quick
+    model, prompts, targets=[explain(one) for one in explained], method=quick
 )
 agreement = evaluation.spearman(by_logit.scores.flatten(), rankings["attribution"].scores.flatten())
 print(f"2. rank correlation of the two orders: {agreement:.2f}")

@@ -22,7 +22,7 @@
 # works for pictures, and its rows can be drawn over the picture. In this course you will
 #
 # 1. draw what [CLS] used in each layer,
-# 2. compare attention with Value Zeroing, part by part of the picture,
+# 2. compare attention with Value Zeroing, region by region of the picture,
 # 3. test the maps: blur one patch at a time, and measure how much the representation changes,
 # 4. look for patches without content that get much attention.
 
@@ -60,16 +60,16 @@ print(f"{grid.rows} x {grid.columns} patches of {grid.patch[0]} pixels")
 maps["attention"].show(picture=picture)
 
 # %% [markdown]
-# The first layers read few patches, which differ from layer to layer. From the middle on, the house, the
-# ball and the sun are darker than the sky and the meadow.
+# In layers 1 to 5, most of the row is [CLS] itself. Layer 0 reads one patch, layer 1 the meadow. From the
+# middle on, the house, the ball and the sun are darker than the sky and the meadow.
 
 # %%
 maps["value_zeroing"].show(picture=picture)
 
 # %% [markdown]
-# ## Part by part
+# ## Region by region
 #
-# How much of a row is on each part of the picture? The last line is the share of the patches that the part
+# How much of a row is on each region of the picture? The last line is the share of the patches that it
 # covers, which a row without any preference would have. [CLS] itself is left out.
 
 # %%
@@ -83,8 +83,9 @@ for method, m in maps.items():
 print(f"{'patches':18s}", *(f"{(parts == name).mean():7.0%}" for name in names))
 
 # %% [markdown]
-# All maps give the house, the ball and the sun more than their part of the patches. Value Zeroing gives the
-# sky and the meadow the least: their values change [CLS] little, although it attends to them.
+# All maps give the house, the ball and the sun more than their share of the patches. Value Zeroing gives the
+# sky and the meadow the least. This does not show that their values are unimportant: 1 − cosine grows with
+# the square of a small change, so small shares become smaller still.
 
 # %% [markdown]
 # ## A test: blur one patch at a time
@@ -101,8 +102,8 @@ maps["occlusion"] = lm.run(model, pixels, blur, queries=[0], progress=None)
 maps["occlusion"].show(picture=picture)
 
 # %% [markdown]
-# Which map orders the patches as the blur does? Input gradients and rollout are input maps of the whole
-# model, so they have one row.
+# Which map orders the patches as the blur does? Input gradients and the last layer's rollout describe the
+# whole model, so each has one number.
 
 # %%
 measured = grid.lay_out(maps["occlusion"].scores[0, 0]).flatten()
@@ -148,11 +149,10 @@ for method, values in ratios.items():
     print(f"{'':18s} strongest one", " ".join(f"{value:5.2f}" for value in strongest))
 
 # %% [markdown]
-# Flat patches cover about two thirds of these pictures. After the second layer they get less than that share,
-# from attention and from both maps of values, and the strongest patch is mostly on a shape. In the last layer
-# it is flat in more pictures for attention than for the values, but eight pictures are too few to tell the
-# two apart. So this small model shows no such patches here, and nothing that maps of values would mend. A
-# large model could not be installed where this was written.
+# Flat patches cover about two thirds of these pictures. In layer 1 they get more than that share, from
+# attention and from both maps of values. In later layers they get less, and the strongest patch is mostly on
+# a shape. In the last layer it is flat in more pictures for attention than for the values, but eight pictures
+# are too few to tell the two apart. A large model could not be installed where this was written.
 
 # %% [markdown]
 # ## A page
@@ -184,7 +184,8 @@ page.save("pictures.html")
 #
 # 1. Mostly the ball itself, in most layers.
 # 2. The code prints both. One picture cannot decide between them.
-# 3. No. The changes do not add up, because the patches of a house have much in common.
+# 3. No: the whole house changes [CLS] less than the sum. The cosine is not linear, and patches share
+#    information.
 
 # %%
 ball = [position for position, part in zip(grid.positions, parts, strict=True) if part == "ball"]

@@ -70,7 +70,7 @@ PAGES = (
         links={
             "Tutorial": "tutorial",
             "Many prompts": "guides/many_prompts",
-            "Encoders by their own names": "guides/wrapped_encoders",
+            "Encoders that TransformerLens does not load": "guides/wrapped_encoders",
             "Evidence for the input map": "evidence/input_map",
             "Verification": "evidence/verification",
         },
