@@ -25,8 +25,9 @@ gc.disable()
 
 TESTS = Path(__file__).parent
 # These tests read the source, pages, pictures or matrices, or use maps, recorded numbers or hooks that other
-# tests make on every release.
+# tests make on every release. Bad inputs are found before a model runs.
 ONCE = (
+    TESTS / "test_bad_inputs.py",
     TESTS / "test_files.py",
     TESTS / "test_floors.py",
     TESTS / "test_names.py",
