@@ -126,8 +126,8 @@ class Work:
         except OSError as problem:
             raise OSError(
                 problem.errno,
-                f"out: expected to write shard {shard.number} in {self.out}, got: "
-                f"{problem.strerror or problem}; the finished shards remain: run again when it can be written",
+                f"out: expected to write shard {shard.number} in {self.out}, got: {problem.strerror or problem}; "
+                "the finished shards remain: run again when it can be written",
             ) from problem
 
     def _compute(self, shard: Shard, report: Callable[[int], Any] | None) -> int:
