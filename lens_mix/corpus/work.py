@@ -124,9 +124,10 @@ class Work:
         try:
             return self._compute(shard, report)
         except OSError as problem:
+            reason = problem.strerror or problem
             raise OSError(
                 problem.errno,
-                f"out: expected to write shard {shard.number} in {self.out}, got: {problem.strerror or problem}; "
+                f"out: expected to write shard {shard.number} in {self.out}, got: {reason}; "
                 "the finished shards remain: run again when it can be written",
             ) from problem
 
