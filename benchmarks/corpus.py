@@ -180,8 +180,8 @@ def run_on_ray(out: str, actors: int, prompts: int) -> None:
 def _start_on_ray(out: Path, actors: int, prompts: int) -> subprocess.Popen[bytes]:
     program = f"from benchmarks import corpus; corpus.run_on_ray({str(out)!r}, {actors}, {prompts})"
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    # On a busy machine, a worker may need minutes to import torch.
-    environment = {"PYTHONPATH": path, "RAY_worker_register_timeout_seconds": "600"}
+    # Ray's workers give way to all other processes by default, and so may need minutes to import torch.
+    environment = {"PYTHONPATH": path, "RAY_worker_niceness": "0"}
     return subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **environment})
 
 

@@ -19,7 +19,7 @@ from tests.corpus.conftest import build, contents, draw_texts
 from tests.corpus.test_job import METHODS, REDUCE
 from tests.source_tree import ROOT
 
-# A driver of its own, which can be killed. On a busy machine a worker needs long to import torch.
+# A driver of its own, which can be killed.
 DRIVER = """
 import sys, ray
 from tests.corpus.test_on_ray import run
@@ -34,8 +34,9 @@ def run(out, **options):
 
 
 def start(out):
+    # By default, the workers give way to all other processes, and may need minutes to import torch.
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "RAY_worker_register_timeout_seconds": str(LONGEST)}
+    environment = {**os.environ, "PYTHONPATH": path, "RAY_worker_niceness": "0"}
     return subprocess.Popen([sys.executable, "-c", DRIVER, str(out)], env=environment, cwd=ROOT)
 
 
