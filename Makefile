@@ -3,6 +3,7 @@
 # make test-oldest   a smoke test with the oldest release of every dependency that pyproject.toml allows
 # make docs     the site in outputs/site, with the generated reference and the executed pages
 # make test-space    tests of the Hugging Face Space, with gradio in an environment of its own
+# make test-ray      tests of a corpus on a Ray cluster, with Ray in an environment of its own
 # make test-wheel    the wheel and each extra in clean environments (PYTHON=python3.12 for another Python)
 # make bench    benchmarks on this machine: tables in benchmarks/RESULTS.md (BENCH=--full for all of them)
 # Each target makes the environment that it needs; see docs/development/index.md.
@@ -14,6 +15,7 @@ TL3 := $(ENVIRONMENTS)/tl3
 TL2 := $(ENVIRONMENTS)/tl2
 OLDEST := $(ENVIRONMENTS)/oldest
 SPACE := $(ENVIRONMENTS)/space
+RAY := $(ENVIRONMENTS)/ray
 DOCS := $(ENVIRONMENTS)/docs
 # Arguments for pytest: make test-tl4 PYTEST="tests/view -x"
 PYTEST ?=
@@ -30,7 +32,7 @@ UNCHECKED = JAXTYPING_DISABLE=1
 # Nor is anything found twice by the tests marked `once` (tests/conftest.py); CASES= runs these too.
 test-tl3 test-tl2: CASES = -m "not slow and not once"
 
-.PHONY: help demo docs test test-tl4 test-tl3 test-tl2 test-oldest test-space test-wheel \
+.PHONY: help demo docs test test-tl4 test-tl3 test-tl2 test-oldest test-space test-ray test-wheel \
 	browser lint format types stub wheel clean bench peers
 
 help:
@@ -70,6 +72,11 @@ test-oldest: $(OLDEST)/.ready
 test-space: $(SPACE)/.ready
 	@echo "== tests of the Hugging Face Space"
 	@OMP_NUM_THREADS=1 $(SPACE)/bin/python -m pytest tests/demos/test_space.py $(PYTEST)
+
+# Ray is large, and few need a cluster.
+test-ray: $(RAY)/.ready
+	@echo "== tests of a corpus on a Ray cluster"
+	@OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest tests/corpus/test_on_ray.py $(PYTEST)
 
 # CONSTRAINTS= installs the newest releases, as users get them; WHEEL=FILE tries a wheel that was built before.
 CONSTRAINTS ?= constraints/tl4.txt
@@ -142,11 +149,13 @@ $(ENVIRONMENTS)/%/.ready: constraints/%.txt constraints/common.txt constraints/t
 		--constraint constraints/$*.txt $(or $(PACKAGES),--editable '.[dev]')
 	@touch $@
 
-# gradio is added to the packages of TransformerLens 4.x, instead of installing these a second time.
-$(SPACE)/.ready: constraints/space.txt $(TL4)/.ready
+# Added to the packages of TransformerLens 4.x, instead of installing these a second time.
+$(SPACE)/.ready: ADDED = --constraint constraints/space.txt gradio
+$(SPACE)/.ready: constraints/space.txt
+$(RAY)/.ready: ADDED = --constraint constraints/tl4.txt 'ray[data]'
+$(SPACE)/.ready $(RAY)/.ready: $(TL4)/.ready
 	@$(PYTHON) -m venv $(@D)
 	@$(TL4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tl4.pth
-	@$(@D)/bin/python -m pip install -qq --no-compile --disable-pip-version-check \
-		--constraint constraints/space.txt gradio
+	@$(@D)/bin/python -m pip install -qq --no-compile --disable-pip-version-check $(ADDED)
 	@touch $@

@@ -1,6 +1,7 @@
 """Measure `lens_mix.corpus.run`: throughput beside `run_many`, memory, and runs that are killed.
 
-    python -m benchmarks.run --tables corpus       all rows, in about twenty minutes
+    python -m benchmarks.run --tables corpus       all rows but Ray's, in about twenty minutes
+    python -m benchmarks.run --tables corpus --rows ray    in the environment of `make test-ray`
     python -m benchmarks.corpus kills KILLS RANKS  one run of 2,000 prompts that is killed so many times
 
 Throughput is of a Llama of two layers of base size; memory and kills are of a tiny model. A run is
@@ -18,6 +19,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -60,8 +62,8 @@ def draw_tokens(count: int, shortest: int, longest: int, seed: int = 0) -> list[
     return [draw.choices(range(3, 900), k=draw.randint(shortest, longest)) for _ in range(count)]
 
 
-def _run(out: Path, prompts: Sequence[list[int]], rank: tuple[int, int] = (0, 1)) -> lm.corpus.Summary:
-    return lm.corpus.run(tiny, prompts, METHODS, REDUCE, out, shard_size=SHARD, rank=rank)
+def _run(out: Path, prompts: Sequence[list[int]], **options: Any) -> lm.corpus.Summary:
+    return lm.corpus.run(tiny, prompts, METHODS, REDUCE, out, shard_size=SHARD, **options)
 
 
 def _digest(out: Path) -> dict[str, str]:
@@ -77,7 +79,7 @@ def _fork(out: Path, prompts: Sequence[list[int]], rank: tuple[int, int]) -> int
     if child == 0:
         code = 1
         try:
-            code = 0 if _run(out, prompts, rank) else 1
+            code = 0 if _run(out, prompts, rank=rank) else 1
         finally:
             os._exit(code)
     return child
@@ -95,7 +97,7 @@ def count_lost(kills: int, ranks: int = 1, prompts: int = PROMPTS, seed: int = 0
         prompts: The number of prompts.
         seed: The seed of the moments.
     """
-    draw, tokens = random.Random(seed), draw_tokens(prompts, 5, 30)
+    draw, tokens = random.Random(seed), _draw_short(prompts)
     folder = Path(tempfile.mkdtemp(prefix="corpus-"))
     whole, killed = folder / "whole", folder / "killed"
     tiny()
@@ -118,7 +120,7 @@ def count_lost(kills: int, ranks: int = 1, prompts: int = PROMPTS, seed: int = 0
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             done += 1
-            shards.append(len(list((killed / "maps").glob("[0-9]*"))))
+            shards.append(_count_shards(killed))
             print(f"\rkill {done} of {kills}, {shards[-1]} shards", end="", file=sys.stderr)
         if (killed / "finished.json").exists():
             (killed / "finished.json").unlink()
@@ -128,19 +130,82 @@ def count_lost(kills: int, ranks: int = 1, prompts: int = PROMPTS, seed: int = 0
         os.waitpid(child, 0)
     for rank in range(ranks):
         os.waitpid(_fork(killed, tokens, (rank, ranks)), 0)
+    result = _compare(expected, killed, prompts, shards)
+    shutil.rmtree(folder)
+    return result
+
+
+def count_lost_on_ray(kills: int, actors: int = 2, prompts: int = PROMPTS, seed: int = 0) -> dict[str, Any]:
+    """Kill the driver of a run on a local Ray cluster several times, let it finish, and compare its files.
+
+    Each kill is a random time after a random number of new shards.
+
+    Args:
+        kills: The number of kills.
+        actors: The number of processes of the cluster.
+        prompts: The number of prompts.
+        seed: The seed of the moments.
+    """
+    draw = random.Random(seed)
+    folder = Path(tempfile.mkdtemp(prefix="corpus-"))
+    whole, killed = folder / "whole", folder / "killed"
+    _run(whole, _draw_short(prompts))
+    shards = [0]
+    for _ in range(kills):
+        wanted = shards[-1] + draw.randint(1, max(1, prompts // SHARD // (kills + 1)))
+        driver = _start_on_ray(killed, actors, prompts)
+        while driver.poll() is None and _count_shards(killed) < wanted:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.5))
+        driver.kill()
+        if driver.wait() != -signal.SIGKILL:
+            raise RuntimeError("expected a driver that was killed, got one that had ended; give more prompts")
+        shards.append(_count_shards(killed))
+        print(f"\rkill of {kills}, {shards[-1]} shards", end="", file=sys.stderr)
+    if _start_on_ray(killed, actors, prompts).wait():
+        raise RuntimeError("the last driver failed")
+    result = _compare(_digest(whole), killed, prompts, shards[1:])
+    shutil.rmtree(folder)
+    return result
+
+
+def run_on_ray(out: str, actors: int, prompts: int) -> None:
+    """Run the corpus on a local Ray cluster."""
+    import ray
+
+    ray.init(address="local", num_cpus=actors, object_store_memory=10**8, include_dashboard=False)
+    _run(Path(out), _draw_short(prompts), actors=actors)
+
+
+def _start_on_ray(out: Path, actors: int, prompts: int) -> subprocess.Popen[bytes]:
+    program = f"from benchmarks import corpus; corpus.run_on_ray({str(out)!r}, {actors}, {prompts})"
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    # Ray's workers give way to all other processes by default, and so may need minutes to import torch.
+    environment = {"PYTHONPATH": path, "RAY_worker_niceness": "0"}
+    return subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **environment})
+
+
+def _draw_short(prompts: int) -> list[list[int]]:
+    return draw_tokens(prompts, 5, 30)
+
+
+def _count_shards(out: Path) -> int:
+    return len(list((out / "maps").glob("[0-9]*")))
+
+
+def _compare(expected: dict[str, str], killed: Path, prompts: int, shards: Sequence[int]) -> dict[str, Any]:
+    """Return what a run that was killed has lost or doubled, given the digests of one that was not."""
     table = lm.corpus.load(killed)
     rows = list(zip(table["prompt"], table["method"], strict=True))
     wanted = {(prompt, method) for prompt in range(prompts) for method in METHODS}
-    result = {
+    return {
         "prompts": prompts,
-        "kills": done,
+        "kills": len(shards),
         "finished shards at the kills": f"{min(shards)} to {max(shards)} of {-(-prompts // SHARD)}",
         "rows lost": len(wanted - set(rows)),
         "rows doubled": len(rows) - len(set(rows)),
         "files with other bytes": sum(expected.get(name) != found for name, found in _digest(killed).items()),
     }
-    shutil.rmtree(folder)
-    return result
 
 
 def throughput(shortest: int, longest: int, count: int = 96, turns: int = 3) -> dict[str, Any]:
@@ -205,9 +270,11 @@ def rows(names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
         "memory": ("memory", memory),
         "kills": ("200 kills, one process", lambda: count_lost(200)),
         "ranks": ("20 kills, two processes", lambda: count_lost(20, 2)),
+        "ray": ("3 kills of the driver, two Ray actors", lambda: count_lost_on_ray(3)),
     }
     for name, (title, measure) in measures.items():
-        if not names or name in names:
+        # Ray is in an environment of its own.
+        if name in names if names else name != "ray":
             yield {"measure": title, **measure()}
 
 

@@ -543,6 +543,10 @@ def corpus(
             "I/N",
         ),
     ] = None,
+    actors: Annotated[
+        int | None,
+        _option("The number of processes on a Ray cluster; needs lens_mix[ray].", "NUMBER", min=1),
+    ] = None,
     max_memory: Annotated[
         int | None, _option("The bytes for the temporary tensors of a batch.", "NUMBER", min=1)
     ] = None,
@@ -575,6 +579,7 @@ def corpus(
         dtype=dtype,
         shard_size=shard_size,
         rank=_read_rank(shard),
+        actors=actors,
         retry=retry,
         progress=bool(_progress()),
         max_memory=max_memory,

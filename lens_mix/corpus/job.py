@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_items, check_whole_number
 from lens_mix.corpus.entries import Shard, check_corpus, count_prompts, read_shards
 from lens_mix.corpus.files import FORMAT, Folder, digest, read_json, read_record, write_json
+from lens_mix.corpus.on_ray import check_cluster, do_on_ray
 from lens_mix.corpus.ranks import Rank, read_rank
 from lens_mix.corpus.reductions import Mean, check_reductions
 from lens_mix.corpus.rows import DTYPES
@@ -59,6 +60,8 @@ def run(
     shard_size: int = 256,
     batch_size: int = 16,
     rank: tuple[int, int] | None = None,
+    actors: int | None = None,
+    resources: Mapping[str, Any] | None = None,
     retry: bool = False,
     progress: bool = False,
     residual_shares: bool = False,
@@ -90,6 +93,9 @@ def run(
         batch_size: The most prompts per forward pass. Long prompts, or `max_memory`, make batches smaller.
         rank: The number of this process, from 0, and the number of all processes. Each computes every n-th
             shard. None: those of `RANK` and `WORLD_SIZE`, or of `SLURM_ARRAY_TASK_ID` and `_COUNT`.
+        actors: The number of processes of a Ray cluster, each with a model. This process reads the prompts
+            and sends each shard to one of them. All machines need the folder `out`. None: without Ray.
+        resources: What each actor needs, as in the `map_batches` of Ray Data: `{"num_gpus": 1}`.
         retry: Whether to compute the shards again in which a prompt failed.
         progress: Whether to show a bar with the prompts per second and the time left.
         residual_shares: As in `lens_mix.run`.
@@ -104,6 +110,7 @@ def run(
         TypeError: If an argument has a wrong type.
         ValueError: If an argument has a wrong value, or the folder is of a run with another model, other
             prompts, methods or options. The message shows the difference.
+        ImportError: If `actors` is given, and Ray is not installed.
         FileNotFoundError: If the file of prompts does not exist.
         OSError: If a file cannot be written, because the disk is full, for example. Finished shards remain.
         UnsupportedModelError: As in `lens_mix.run`.
@@ -126,19 +133,24 @@ def run(
         **options,
     )
     check_flags(retry=retry, progress=progress)
+    check_cluster(actors, resources)
     process = read_rank(rank)
     job.start()
-    done = failed = 0
+    done, sent = 0, []
     with tqdm(total=_count_own(job, process), disable=not progress, desc="prompts", unit=" prompts") as bar:
         for shard in job.shards():
             if not process.computes(shard.number):
                 continue
+            done += len(shard.entries)
             if job.work.is_finished(shard, retry):
                 _skip(bar, len(shard.entries))
+            elif actors is not None:
+                sent.append(shard)
             else:
-                _do(job, shard, bar)
-            done += len(shard.entries)
-            failed += job.count_failed(shard.number)
+                job.work.do(shard, bar.update)
+        if actors is not None:
+            do_on_ray(job.work, sent, actors, resources, bar.update)
+    failed = sum(job.count_failed(shard) for shard in job.folder.shards() if process.computes(shard))
     return Summary(str(out), done, failed, job.finish())
 
 
@@ -292,17 +304,6 @@ def _make_job(
         "pyarrow": version("pyarrow"),
     }
     return Job(work, manifest, (prompts, size, column, kept))
-
-
-def _do(job: Job, shard: Shard, bar: tqdm) -> None:
-    try:
-        job.work.do(shard, bar.update)
-    except OSError as problem:
-        raise OSError(
-            problem.errno,
-            f"out: expected to write shard {shard.number} in {job.folder.path}, got: "
-            f"{problem.strerror or problem}; the finished shards remain: run again when it can be written",
-        ) from problem
 
 
 def _skip(bar: tqdm, count: int) -> None:

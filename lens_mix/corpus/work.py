@@ -120,6 +120,18 @@ class Work:
             UnsupportedModelError: If a method cannot be used on this model.
             ValueError: If every prompt of the shard failed for the same reason: then the prompts are not it.
         """
+        self.session()
+        try:
+            return self._compute(shard, report)
+        except OSError as problem:
+            reason = problem.strerror or problem
+            raise OSError(
+                problem.errno,
+                f"out: expected to write shard {shard.number} in {self.out}, got: {reason}; "
+                "the finished shards remain: run again when it can be written",
+            ) from problem
+
+    def _compute(self, shard: Shard, report: Callable[[int], Any] | None) -> int:
         folder, fields = Folder(self.out), {entry.number: entry.fields for entry in shard.entries}
         observed: dict[str, dict[tuple[int, int], Any]] = {name: {} for name in self.reduce}
         reasons: dict[int, str] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -78,3 +79,12 @@ def test_wrong_arguments_of_the_command_are_errors(folder, tmp_path):
         assert found.exit_code == 2, found.output
         assert message in found.output
     assert called("corpus", folder, tmp_path / "none.txt", "--out", tmp_path / "out").exit_code == 2
+
+
+def test_actors_need_ray(folder, tmp_path, monkeypatch):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("She left\n")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    found = called("corpus", folder, prompts, "--out", tmp_path / "out", "--actors", 2)
+    assert found.exit_code == 2, found.output
+    assert "actors= needs Ray: pip install 'lens_mix[ray]'" in found.output

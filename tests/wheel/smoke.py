@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -78,12 +79,22 @@ def use_demos(_: Any, folder: Path) -> None:
     assert torch.equal(_onnx_weights(folder / "decoder.onnx", "", "")["norm.weight"], torch.ones(2))
 
 
+def use_ray(_: Any, folder: Path) -> None:
+    """Map a corpus with one actor of a local cluster."""
+    prompts = [PROMPT, "She left"]
+    load_model = functools.partial(load, folder / "model")
+    done = lm.corpus.run(load_model, prompts, "attention", out=folder / "corpus", actors=1)
+    assert done.is_finished
+    assert len(lm.corpus.load(folder / "corpus")) == 2
+
+
 # Each extra with its feature and the package that it brings.
 FEATURES: dict[str, tuple[Callable[[Any, Path], None], str]] = {
     "plots": (use_plots, "matplotlib"),
     "xarray": (use_xarray, "xarray"),
     "cli": (use_cli, "typer"),
     "demos": (use_demos, "onnx"),
+    "ray": (use_ray, "ray"),
 }
 
 
