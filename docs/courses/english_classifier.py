@@ -27,7 +27,7 @@
 # 4. draw the tree of a correction,
 # 5. find words that change the answers to other sentences.
 #
-# Means over sentences have their number n and a 95 % interval of the bootstrap. Some results are negative.
+# Means over sentences have their number n and an interval of the bootstrap. Some results are negative.
 
 # %% [markdown]
 # ## The model
