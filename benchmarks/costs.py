@@ -101,6 +101,22 @@ def _run_many(model: Any, prompts: list[torch.Tensor]) -> None:
         pass
 
 
+def _few_shot_prompts(model: Any, tokens: int) -> list[torch.Tensor]:
+    """Return 16 prompts whose first five sixths are alike."""
+    count = tokens * 5 // 6
+    examples = common.random_tokens(model, count)
+    questions = [common.random_tokens(model, tokens - count, seed) for seed in range(1, 17)]
+    return [torch.cat([examples, question]) for question in questions]
+
+
+def _map_few_shot(method: str, **options: Any) -> Callable[[Any, Any], Any]:
+    def run(model: Any, prompts: list[torch.Tensor]) -> None:
+        for _ in lm.run_many(model, prompts, method, batch_size=16, progress=None, **options):
+            pass
+
+    return run
+
+
 @torch.no_grad()
 def run_forward(model: Any, tokens: torch.Tensor) -> None:
     """Run a plain forward pass with logits."""
@@ -157,6 +173,19 @@ CALLS: dict[str, tuple[Call, ...]] = {
             "run_many, 64 prompts in batches of 16, value_zeroing",
             *(_run_many, 30, _draw_prompts, _run_batches),
             most_forwards=4,
+        ),
+    ),
+    "few_shot": (
+        *(
+            Call(
+                f"run_many, 16 few-shot prompts, {method}",
+                *(_map_few_shot(method), 120, _few_shot_prompts, _run_batches),
+            )
+            for method in ("attention", "attn_res_ln", "alti")
+        ),
+        Call(
+            "run_many, 16 few-shot prompts, attention, last row",
+            *(_map_few_shot("attention", **LAST), 120, _few_shot_prompts, _run_batches),
         ),
     ),
     "first": (

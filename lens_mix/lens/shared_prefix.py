@@ -26,15 +26,17 @@ from lens_mix.lens.rows import Rows, rows_at
 def lay_out(lens: Lens, batch: Batch) -> Layout | None:
     """Return the row of a batch: its longest prompt, and then what follows the prefix in every prompt.
 
-    It is None if the model does not take such rows, the padding is not on the right, the prefix is not more
-    than half of the longest prompt, or the row has more pairs of tokens than the batch.
+    It is None if the model takes no such rows, if the padding is on the left, or if the row is not worth it.
+    With the longest prompt alone it must save a fifth of the batch's tokens, and it must not have more pairs
+    of tokens. So the prefix has to be more than half of the longest prompt.
     """
     real, length = batch.real, batch.tokens.shape[1]
     takes_rows = lens.takes_padding_mask and lens.takes_input("position_ids") and not lens.stack.gaps
     is_common = (batch.tokens == batch.tokens[:1]).all(0) & real.all(0)
     prefix = int(is_common.long().cumprod(0).sum())
     follows = real & (torch.arange(length, device=real.device) >= prefix)
-    is_worth = 2 * prefix > length and (length + int(follows.sum())) ** 2 <= len(batch) * length**2
+    width = length + int(follows.sum())
+    is_worth = 5 * (width + length) <= 4 * real.numel() and width**2 <= real.numel() * length
     return Layout.of(follows) if takes_rows and is_worth and not batch.inputs else None
 
 
@@ -99,9 +101,7 @@ def clean_pass_in_row(
     plain = clean_pass(lens, alone, watched=(), stop_after=last)
     error = relative_error(clean.calls[last].resid_post[longest], plain.calls[last].resid_post[0])
     if not error <= pass_tolerance(lens.dtype):
-        raise UnsupportedModelError(
-            f"expected the longest prompt as it is alone, got an error of {error:.1e}"
-        )
+        raise UnsupportedModelError(f"expected the longest prompt as alone, got an error of {error:.1e}")
     if row.predictions is None:
         return dataclasses.replace(clean, no_predictions=row.no_predictions)
     found = [[row.predictions[0][place] for place in each] for each in places.tolist()]
