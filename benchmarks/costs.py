@@ -96,9 +96,12 @@ def _draw_prompts(model: Any, tokens: int) -> list[torch.Tensor]:
     return [common.random_tokens(model, length, seed) for seed, length in enumerate(lengths)]
 
 
-def _run_many(model: Any, prompts: list[torch.Tensor]) -> None:
-    for _ in lm.run_many(model, prompts, "value_zeroing", batch_size=16, progress=None):
-        pass
+def _run_many(method: str, **options: Any) -> Callable[[Any, Any], None]:
+    def run(model: Any, prompts: list[torch.Tensor]) -> None:
+        for _ in lm.run_many(model, prompts, method, batch_size=16, progress=None, **options):
+            pass
+
+    return run
 
 
 def _few_shot_prompts(model: Any, tokens: int) -> list[torch.Tensor]:
@@ -107,14 +110,6 @@ def _few_shot_prompts(model: Any, tokens: int) -> list[torch.Tensor]:
     examples = common.random_tokens(model, count)
     questions = [common.random_tokens(model, tokens - count, seed) for seed in range(1, 17)]
     return [torch.cat([examples, question]) for question in questions]
-
-
-def _map_few_shot(method: str, **options: Any) -> Callable[[Any, Any], Any]:
-    def run(model: Any, prompts: list[torch.Tensor]) -> None:
-        for _ in lm.run_many(model, prompts, method, batch_size=16, progress=None, **options):
-            pass
-
-    return run
 
 
 @torch.no_grad()
@@ -171,7 +166,7 @@ CALLS: dict[str, tuple[Call, ...]] = {
     "run_many": (
         Call(
             "run_many, 64 prompts in batches of 16, value_zeroing",
-            *(_run_many, 30, _draw_prompts, _run_batches),
+            *(_run_many("value_zeroing"), 30, _draw_prompts, _run_batches),
             most_forwards=4,
         ),
     ),
@@ -179,13 +174,13 @@ CALLS: dict[str, tuple[Call, ...]] = {
         *(
             Call(
                 f"run_many, 16 few-shot prompts, {method}",
-                *(_map_few_shot(method), 120, _few_shot_prompts, _run_batches),
+                *(_run_many(method), 120, _few_shot_prompts, _run_batches),
             )
             for method in ("attention", "attn_res_ln", "alti")
         ),
         Call(
             "run_many, 16 few-shot prompts, attention, last row",
-            *(_map_few_shot("attention", **LAST), 120, _few_shot_prompts, _run_batches),
+            *(_run_many("attention", **LAST), 120, _few_shot_prompts, _run_batches),
         ),
     ),
     "first": (

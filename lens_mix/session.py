@@ -412,19 +412,19 @@ class Session:
         options: dict[str, Any] = {
             "watched": watched,
             "stop_after": last,
-            "rows": rows,
             "predict_at": predict_at,
             "after_block": after_block,
         }
         if layout is not None:
             try:
-                return clean_pass_in_row(layout, lens, batch, fwd_hooks, store, **options)
+                clean = CleanPass(lens, batch, {}, {}, {}, rows)
+                return clean_pass_in_row(layout, clean, fwd_hooks=fwd_hooks, recorded=store, **options)
             except Exception:
                 # The pass over the batch raises the same error, unless the row is its cause.
                 self._shares_prefix = False
                 return self._clean_pass(batch, rows, engines, hooked, graph, predict_at, after_block)
         options |= {"required": required if after_block is None else (), "graph": graph}
-        return clean_pass(lens, batch, fwd_hooks, store, **options)
+        return clean_pass(lens, batch, fwd_hooks, store, rows=rows, **options)
 
     def _check_entering_patches(self, clean: CleanPass) -> None:
         """Raise an UnsupportedModelError if pictures also enter above the first block, for input maps.

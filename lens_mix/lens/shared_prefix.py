@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lens_mix.hooks import HookPair
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.hooks.record import ATTENTION_ROLES
 from lens_mix.lens.batches import Batch
@@ -20,7 +19,7 @@ from lens_mix.lens.layout import Layout, batch_of_rows
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import BlockCall, relative_error
-from lens_mix.lens.rows import Rows, rows_at
+from lens_mix.lens.rows import rows_at
 
 
 def lay_out(lens: Lens, batch: Batch) -> Layout | None:
@@ -42,12 +41,7 @@ def lay_out(lens: Lens, batch: Batch) -> Layout | None:
 
 def clean_pass_in_row(
     layout: Layout,
-    lens: Lens,
-    batch: Batch,
-    fwd_hooks: Sequence[HookPair],
-    recorded: dict[str, Tensor],
-    *,
-    rows: Rows | None,
+    clean: CleanPass,
     predict_at: Int[Tensor, "batch query"] | None,
     after_block: Callable[[CleanPass], Callable[[int], None]],
     **options: Any,
@@ -56,19 +50,16 @@ def clean_pass_in_row(
 
     Args:
         layout: The row, from `lay_out`.
-        lens: The lens of the model.
-        batch: The prompts.
-        fwd_hooks: Hooks that record all rows of attention's tensors into `recorded`.
-        recorded: The dictionary that the hooks fill.
-        rows: As in `clean_pass`.
+        clean: The pass without records, which are put into it. In the end it has those of the last block.
         predict_at: As in `clean_pass`.
         after_block: As in `clean_pass`. It reads the records of its own block alone, which are then freed.
-        options: Further arguments of `clean_pass`. All attention layers that run are watched.
+        options: Further arguments of `clean_pass`. All rows are recorded, and all attention layers watched.
 
     Raises:
         UnsupportedModelError: The longest prompt leaves the last block as another vector than it does alone.
     """
-    clean, longest = CleanPass(lens, batch, {}, {}, {}, rows), int(batch.real.sum(1).argmax())
+    lens, batch, rows = clean.lens, clean.batch, clean.rows
+    longest, last = batch.real.sum(1).argmax()[None], options["stop_after"]
     # Padding has the places of the longest prompt, whose keys behind the prefix no other prompt sees.
     call, index = after_block(clean), layout.index.to(batch.tokens.device)
     queries = index if rows is None else rows_at(index, rows.positions)
@@ -90,19 +81,15 @@ def clean_pass_in_row(
         row.recorded.clear()
         call(layer)
 
-    tokens = layout.fill(batch.tokens[longest], batch.tokens)
+    tokens = layout.fill(batch.tokens[longest[0]], batch.tokens)
     one = batch_of_rows(tokens, layout.positions, layout.allowed, lens.dtype)
     options["after_block"] = lambda row: functools.partial(spread_records, row)
     options["predict_at"] = None if predict_at is None else read[None]
-    row = clean_pass(lens, one, fwd_hooks, recorded, **options)
+    row = clean_pass(lens, one, **options)
     # A window, or positions that are counted instead of read, act on the longest prompt's copy in the row.
-    alone = batch.select(torch.tensor([longest], device=index.device))
-    last = options["stop_after"]
-    plain = clean_pass(lens, alone, watched=(), stop_after=last)
-    error = relative_error(clean.calls[last].resid_post[longest], plain.calls[last].resid_post[0])
+    alone = clean_pass(lens, batch.select(longest), watched=(), stop_after=last)
+    error = relative_error(clean.calls[last].resid_post[longest], alone.calls[last].resid_post)
     if not error <= pass_tolerance(lens.dtype):
         raise UnsupportedModelError(f"expected the longest prompt as alone, got an error of {error:.1e}")
-    if row.predictions is None:
-        return dataclasses.replace(clean, no_predictions=row.no_predictions)
-    found = [[row.predictions[0][place] for place in each] for each in places.tolist()]
-    return dataclasses.replace(clean, predictions=found)
+    found = row.predictions and [[row.predictions[0][place] for place in each] for each in places.tolist()]
+    return dataclasses.replace(clean, predictions=found, no_predictions=row.no_predictions)
