@@ -233,9 +233,9 @@ class Session:
             is_early = not (watched or lens.encoder_decoder or batch.has_pictures)
             if map_early is not None and is_early and graph is None:
                 after_block = functools.partial(self._map_early, map_early, verification, engines, rows)
-            shares = self._shares_prefix and fits and verification.causal and after_block is not None
-            is_early = all(_maps_early(each, engines[label]) for label, each in self.methods.items())
-            layout = lay_out(lens, batch) if shares and is_early else None
+            may_share = self._shares_prefix and fits and verification.causal and after_block is not None
+            all_early = all(_maps_early(each, engines[label]) for label, each in self.methods.items())
+            layout = lay_out(lens, batch) if may_share and all_early else None
             clean = self._clean_pass(
                 batch, rows, engines, watched, graph, predict_at if fits else None, after_block, layout
             )
@@ -416,13 +416,12 @@ class Session:
             "after_block": after_block,
         }
         if layout is not None:
-            try:
+            # The pass over the batch raises the same error, unless the row is its cause.
+            with contextlib.suppress(Exception):
                 clean = CleanPass(lens, batch, {}, {}, {}, rows)
                 return clean_pass_in_row(layout, clean, fwd_hooks=fwd_hooks, recorded=store, **options)
-            except Exception:
-                # The pass over the batch raises the same error, unless the row is its cause.
-                self._shares_prefix = False
-                return self._clean_pass(batch, rows, engines, hooked, graph, predict_at, after_block)
+            self._shares_prefix = False
+            return self._clean_pass(batch, rows, engines, hooked, graph, predict_at, after_block)
         options |= {"required": required if after_block is None else (), "graph": graph}
         return clean_pass(lens, batch, fwd_hooks, store, rows=rows, **options)
 

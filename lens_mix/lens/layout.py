@@ -101,7 +101,7 @@ def batch_of_rows(
     if allowed is not None:
         # transformers adds such a mask to the scores of every layer, instead of making one.
         mask = torch.zeros(allowed.shape, dtype=dtype, device=tokens.device)
-        hidden = ~allowed.to(tokens.device)
-        inputs["attention_mask"] = mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
-    prompts = tuple(map(Prompt, tokens))
-    return Batch(prompts, tokens, torch.ones_like(tokens, dtype=torch.bool), None, None, inputs)
+        mask.masked_fill_(~allowed.to(mask.device), torch.finfo(dtype).min)
+        inputs["attention_mask"] = mask[:, None]
+    is_real = torch.ones_like(tokens, dtype=torch.bool)
+    return Batch(tuple(map(Prompt, tokens)), tokens, is_real, None, None, inputs)
