@@ -96,9 +96,20 @@ def _draw_prompts(model: Any, tokens: int) -> list[torch.Tensor]:
     return [common.random_tokens(model, length, seed) for seed, length in enumerate(lengths)]
 
 
-def _run_many(model: Any, prompts: list[torch.Tensor]) -> None:
-    for _ in lm.run_many(model, prompts, "value_zeroing", batch_size=16, progress=None):
-        pass
+def _run_many(method: str, **options: Any) -> Callable[[Any, Any], None]:
+    def run(model: Any, prompts: list[torch.Tensor]) -> None:
+        for _ in lm.run_many(model, prompts, method, batch_size=16, progress=None, **options):
+            pass
+
+    return run
+
+
+def _few_shot_prompts(model: Any, tokens: int) -> list[torch.Tensor]:
+    """Return 16 prompts whose first five sixths are alike."""
+    count = tokens * 5 // 6
+    examples = common.random_tokens(model, count)
+    questions = [common.random_tokens(model, tokens - count, seed) for seed in range(1, 17)]
+    return [torch.cat([examples, question]) for question in questions]
 
 
 @torch.no_grad()
@@ -155,8 +166,21 @@ CALLS: dict[str, tuple[Call, ...]] = {
     "run_many": (
         Call(
             "run_many, 64 prompts in batches of 16, value_zeroing",
-            *(_run_many, 30, _draw_prompts, _run_batches),
+            *(_run_many("value_zeroing"), 30, _draw_prompts, _run_batches),
             most_forwards=4,
+        ),
+    ),
+    "few_shot": (
+        *(
+            Call(
+                f"run_many, 16 few-shot prompts, {method}",
+                *(_run_many(method), 120, _few_shot_prompts, _run_batches),
+            )
+            for method in ("attention", "attn_res_ln", "alti")
+        ),
+        Call(
+            "run_many, 16 few-shot prompts, attention, last row",
+            *(_run_many("attention", **LAST), 120, _few_shot_prompts, _run_batches),
         ),
     ),
     "first": (

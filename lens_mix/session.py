@@ -31,6 +31,7 @@ from lens_mix.lens.cross import names_before_cross, streams_before_cross
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.known_faults import wrong_logits
 from lens_mix.lens.large_product import by_onednn
+from lens_mix.lens.layout import Layout
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import (
@@ -42,6 +43,7 @@ from lens_mix.lens.prompts import pad_token, read_prompt
 from lens_mix.lens.provenance import dropped_classifier
 from lens_mix.lens.raw_errors import LibraryErrors
 from lens_mix.lens.rows import Rows, Selection, read_selection
+from lens_mix.lens.shared_prefix import clean_pass_in_row, lay_out
 from lens_mix.lens.state import reading
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.lens.users_hooks import has_user_hooks, name_user_hooks
@@ -111,6 +113,7 @@ class Session:
                 raise UnsupportedModelError(reason)
         self.lens, self.methods = lens, dict(methods)
         self.engine, self.max_memory, self.queries = engine, max_memory, queries
+        self._shares_prefix = True
         attention_layers = lens.stack.attention_layers
         self.layers = read_selection(layers, lens.n_layers, "layers") or attention_layers
         if not set(self.layers) <= set(attention_layers):
@@ -230,8 +233,11 @@ class Session:
             is_early = not (watched or lens.encoder_decoder or batch.has_pictures)
             if map_early is not None and is_early and graph is None:
                 after_block = functools.partial(self._map_early, map_early, verification, engines, rows)
+            may_share = self._shares_prefix and fits and verification.causal and after_block is not None
+            all_early = all(_maps_early(each, engines[label]) for label, each in self.methods.items())
+            layout = lay_out(lens, batch) if may_share and all_early else None
             clean = self._clean_pass(
-                batch, rows, engines, watched, graph, predict_at if fits else None, after_block
+                batch, rows, engines, watched, graph, predict_at if fits else None, after_block, layout
             )
             if predict_at is not None and not fits:
                 clean = predict_in_chunks(clean, predict_at, size)
@@ -360,6 +366,7 @@ class Session:
         graph: AutogradGraph | None,
         predict_at: Int[Tensor, "batch query"] | None,
         after_block: Callable[[CleanPass], Callable[[int], None]] | None = None,
+        layout: Layout | None = None,
     ) -> CleanPass:
         """Return the clean pass, which records only the rows that the methods and checks need.
 
@@ -371,12 +378,13 @@ class Session:
             graph: The autograd graph that the pass is to record, or None.
             predict_at: The positions of the predictions to read, or None.
             after_block: As in `clean_pass`; it checks that the records are complete, and frees some of them.
+            layout: The row that has the common prefix of the prompts once; None to run the batch itself.
         """
         lens, layers = self.lens, self.recorded_layers
         for label, method in self.methods.items():
             if method.scope != "layer" or not method.takes_rows(engines[label]):
                 rows = None
-        positions = None if rows is None else rows.positions
+        positions = None if rows is None or layout is not None else rows.positions
         store: dict[str, Tensor] = {}
         # The check of the prompts needs these tensors even if no method does.
         checked = {"pattern", "value"} if "algebra" in engines.values() or hooked else set()
@@ -400,20 +408,22 @@ class Session:
         # Padding may get attention weight in any block that runs, so with padding all blocks are watched.
         has_padding = not bool(batch.real_positions(lens.stack.name).all())
         run_layers = [layer for layer in lens.stack.attention_layers if layer <= last]
-        watched = run_layers if has_padding or batch.has_pictures else layers
-        return clean_pass(
-            lens,
-            batch,
-            fwd_hooks,
-            store,
-            required=required if after_block is None else (),
-            watched=watched,
-            stop_after=last,
-            rows=rows,
-            graph=graph,
-            predict_at=predict_at,
-            after_block=after_block,
-        )
+        watched = run_layers if has_padding or batch.has_pictures or layout is not None else layers
+        options: dict[str, Any] = {
+            "watched": watched,
+            "stop_after": last,
+            "predict_at": predict_at,
+            "after_block": after_block,
+        }
+        if layout is not None:
+            # The pass over the batch raises the same error, unless the row is its cause.
+            with contextlib.suppress(Exception):
+                clean = CleanPass(lens, batch, {}, {}, {}, rows)
+                return clean_pass_in_row(layout, clean, fwd_hooks=fwd_hooks, recorded=store, **options)
+            self._shares_prefix = False
+            return self._clean_pass(batch, rows, engines, hooked, graph, predict_at, after_block)
+        options |= {"required": required if after_block is None else (), "graph": graph}
+        return clean_pass(lens, batch, fwd_hooks, store, rows=rows, **options)
 
     def _check_entering_patches(self, clean: CleanPass) -> None:
         """Raise an UnsupportedModelError if pictures also enter above the first block, for input maps.
@@ -475,6 +485,10 @@ class Session:
         return AutogradGraph(self.lens, anatomies, max(wanted, key=wanted.count), batch.tokens.shape[1])
 
 
+def _maps_early(method: Method, engine: str) -> bool:
+    return method.scope == "layer" and maps_separately(method) and method.reads_one_block(engine)
+
+
 def _add_patches(clean: CleanPass, verification: Verification) -> Verification:
     """Return the verification of a model for this pass, in which patches may attend to later patches."""
     if not clean.seeing_later or not verification.causal:
@@ -534,9 +548,7 @@ class CheckedPass:
 
     def is_mapped_early(self, label: str) -> bool:
         """Return whether a method's map of a block may be computed before the later blocks have run."""
-        method = self.session.methods[label]
-        is_layerwise = method.scope == "layer" and maps_separately(method)
-        return is_layerwise and method.reads_one_block(self.engines[label])
+        return _maps_early(self.session.methods[label], self.engines[label])
 
     def allowed_keys(self) -> AllowedKeys:
         """Return which keys the recorded rows may see, in every watched layer."""

@@ -157,7 +157,7 @@ class AttributionPatching(RowTargetMethod):
 
             rerun = torch.eye(len(tokens), dtype=torch.bool)[chosen]  # a copy for each chosen token
             rerun[:, -1] = True  # and the last token sees it
-            layout = Layout.of(rerun)  # from lens_mix.methods.side_by_side
+            layout = Layout.of(rerun)  # from lens_mix.lens.layout
             copies = tokens.repeat(len(chosen), 1)
             copies[range(len(chosen)), chosen] = other_token
             hooks = [pair for layer in layers for pair in method.interventions(layer, layout.allowed)]

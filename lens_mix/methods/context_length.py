@@ -14,11 +14,12 @@ from typing_extensions import override
 from lens_mix.lens.batches import Batch, Prompt, pad
 from lens_mix.lens.copies import count_copies, pack_passes
 from lens_mix.lens.effort import Passes
+from lens_mix.lens.layout import Layout
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import pad_token
 from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, evaluate, read_output
-from lens_mix.methods.side_by_side import Layout, rows_beside_copies, run_rows
+from lens_mix.methods.side_by_side import rows_beside_copies, run_rows
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

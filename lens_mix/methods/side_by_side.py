@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lens_mix.hooks import mask_attention, must_fire
 from lens_mix.hooks.mixing import pass_tolerance
-from lens_mix.lens.batches import Batch, Prompt
 from lens_mix.lens.changes import forward_hook
 from lens_mix.lens.copies import count_copies, pack_passes
+from lens_mix.lens.layout import Layout, batch_of_rows
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prefix_keys import PrefixKeys
 from lens_mix.lens.replay import first_tensor, relative_error
@@ -30,77 +30,6 @@ if TYPE_CHECKING:
 # The most tokens that run after the prompt in one pass. More would cost more in attention than they save.
 _MOST_TOKENS = {"cpu": 256}
 _MOST_TOKENS_ELSEWHERE = 2048
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The order of tokens in rows that run many copies of a prompt in one pass.
-
-    The first pass has one row: the prompt, and then for each copy the positions that are run again. A later
-    pass has rows of such positions alone, which see the prompt's keys and values of the first pass. An index
-    sees the tokens up to its position: of its own copy those that are run again, of the prompt all others. So
-    two kinds of copies are possible if token j is replaced:
-
-    - All positions from j on are run again. Attention is causal, so this is the whole pass over the copy.
-    - Only j and the last position are run again. The tokens between them are those of the clean pass.
-
-    Attributes:
-        rerun: Which positions of each copy are run again.
-        index: The index of each position of each copy, counted over all rows: the prompt's own if it is not
-            run again, which only the first pass has.
-        positions: The position of each index.
-        allowed: Which keys each index may see: those of the prompt, and then those of its row.
-    """
-
-    rerun: Bool[Tensor, "copy pos"]
-    index: Int[Tensor, "copy pos"]
-    positions: Int[Tensor, "row index"]
-    allowed: Bool[Tensor, "row index key"]
-
-    @classmethod
-    def of(cls, rerun: Bool[Tensor, "copy pos"], rows: Sequence[Sequence[int]] | None = None) -> Layout:
-        """Return the layout of copies, from the positions that are run again.
-
-        Args:
-            rerun: Which positions of each copy are run again.
-            rows: The copies in each row of a later pass, without the last copy, which joins the row with
-                the fewest tokens. None: the first pass, whose row has the prompt.
-        """
-        rerun, is_first = rerun.cpu(), rows is None
-        lengths, prompt = rerun.sum(1).tolist(), torch.arange(rerun.shape[1], device="cpu")
-        last = len(rerun) - 1
-        rows = [list(range(last))] if rows is None else list(rows)
-        shortest = min(range(len(rows)), key=lambda row: sum(lengths[copy] for copy in rows[row]))
-        rows[shortest] = [*rows[shortest], last]
-        width = max(sum(lengths[copy] for copy in row) for row in rows)
-        owner = torch.full((len(rows), width), -1, dtype=torch.long, device="cpu")
-        positions, index = torch.zeros_like(owner), prompt.repeat(len(rerun), 1)
-        for number, row in enumerate(rows):
-            place = 0
-            for copy in row:
-                of_copy = slice(place, place + lengths[copy])
-                owner[number, of_copy] = copy
-                positions[number, of_copy] = prompt[rerun[copy]]
-                start = number * width + len(prompt) * is_first
-                index[copy, rerun[copy]] = start + torch.arange(of_copy.start, of_copy.stop, device="cpu")
-                place = of_copy.stop
-        before = positions[:, None] <= positions[:, :, None]
-        # The places behind the last copy of a row see each other, so that no row of the pattern is empty.
-        of_row = (owner[:, :, None] == owner[:, None]) & before
-        of_prompt = ~rerun[owner] & (owner >= 0)[..., None] & (prompt <= positions[..., None])
-        allowed = torch.cat([of_prompt, of_row], 2)
-        if is_first:
-            positions = torch.cat([prompt[None], positions], 1)
-            alone = torch.nn.functional.pad(prompt <= prompt[:, None], (0, width))
-            allowed = torch.cat([alone[None], allowed], 1)
-        return cls(rerun, index, positions, allowed)
-
-    def fill(self, tokens: Int[Tensor, " pos"], copies: Int[Tensor, "copy pos"]) -> Int[Tensor, "row index"]:
-        """Return the tokens of the pass, from those of the prompt and of the copies."""
-        rerun, positions = self.rerun.to(copies.device), self.positions.to(copies.device)
-        filled = tokens[positions].flatten()
-        filled[self.index.to(copies.device)[rerun]] = copies[rerun]
-        return filled.view(positions.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,17 +271,11 @@ def run_rows(
         UnsupportedModelError: The model gives the compared tokens other residual streams, or cannot run so.
     """
     device = tokens.device
-    inputs, pairs = {"position_ids": positions.to(device)}, []
-    if first.clean.lens.takes_padding_mask:
-        # transformers adds such a mask to the scores of every layer, instead of making one.
-        mask = torch.zeros(allowed.shape, dtype=first.clean.lens.dtype, device=device)
-        mask.masked_fill_(~allowed.to(device), torch.finfo(mask.dtype).min)
-        inputs["attention_mask"] = mask[:, None]
-    else:
+    masks, pairs = first.clean.lens.takes_padding_mask, []
+    batch = batch_of_rows(tokens, positions, allowed if masks else None, first.clean.lens.dtype)
+    if not masks:
         layers, template = range(len(first.stack)), first.stack.attention_template
         pairs = [mask_attention(layer, allowed, attention=template) for layer in layers]
-    is_real = torch.ones_like(tokens, dtype=torch.bool)
-    batch = Batch(tuple(map(Prompt, tokens)), tokens, is_real, None, None, inputs)
     found: dict[int, Tensor] = {}
     keeping = [
         forward_hook(block, functools.partial(_keep, found, layer, compared.to(device)))

@@ -12,6 +12,7 @@ from benchmarks.input_map.decoder import Decoder
 from lens_mix.hooks import must_fire, record_mixing, zero_values
 from lens_mix.lens import autograd_graph, continuation
 from lens_mix.lens.autograd_graph import Mixing
+from lens_mix.lens.layout import Layout
 from lens_mix.lens.model import Lens
 from lens_mix.methods.attribution_patching import (
     hidden_effects,
@@ -20,7 +21,6 @@ from lens_mix.methods.attribution_patching import (
 )
 from lens_mix.methods.bound_target import bind_rows
 from lens_mix.methods.row_gradients import make_graph
-from lens_mix.methods.side_by_side import Layout
 from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, cases, prompt_of, wide_cases
 from tests.methods.test_side_by_side import widen_softmax

@@ -5,9 +5,9 @@ import torch
 
 import lens_mix as lm
 from lens_mix.hooks import zero_values
+from lens_mix.lens.layout import Layout
 from lens_mix.lens.prefix_keys import PrefixKeys
 from lens_mix.methods import occlusion, side_by_side
-from lens_mix.methods.side_by_side import Layout
 from tests.matrix import build_or_skip, cases, prompt_of
 from tests.methods.passes import SHARED
 from tests.tiny_models import bridge, hooked_transformer
