@@ -54,6 +54,10 @@ def verification_of(
             stored[1] if is_current and stored is not None and not _may_be_outdated(lens, stored[1]) else None
         )
         complete = verify(lens, prompt, passes) if verification is None else verification
+        if passes and any(entry.error is not None and not entry.ok for entry in complete.components):
+            # What acts at a late position must not change the stored verification, which is for all prompts.
+            passes.clear()
+            complete = verify(lens, prompt)
         if lens.stack.source is not None and (verification is None or padding is not None):
             source = verification_of(
                 Lens(lens.model, lens.stack.source.name), prompt, padding=padding, again=again
