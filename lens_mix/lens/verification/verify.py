@@ -1,7 +1,7 @@
 """The verification of a model: every component of every block is rebuilt and compared.
 
 It makes one clean pass over the first tokens of the user's prompt, and records the outputs within the blocks
-too. It rebuilds all components of the table in `lens_mix.lens.components`. Blocks of a hybrid that have no
+too. A pass over a whole short prompt is also that of the run. It rebuilds all components of the table in `lens_mix.lens.components`. Blocks of a hybrid that have no
 attention run, but are not rebuilt.
 """
 
