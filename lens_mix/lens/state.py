@@ -111,7 +111,7 @@ def _evaluation_mode(
         if reason is not None:
             raise UnsupportedModelError(f"model: {reason}")
         # The autograd graph must begin at the tensor that a hook inserts, and not at the parameters.
-        # `Module.parameters` takes ten times as long as reading the dictionaries.
+        # `Module.parameters` takes much longer than reading the dictionaries.
         own = (parameter for module in modules for parameter in module._parameters.values())
         parameters = {id(parameter): parameter for parameter in own if parameter is not None}
         trainable = [(parameter, False) for parameter in parameters.values() if parameter.requires_grad]

@@ -1,8 +1,8 @@
 """The verification of a model: every component of every block is rebuilt and compared.
 
 It makes one clean pass over the first tokens of the user's prompt, and records the outputs within the blocks
-too. A pass over a whole short prompt is also that of the run. It rebuilds all components of the table in `lens_mix.lens.components`. Blocks of a hybrid that have no
-attention run, but are not rebuilt.
+too. A pass over a whole short prompt is also that of the run. It rebuilds all components of the table in
+`lens_mix.lens.components`. Blocks of a hybrid that have no attention run, but are not rebuilt.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lens_mix.lens.verification_record import Verification
 # The smallest and the usual number of tokens on which a model is verified.
 SHORTEST, LONGEST = 8, 16
 # The largest number of tokens of a prompt that is verified as a whole if a run can use the same pass.
-LONGEST_SHARED = 32
+_LONGEST_SHARED = 32
 
 
 def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
@@ -89,7 +89,7 @@ def _verification_prompt(
 def may_share_pass(lens: Lens, prompt: Prompt) -> bool:
     """Return whether the pass of a verification may be over a whole prompt, and be that of a run on it."""
     is_text = prompt.target is None and prompt.features is None and not prompt.inputs and not prompt.pictures
-    has_length = SHORTEST <= len(prompt.tokens) <= LONGEST_SHARED
+    has_length = SHORTEST <= len(prompt.tokens) <= _LONGEST_SHARED
     return is_text and has_length and not lens.encoder_decoder and not has_user_hooks(lens.modules)
 
 

@@ -290,7 +290,7 @@ def test_a_first_call_on_a_short_prompt_makes_one_pass(kind, length, longest, pa
     model = build_or_skip(bridge, kind)
     tokens = torch.arange(length)[None] % model.cfg.d_vocab
     made = []
-    monkeypatch.setattr(verifications, "LONGEST_SHARED", longest)
+    monkeypatch.setattr(verifications, "_LONGEST_SHARED", longest)
     for module in (verifications, session):
         monkeypatch.setattr(module, "clean_pass", lambda *a, **k: made.append(1) or clean_pass(*a, **k))
     methods = ["attention", "value_zeroing", "attn_res_ln"]
