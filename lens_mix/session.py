@@ -55,7 +55,7 @@ from lens_mix.lens.verification.prompt_check import (
     find_input_mismatch,
     find_mismatch,
 )
-from lens_mix.lens.verification.verify import padding_leaks
+from lens_mix.lens.verification.verify import may_share_pass, padding_leaks
 from lens_mix.lens.verification_record import Verification
 from lens_mix.method import Method, maps_separately
 
@@ -210,8 +210,12 @@ class Session:
         # The user may have added or removed modules since the last batch, so the lens is made anew.
         self.lens = lens = Lens(self.lens.model, self.lens.stack.name)
         with LibraryErrors(lens.model), lens.evaluation_mode(), contextlib.ExitStack() as leaving:
+            passes: list[CleanPass] = []
             verification = verification_of(
-                lens, prompts[0], with_unembedding=needs_unembedding(self.methods.values())
+                lens,
+                prompts[0],
+                with_unembedding=needs_unembedding(self.methods.values()),
+                passes=passes if self._may_share_pass(prompts) else None,
             )
             engines = self._choose_engines(verification)
             uses_algebra = "algebra" in engines.values()
@@ -231,14 +235,20 @@ class Session:
             after_block = None
             # Whether a prompt with pictures is causal is known only after the pass.
             is_early = not (watched or lens.encoder_decoder or batch.has_pictures)
-            if map_early is not None and is_early and graph is None:
+            is_verified = bool(passes) and graph is None
+            if map_early is not None and is_early and graph is None and not is_verified:
                 after_block = functools.partial(self._map_early, map_early, verification, engines, rows)
             may_share = self._shares_prefix and fits and verification.causal and after_block is not None
             all_early = all(_maps_early(each, engines[label]) for label, each in self.methods.items())
             layout = lay_out(lens, batch) if may_share and all_early else None
-            clean = self._clean_pass(
-                batch, rows, engines, watched, graph, predict_at if fits else None, after_block, layout
-            )
+            if is_verified:
+                clean = passes[0]
+                if predict_at is None:
+                    clean = dataclasses.replace(clean, predictions=None, no_predictions=None)
+            else:
+                clean = self._clean_pass(
+                    batch, rows, engines, watched, graph, predict_at if fits else None, after_block, layout
+                )
             if predict_at is not None and not fits:
                 clean = predict_in_chunks(clean, predict_at, size)
             entering = streams_before_cross(clean, verification.anatomy)
@@ -248,7 +258,8 @@ class Session:
             if clean.seeing_later:
                 verification = _add_patches(clean, verification)
                 engines = self._choose_engines(verification)
-            if uses_algebra and after_block is None:
+            # A pass that was verified itself need not be compared with the verification.
+            if uses_algebra and after_block is None and not is_verified:
                 clean, verification, engines = self._check_prompts(clean, verification, engines)
             # The engine "recorded" reads pattern and values, so it would miss a user hook that changes z. The
             # other engines do not miss it: replays run this hook, and algebra is compared with block outputs.
@@ -258,6 +269,14 @@ class Session:
                 self._raise_unsupported(reason)
             notes = describe_user_hooks(clean, verification, watched)
             yield CheckedPass(self, clean, verification, engines, rows, notes)
+
+    def _may_share_pass(self, prompts: Sequence[Prompt]) -> bool:
+        """Return whether a new verification's own pass has all that this run would record in another one."""
+        recorded = {"pattern", "value", "z", RESID_PRE}
+        reads = all(type(m).hooks is Method.hooks and m.records <= recorded for m in self.methods.values())
+        is_whole = len(prompts) == 1 and self.queries is None and self.max_memory is None
+        is_whole = is_whole and self.recorded_layers == self.lens.stack.attention_layers
+        return reads and is_whole and may_share_pass(self.lens, prompts[0])
 
     def _map_early(
         self,

@@ -1,8 +1,8 @@
 """The verification of a model: every component of every block is rebuilt and compared.
 
 It makes one clean pass over the first tokens of the user's prompt, and records the outputs within the blocks
-too. It rebuilds all components of the table in `lens_mix.lens.components`. Blocks of a hybrid that have no
-attention run, but are not rebuilt.
+too. A pass over a whole short prompt is also that of the run. It rebuilds all components of the table in
+`lens_mix.lens.components`. Blocks of a hybrid that have no attention run, but are not rebuilt.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from lens_mix.lens.verification_record import Verification
 
 # The smallest and the usual number of tokens on which a model is verified.
 SHORTEST, LONGEST = 8, 16
+# The largest number of tokens of a prompt that is verified as a whole if a run can use the same pass.
+_LONGEST_SHARED = 32
 
 
 def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
@@ -84,13 +86,26 @@ def _verification_prompt(
     )
 
 
-def verify(lens: Lens, prompt: Prompt) -> Verification:
+def may_share_pass(lens: Lens, prompt: Prompt) -> bool:
+    """Return whether the pass of a verification may be over a whole prompt, and be that of a run on it."""
+    is_text = prompt.target is None and prompt.features is None and not prompt.inputs and not prompt.pictures
+    has_length = SHORTEST <= len(prompt.tokens) <= _LONGEST_SHARED
+    return is_text and has_length and not lens.encoder_decoder and not has_user_hooks(lens.modules)
+
+
+def verify(lens: Lens, prompt: Prompt, passes: list[CleanPass] | None = None) -> Verification:
     """Verify every block of the lens's stack on the first tokens of a prompt.
+
+    Args:
+        lens: The lens of the model.
+        prompt: The prompt.
+        passes: A list for the clean pass of the verification, with the predictions of every position. It is
+            then over the whole prompt (`may_share_pass`). None: the pass is not used again.
 
     Raises:
         UnsupportedModelError: A block has no hooks on its values, patterns or mixed values.
     """
-    batch = short_batch(lens, prompt)
+    batch = short_batch(lens, prompt) if passes is None else pad([prompt], pad_token(lens.model), "right")
     layers = lens.stack.attention_layers
     names = [lens.stack.hook_name(role, layer) for layer in layers for role in ("value", "pattern", "z")]
     absent = [name for name in names if name not in lens.hook_points]
@@ -108,7 +123,10 @@ def verify(lens: Lens, prompt: Prompt) -> Verification:
     reads: dict[int, list[Tensor]] = {layer: [] for layer in feed_forwards}
     reading = [_on_input(module, reads[layer].append) for layer, module in feed_forwards.items()]
     with Changes(captured_calls(_output_modules(lens), calls) + reading):
-        clean = clean_pass(lens, batch, record_all(store, [*names, *optional]), store, required=names)
+        every = torch.arange(len(prompt.tokens), device=batch.tokens.device)[None]
+        predict_at = None if passes is None else every
+        pairs = record_all(store, [*names, *optional])
+        clean = clean_pass(lens, batch, pairs, store, required=names, predict_at=predict_at)
     entries: list[ComponentError] = []
     anatomies: dict[int, BlockAnatomy] = {}
     factors: dict[int, Tensor] = {}
@@ -121,6 +139,8 @@ def verify(lens: Lens, prompt: Prompt) -> Verification:
             anatomies[layer] = below = block.anatomy
             if block.z_factors is not None:
                 factors[layer] = block.z_factors
+    if passes is not None:
+        passes.append(clean)
     norms = next_norm_failures(clean, anatomies)
     sees_later = any(bool(attended.triu(diagonal=1).any()) for attended in clean.attended.values())
     causal = not lens.stack.is_cross and not sees_later

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix import session
 from lens_mix.lens import verification_record
 from lens_mix.lens.batches import Prompt
-from lens_mix.lens.clean_pass import StopForward
+from lens_mix.lens.clean_pass import StopForward, clean_pass
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.verification import verify as verifications
 from tests.matrix import build_or_skip, prompt_of
@@ -280,6 +281,52 @@ def test_what_acts_inside_the_feed_forward_is_noticed_though_no_module_shows_it(
         UnsupportedModelError, match="expected its components to give its output on this prompt"
     ):
         lm.run(model, tokens, method, engine="algebra")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2", "bert", "mixtral"])
+@pytest.mark.parametrize(("length", "longest", "passes"), [(5, 32, 2), (20, 32, 1), (20, 16, 2)])
+def test_a_first_call_on_a_short_prompt_makes_one_pass(kind, length, longest, passes, monkeypatch):
+    """The verification is then of the run's own pass, and the maps are those of a later call."""
+    model = build_or_skip(bridge, kind)
+    tokens = torch.arange(length)[None] % model.cfg.d_vocab
+    made = []
+    monkeypatch.setattr(verifications, "_LONGEST_SHARED", longest)
+    for module in (verifications, session):
+        monkeypatch.setattr(module, "clean_pass", lambda *a, **k: made.append(1) or clean_pass(*a, **k))
+    methods = ["attention", "value_zeroing", "attn_res_ln"]
+    first = lm.run(model, tokens, methods)
+    assert len(made) == passes
+    later = lm.run(model, tokens, methods)
+    assert len(made) == passes + 1
+    for name, mixing_map in first.items():
+        assert torch.equal(mixing_map.scores, later[name].scores)
+        assert mixing_map.explained == later[name].explained
+        assert mixing_map.notes == later[name].notes
+        assert mixing_map.provenance["engine"] == later[name].provenance["engine"]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_a_first_call_has_the_scores_of_the_definition(kind):
+    model = build_or_skip(bridge, kind, torch.float64)
+    tokens = torch.arange(20)[None] % model.cfg.d_vocab
+    first = lm.run(model, tokens, "value_zeroing", engine="algebra")
+    by_hooks = lm.run(build_or_skip(bridge, kind, torch.float64), tokens, "value_zeroing", engine="hooks")
+    assert torch.allclose(first.scores, by_hooks.scores, rtol=0, atol=1e-10)
+
+
+def test_a_late_change_does_not_enter_the_stored_verification(monkeypatch):
+    """A verification on a whole prompt of 30 tokens that fails is made again on its first tokens."""
+    model = build_or_skip(bridge, "llama")
+    tokens = torch.arange(30)[None] % model.cfg.d_vocab
+    silu = torch.nn.functional.silu
+
+    def changed(x, *args, **kwargs):
+        out = silu(x, *args, **kwargs)
+        return torch.cat([out[:, :21], 0 * out[:, 21:22], out[:, 22:]], dim=1) if out.shape[1] > 21 else out
+
+    monkeypatch.setattr(torch.nn.functional, "silu", changed)
+    assert lm.run(model, tokens, "value_zeroing").provenance["engine"] == "hooks"
+    assert lm.run(model, tokens[:, :20], "value_zeroing").provenance["engine"] == "algebra"
 
 
 def test_globenc_relies_on_the_feed_forward_where_a_norm_reads_it(monkeypatch):
