@@ -113,7 +113,6 @@ class Session:
                 raise UnsupportedModelError(reason)
         self.lens, self.methods = lens, dict(methods)
         self.engine, self.max_memory, self.queries = engine, max_memory, queries
-        self._shares_prefix = True
         attention_layers = lens.stack.attention_layers
         self.layers = read_selection(layers, lens.n_layers, "layers") or attention_layers
         if not set(self.layers) <= set(attention_layers):
@@ -238,8 +237,9 @@ class Session:
             is_verified = bool(passes) and graph is None
             if map_early is not None and is_early and graph is None and not is_verified:
                 after_block = functools.partial(self._map_early, map_early, verification, engines, rows)
-            may_share = self._shares_prefix and fits and verification.causal and after_block is not None
+            may_share = fits and verification.causal and after_block is not None
             all_early = all(_maps_early(each, engines[label]) for label, each in self.methods.items())
+            all_early = all_early and self._records_only_attention()
             layout = lay_out(lens, batch) if may_share and all_early else None
             if is_verified:
                 clean = passes[0]
@@ -272,11 +272,15 @@ class Session:
 
     def _may_share_pass(self, prompts: Sequence[Prompt]) -> bool:
         """Return whether a new verification's own pass has all that this run would record in another one."""
-        recorded = {"pattern", "value", "z", RESID_PRE}
-        reads = all(type(m).hooks is Method.hooks and m.records <= recorded for m in self.methods.values())
+        reads = self._records_only_attention()
         is_whole = len(prompts) == 1 and self.queries is None and self.max_memory is None
         is_whole = is_whole and self.recorded_layers == self.lens.stack.attention_layers
         return reads and is_whole and may_share_pass(self.lens, prompts[0])
+
+    def _records_only_attention(self) -> bool:
+        """Return whether the methods read no more than attention's tensors and the residual stream."""
+        recorded = {"pattern", "value", "z", RESID_PRE}
+        return all(type(m).hooks is Method.hooks and m.records <= recorded for m in self.methods.values())
 
     def _map_early(
         self,
@@ -435,12 +439,14 @@ class Session:
             "after_block": after_block,
         }
         if layout is not None:
-            # The pass over the batch raises the same error, unless the row is its cause.
-            with contextlib.suppress(Exception):
+            try:
                 clean = CleanPass(lens, batch, {}, {}, {}, rows)
                 return clean_pass_in_row(layout, clean, fwd_hooks=fwd_hooks, recorded=store, **options)
-            self._shares_prefix = False
-            return self._clean_pass(batch, rows, engines, hooked, graph, predict_at, after_block)
+            except UnexpectedBlock:
+                raise
+            except Exception:
+                # The pass over the batch raises the same error, unless the row is its cause.
+                return self._clean_pass(batch, rows, engines, hooked, graph, predict_at, after_block)
         options |= {"required": required if after_block is None else (), "graph": graph}
         return clean_pass(lens, batch, fwd_hooks, store, rows=rows, **options)
 

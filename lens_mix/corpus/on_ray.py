@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     import pyarrow
 
 
+_TAKEN = {"fn_constructor_args", "compute", "batch_size", "batch_format"}
+# Without a limit, Ray tries a shard again for ever that kills its process each time.
+_RETRIES = {"max_restarts": 3, "max_task_retries": 3}
+
+
 def check_cluster(actors: int | None, resources: Mapping[str, Any] | None) -> None:
     """Raise an error if the arguments do not describe the processes of a cluster, or Ray is not installed."""
     if actors is None:
@@ -25,6 +30,9 @@ def check_cluster(actors: int | None, resources: Mapping[str, Any] | None) -> No
     check_whole_number("actors", actors, 1)
     if resources is not None:
         check_instance("resources", resources, Mapping, 'options of map_batches, such as {"num_gpus": 1}')
+        taken = _TAKEN & resources.keys()
+        if taken:
+            raise ValueError(f"resources: expected no {', '.join(sorted(taken))}, which lens_mix sets")
     try:
         import ray.data  # noqa: F401
     except ImportError as problem:
@@ -68,7 +76,7 @@ def do_on_ray(
         compute=ray.data.ActorPoolStrategy(size=actors),
         batch_size=1,
         batch_format="pyarrow",
-        **(resources or {}),
+        **{**_RETRIES, **(resources or {})},
     )
     for row in done.iter_rows():
         if row["problem"]:
@@ -90,7 +98,17 @@ class _Actor:
         problem = b""
         try:
             self._work.do(shard)
-        except (OSError, TypeError, ValueError) as error:
+        except Exception as error:
             # Ray would raise an error of another class.
-            problem = pickle.dumps(error)
+            problem = _pickle_error(error)
         return pa.table({"prompts": [len(shard.entries)], "problem": [problem]})
+
+
+def _pickle_error(error: Exception) -> bytes:
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+        return pickled
+    except Exception:
+        # An error of another library may hold what cannot be sent.
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))

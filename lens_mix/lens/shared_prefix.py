@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lens_mix.hooks.mixing import pass_tolerance
@@ -36,7 +36,12 @@ def lay_out(lens: Lens, batch: Batch) -> Layout | None:
     follows = real & (torch.arange(length, device=real.device) >= prefix)
     width = length + int(follows.sum())
     is_worth = 5 * (width + length) <= 4 * real.numel() and width**2 <= real.numel() * length
-    return Layout.of(follows) if takes_rows and is_worth and not batch.inputs else None
+    if not (takes_rows and is_worth) or batch.inputs:
+        return None
+    # The longest prompt is the last one of the row: what depends on the place in it acts there the most.
+    order = real.sum(1).argsort(stable=True).cpu()
+    layout, back = Layout.of(follows.cpu()[order]), order.argsort()
+    return dataclasses.replace(layout, rerun=layout.rerun[back], index=layout.index[back])
 
 
 def clean_pass_in_row(
@@ -56,10 +61,14 @@ def clean_pass_in_row(
         options: Further arguments of `clean_pass`. All rows are recorded, and all attention layers watched.
 
     Raises:
-        UnsupportedModelError: The longest prompt leaves the last block as another vector than it does alone.
+        UnsupportedModelError: The longest prompt leaves a block as another vector than it does alone, or a
+            query does not attend to all tokens up to its own, in the row or alone (a window).
     """
     lens, batch, rows = clean.lens, clean.batch, clean.rows
-    longest, last = batch.real.sum(1).argmax()[None], options["stop_after"]
+    longest = batch.real.sum(1).argsort(stable=True)[-1:]
+    # The mask of the row replaces the window of a model, which only a pass without it has.
+    alone = clean_pass(lens, batch.select(longest), stop_after=options["stop_after"])
+    _require_triangle(alone, alone.attended.values())
     # Padding has the places of the longest prompt, whose keys behind the prefix no other prompt sees.
     call, index = after_block(clean), layout.index.to(batch.tokens.device)
     queries = index if rows is None else rows_at(index, rows.positions)
@@ -74,6 +83,10 @@ def clean_pass_in_row(
         clean.calls[layer] = BlockCall((made.resid_pre[0][index],), {}, made.resid_post[0][index])
         is_same = attended[layer] is attended.get(layer - 1)
         clean.attended[layer] = clean.attended[layer - 1] if is_same else spread_pairs(attended[layer])
+        _require_triangle(clean, [] if is_same else [clean.attended[layer]])
+        error = relative_error(clean.calls[layer].resid_post[longest], alone.calls[layer].resid_post)
+        if not error <= pass_tolerance(lens.dtype):
+            raise UnsupportedModelError(f"expected the longest prompt as alone, got an error of {error:.1e}")
         for name, tensor in row.recorded.items():
             is_value, is_pattern = (name.endswith(ATTENTION_ROLES[role]) for role in ("value", "pattern"))
             spread = tensor[0][index if is_value else queries] if not is_pattern else spread_pairs(tensor)
@@ -86,10 +99,15 @@ def clean_pass_in_row(
     options["after_block"] = lambda row: functools.partial(spread_records, row)
     options["predict_at"] = None if predict_at is None else read[None]
     row = clean_pass(lens, one, **options)
-    # A window, or positions that are counted instead of read, act on the longest prompt's copy in the row.
-    alone = clean_pass(lens, batch.select(longest), watched=(), stop_after=last)
-    error = relative_error(clean.calls[last].resid_post[longest], alone.calls[last].resid_post)
-    if not error <= pass_tolerance(lens.dtype):
-        raise UnsupportedModelError(f"expected the longest prompt as alone, got an error of {error:.1e}")
     found = row.predictions and [[row.predictions[0][place] for place in each] for each in places.tolist()]
     return dataclasses.replace(clean, predictions=found, no_predictions=row.no_predictions)
+
+
+def _require_triangle(clean: CleanPass, masks: Iterable[Bool[Tensor, "batch query key"]]) -> None:
+    """Raise an UnsupportedModelError if a query does not attend to all tokens up to its own."""
+    places = torch.arange(clean.real.shape[1], device=clean.real.device)
+    positions = places.expand_as(clean.real) if clean.rows is None else clean.rows.positions
+    real = clean.real_rows[:, :, None] & clean.real_keys[:, None, :]
+    triangle = real & (places <= positions[:, :, None])
+    if not all((mask & real).equal(triangle) for mask in masks):
+        raise UnsupportedModelError("expected each query to attend to all tokens up to its own")

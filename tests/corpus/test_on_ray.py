@@ -73,6 +73,8 @@ def test_wrong_arguments_of_a_cluster_are_errors(tmp_path, monkeypatch):
         run(tmp_path / "new", resources={"num_gpus": 1})
     with pytest.raises(TypeError, match=r'resources: expected options of map_batches.*, got "?1'):
         run(tmp_path / "new", actors=2, resources=1)
+    with pytest.raises(ValueError, match="resources: expected no batch_size, compute, which lens_mix sets"):
+        run(tmp_path / "new", actors=2, resources={"compute": 1, "batch_size": 4, "num_cpus": 1})
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install 'lens_mix\[ray\]'"):
         run(tmp_path / "new", actors=2)
@@ -107,3 +109,13 @@ def test_two_actors_write_the_files_of_one_process_although_the_driver_was_kille
     if torch.get_num_threads() == 1:
         # Ray gives each actor one thread.
         assert found == expected
+
+
+def test_an_error_that_cannot_be_sent_becomes_text():
+    class OfTheDriver(Exception):
+        pass
+
+    error = pickle.loads(on_ray._pickle_error(OfTheDriver("no memory")))
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "OfTheDriver: no memory"
+    assert isinstance(pickle.loads(on_ray._pickle_error(KeyError("name"))), KeyError)

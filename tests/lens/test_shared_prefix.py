@@ -133,23 +133,57 @@ def test_runs_the_batch_as_it_is(make_model, prompts, methods, options, monkeypa
     assert not started
 
 
-@pytest.mark.parametrize("name", ["mistral"])
-def test_a_window_is_detected(name, tokens_run, monkeypatch):
-    """transformers does not apply a sliding window to a mask that it is given."""
-    model, prompts = build_or_skip(bridge, name, torch.float64), make_prompts()
-    monkeypatch.setattr(session, "has_user_hooks", lambda modules: False)
-    made, run = [], session.clean_pass_in_row
+@pytest.fixture
+def rows_used(monkeypatch):
+    """Return a list that gets, for each batch that may share its prefix, whether it does."""
+    used, run = [], session.clean_pass_in_row
 
     def spy(*args, **options):
-        made.append("started")
-        made.append(run(*args, **options))
+        used.append(False)
+        clean = run(*args, **options)
+        used[-1] = True
+        return clean
 
     monkeypatch.setattr(session, "clean_pass_in_row", spy)
+    return used
+
+
+NEO = {"window_size": 20, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "prefix", "counts"),
+    [
+        ("mistral", {}, PREFIX, COUNTS),
+        ("gemma2", {}, PREFIX, COUNTS),
+        ("gpt_neo", NEO, 14, (2,) * 8),
+        ("gpt_neo", {**NEO, "num_layers": 4, "attention_types": [[["global", "local"], 2]]}, 14, (2,) * 8),
+    ],
+)
+def test_a_window_is_detected(name, config, prefix, counts, tokens_run, rows_used, monkeypatch):
+    """transformers does not apply a sliding window to a mask that it is given.
+
+    GPT-Neo's window counts places of the row: it is longer than a prompt, and shorter than the row.
+    """
+    model, prompts = build_or_skip(bridge, name, torch.float64, **config), make_prompts(prefix, counts)
+    monkeypatch.setattr(session, "has_user_hooks", lambda modules: False)
     twice = [*prompts, *prompts]
     found, expected, _ = run_both(monkeypatch, tokens_run, model, twice, METHODS, batch_size=len(prompts))
-    # The first batch fails, and the next ones do not try again.
-    assert made == ["started"]
+    assert rows_used == [False, False]
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("layers", [None, [0]])
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_weights_that_underflow_to_zero_are_not_a_mask(name, layers, tokens_run, rows_used, monkeypatch):
+    model, prompts = build_or_skip(bridge, name, torch.float32), make_prompts()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(30)
+    found, expected, _ = run_both(monkeypatch, tokens_run, model, prompts, ["attention"], layers=layers)
+    assert any(bool((m["attention"].scores[0].tril() == 0).tril().any()) for m in expected)
+    assert_same(found, expected)
+    assert [m["attention"].causal for m in found] == [True] * len(prompts)
 
 
 def test_an_error_of_a_method_is_raised(tokens_run, monkeypatch):
