@@ -132,7 +132,8 @@ class Effort:
 
     def bar(self, chunks: Iterable[T], total: int, unit: str) -> Iterator[T]:
         """Yield the chunks of a method's work, and show in a bar how many of `total` are done."""
-        yield from tqdm(chunks, total=total, unit=unit, disable=not self.progress, leave=False)
+        # A bar that is not shown is not made: Python drops what a signal's handler raises in its `__del__`.
+        yield from tqdm(chunks, total=total, unit=unit, leave=False) if self.progress else chunks
 
 
 def _level() -> int:

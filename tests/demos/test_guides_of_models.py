@@ -85,7 +85,8 @@ def test_the_guide_on_pictures_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     dinov2 = transformers.Dinov2Model(transformers.Dinov2Config(**sizes, image_size=224)).eval()
     replace_loaders(monkeypatch, AutoImageProcessor=process, Dinov2Model=dinov2)
     replace_bridge(monkeypatch, model)
-    names = run_examples("pictures.md", {"picture": picture})
+    picture.save("cat.jpg")
+    names = run_examples("pictures.md", {})
     assert (names["m"].grid.rows, names["m"].grid.columns) == (4, 4)
     assert (tmp_path / "page.html").stat().st_size > 10_000
     assert names["model"] is not model
