@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 METHODS = ["attention", "value_zeroing", "attention_attribution"]
 
 
-@pytest.mark.parametrize("count", [24, slow(400)])
+@pytest.mark.parametrize("count", [24, slow(200)])
 @pytest.mark.parametrize("label", ["bridge gpt2", "HookedTransformer LN"])
 def test_each_thread_gets_its_own_maps(label, count):
     case = case_of(label)
