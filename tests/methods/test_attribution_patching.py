@@ -110,7 +110,7 @@ def test_hooks_that_know_positions_are_refused(position):
 
 @pytest.mark.parametrize("place", [-1, 4])
 def test_copies_read_the_keys_of_blocks_that_are_run_again(monkeypatch, place):
-    model = bridge("llama", torch.float64)
+    model = build_or_skip(bridge, "llama", torch.float64)
     prompt = tokens(model, 1, 9)[0]
     widen_softmax(monkeypatch)
     method = lm.AttributionPatching(replacements=STAND_INS, n_exact=3)
