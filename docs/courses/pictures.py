@@ -152,7 +152,7 @@ for method, values in ratios.items():
 # Flat patches cover about two thirds of these pictures. In layer 1 they get more than that share, from
 # attention and from both maps of values. In later layers they get less, and the strongest patch is mostly on
 # a shape. In the last layer it is flat in more pictures for attention than for the values, but eight pictures
-# are too few to tell the two apart. A large model could not be installed where this was written.
+# are too few to tell the two apart. No large model was tested.
 
 # %% [markdown]
 # ## A page

@@ -120,6 +120,7 @@ class Work:
             UnsupportedModelError: If a method cannot be used on this model.
             ValueError: If every prompt of the shard failed for the same reason: then the prompts are not it.
         """
+        # An error while the model is loaded is not one of writing.
         self.session()
         try:
             return self._compute(shard, report)

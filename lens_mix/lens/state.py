@@ -111,9 +111,7 @@ def _evaluation_mode(
         if reason is not None:
             raise UnsupportedModelError(f"model: {reason}")
         # The autograd graph must begin at the tensor that a hook inserts, and not at the parameters.
-        # `Module.parameters` takes much longer than reading the dictionaries.
-        own = (parameter for module in modules for parameter in module._parameters.values())
-        parameters = {id(parameter): parameter for parameter in own if parameter is not None}
+        parameters = {id(p): p for module in modules for p in module.parameters(recurse=False)}
         trainable = [(parameter, False) for parameter in parameters.values() if parameter.requires_grad]
         yield replace_attributes(trainable, "requires_grad")
     yield functools.partial(_set_gradients, gradients)

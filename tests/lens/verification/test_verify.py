@@ -266,10 +266,8 @@ def test_a_forward_replaced_on_its_class_is_noticed(factory, name, monkeypatch):
     lm.run(model, tokens, NEEDS_THE_FEED_FORWARD)
 
 
-@pytest.mark.parametrize("method", [*NEEDS_THE_FEED_FORWARD, "value_zeroing"])
-def test_what_acts_inside_the_feed_forward_is_noticed_though_no_module_shows_it(method, monkeypatch):
-    model = build_or_skip(bridge, "llama")
-    tokens = torch.arange(30)[None] % model.cfg.d_vocab
+def _zero_one_position(monkeypatch):
+    """Let the activation of feed-forwards be 0 at position 21, where no module shows it."""
     silu = torch.nn.functional.silu
 
     def changed(x, *args, **kwargs):
@@ -277,6 +275,13 @@ def test_what_acts_inside_the_feed_forward_is_noticed_though_no_module_shows_it(
         return torch.cat([out[:, :21], 0 * out[:, 21:22], out[:, 22:]], dim=1) if out.shape[1] > 21 else out
 
     monkeypatch.setattr(torch.nn.functional, "silu", changed)
+
+
+@pytest.mark.parametrize("method", [*NEEDS_THE_FEED_FORWARD, "value_zeroing"])
+def test_what_acts_inside_the_feed_forward_is_noticed_though_no_module_shows_it(method, monkeypatch):
+    model = build_or_skip(bridge, "llama")
+    tokens = torch.arange(30)[None] % model.cfg.d_vocab
+    _zero_one_position(monkeypatch)
     with pytest.raises(
         UnsupportedModelError, match="expected its components to give its output on this prompt"
     ):
@@ -318,13 +323,7 @@ def test_a_late_change_does_not_enter_the_stored_verification(monkeypatch):
     """A verification on a whole prompt of 30 tokens that fails is made again on its first tokens."""
     model = build_or_skip(bridge, "llama")
     tokens = torch.arange(30)[None] % model.cfg.d_vocab
-    silu = torch.nn.functional.silu
-
-    def changed(x, *args, **kwargs):
-        out = silu(x, *args, **kwargs)
-        return torch.cat([out[:, :21], 0 * out[:, 21:22], out[:, 22:]], dim=1) if out.shape[1] > 21 else out
-
-    monkeypatch.setattr(torch.nn.functional, "silu", changed)
+    _zero_one_position(monkeypatch)
     assert lm.run(model, tokens, "value_zeroing").provenance["engine"] == "hooks"
     assert lm.run(model, tokens[:, :20], "value_zeroing").provenance["engine"] == "algebra"
 
