@@ -78,6 +78,7 @@ class AutogradGraph:
             record_mixing(layer, self._recorded, attention=template) for layer in lens.stack.attention_layers
         ]
         self._calls: dict[int, BlockCall] = {}
+        self._logits: tuple[Tensor, Tensor] | None = None
         self.keys = PrefixKeys(positions)
 
     @property
@@ -96,11 +97,21 @@ class AutogradGraph:
             last = calls[self._lens.n_layers - 1].resid_post
             self._changed.streams[self._lens.n_layers] = last.detach().requires_grad_(True)
 
+    def keep_logits(self, positions: Int[Tensor, "1 read"], logits: Float[Tensor, "1 read d_vocab"]) -> None:
+        """Keep the logits of the pass at some positions, if they are nodes of the graph."""
+        if self.is_kept and logits.requires_grad:
+            self._logits = positions, logits
+
+    def logits_at(self, positions: Int[Tensor, "1 read"]) -> Float[Tensor, "1 read d_vocab"] | None:
+        """Return the logits of the pass at these positions as nodes of the graph; None if none were kept."""
+        kept, logits = self._logits or (None, None)
+        return logits if kept is not None and torch.equal(positions, kept) else None
+
     def release(self) -> None:
         """Free the autograd graph. References in cycles would otherwise keep it after its use."""
         self._recorded.clear()
         self._changed.streams.clear()
-        self._calls = {}
+        self._calls, self._logits = {}, None
         self.keys.kept.clear()
 
     def gradients(
