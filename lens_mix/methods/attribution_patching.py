@@ -230,7 +230,7 @@ class AttributionPatching(RowTargetMethod):
         graph: AutogradGraph,
     ) -> None:
         """Write one row of scores, from the tokens of its prompt up to the query."""
-        beside = SideBySide(blocks, bound, [row])
+        beside = SideBySide(blocks, bound, [row], graph.keys)
         places = bound.block.real[bound.prompt_index[row]].nonzero()[:, 0]
         places = places[places <= bound.queries[row]]
         # A copy runs the tokens from the replaced one on.
@@ -288,7 +288,6 @@ class AttributionPatching(RowTargetMethod):
         if self.paths != "between":
             strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()
             chosen = torch.tensor([*sorted(strongest), last], dtype=torch.long, device=places.device)
-            beside = dataclasses.replace(beside, keys=graph.keys)
             direct[chosen] = self._measure(beside, places[chosen], only=places[last]).to(direct.dtype)
         return {"direct": direct, "between": between, "all": direct + between}[self.paths]
 

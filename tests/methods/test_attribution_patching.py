@@ -22,6 +22,7 @@ from lens_mix.methods.attribution_patching import (
 )
 from lens_mix.methods.bound_target import bind_rows
 from lens_mix.methods.row_gradients import make_graph
+from lens_mix.methods.side_by_side import SideBySide
 from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, cases, prompt_of, wide_cases
 from tests.methods.test_side_by_side import widen_softmax
@@ -109,13 +110,21 @@ def test_hooks_that_know_positions_are_refused(position):
         last_row(model, prompt)
 
 
+@pytest.mark.parametrize(
+    ("name", "most_kept"),
+    [(name, most) for name in ("gpt2", "llama", "qwen3") for most in (0, 1 << 30)],
+)
 @pytest.mark.parametrize("place", [-1, 4])
-def test_copies_read_the_keys_of_blocks_that_are_run_again(monkeypatch, place):
-    model = build_or_skip(bridge, "llama", torch.float64)
+def test_copies_read_the_keys_of_the_pass_or_of_blocks_that_are_run_again(
+    monkeypatch, name, most_kept, place
+):
+    model = build_or_skip(bridge, name, torch.float64)
     prompt = tokens(model, 1, 9)[0]
     widen_softmax(monkeypatch)
-    method = lm.AttributionPatching(replacements=STAND_INS, n_exact=3)
-    expected = lm.run(model, prompt, method, queries=[place]).scores
+    method = lm.AttributionPatching(replacements=STAND_INS, n_exact=3, n_measured=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(SideBySide, "_has_keys", False)
+        expected = lm.run(model, prompt, method, queries=[place]).scores
     layers, original = [], continuation._run_batch
 
     def watched(lens, batch, *args, prefix=None, **options):
@@ -123,7 +132,7 @@ def test_copies_read_the_keys_of_blocks_that_are_run_again(monkeypatch, place):
             layers.append(0 if prefix is None else len(prefix.kept))
         return original(lens, batch, *args, prefix=prefix, **options)
 
-    monkeypatch.setattr(autograd_graph, "_MOST_KEPT", 0)
+    monkeypatch.setattr(autograd_graph, "_MOST_KEPT", most_kept)
     monkeypatch.setattr(continuation, "_run_batch", watched)
     got = lm.run(model, prompt, method, queries=[place]).scores
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
