@@ -156,10 +156,13 @@ class Target:
         reads: The output of the model of which the target is a function.
         reads_tokens: Whether the functions of `of_prompt` take the tokens of the copies, `[copy pos]`, as a
             second argument. They need them if the tokens of a copy differ from the prompt's.
+        reads_row_alone: Whether the target that `at_row` returns reads no logits but those of the row. Then
+            the output in its context may be these alone, [1 1 d_vocab].
     """
 
     reads: ClassVar[Reads] = "logits"
     reads_tokens: ClassVar[bool] = False
+    reads_row_alone: ClassVar[bool] = False
 
     def of_prompt(self, context: Context) -> TargetFunction:
         """Return the function of one prompt, from the output `[copy ...]` to the value `[copy]`.
@@ -207,7 +210,7 @@ class Target:
         position = self.reads_position(context)
         if self.reads != "logits" or context.output.ndim != 3 or position is None:
             return Explained()
-        logits = context.output[:1, position]
+        logits = _select_position(context.output[:1], position)
         return read_predictions(logits, lambda token: name_token(context.tokenizer, token))[0]
 
     def at_row(self, position: int, context: Context) -> Target | None:
@@ -231,6 +234,8 @@ class _Token(Target):
         position: The position; None: that of the only mask.
         of: The measure.
     """
+
+    reads_row_alone: ClassVar[bool] = True
 
     token: str | int | None
     position: int | None
@@ -258,6 +263,8 @@ class _Token(Target):
 
 @dataclasses.dataclass(frozen=True)
 class _LogitDifference(Target):
+    reads_row_alone: ClassVar[bool] = True
+
     good: str | int
     bad: str | int
     position: int
@@ -363,6 +370,8 @@ class _Loss(Target):
 
 @dataclasses.dataclass(frozen=True)
 class _NextToken(Target):
+    reads_row_alone: ClassVar[bool] = True
+
     position: int
 
     def of_prompt(self, context: Context) -> TargetFunction:

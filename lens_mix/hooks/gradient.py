@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lens_mix.arguments import check_flags, check_instance, check_number
 from lens_mix.hooks.base import DEFAULT_ATTENTION, HookFunction, HookPair, HookPointLike, attention_module
-from lens_mix.hooks.mixing import sink, tolerance
+from lens_mix.hooks.mixing import heads_at_once, sink, tolerance
 
 
 def scale_gradient(name: str, factor: float) -> HookPair:
@@ -192,6 +192,10 @@ def _compute_pattern_gradient(
         return torch.zeros_like(gradient)
     if temperature == 1:
         return factor * gradient
+    heads = heads_at_once(pattern)
+    if pattern.shape[1] > heads:
+        pairs = zip(pattern.split(heads, 1), gradient.split(heads, 1), strict=True)
+        return torch.cat([_compute_pattern_gradient(temperature, factor, *pair) for pair in pairs], 1)
     wide = torch.promote_types(pattern.dtype, torch.float32)
     weights, gradient_of_weights = pattern.to(wide), gradient.to(wide)
     to_no_key = sink(pattern)

@@ -12,6 +12,9 @@ from torch import Tensor
 # the bound is far above rounding, because transformers' RMSNorms compute in float32 and agree to 1e-7 only.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
+# The most weights of a pattern whose temporary tensors are in memory at once, except for a single head.
+_MOST_WEIGHTS = 1 << 20
+
 
 def tolerance(dtype: torch.dtype) -> float:
     """Return the largest accepted relative error in a dtype; for other dtypes, that of float32."""
@@ -24,6 +27,15 @@ def pass_tolerance(dtype: torch.dtype) -> float:
     It is larger than `tolerance`, because rounding errors grow with the depth of the model.
     """
     return max(1e-3, tolerance(dtype))
+
+
+def heads_at_once(pattern: Float[Tensor, "*axes head query key"]) -> int:
+    """Return how many heads of a pattern have temporary tensors at once, at least 1.
+
+    The patterns of all heads of a long prompt do not fit into a processor's caches, and each new tensor of
+    their size is memory that the system has to prepare first.
+    """
+    return max(1, _MOST_WEIGHTS // max(1, pattern[..., :1, :, :].numel()))
 
 
 def sink(

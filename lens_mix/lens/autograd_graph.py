@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.hooks import record_mixing
+from lens_mix.hooks import record, record_mixing
 from lens_mix.hooks.mixing import check_mixing
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import BackwardRules, ChangedRules
@@ -61,7 +61,8 @@ class AutogradGraph:
     Attributes:
         rules: The rules of the backward pass.
         is_kept: Whether the graph of all blocks is kept.
-        keys: The keys and values of blocks that `read_mixing` has run again, as far as these take a cache.
+        keys: The keys and values of the pass, or of blocks that `read_mixing` has run again, as far as they
+            are known. Passes that use them have to check the result.
     """
 
     def __init__(
@@ -77,7 +78,10 @@ class AutogradGraph:
         self._recording = [
             record_mixing(layer, self._recorded, attention=template) for layer in lens.stack.attention_layers
         ]
+        self._key_names = _find_key_names(lens)
+        self._recording += [record(self._recorded, name) for name in self._key_names.values()]
         self._calls: dict[int, BlockCall] = {}
+        self._logits: tuple[Tensor, Tensor] | None = None
         self.keys = PrefixKeys(positions)
 
     @property
@@ -91,16 +95,29 @@ class AutogradGraph:
 
     def read(self, calls: dict[int, BlockCall]) -> None:
         """Read the calls of the blocks in the pass, from which blocks are run again."""
-        if not self.is_kept:
+        if self.is_kept:
+            for layer in self._key_names:
+                self._keep_keys(layer)
+        else:
             self._calls = calls
             last = calls[self._lens.n_layers - 1].resid_post
             self._changed.streams[self._lens.n_layers] = last.detach().requires_grad_(True)
+
+    def keep_logits(self, positions: Int[Tensor, "1 read"], logits: Float[Tensor, "1 read d_vocab"]) -> None:
+        """Keep the logits of the pass at some positions, if they are nodes of the graph."""
+        if self.is_kept and logits.requires_grad:
+            self._logits = positions, logits
+
+    def logits_at(self, positions: Int[Tensor, "1 read"]) -> Float[Tensor, "1 read d_vocab"] | None:
+        """Return the logits of the pass at these positions as nodes of the graph; None if none were kept."""
+        kept, logits = self._logits or (None, None)
+        return logits if kept is not None and torch.equal(positions, kept) else None
 
     def release(self) -> None:
         """Free the autograd graph. References in cycles would otherwise keep it after its use."""
         self._recorded.clear()
         self._changed.streams.clear()
-        self._calls = {}
+        self._calls, self._logits = {}, None
         self.keys.kept.clear()
 
     def gradients(
@@ -161,6 +178,14 @@ class AutogradGraph:
         for layer in reversed(layers):
             read(layer, self._make_mixing(layer, *recorded[layer], gradient_of.get(layer), check=check))
 
+    def _keep_keys(self, layer: int) -> None:
+        """Keep the recorded keys and values of one layer, if they have an axis of heads."""
+        names = (self._key_names.get(layer, ""), self._lens.stack.hook_name("value", layer))
+        found = [self._recorded[name] for name in names if name in self._recorded]
+        if [each.ndim for each in found] == [4, 4]:
+            keys, values = (each.detach().transpose(1, 2).contiguous() for each in found)
+            self.keys.kept[layer] = keys, values
+
     def _run_again(
         self,
         values: Float[Tensor, " value"],
@@ -189,7 +214,7 @@ class AutogradGraph:
         with mode, self._changed.applied(recording), Changes(faster):
             for layer in reversed(range(self._lens.n_layers)):
                 leaf = self._calls[layer].resid_pre.detach().requires_grad_(True)
-                output = self._output_again(layer, leaf, None if read_mixing is None else self.keys)
+                output = self._output_again(layer, leaf)
                 if read_mixing is None or layer not in self._lens.stack.attention_layers:
                     (gradients,) = _gradients_of_each(output, [leaf], gradients, at_once=at_once, keep=False)
                 else:
@@ -198,18 +223,16 @@ class AutogradGraph:
                     found = torch.autograd.grad(output, inputs, gradients[0], allow_unused=True)
                     of_z = found[1] if len(found) > 1 else None
                     read_mixing(layer, self._make_mixing(layer, *recorded, of_z, check=check))
+                    self._keep_keys(layer)
                     gradients = found[0][None]
                     self._recorded.clear()
                 read(layer, leaf.detach(), gradients[:, 0])
         self._changed.require_gradients()
 
-    def _output_again(self, layer: int, leaf: Tensor, keys: PrefixKeys | None) -> Tensor:
+    def _output_again(self, layer: int, leaf: Tensor) -> Tensor:
         """Run a block again from a leaf and return its output, which is compared with that of the pass."""
         call, block = self._calls[layer], self._lens.stack.blocks[layer]
         args, kwargs = enter_with(leaf)(block, call.args, call.kwargs)
-        if keys is not None and "past_key_values" in kwargs:
-            keys.kept.pop(layer, None)
-            kwargs = {**kwargs, "past_key_values": keys}
         output = first_tensor(block(*args, **kwargs))
         error = relative_error(output.detach(), call.resid_post)
         if not error <= self._lens.tolerance:
@@ -260,6 +283,19 @@ def _shares_keys(lens: Lens) -> bool:
     """Return whether a block reads keys of an earlier one, so that gradients pass between them elsewhere."""
     configs = {id(config): config for module in lens.modules if (config := vars(module).get("config"))}
     return any(getattr(config, "num_kv_shared_layers", 0) for config in configs.values())
+
+
+def _find_key_names(lens: Lens) -> dict[int, str]:
+    """Return, by layer, the hook point that shows the keys as the scores read them, after any rotation."""
+    found = {}
+    for layer in lens.stack.attention_layers:
+        attention = lens.stack.attention_template.format(layer=layer)
+        # Models without rotary angles have the second one only.
+        names = (f"{attention}.{point}" for point in ("hook_rot_k", "hook_k"))
+        name = next((name for name in names if name in lens.hook_points), None)
+        if name is not None:
+            found[layer] = name
+    return found
 
 
 def _require_differentiable(value: Tensor, gradients: Sequence[Tensor | None] = ()) -> None:

@@ -63,6 +63,8 @@ class CleanPass:
         predictions: For each prompt, the model's predictions at the requested positions; None if they were
             not requested, or if the model has none.
         no_predictions: Why requested predictions are missing, as a note.
+        predicted_at: The positions of the predictions.
+        logits: The logits there, if it is one position of each prompt; else None.
         seeing_later: The watched layers in which a query attended to a later key. Only batches with pictures
             are searched for them: a model that is causal on text may not be causal on pictures.
     """
@@ -81,7 +83,14 @@ class CleanPass:
     graph: AutogradGraph | None = None
     predictions: list[list[Explained]] | None = None
     no_predictions: str | None = None
+    predicted_at: Int[Tensor, "batch read"] | None = None
+    logits: Float[Tensor, "batch read d_vocab"] | None = None
     seeing_later: set[int] = dataclasses.field(default_factory=set)
+
+    def logits_at(self, positions: Int[Tensor, "batch read"]) -> Float[Tensor, "batch read d_vocab"] | None:
+        """Return the logits at these positions, or None if the pass did not keep them."""
+        is_kept = self.predicted_at is not None and torch.equal(positions, self.predicted_at)
+        return self.logits if is_kept else None
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """Return the residual stream that the mapped attention's branch is added to."""
@@ -263,9 +272,14 @@ def _with_predictions(
     logits = output if torch.is_tensor(output) else getattr(output, "logits", None)
     if positions is None or logits is None or logits.ndim != 3:
         return clean
-    rows = logits.detach() if is_narrow else row_at(logits.detach(), positions)
+    rows = logits if is_narrow else row_at(logits, positions)
     name = functools.partial(name_token, clean.lens.tokenizer)
-    return dataclasses.replace(clean, predictions=[read_predictions(each, name) for each in rows])
+    found = [read_predictions(each, name) for each in rows.detach()]
+    if positions.shape[1] > 1:
+        return dataclasses.replace(clean, predictions=found)
+    if clean.graph is not None:
+        clean.graph.keep_logits(positions, rows)
+    return dataclasses.replace(clean, predictions=found, predicted_at=positions, logits=rows.detach())
 
 
 def _explain(lens: Lens, batch: Batch, problem: Exception) -> None:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_attention
-from lens_mix.hooks.mixing import sink
+from lens_mix.hooks.mixing import heads_at_once, sink
 from lens_mix.lens.autograd_graph import AutogradGraph, Mixing
 from lens_mix.lens.changed_backward import Rules
 from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
@@ -230,7 +230,7 @@ class AttributionPatching(RowTargetMethod):
         graph: AutogradGraph,
     ) -> None:
         """Write one row of scores, from the tokens of its prompt up to the query."""
-        beside = SideBySide(blocks, bound, [row])
+        beside = SideBySide(blocks, bound, [row], graph.keys)
         places = bound.block.real[bound.prompt_index[row]].nonzero()[:, 0]
         places = places[places <= bound.queries[row]]
         # A copy runs the tokens from the replaced one on.
@@ -288,7 +288,6 @@ class AttributionPatching(RowTargetMethod):
         if self.paths != "between":
             strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()
             chosen = torch.tensor([*sorted(strongest), last], dtype=torch.long, device=places.device)
-            beside = dataclasses.replace(beside, keys=graph.keys)
             direct[chosen] = self._measure(beside, places[chosen], only=places[last]).to(direct.dtype)
         return {"direct": direct, "between": between, "all": direct + between}[self.paths]
 
@@ -342,13 +341,17 @@ def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:
     wide = torch.promote_types(mixing.mixed.dtype, torch.float32)
     pattern, values, gradient = (each.to(wide) for each in (mixing.pattern, mixing.values, mixing.gradient))
     values = values.repeat_interleave(pattern.shape[0] // values.shape[1], dim=1)
-    axes = "query head d_head, key head d_head -> head query key"
-    attributions = einsum(gradient, values, axes).mul_(pattern)
-    strongest = pattern.argmax(-1, keepdim=True)
-    left = _sum_others(pattern, strongest).add_(sink(mixing.pattern))
-    left.clamp_min_(torch.finfo(attributions.dtype).tiny)
-    changes = _sum_others(attributions, strongest).div_(left).sub_(attributions.sum(-1, keepdim=True))
-    return changes.sum(0)
+    effects = torch.zeros(pattern.shape[1:], dtype=wide, device=pattern.device)
+    for heads in torch.arange(len(pattern), device="cpu").split(heads_at_once(pattern)):
+        some = slice(int(heads[0]), int(heads[-1]) + 1)
+        axes = "query head d_head, key head d_head -> head query key"
+        attributions = einsum(gradient[:, some], values[:, some], axes).mul_(pattern[some])
+        strongest = pattern[some].argmax(-1, keepdim=True)
+        left = _sum_others(pattern[some], strongest).add_(sink(mixing.pattern[some]))
+        left.clamp_min_(torch.finfo(wide).tiny)
+        changes = _sum_others(attributions, strongest).div_(left).sub_(attributions.sum(-1, keepdim=True))
+        effects.add_(changes.sum(0))
+    return effects
 
 
 def _sum_others(

@@ -156,6 +156,10 @@ class BoundTarget:
         positions = self.rows_read[prompt] if self.rows_read is not None else None
         if self.positions is not None:
             positions = self.positions[index][None]
+            logits = graph.logits_at(positions) if self.reads_logits else None
+            if logits is not None:
+                with torch.enable_grad():
+                    return evaluate(self.functions[int(index)], logits)
         clean, resid_post = self.block.clean, graph.resid_post
         with torch.enable_grad(), graph.built():
             # Positions after a prefix are as in the clean pass, because models expect one for each token.
@@ -299,7 +303,9 @@ def bind_rows(blocks: Sequence[Block], target: TargetLike) -> BoundRows:
         RuntimeError: torch's inference mode is on.
     """
     last = blocks[-1]
-    bound, query_index = _bound(blocks, target, functools.partial(_targets_at_rows, last))
+    read = as_target(target)
+    logits = last.clean.logits_at(last.queries) if read.reads_row_alone else None
+    bound, query_index = _bound(blocks, read, functools.partial(_targets_at_rows, last), logits)
     return BoundRows(
         **vars(bound), queries=last.queries[bound.prompt_index, query_index], query_index=query_index
     )
@@ -310,6 +316,7 @@ def _bound(
     blocks: Sequence[Block],
     target: TargetLike,
     targets_of: Callable[[Target, Context, int, int], dict[int, Target]],
+    logits: Float[Tensor, "example 1 d_vocab"] | None = None,
 ) -> tuple[BoundTarget, Int[Tensor, " number"]]:
     """Return the bound target, and the index of each number among those of its prompt.
 
@@ -318,6 +325,7 @@ def _bound(
         target: As in `bind`.
         targets_of: Returns the targets of one prompt by their index, from the target, the prompt's context,
             its index and its first position in the batch.
+        logits: The only logits that the targets read; None for the output of another pass.
     """
     read = as_target(target)
     spans: list[slice] = []
@@ -326,7 +334,7 @@ def _bound(
     positions: list[int] = []
     index: list[tuple[int, int]] = []
     rows_read = _find_rows_read(blocks[-1], read)
-    for prompt, (span, context) in enumerate(_contexts(blocks[-1], read, rows_read)):
+    for prompt, (span, context) in enumerate(_contexts(blocks[-1], read, rows_read, logits)):
         spans.append(span)
         for within, placed in targets_of(read, context, prompt, span.start).items():
             functions.append(placed.of_prompt(context))
@@ -366,7 +374,10 @@ def _find_rows_read(block: Block, target: Target) -> Int[Tensor, "example read"]
 
 
 def _contexts(
-    block: Block, target: Target, rows_read: Int[Tensor, "example read"] | None
+    block: Block,
+    target: Target,
+    rows_read: Int[Tensor, "example read"] | None,
+    logits: Float[Tensor, "example 1 d_vocab"] | None,
 ) -> Iterator[tuple[slice, Context]]:
     """Yield each example's own positions in the clean output, and the context that a target may use.
 
@@ -376,6 +387,7 @@ def _contexts(
         block: The last block.
         target: The target.
         rows_read: The only positions of the output to compute; None for all.
+        logits: As in `_bound`.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -386,14 +398,15 @@ def _contexts(
     tokens, given = (block.batch.logits_tokens, {}) if reads_logits else (block.tokens, batch.inputs)
     # Further inputs belong to the source of an encoder-decoder, whichever part is mapped.
     has_source = not reads_logits and batch.target is not None and block.stack.reads_target
-    output = read_output(block, target, positions=rows_read)
+    output = read_output(block, target, positions=rows_read) if logits is None else logits
+    is_whole = rows_read is None and logits is None
     for prompt, real in enumerate(block.batch.logits_real if reads_logits else block.real):
         places = real.nonzero()[:, 0]
         span = slice(int(places[0]), int(places[-1]) + 1)
         own = batch.real[prompt] if has_source else span
         context = Context(
             tokens[prompt, span],
-            output[prompt : prompt + 1] if rows_read is not None else _at(output[prompt : prompt + 1], span),
+            _at(output[prompt : prompt + 1], span) if is_whole else output[prompt : prompt + 1],
             block.clean.lens.tokenizer,
             {name: value[prompt, own] for name, value in given.items()},
             source=batch.tokens[prompt, own] if has_source else None,

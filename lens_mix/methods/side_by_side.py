@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -143,9 +144,11 @@ class SideBySide:
         has_keys = self._has_keys
         if (len(beside) == 1 and not has_keys) or not lens.takes_padding_mask:
             return alone
-        # A row has one place more than the longest copy, for the control or a copy of one token.
-        count = len(self.places)
-        width = min(count, sum(sizes)) + 1
+        # A row has one place more than the longest copy, for the control or a copy of one token. Rows have
+        # about the length of the prompt, and one length, so that few places are left.
+        count, total = len(self.places), sum(sizes) + 1
+        rows = math.ceil(total / (count + 1))
+        width = max(max(sizes) + 1, math.ceil(total / rows))
         try:
             size = count_copies(lens, max_memory, count + width, logits=width)
         except ValueError:  # Fewer tokens may fit beside the prompt.

@@ -10,6 +10,7 @@ import torch
 from lens_mix.hooks import (
     freeze_scale,
     hold_activation_ratio,
+    mixing,
     must_fire,
     record,
     scale_gradient,
@@ -98,7 +99,9 @@ def score_gradients(scores, hidden, sink, temperature, factor):
 
 @pytest.mark.parametrize(("temperature", "factor"), [(2.0, 0.25), (1.0, 0.5), (0.7, 1.0), (2.0, 0.0)])
 @pytest.mark.parametrize("sink", [False, True])
-def test_the_softmax_goes_back_at_another_temperature(temperature, factor, sink):
+@pytest.mark.parametrize("most_weights", [1, 144, 1 << 20])
+def test_the_softmax_goes_back_at_another_temperature(monkeypatch, temperature, factor, sink, most_weights):
+    monkeypatch.setattr(mixing, "_MOST_WEIGHTS", most_weights)
     generator = torch.Generator().manual_seed(1)
     scores = 3 * torch.randn(2, 3, 6, 6, generator=generator, dtype=torch.float64)
     hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)

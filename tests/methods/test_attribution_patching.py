@@ -9,6 +9,7 @@ import torch
 import lens_mix as lm
 from benchmarks.input_map.cheaper import hidden_rows
 from benchmarks.input_map.decoder import Decoder
+from lens_mix.hooks import mixing as hooks_mixing
 from lens_mix.hooks import must_fire, record_mixing, zero_values
 from lens_mix.lens import autograd_graph, continuation
 from lens_mix.lens.autograd_graph import Mixing
@@ -21,6 +22,7 @@ from lens_mix.methods.attribution_patching import (
 )
 from lens_mix.methods.bound_target import bind_rows
 from lens_mix.methods.row_gradients import make_graph
+from lens_mix.methods.side_by_side import SideBySide
 from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, cases, prompt_of, wide_cases
 from tests.methods.test_side_by_side import widen_softmax
@@ -108,13 +110,21 @@ def test_hooks_that_know_positions_are_refused(position):
         last_row(model, prompt)
 
 
+@pytest.mark.parametrize(
+    ("name", "most_kept"),
+    [(name, most) for name in ("gpt2", "llama", "qwen3") for most in (0, 1 << 30)],
+)
 @pytest.mark.parametrize("place", [-1, 4])
-def test_copies_read_the_keys_of_blocks_that_are_run_again(monkeypatch, place):
-    model = build_or_skip(bridge, "llama", torch.float64)
+def test_copies_read_the_keys_of_the_pass_or_of_blocks_that_are_run_again(
+    monkeypatch, name, most_kept, place
+):
+    model = build_or_skip(bridge, name, torch.float64)
     prompt = tokens(model, 1, 9)[0]
     widen_softmax(monkeypatch)
-    method = lm.AttributionPatching(replacements=STAND_INS, n_exact=3)
-    expected = lm.run(model, prompt, method, queries=[place]).scores
+    method = lm.AttributionPatching(replacements=STAND_INS, n_exact=3, n_measured=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(SideBySide, "_has_keys", False)
+        expected = lm.run(model, prompt, method, queries=[place]).scores
     layers, original = [], continuation._run_batch
 
     def watched(lens, batch, *args, prefix=None, **options):
@@ -122,7 +132,7 @@ def test_copies_read_the_keys_of_blocks_that_are_run_again(monkeypatch, place):
             layers.append(0 if prefix is None else len(prefix.kept))
         return original(lens, batch, *args, prefix=prefix, **options)
 
-    monkeypatch.setattr(autograd_graph, "_MOST_KEPT", 0)
+    monkeypatch.setattr(autograd_graph, "_MOST_KEPT", most_kept)
     monkeypatch.setattr(continuation, "_run_batch", watched)
     got = lm.run(model, prompt, method, queries=[place]).scores
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
@@ -151,21 +161,21 @@ def test_the_clean_pass_leaves_the_graph_of_a_prompt_alone(monkeypatch):
         return forward(lens, *args, **options)
 
     monkeypatch.setattr(Lens, "forward", counted)
-    # There are the clean pass, the unembedding twice, and the pass with replacements. Another row needs one
-    # unembedding and one pass more.
-    for queries, expected in (([-1], 4), ([-2, -1], 6)):
+    # There are the clean pass, which has the logits of the only row, and the pass with replacements. Two rows
+    # need the unembedding of all positions, and each needs its own unembedding and one pass.
+    for queries, expected in (([-1], 2), ([-2, -1], 6)):
         passes.clear()
         lm.run(model, prompt, method, queries=queries)
         assert len(passes) == expected
     passes.clear()
-    # With a memory bound, the autograd graph has a pass of its own.
+    # With a memory bound, the autograd graph has a pass of its own, and its logits are computed from it.
     lm.run(model, prompt, method, queries=[-1], max_memory=10_000_000)
-    assert (len(passes), passes.count(True)) == (4 + 1, 2)
+    assert (len(passes), passes.count(True)) == (2 + 2, 2)
     passes.clear()
-    # If everything is measured, nothing is estimated: the clean pass, the unembedding, one pass with copies.
+    # If everything is measured, nothing is estimated: the clean pass, one pass with copies.
     measured = lm.AttributionPatching(replacements=STAND_INS, n_measured="auto")
     lm.run(model, prompt, measured, queries=[-1])
-    assert len(passes) == 3
+    assert len(passes) == 2
 
 
 def test_other_methods_of_the_run_are_out_of_the_graph():
@@ -184,13 +194,15 @@ def mixing(scores, values, gradient):
     return Mixing(pattern, values, mixed, gradient)
 
 
-def test_effects_are_those_of_a_softmax_worked_out_anew():
+@pytest.mark.parametrize("most_weights", [1, 32, 1 << 20])
+def test_effects_are_those_of_a_softmax_worked_out_anew(monkeypatch, most_weights):
+    monkeypatch.setattr(hooks_mixing, "_MOST_WEIGHTS", most_weights)
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    scores, values, gradient = normal(2, 4, 4), normal(4, 2, 3), normal(4, 2, 3)
+    scores, values, gradient = normal(3, 4, 4), normal(4, 3, 3), normal(4, 3, 3)
     clean = mixing(scores, values, gradient)
     found = hidden_effects(clean)
     torch.testing.assert_close(found, hidden_key_effects(clean.pattern, values, gradient))

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.lens.autograd_graph import AutogradGraph
+from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.methods import bound_target
 from lens_mix.targets import Context
 from tests.tiny_models import gpt2_like, tokens
@@ -28,6 +30,37 @@ def test_the_logits_of_one_position_are_enough(target: Any) -> None:
     context = Context(torch.arange(7), logits[:1])
     function, position = target.of_prompt(context), target.reads_position(context)
     assert torch.equal(function(logits[:, position, None]), function(logits))
+
+
+@pytest.mark.parametrize("target", TARGETS[:4], ids=lambda target: type(target).__name__)
+@pytest.mark.parametrize("queries", [[3], [-2]])
+def test_a_single_row_reads_the_logits_of_the_clean_pass(
+    monkeypatch: pytest.MonkeyPatch, target: Any, queries: list[int]
+) -> None:
+    model = gpt2_like(torch.float64)
+    prompts, methods = list(tokens(model, 2, 7)), [lm.Gim(target), lm.Occlusion(target=target)]
+    assert target.reads_row_alone
+
+    def run_each() -> list[Any]:
+        alone = [lm.run(model, prompts[0], methods, queries=queries, progress=None)]
+        return alone + list(lm.run_many(model, prompts, methods, queries=queries, progress=None))
+
+    made: list[str] = []
+    original = bound_target.read_output
+    monkeypatch.setattr(
+        bound_target, "read_output", lambda *args, **options: made.append("") or original(*args, **options)
+    )
+    found = run_each()
+    with_kept = len(made)
+    monkeypatch.setattr(CleanPass, "logits_at", lambda clean, positions: None)
+    monkeypatch.setattr(AutogradGraph, "logits_at", lambda graph, positions: None)
+    for one, other in zip(found, run_each(), strict=True):
+        for name, expected in other.items():
+            torch.testing.assert_close(one[name].scores, expected.scores, rtol=0, atol=1e-10)
+            (row,), (expected_row,) = one[name].explained, expected.explained
+            assert (row.target, row.prediction) == (expected_row.target, expected_row.prediction)
+            assert row.value == pytest.approx(expected_row.value, abs=1e-10)
+    assert len(made) - with_kept > with_kept
 
 
 @pytest.mark.parametrize(
