@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lens_mix.algebra.budget import budget_beside, copy_bytes
@@ -84,9 +84,30 @@ class Rectangle(NamedTuple):
         """The numbers of zeroed groups and of rows."""
         return self.zeroed.stop - self.zeroed.start, self.rows.stop - self.rows.start
 
-    def lines(self, queries: int) -> slice:
-        """Return its rows on the axis of all prompts' rows, of which each prompt has `queries`."""
-        return slice(self.prompt * queries + self.rows.start, self.prompt * queries + self.rows.stop)
+    def pairs(self, zeroed: Sequence[ZeroedGroup], device: torch.device) -> Pairs:
+        """Return its pairs in which the row attends to one of the zeroed groups or is between such rows."""
+        # These are computed on the CPU, because their number depends on them.
+        tensor = functools.partial(torch.tensor, dtype=torch.long, device="cpu")
+        groups = zeroed[self.zeroed]
+        first, last = tensor([(each.first, each.last) for each in groups]).T[..., None]
+        rows = torch.arange(self.rows.start, self.rows.stop, dtype=torch.long, device="cpu")
+        key, row = ((rows >= first) & (rows < last)).nonzero().T
+        places = torch.stack([key * len(rows) + row, key + self.key, row + self.rows.start])
+        return Pairs(*places.to(device))
+
+
+class Pairs(NamedTuple):
+    """The pairs of a rectangle that may have weight.
+
+    Attributes:
+        place: The index of each pair among all pairs of the rectangle.
+        key: The index of its zeroed group on the key axis of the map.
+        row: The index of its row in the prompt.
+    """
+
+    place: Int[Tensor, " pair"]
+    key: Int[Tensor, " pair"]
+    row: Int[Tensor, " pair"]
 
 
 def find_zeroed_groups(
