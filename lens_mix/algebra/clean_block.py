@@ -79,6 +79,7 @@ class CleanBlock:
         resid_post: The block's output.
         final: The model's final norm, if the change after it is requested; None otherwise.
         widths: The numbers of neurons that are computed at once.
+        pre_activations: The clean pre-activations; None to compute them.
 
     Attributes:
         multiplier: The residual multiplier.
@@ -95,6 +96,7 @@ class CleanBlock:
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
         widths: Sequence[int],
+        pre_activations: Sequence[Float[Tensor, "row d_mlp"]] | None = None,
     ) -> None:
         self.multiplier = anatomy.residual_multiplier
         branch, residual = anatomy.attention_branch, anatomy.attention_residual
@@ -114,7 +116,7 @@ class CleanBlock:
             last = self._input or on_residual
             inputs = [x.to(attention_out.dtype) for x in (inputs if last else [*inputs, states.read])]
             shift, dtype = last.norm.bias if last else None, resid_pre.dtype
-            self.neurons = neurons_of(reached, inputs, shift, dtype, widths)
+            self.neurons = neurons_of(reached, inputs, shift, dtype, widths, pre_activations)
         self.added = self._total = None
         branch, residual = anatomy.feed_forward_branch, anatomy.feed_forward_residual
         if feed_forward is not None and branch and self.neurons:

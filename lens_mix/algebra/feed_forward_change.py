@@ -96,6 +96,7 @@ def neurons_of(
     shift: Float[Tensor, " d_model"] | None,
     dtype: torch.dtype,
     widths: Sequence[int],
+    pre_activations: Sequence[Float[Tensor, "row d_mlp"]] | None = None,
 ) -> list[Neurons]:
     """Return the hidden layer of the clean rows, in chunks of neurons.
 
@@ -108,6 +109,7 @@ def neurons_of(
         shift: The bias of the last norm; None without one.
         dtype: The dtype of the hidden layer.
         widths: The number of neurons of each chunk.
+        pre_activations: The clean pre-activations; None to compute them from the last input.
     """
     wide, gated, name = inputs[0].dtype, feed_forward.W_gate is not None, feed_forward.activation
     matrices = [matrix.to(wide) for matrix in feed_forward.input_matrices]
@@ -118,9 +120,14 @@ def neurons_of(
     neurons = []
     for width, stop in zip(widths, itertools.accumulate(widths), strict=True):
         place = slice(stop - width, stop)
-        bases = [[x @ matrix[:, place] for matrix in matrices] for x in inputs]
         added = [x if isinstance(x, float) else x[place] for x in constants]
-        pre = [x + y for x, y in zip(bases[-1], added, strict=True)]
+        products = inputs if pre_activations is None else inputs[:-1]
+        bases = [[x @ matrix[:, place] for matrix in matrices] for x in products]
+        if pre_activations is None:
+            pre = [x + y for x, y in zip(bases[-1], added, strict=True)]
+        else:
+            pre = [x[:, place].contiguous() for x in pre_activations]
+            bases.append([x - y for x, y in zip(pre, added, strict=True)])
         neurons.append(Neurons(name, *_clean(name, pre, dtype), bases))
     return neurons
 

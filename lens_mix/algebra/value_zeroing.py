@@ -123,7 +123,10 @@ class _Maps:
         chunks_of_W_out = () if W_out is None else W_out.split(sizes.neurons)
         self._W_out = [as_right_factor(chunk, pairs) for chunk in chunks_of_W_out]
         self._widths = list(map(len, chunks_of_W_out))
-        self._clean = CleanBlock(anatomy, pre, out, post, final, self._widths)
+        # They are computed anew from an attention output of a wider dtype.
+        known = None if feed_forward is None or wide != narrow else states.pre_activations
+        known = known and [x.flatten(0, 1) for x in known]
+        self._clean = CleanBlock(anatomy, pre, out, post, final, self._widths, known)
 
     def _place_zeroed(self, multiplier: float) -> None:
         """Store each zeroed group's prompt and positions, and each value's factor, on the maps' device."""

@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     spare: float
 
 
-_CPU = Sizes(rectangle=512, chunk=2304, neurons=768, keys=128, positions=2048, spare=0.05)
+_CPU = Sizes(rectangle=512, chunk=2304, neurons=768, keys=128, positions=2048, spare=1.0)
 # A GPU computes pairs without weight faster than it starts the operations of one more rectangle, so a short
 # causal prompt is one rectangle, which has twice the pairs.
 _GPU = Sizes(rectangle=16384, chunk=16384, neurons=4096, keys=1024, positions=16384, spare=1.0)
