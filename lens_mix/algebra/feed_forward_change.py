@@ -71,17 +71,16 @@ class Neurons(NamedTuple):
             factor, *others = [x / 2 for x in factors] if half else factors
             # The first pre-activations are written into `out`, which saves one tensor in the caches.
             into = out if number == 0 and weights.dtype == out.dtype else None
-            sent = torch.bmm(weights, products).flatten(0, 1)
-            sent = sent.index_select(0, places)
-            pre = torch.index_select(self.start[number], 0, rows, out=into) if self.start else None
-            # Without a last norm, `bases` has one entry more than there are factors: the clean input, which no
-            # change multiplies.
-            if pre is None:
+            sent = torch.bmm(weights, products).flatten(0, 1).index_select(0, places)
+            if self.start:
+                # Adding the sum of all changes instead would give larger errors.
+                pre = torch.index_select(self.start[number], 0, rows, out=into).addcmul_(sent, factor)
+            else:
                 pre = torch.mul(sent, factor, out=into)
+            # Without a last norm, `bases` has one entry more than there are factors: the clean input, which
+            # no change multiplies.
             for bases, other in zip(self.bases, others, strict=False):
                 pre.addcmul_(bases[number].index_select(0, rows), other)
-            if self.start:
-                pre.addcmul_(sent, factor)
             now.append(pre.to(out.dtype))
         clean = [x.index_select(0, rows) for x in self.clean]
         if gated_by_silu:

@@ -10,7 +10,8 @@ subtracted:
     W_out         applied per pair, the one large product
     distance      computed from the change's components along and across the clean vector
 
-The rows of all prompts are on one axis. The pairs of a rectangle are [zeroed, row].
+The rows of all prompts are on one axis. The pairs of a rectangle are [zeroed, row] in the sums over heads, and
+then on one axis that has only those with weight.
 """
 
 from __future__ import annotations
@@ -206,12 +207,13 @@ class _Maps:
             for rectangle, terms, out in zip(chunk, entered, hidden.split(counts), strict=True):
                 neurons.change(*terms, [x[rectangle.zeroed] for x in vectors], out)
             add_product(added, hidden, W_out, factor)
-        changes = zip(mid.split(counts), added.split(counts), strict=True)
-        for rectangle, (_, key, row), rows, has_moved, change in zip(
-            chunk, pairs, lines, moved, changes, strict=True
+        for rectangle, (_, key, row), rows, has_moved, out, more in zip(
+            chunk, pairs, lines, moved, mid.split(counts), added.split(counts), strict=True
         ):
-            distance = clean.distance(rows, *change, metric)
-            scores[rectangle.prompt].index_put_((row, key), torch.where(has_moved, distance, 0.0).to(scores.dtype))
+            distance = clean.distance(rows, out, more, metric)
+            scores[rectangle.prompt].index_put_(
+                (row, key), torch.where(has_moved, distance, 0.0).to(scores.dtype)
+            )
 
 
 class _Values(NamedTuple):
