@@ -10,8 +10,8 @@ subtracted:
     W_out         applied per pair, the one large product
     distance      computed from the change's components along and across the clean vector
 
-The rows of all prompts are on one axis. The pairs of a rectangle are [zeroed, row] in the sums over heads, and
-then on one axis that has only those with weight.
+The rows of all prompts are on one axis. In the sums over heads, the pairs of a rectangle are [zeroed, row];
+then those with weight are on one axis.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The key of a block's pre-activations at its recorded rows, which the check of the prompts has computed.
+# The cache's key of the pre-activations at a block's recorded rows, if the check of the prompts computed them.
 PRE_ACTIVATIONS = "pre_activations"
 
 
@@ -170,8 +170,8 @@ class CleanStates(BlockStates):
         self.cross_out = None if cross_out is None else cross_out[prompts].to(dtype)
         self._whole_resid_pre = block.whole_resid_pre[prompts].detach()
         checked = block.at_recorded_rows(block.cache.get(PRE_ACTIVATIONS, ())) if cross_out is None else []
-        same = self._attention_dtype == dtype and all(x.dtype == dtype for x in checked)
-        self._checked = [x[prompts] for x in checked] if same else []
+        is_same = {dtype, self._attention_dtype, *(x.dtype for x in checked)} == {dtype}
+        self._checked = [x[prompts] for x in checked] if is_same else []
 
     @constant
     def attention_total(self) -> Float[Tensor, "batch query d_model"]:
