@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The cache's key of the pre-activations at a block's recorded rows, if the check of the prompts computed them.
+# The cache's key of a block's pre-activations at its recorded rows, which the check of the prompts computed.
 PRE_ACTIVATIONS = "pre_activations"
 
 
