@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.feed_forward_change import Neurons, neurons_of
@@ -22,7 +22,7 @@ from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.states import BlockStates
 
 # A change of a norm's input: C c, 1/s' and s/s' - 1.
-_Changed = tuple[Float[Tensor, "key row d_model"], Float[Tensor, "key row 1"], Float[Tensor, "key row 1"]]
+_Changed = tuple[Float[Tensor, "pair d_model"], Float[Tensor, "pair 1"], Float[Tensor, "pair 1"]]
 
 
 class _NormChange:
@@ -45,10 +45,11 @@ class _NormChange:
         self._size = self._square.sqrt()
         self.clean: Float[Tensor, "row d_model"] = centred / self._size
 
-    def sizes(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> _Changed:
+    def sizes(self, rows: Int[Tensor, " pair"], change: Float[Tensor, "pair d_model"]) -> _Changed:
         """Return C c, 1/s' and s/s' - 1 for changes of some rows' inputs."""
         centred, size = self._centre(change), self._size[rows]
-        square_change = _scalar_products(centred, self.clean[rows])[..., None].mul_(2 * size)
+        clean = self.clean.index_select(0, rows)
+        square_change = torch.linalg.vecdot(centred, clean)[:, None].mul_(2 * size)
         square_change += torch.linalg.vector_norm(centred, dim=-1, keepdim=True) ** 2
         square_change /= centred.shape[-1]
         # If a change removes the whole input, eps is left. Without eps, rounding could make this negative.
@@ -58,21 +59,14 @@ class _NormChange:
         factor = square_change.neg_().div_((size + changed).mul_(changed))
         return centred, changed.reciprocal_(), factor
 
-    def output(self, rows: slice, changed: _Changed) -> Float[Tensor, "key row d_model"]:
+    def output(self, rows: Int[Tensor, " pair"], changed: _Changed) -> Float[Tensor, "pair d_model"]:
         """Return the change of some rows' outputs."""
         centred, inverse, factor = changed
-        out = torch.addcmul(centred * inverse, self.clean[rows], factor)
+        out = (centred * inverse).addcmul_(self.clean.index_select(0, rows), factor)
         return out if self._weight is None else out.mul_(self._weight)
 
     def _centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         return x if self.norm.kind == "rms" else x - x.mean(-1, keepdim=True)
-
-
-def _scalar_products(
-    change: Float[Tensor, "key row d_model"], clean: Float[Tensor, "row d_model"]
-) -> Float[Tensor, "key row"]:
-    """Return scalar products with the clean rows, by one batched product that reads the changes once."""
-    return torch.bmm(clean[:, None], change.permute(1, 2, 0))[:, 0].T
 
 
 class CleanBlock:
@@ -85,6 +79,7 @@ class CleanBlock:
         resid_post: The block's output.
         final: The model's final norm, if the change after it is requested; None otherwise.
         widths: The numbers of neurons that are computed at once.
+        pre_activations: The clean pre-activations; None to compute them.
 
     Attributes:
         multiplier: The residual multiplier.
@@ -101,6 +96,7 @@ class CleanBlock:
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
         widths: Sequence[int],
+        pre_activations: Sequence[Float[Tensor, "row d_mlp"]] | None = None,
     ) -> None:
         self.multiplier = anatomy.residual_multiplier
         branch, residual = anatomy.attention_branch, anatomy.attention_residual
@@ -120,7 +116,7 @@ class CleanBlock:
             last = self._input or on_residual
             inputs = [x.to(attention_out.dtype) for x in (inputs if last else [*inputs, states.read])]
             shift, dtype = last.norm.bias if last else None, resid_pre.dtype
-            self.neurons = neurons_of(reached, inputs, shift, dtype, widths)
+            self.neurons = neurons_of(reached, inputs, shift, dtype, widths, pre_activations)
         self.added = self._total = None
         branch, residual = anatomy.feed_forward_branch, anatomy.feed_forward_residual
         if feed_forward is not None and branch and self.neurons:
@@ -133,14 +129,14 @@ class CleanBlock:
         self.direction = compared / self._size.clamp_min(torch.finfo(compared.dtype).tiny)[:, None]
 
     def to_pre_activations(
-        self, rows: slice, change: Float[Tensor, "key row d_model"]
-    ) -> tuple[Float[Tensor, "key row d_model"], list[Float[Tensor, "#key #row 1"]]]:
+        self, rows: Int[Tensor, " pair"], change: Float[Tensor, "pair d_model"]
+    ) -> tuple[Float[Tensor, "pair d_model"], list[Float[Tensor, "#pair 1"]]]:
         """Return the change of mid, and the factors of each term in the change of the pre-activations.
 
         The terms are the given change and the clean output of each norm. The given change includes the
         residual multiplier if there is no norm on the branch.
         """
-        factors = [change.new_ones((1, 1, 1))]
+        factors = [change.new_ones((1, 1))]
         for norm in self._norms:
             changed = norm.sizes(rows, change)
             factors = [*(factor * changed[1] for factor in factors), changed[2]]
@@ -155,15 +151,15 @@ class CleanBlock:
 
     def distance(
         self,
-        rows: slice,
-        mid: Float[Tensor, "key row d_model"],
-        added: Float[Tensor, "key row d_model"],
+        rows: Int[Tensor, " pair"],
+        mid: Float[Tensor, "pair d_model"],
+        added: Float[Tensor, "pair d_model"],
         metric: str,
-    ) -> Float[Tensor, "key row"]:
+    ) -> Float[Tensor, " pair"]:
         """Return the distance of changed outputs from the clean ones.
 
         Args:
-            rows: The clean rows.
+            rows: The clean row of each pair.
             mid: The change of mid; without a norm on the feed-forward's branch, plus that of its output.
             added: The change of the feed-forward's output, if there is a norm on its branch.
             metric: "cosine" or "euclidean".
@@ -177,10 +173,10 @@ class CleanBlock:
         if metric == "euclidean":
             length: Tensor = torch.linalg.vector_norm(mid, dim=-1)
             return length
-        direction, size = self.direction[rows], self._size[rows]
-        along = _scalar_products(mid, direction)
+        direction, size = self.direction.index_select(0, rows), self._size[rows]
+        along = torch.linalg.vecdot(mid, direction)
         # A difference of two squares would lose all digits if the change is along the vector.
-        rest = torch.addcmul(mid, direction, along[..., None], value=-1)
+        rest = torch.addcmul(mid, direction, along[:, None], value=-1)
         across, near = torch.linalg.vector_norm(rest, dim=-1).square_(), along + size
         far = torch.addcmul(across, near, near).sqrt_()
         # 1 - cos = sin² / (1 + cos) is accurate for small angles, and 1 - cos for obtuse ones.

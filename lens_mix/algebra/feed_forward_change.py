@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.lens.anatomy import ACTIVATIONS, FeedForward
@@ -34,7 +34,7 @@ class Neurons(NamedTuple):
     """Some neurons of the clean rows; all tensors are contiguous, because wide strides cause cache misses."""
 
     activation: str
-    # These are the clean pre-activations per matrix, to which changes are added. They are zeros if SiLU gates
+    # These are the clean pre-activations per matrix, to which changes are added. There are none if SiLU gates
     # the layer, whose change has its own formula (see the module's docstring).
     start: list[Float[Tensor, "row neuron"]]
     # This is minus the hidden layer (without b_hidden), or g, u, SiLU(g), SiLU(g) - g / 2 for a SiLU gate.
@@ -44,34 +44,49 @@ class Neurons(NamedTuple):
 
     def change(
         self,
-        rows: slice,
-        factors: Sequence[Float[Tensor, "#key #row 1"]],
+        rows: Int[Tensor, " pair"],
+        places: Int[Tensor, " pair"],
+        factors: Sequence[Float[Tensor, "#pair 1"]],
         weights: Float[Tensor, "key row rank"],
         vectors: Sequence[Float[Tensor, "key rank neuron"]],
-        out: Float[Tensor, "key row neuron"],
+        out: Float[Tensor, "pair neuron"],
     ) -> None:
         """Write the change of these neurons in the hidden layer into `out`.
 
-        The pre-activations change by Σ factor · base, over the norms' outputs, and by Σ weights · vectors;
-        `vectors` has one tensor per matrix.
+        The pre-activations change by Σ weights · vectors, times the first factor, and by Σ factor · base over
+        the norms' outputs.
+
+        Args:
+            rows: The clean row of each pair.
+            places: The index of each pair among all pairs of a key and a row that `weights` has.
+            factors: The factors of each term.
+            weights: The weights of the vectors.
+            vectors: One tensor per matrix.
+            out: The result.
         """
         now, gated_by_silu = [], len(self.clean) == 4
-        for number, start in enumerate(self.start):
-            # The first pre-activations are written into `out`, which saves one tensor in the caches.
-            in_place = number == 0 and start.dtype == out.dtype
-            pre = out if in_place else torch.empty_like(out, dtype=start.dtype)
+        for number, products in enumerate(vectors):
             # The SiLU formula needs half the gate's change, because t = tanh(c / 2).
-            changed, multiplier = start[rows], 0.5 if gated_by_silu and number == 0 else 1.0
-            # Without a last norm, `bases` has one entry more than `factors`: the clean input, which no change
-            # multiplies.
-            for bases, factor in zip(self.bases, factors, strict=False):
-                changed = torch.addcmul(changed, bases[number][rows], factor, value=multiplier, out=pre)
-            pre = torch.baddbmm(changed, weights, vectors[number], alpha=multiplier, out=pre)
+            half = gated_by_silu and number == 0
+            factor, *others = [x / 2 for x in factors] if half else factors
+            # The first pre-activations are written into `out`, which saves one tensor in the caches.
+            into = out if number == 0 and weights.dtype == out.dtype else None
+            sent = torch.bmm(weights, products).flatten(0, 1).index_select(0, places)
+            if self.start:
+                # Adding the sum of all changes instead would give larger errors.
+                pre = torch.index_select(self.start[number], 0, rows, out=into).addcmul_(sent, factor)
+            else:
+                pre = torch.mul(sent, factor, out=into)
+            # Without a last norm, `bases` has one entry more than there are factors: the clean input, which
+            # no change multiplies.
+            for bases, other in zip(self.bases, others, strict=False):
+                pre.addcmul_(bases[number].index_select(0, rows), other)
             now.append(pre.to(out.dtype))
+        clean = [x.index_select(0, rows) for x in self.clean]
         if gated_by_silu:
-            _silu_change([x[rows] for x in self.clean], now, out)
+            _silu_change(clean, now, out)
         else:
-            _hidden(self.activation, now, self.clean[0][rows], out)
+            _hidden(self.activation, now, clean[0], out)
 
 
 def neurons_of(
@@ -80,6 +95,7 @@ def neurons_of(
     shift: Float[Tensor, " d_model"] | None,
     dtype: torch.dtype,
     widths: Sequence[int],
+    pre_activations: Sequence[Float[Tensor, "row d_mlp"]] | None = None,
 ) -> list[Neurons]:
     """Return the hidden layer of the clean rows, in chunks of neurons.
 
@@ -92,6 +108,7 @@ def neurons_of(
         shift: The bias of the last norm; None without one.
         dtype: The dtype of the hidden layer.
         widths: The number of neurons of each chunk.
+        pre_activations: The clean pre-activations; None to compute them from the last input.
     """
     wide, gated, name = inputs[0].dtype, feed_forward.W_gate is not None, feed_forward.activation
     matrices = [matrix.to(wide) for matrix in feed_forward.input_matrices]
@@ -102,9 +119,14 @@ def neurons_of(
     neurons = []
     for width, stop in zip(widths, itertools.accumulate(widths), strict=True):
         place = slice(stop - width, stop)
-        bases = [[x @ matrix[:, place] for matrix in matrices] for x in inputs]
         added = [x if isinstance(x, float) else x[place] for x in constants]
-        pre = [x + y for x, y in zip(bases[-1], added, strict=True)]
+        products = inputs if pre_activations is None else inputs[:-1]
+        bases = [[x @ matrix[:, place] for matrix in matrices] for x in products]
+        if pre_activations is None:
+            pre = [x + y for x, y in zip(bases[-1], added, strict=True)]
+        else:
+            pre = [x[:, place].contiguous() for x in pre_activations]
+            bases.append([x - y for x, y in zip(pre, added, strict=True)])
         neurons.append(Neurons(name, *_clean(name, pre, dtype), bases))
     return neurons
 
@@ -115,7 +137,7 @@ def _clean(name: str, pre: list[Tensor], dtype: torch.dtype) -> tuple[list[Tenso
     if len(pre) == 2 and name == "silu":
         gate, up = narrow
         activated = gate * gate.sigmoid()
-        return [torch.zeros_like(x) for x in pre], [gate, up, activated, activated - gate / 2]
+        return [], [gate, up, activated, activated - gate / 2]
     # The operations are those of the changed layer: different rounding would triple the error.
     hidden = _hidden(name, narrow, torch.zeros_like(narrow[0]), torch.empty_like(narrow[0]))
     return pre, [hidden.neg_()]

@@ -10,13 +10,13 @@ subtracted:
     W_out         applied per pair, the one large product
     distance      computed from the change's components along and across the clean vector
 
-The rows of all prompts are on one axis. The pairs of a rectangle are [zeroed, row].
+The rows of all prompts are on one axis. In the sums over heads, the pairs of a rectangle are [zeroed, row];
+then those with weight are on one axis.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +32,7 @@ from lens_mix.algebra.value_zeroing_pairs import (
     Rectangle,
     Sizes,
     Spans,
+    ZeroedGroup,
     chunks,
     find_zeroed_groups,
     fitting,
@@ -123,7 +124,10 @@ class _Maps:
         chunks_of_W_out = () if W_out is None else W_out.split(sizes.neurons)
         self._W_out = [as_right_factor(chunk, pairs) for chunk in chunks_of_W_out]
         self._widths = list(map(len, chunks_of_W_out))
-        self._clean = CleanBlock(anatomy, pre, out, post, final, self._widths)
+        # They are computed anew from an attention output of a wider dtype.
+        known = None if feed_forward is None or wide != narrow else states.pre_activations
+        known = known and [x.flatten(0, 1) for x in known]
+        self._clean = CleanBlock(anatomy, pre, out, post, final, self._widths, known)
 
     def _place_zeroed(self, multiplier: float) -> None:
         """Store each zeroed group's prompt and positions, and each value's factor, on the maps' device."""
@@ -145,7 +149,7 @@ class _Maps:
                 zeroed = self._zeroed[start : start + step]
                 values = self._values(group, slice(start, start + step))
                 for chunk in chunks(zeroed, self._sizes):
-                    self._fill_chunk(chunk, values, metric, scores[:, number])
+                    self._fill_chunk(zeroed, chunk, values, metric, scores[:, number])
 
     def _values(self, group: slice | Sequence[int], zeroed: slice) -> _Values:
         """Return the values of some zeroed groups and heads, multiplied by the matrices."""
@@ -172,43 +176,44 @@ class _Maps:
         return _Values(positions, self._factors[zeroed, :, group], pattern, head_vectors, hidden)
 
     def _fill_chunk(
-        self, chunk: list[Rectangle], values: _Values, metric: str, scores: Float[Tensor, "batch query key"]
+        self,
+        zeroed: Sequence[ZeroedGroup],
+        chunk: list[Rectangle],
+        values: _Values,
+        metric: str,
+        scores: Float[Tensor, "batch query key"],
     ) -> None:
         """Write the scores of a chunk's pairs, in chunks of neurons that fit a CPU's caches."""
-        clean, shapes = self._clean, [rectangle.shape for rectangle in chunk]
-        counts = [math.prod(shape) for shape in shapes]
-
-        def rectangles(pairs: Float[Tensor, "pair width"]) -> Sequence[Float[Tensor, "key row width"]]:
-            return [x.unflatten(0, shape) for x, shape in zip(pairs.split(counts), shapes, strict=True)]
-
-        direction = clean.direction
+        clean, direction, queries = self._clean, self._clean.direction, self._pattern.shape[2]
+        pairs = [rectangle.pairs(zeroed, direction.device) for rectangle in chunk]
+        lines = [each.row + queries * rectangle.prompt for each, rectangle in zip(pairs, chunk, strict=True)]
+        counts = list(map(len, lines))
         mid = direction.new_empty(sum(counts), direction.shape[1])
         # Without a norm on the feed-forward's branch, one tensor has the sum of both changes.
         added = mid if clean.added is None else torch.zeros_like(mid)
         entered, moved = [], []
-        for rectangle, out in zip(chunk, rectangles(mid), strict=True):
-            rows, weights = rectangle.lines(self._pattern.shape[2]), values.weights(rectangle)
-            change = out if out.dtype == weights.dtype else torch.empty_like(out, dtype=weights.dtype)
-            torch.bmm(weights, values.head_vectors[rectangle.zeroed], out=change)
-            change, (scale, *scales) = clean.to_pre_activations(rows, change)
-            if change is not out:
-                out.copy_(change)
+        for rectangle, (place, *_), rows, out in zip(chunk, pairs, lines, mid.split(counts), strict=True):
+            weights = values.weights(rectangle)
+            change = torch.bmm(weights, values.head_vectors[rectangle.zeroed]).flatten(0, 1)
+            change, factors = clean.to_pre_activations(rows, change.index_select(0, place))
+            out.copy_(change)
             # A pair without weight has exactly the score 0, without a rounding error.
-            moved.append(weights.any(-1))
-            entered.append((rows, scales, weights * scale, rectangle.zeroed))
+            moved.append(weights.any(-1).flatten()[place])
+            entered.append((rows, place, factors, weights))
         # With a norm on the branch, `CleanBlock.distance` applies the multiplier.
         factor = clean.multiplier if added is mid else 1.0
         for neurons, W_out, vectors in zip(clean.neurons, self._W_out, values.hidden_vectors, strict=True):
             hidden = mid.new_empty(len(mid), len(W_out))
-            for (rows, scales, weights, zeroed), out in zip(entered, rectangles(hidden), strict=True):
-                neurons.change(rows, scales, weights, [x[zeroed] for x in vectors], out)
+            for rectangle, terms, out in zip(chunk, entered, hidden.split(counts), strict=True):
+                neurons.change(*terms, [x[rectangle.zeroed] for x in vectors], out)
             add_product(added, hidden, W_out, factor)
-        for rectangle, has_moved, out, more in zip(
-            chunk, moved, rectangles(mid), rectangles(added), strict=True
+        for rectangle, (_, key, row), rows, has_moved, out, more in zip(
+            chunk, pairs, lines, moved, mid.split(counts), added.split(counts), strict=True
         ):
-            distance = clean.distance(rectangle.lines(self._pattern.shape[2]), out, more, metric)
-            keys = slice(rectangle.key, rectangle.key + rectangle.shape[0])
-            scores[rectangle.prompt, rectangle.rows, keys] = torch.where(has_moved, distance, 0.0).T
+            distance = clean.distance(rows, out, more, metric)
+            scores[rectangle.prompt].index_put_(
+                (row, key), torch.where(has_moved, distance, 0.0).to(scores.dtype)
+            )
 
 
 class _Values(NamedTuple):

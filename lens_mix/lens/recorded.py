@@ -67,6 +67,12 @@ class RecordedBlock:
         return dataclasses.replace(self, clean=clean)
 
     @property
+    def rebuilt_pre_activations(self) -> list[Float[Tensor, "batch row d_mlp"]] | None:
+        """The pre-activations of the rebuilt residual stream, if no others are known; None without them."""
+        pre: list[Tensor] = self.rebuilt.get("_pre_activations", [])
+        return pre if pre and len(pre[0]) == len(self.resid_pre) and not self.outputs else None
+
+    @property
     def attention_template(self) -> str:
         """The attention module's name template, for `lens_mix.hooks` (`attention=`)."""
         return self.clean.lens.stack.attention_template
