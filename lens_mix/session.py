@@ -244,7 +244,9 @@ class Session:
             if is_verified:
                 clean = passes[0]
                 if predict_at is None:
-                    clean = dataclasses.replace(clean, predictions=None, no_predictions=None, logits=None)
+                    clean = dataclasses.replace(
+                        clean, predictions=None, no_predictions=None, predicted_at=None, logits=None
+                    )
             else:
                 clean = self._clean_pass(
                     batch, rows, engines, watched, graph, predict_at if fits else None, after_block, layout

@@ -157,7 +157,7 @@ class Target:
         reads_tokens: Whether the functions of `of_prompt` take the tokens of the copies, `[copy pos]`, as a
             second argument. They need them if the tokens of a copy differ from the prompt's.
         reads_row_alone: Whether the target that `at_row` returns reads no logits but those of the row. Then
-            the output in its context may be these alone, [1 1 d_vocab].
+            the output in the context of every function here may be these alone, [1 1 d_vocab].
     """
 
     reads: ClassVar[Reads] = "logits"

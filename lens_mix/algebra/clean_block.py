@@ -79,7 +79,7 @@ class CleanBlock:
         resid_post: The block's output.
         final: The model's final norm, if the change after it is requested; None otherwise.
         widths: The numbers of neurons that are computed at once.
-        pre_activations: The clean pre-activations; None to compute them.
+        pre_activations: The clean pre-activations; empty to compute them.
 
     Attributes:
         multiplier: The residual multiplier.
@@ -96,7 +96,7 @@ class CleanBlock:
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
         widths: Sequence[int],
-        pre_activations: Sequence[Float[Tensor, "row d_mlp"]] | None = None,
+        pre_activations: Sequence[Float[Tensor, "row d_mlp"]] = (),
     ) -> None:
         self.multiplier = anatomy.residual_multiplier
         branch, residual = anatomy.attention_branch, anatomy.attention_residual

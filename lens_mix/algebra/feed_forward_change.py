@@ -95,7 +95,7 @@ def neurons_of(
     shift: Float[Tensor, " d_model"] | None,
     dtype: torch.dtype,
     widths: Sequence[int],
-    pre_activations: Sequence[Float[Tensor, "row d_mlp"]] | None = None,
+    pre_activations: Sequence[Float[Tensor, "row d_mlp"]] = (),
 ) -> list[Neurons]:
     """Return the hidden layer of the clean rows, in chunks of neurons.
 
@@ -108,7 +108,8 @@ def neurons_of(
         shift: The bias of the last norm; None without one.
         dtype: The dtype of the hidden layer.
         widths: The number of neurons of each chunk.
-        pre_activations: The clean pre-activations; None to compute them from the last input.
+        pre_activations: The clean pre-activations, which are used if nothing in them is a bias; empty to
+            compute them.
     """
     wide, gated, name = inputs[0].dtype, feed_forward.W_gate is not None, feed_forward.activation
     matrices = [matrix.to(wide) for matrix in feed_forward.input_matrices]
@@ -116,17 +117,15 @@ def neurons_of(
     constants = [0.0 if bias is None else bias.to(wide) for bias in biases]
     if shift is not None:
         constants = [x + shift.to(wide) @ W for x, W in zip(constants, matrices, strict=True)]
-    neurons = []
+    # A base is a product without bias. Subtracting a large bias from a pre-activation would lose digits.
+    is_known = bool(pre_activations) and not any(map(torch.is_tensor, constants))
+    products, neurons = inputs[:-1] if is_known else inputs, []
     for width, stop in zip(widths, itertools.accumulate(widths), strict=True):
         place = slice(stop - width, stop)
         added = [x if isinstance(x, float) else x[place] for x in constants]
-        products = inputs if pre_activations is None else inputs[:-1]
         bases = [[x @ matrix[:, place] for matrix in matrices] for x in products]
-        if pre_activations is None:
-            pre = [x + y for x, y in zip(bases[-1], added, strict=True)]
-        else:
-            pre = [x[:, place].contiguous() for x in pre_activations]
-            bases.append([x - y for x, y in zip(pre, added, strict=True)])
+        bases += [[x[:, place].contiguous() for x in pre_activations]] if is_known else []
+        pre = [x + y for x, y in zip(bases[-1], added, strict=True)]
         neurons.append(Neurons(name, *_clean(name, pre, dtype), bases))
     return neurons
 

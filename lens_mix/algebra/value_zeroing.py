@@ -29,10 +29,10 @@ from lens_mix.algebra.folded_weights import folded, norms_between
 from lens_mix.algebra.head_vectors import through
 from lens_mix.algebra.value_zeroing_pairs import (
     Groups,
+    Pairs,
     Rectangle,
     Sizes,
     Spans,
-    ZeroedGroup,
     chunks,
     find_zeroed_groups,
     fitting,
@@ -124,9 +124,10 @@ class _Maps:
         chunks_of_W_out = () if W_out is None else W_out.split(sizes.neurons)
         self._W_out = [as_right_factor(chunk, pairs) for chunk in chunks_of_W_out]
         self._widths = list(map(len, chunks_of_W_out))
-        # They are computed anew from an attention output of a wider dtype.
-        known = None if feed_forward is None or wide != narrow else states.pre_activations
-        known = known and [x.flatten(0, 1) for x in known]
+        known: list[Tensor] = []
+        # With a wider dtype up to the activation, the pre-activations are computed in it.
+        if feed_forward is not None and wide == narrow:
+            known = [x.flatten(0, 1) for x in states.pre_activations]
         self._clean = CleanBlock(anatomy, pre, out, post, final, self._widths, known)
 
     def _place_zeroed(self, multiplier: float) -> None:
@@ -143,13 +144,18 @@ class _Maps:
 
     def fill(self, metric: str, scores: Float[Tensor, "batch group query key"]) -> None:
         """Write the scores of every group of heads."""
-        step = self._sizes.keys
-        for number, group in enumerate(self._groups):
-            for start in range(0, len(self._zeroed), step):
-                zeroed = self._zeroed[start : start + step]
+        step, device = self._sizes.keys, scores.device
+        for start in range(0, len(self._zeroed), step):
+            zeroed = self._zeroed[start : start + step]
+            # They are the same for all groups of heads.
+            placed = [
+                [(rectangle, rectangle.pairs(zeroed, device)) for rectangle in chunk]
+                for chunk in chunks(zeroed, self._sizes)
+            ]
+            for number, group in enumerate(self._groups):
                 values = self._values(group, slice(start, start + step))
-                for chunk in chunks(zeroed, self._sizes):
-                    self._fill_chunk(zeroed, chunk, values, metric, scores[:, number])
+                for chunk in placed:
+                    self._fill_chunk(chunk, values, metric, scores[:, number])
 
     def _values(self, group: slice | Sequence[int], zeroed: slice) -> _Values:
         """Return the values of some zeroed groups and heads, multiplied by the matrices."""
@@ -177,22 +183,20 @@ class _Maps:
 
     def _fill_chunk(
         self,
-        zeroed: Sequence[ZeroedGroup],
-        chunk: list[Rectangle],
+        chunk: Sequence[tuple[Rectangle, Pairs]],
         values: _Values,
         metric: str,
         scores: Float[Tensor, "batch query key"],
     ) -> None:
         """Write the scores of a chunk's pairs, in chunks of neurons that fit a CPU's caches."""
         clean, direction, queries = self._clean, self._clean.direction, self._pattern.shape[2]
-        pairs = [rectangle.pairs(zeroed, direction.device) for rectangle in chunk]
-        lines = [each.row + queries * rectangle.prompt for each, rectangle in zip(pairs, chunk, strict=True)]
+        lines = [pairs.row + queries * rectangle.prompt for rectangle, pairs in chunk]
         counts = list(map(len, lines))
         mid = direction.new_empty(sum(counts), direction.shape[1])
         # Without a norm on the feed-forward's branch, one tensor has the sum of both changes.
         added = mid if clean.added is None else torch.zeros_like(mid)
         entered, moved = [], []
-        for rectangle, (place, *_), rows, out in zip(chunk, pairs, lines, mid.split(counts), strict=True):
+        for (rectangle, (place, *_)), rows, out in zip(chunk, lines, mid.split(counts), strict=True):
             weights = values.weights(rectangle)
             change = torch.bmm(weights, values.head_vectors[rectangle.zeroed]).flatten(0, 1)
             change, factors = clean.to_pre_activations(rows, change.index_select(0, place))
@@ -204,11 +208,11 @@ class _Maps:
         factor = clean.multiplier if added is mid else 1.0
         for neurons, W_out, vectors in zip(clean.neurons, self._W_out, values.hidden_vectors, strict=True):
             hidden = mid.new_empty(len(mid), len(W_out))
-            for rectangle, terms, out in zip(chunk, entered, hidden.split(counts), strict=True):
+            for (rectangle, _), terms, out in zip(chunk, entered, hidden.split(counts), strict=True):
                 neurons.change(*terms, [x[rectangle.zeroed] for x in vectors], out)
             add_product(added, hidden, W_out, factor)
-        for rectangle, (_, key, row), rows, has_moved, out, more in zip(
-            chunk, pairs, lines, moved, mid.split(counts), added.split(counts), strict=True
+        for (rectangle, (_, key, row)), rows, has_moved, out, more in zip(
+            chunk, lines, moved, mid.split(counts), added.split(counts), strict=True
         ):
             distance = clean.distance(rows, out, more, metric)
             scores[rectangle.prompt].index_put_(

@@ -86,14 +86,16 @@ class Rectangle(NamedTuple):
         """Return its pairs in which the row attends to one of the zeroed groups or is between such rows."""
         begin, end = self.rows.start, self.rows.stop
         windows = [(max(each.first, begin), min(each.last, end)) for each in zeroed[self.zeroed]]
-        counts = [max(0, last - first) for first, last in windows]
+        counts = [last - first for first, last in windows]
         # The row of a pair is its index plus one number for each zeroed group.
         shifts = [
             last - total for (_, last), total in zip(windows, itertools.accumulate(counts), strict=True)
         ]
-        count, shift = torch.tensor([counts, shifts], dtype=torch.long, device=device)
+        # A GPU has to be waited for if a tensor is made on it from a list, or if the size of a result is not
+        # given.
+        numbers = torch.tensor([counts, shifts], dtype=torch.long, device="cpu")
+        count, shift = numbers.to(device, non_blocking=True)
         index, groups = (torch.arange(n, dtype=torch.long, device=device) for n in (sum(counts), len(counts)))
-        # If the size of the result is not given, a GPU has to be waited for.
         group = groups.repeat_interleave(count, output_size=len(index))
         row = index + shift[group]
         return Pairs(group * (end - begin) + row - begin, group + self.key, row)
@@ -204,7 +206,8 @@ def _bytes(block: Block, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes)
     weights += inner * hidden * wide * max(1, matrices)  # This is the product of W_O and W_in.
     # Spans need another copy.
     values = sizes.keys * rank * min(span, 2) * (d_model + hidden + 3 * d_head) * wide
+    values += 3 * sizes.keys * queries * torch.long.itemsize  # These are the indices of the pairs.
     chunk = (3 * d_model + neurons) * narrow + (rank * (1 + d_head) + d_model + 5) * wide
-    chunk += 5 * torch.long.itemsize  # These are the indices of the pairs.
+    chunk += 2 * torch.long.itemsize
     rectangle = (7 * d_model + 4 * rank + 9 * neurons) * wide
     return clean + weights + values + max(sizes.chunk, sizes.rectangle) * chunk + sizes.rectangle * rectangle

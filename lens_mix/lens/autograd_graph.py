@@ -61,8 +61,6 @@ class AutogradGraph:
     Attributes:
         rules: The rules of the backward pass.
         is_kept: Whether the graph of all blocks is kept.
-        keys: The keys and values of the pass, or of blocks that `read_mixing` has run again, as far as they
-            are known. Passes that use them have to check the result.
     """
 
     def __init__(
@@ -82,7 +80,21 @@ class AutogradGraph:
         self._recording += [record(self._recorded, name) for name in self._key_names.values()]
         self._calls: dict[int, BlockCall] = {}
         self._logits: tuple[Tensor, Tensor] | None = None
-        self.keys = PrefixKeys(positions)
+        self._keys = PrefixKeys(positions)
+
+    @property
+    def keys(self) -> PrefixKeys:
+        """The keys and values of the pass, or of blocks that `read_mixing` has run again, where known.
+
+        The model may change keys after the hook that shows them, so a pass with them has to compare a token
+        with the clean pass, as `SideBySide` does.
+        """
+        if self.is_kept:
+            # They are read at the first request, because few methods need them.
+            while self._key_names:
+                self._keep_keys(min(self._key_names))
+                del self._key_names[min(self._key_names)]
+        return self._keys
 
     @property
     def resid_post(self) -> Float[Tensor, "batch pos d_model"]:
@@ -95,10 +107,7 @@ class AutogradGraph:
 
     def read(self, calls: dict[int, BlockCall]) -> None:
         """Read the calls of the blocks in the pass, from which blocks are run again."""
-        if self.is_kept:
-            for layer in self._key_names:
-                self._keep_keys(layer)
-        else:
+        if not self.is_kept:
             self._calls = calls
             last = calls[self._lens.n_layers - 1].resid_post
             self._changed.streams[self._lens.n_layers] = last.detach().requires_grad_(True)
@@ -118,7 +127,7 @@ class AutogradGraph:
         self._recorded.clear()
         self._changed.streams.clear()
         self._calls, self._logits = {}, None
-        self.keys.kept.clear()
+        self._keys.kept.clear()
 
     def gradients(
         self, values: Float[Tensor, " value"], numbers: Sequence[int], *, at_once: bool = False
@@ -184,7 +193,7 @@ class AutogradGraph:
         found = [self._recorded[name] for name in names if name in self._recorded]
         if [each.ndim for each in found] == [4, 4]:
             keys, values = (each.detach().transpose(1, 2).contiguous() for each in found)
-            self.keys.kept[layer] = keys, values
+            self._keys.kept[layer] = keys, values
 
     def _run_again(
         self,

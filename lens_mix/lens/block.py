@@ -209,7 +209,7 @@ class Block:
         return tensor if self.clean.rows is not None else self.rows_of(tensor, axis)
 
     def at_recorded_rows(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return the asked rows of tensors at the rows that the clean pass recorded."""
+        """Return the asked rows of tensors that have every recorded row."""
         return [self._select_recorded_rows(tensor) for tensor in tensors]
 
     def with_every_query(self) -> Block:

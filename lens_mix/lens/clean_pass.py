@@ -63,8 +63,8 @@ class CleanPass:
         predictions: For each prompt, the model's predictions at the requested positions; None if they were
             not requested, or if the model has none.
         no_predictions: Why requested predictions are missing, as a note.
-        predicted_at: The positions of the predictions.
-        logits: The logits there, if it is one position of each prompt; else None.
+        predicted_at: The positions of the predictions, if it is one of each prompt; else None.
+        logits: The logits there.
         seeing_later: The watched layers in which a query attended to a later key. Only batches with pictures
             are searched for them: a model that is causal on text may not be causal on pictures.
     """

@@ -68,7 +68,11 @@ class RecordedBlock:
 
     @property
     def rebuilt_pre_activations(self) -> list[Float[Tensor, "batch row d_mlp"]] | None:
-        """The pre-activations of the rebuilt residual stream, if no others are known; None without them."""
+        """The pre-activations that were rebuilt from x, the pattern and the values at all rows, if they were.
+
+        With recorded outputs of the block's modules, others were rebuilt beside them.
+        """
+        # `lens_mix.lens.components` stores what it rebuilds by its function's name.
         pre: list[Tensor] = self.rebuilt.get("_pre_activations", [])
         return pre if pre and len(pre[0]) == len(self.resid_pre) and not self.outputs else None
 

@@ -170,7 +170,7 @@ class CleanStates(BlockStates):
         self.cross_out = None if cross_out is None else cross_out[prompts].to(dtype)
         self._whole_resid_pre = block.whole_resid_pre[prompts].detach()
         checked = block.at_recorded_rows(block.cache.get(PRE_ACTIVATIONS, ())) if cross_out is None else []
-        is_same = {dtype, self._attention_dtype, *(x.dtype for x in checked)} == {dtype}
+        is_same = all(x.dtype == dtype == self._attention_dtype for x in checked)
         self._checked = [x[prompts] for x in checked] if is_same else []
 
     @constant

@@ -342,8 +342,9 @@ def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:
     pattern, values, gradient = (each.to(wide) for each in (mixing.pattern, mixing.values, mixing.gradient))
     values = values.repeat_interleave(pattern.shape[0] // values.shape[1], dim=1)
     effects = torch.zeros(pattern.shape[1:], dtype=wide, device=pattern.device)
-    for heads in torch.arange(len(pattern), device="cpu").split(heads_at_once(pattern)):
-        some = slice(int(heads[0]), int(heads[-1]) + 1)
+    step = heads_at_once(pattern)
+    for start in range(0, len(pattern), step):
+        some = slice(start, start + step)
         axes = "query head d_head, key head d_head -> head query key"
         attributions = einsum(gradient[:, some], values[:, some], axes).mul_(pattern[some])
         strongest = pattern[some].argmax(-1, keepdim=True)

@@ -123,7 +123,10 @@ class SideBySide:
             except UnsupportedModelError:
                 if prefix is None:
                     raise
-                # The model's attention does not read `prefix`, so each pass needs the prompt.
+                # The model's attention does not read `prefix`, or changes the keys before it reads them. So
+                # each pass needs the prompt, also for other rows.
+                if self.keys is not None:
+                    self.keys.kept.clear()
                 break
             left = left[~torch.isin(left, some)]
             for row, read, values in found:

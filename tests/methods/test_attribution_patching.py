@@ -150,6 +150,24 @@ def test_hooks_that_act_everywhere_are_a_part_of_the_model():
     assert not torch.allclose(found, before, atol=1e-3)
 
 
+def test_keys_that_a_model_changes_after_their_hook_are_tried_once(monkeypatch):
+    """HunYuan has a norm on keys after the rotation, so the control differs; copies run beside the prompt."""
+    model = build_or_skip(bridge, "hunyuan", torch.float64)
+    tried, original = [], continuation._run_batch
+
+    def watched(lens, batch, *args, prefix=None, **options):
+        tried.append(prefix is not None and bool(prefix.kept))
+        return original(lens, batch, *args, prefix=prefix, **options)
+
+    monkeypatch.setattr(continuation, "_run_batch", watched)
+    method = lm.AttributionPatching(replacements=STAND_INS, n_exact=3, n_measured=2)
+    found = lm.run(model, tokens(model, 1, 9)[0], method, queries=[-1]).scores
+    assert tried.count(True) == 1
+    monkeypatch.setattr(SideBySide, "_has_keys", False)
+    beside = lm.run(model, tokens(model, 1, 9)[0], method, queries=[-1]).scores
+    torch.testing.assert_close(found, beside, rtol=0, atol=1e-10)
+
+
 def test_the_clean_pass_leaves_the_graph_of_a_prompt_alone(monkeypatch):
     model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
     method = lm.AttributionPatching(replacements=STAND_INS)
