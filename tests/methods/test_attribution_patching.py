@@ -151,8 +151,10 @@ def test_hooks_that_act_everywhere_are_a_part_of_the_model():
 
 
 def test_keys_that_a_model_changes_after_their_hook_are_tried_once(monkeypatch):
-    """HunYuan has a norm on keys after the rotation, so the control differs; copies run beside the prompt."""
-    model = build_or_skip(bridge, "hunyuan", torch.float64)
+    """Keys before their rotation are not those of the scores, so the control differs."""
+    names = {layer: f"blocks.{layer}.attn.hook_k" for layer in range(2)}
+    monkeypatch.setattr(autograd_graph, "_find_key_names", lambda lens: dict(names))
+    model = build_or_skip(bridge, "llama", torch.float64)
     tried, original = [], continuation._run_batch
 
     def watched(lens, batch, *args, prefix=None, **options):
