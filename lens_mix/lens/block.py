@@ -208,10 +208,6 @@ class Block:
         """Return the asked rows of a recorded tensor, which may have these rows only."""
         return tensor if self.clean.rows is not None else self.rows_of(tensor, axis)
 
-    def at_recorded_rows(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return the asked rows of tensors that have every recorded row."""
-        return [self._select_recorded_rows(tensor) for tensor in tensors]
-
     def with_every_query(self) -> Block:
         """Return this block with all rows and the same record; the only recorded tensor is the pattern."""
         if self.every_query:

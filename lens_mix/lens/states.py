@@ -169,7 +169,9 @@ class CleanStates(BlockStates):
         self.resid_pre = block.resid_pre[prompts].detach().to(dtype)
         self.cross_out = None if cross_out is None else cross_out[prompts].to(dtype)
         self._whole_resid_pre = block.whole_resid_pre[prompts].detach()
-        checked = block.at_recorded_rows(block.cache.get(PRE_ACTIVATIONS, ())) if cross_out is None else []
+        # The check computed them for the recorded rows, which may be more than the asked ones.
+        checked = block.cache.get(PRE_ACTIVATIONS, ()) if cross_out is None else ()
+        checked = checked if block.clean.rows is not None else [block.rows_of(x) for x in checked]
         is_same = all(x.dtype == dtype == self._attention_dtype for x in checked)
         self._checked = [x[prompts] for x in checked] if is_same else []
 
