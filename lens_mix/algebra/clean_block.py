@@ -10,10 +10,10 @@ Small changes are accurate, because s / s' - 1 is computed from s'² - s² = (2 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.feed_forward_change import Neurons, neurons_of
@@ -22,7 +22,7 @@ from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.states import BlockStates
 
 # A change of a norm's input: C c, 1/s' and s/s' - 1.
-_Changed = tuple[Float[Tensor, "pair d_model"], Float[Tensor, "pair 1"], Float[Tensor, "pair 1"]]
+_Changed = tuple[Float[Tensor, "key row d_model"], Float[Tensor, "key row 1"], Float[Tensor, "key row 1"]]
 
 
 class _NormChange:
@@ -45,11 +45,10 @@ class _NormChange:
         self._size = self._square.sqrt()
         self.clean: Float[Tensor, "row d_model"] = centred / self._size
 
-    def sizes(self, rows: Int[Tensor, " pair"], change: Float[Tensor, "pair d_model"]) -> _Changed:
+    def sizes(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> _Changed:
         """Return C c, 1/s' and s/s' - 1 for changes of some rows' inputs."""
         centred, size = self._centre(change), self._size[rows]
-        clean = self.clean.index_select(0, rows)
-        square_change = torch.linalg.vecdot(centred, clean)[:, None].mul_(2 * size)
+        square_change = _scalar_products(centred, self.clean[rows])[..., None].mul_(2 * size)
         square_change += torch.linalg.vector_norm(centred, dim=-1, keepdim=True) ** 2
         square_change /= centred.shape[-1]
         # If a change removes the whole input, eps is left. Without eps, rounding could make this negative.
@@ -59,14 +58,21 @@ class _NormChange:
         factor = square_change.neg_().div_((size + changed).mul_(changed))
         return centred, changed.reciprocal_(), factor
 
-    def output(self, rows: Int[Tensor, " pair"], changed: _Changed) -> Float[Tensor, "pair d_model"]:
+    def output(self, rows: slice, changed: _Changed) -> Float[Tensor, "key row d_model"]:
         """Return the change of some rows' outputs."""
         centred, inverse, factor = changed
-        out = (centred * inverse).addcmul_(self.clean.index_select(0, rows), factor)
+        out = torch.addcmul(centred * inverse, self.clean[rows], factor)
         return out if self._weight is None else out.mul_(self._weight)
 
     def _centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         return x if self.norm.kind == "rms" else x - x.mean(-1, keepdim=True)
+
+
+def _scalar_products(
+    change: Float[Tensor, "key row d_model"], clean: Float[Tensor, "row d_model"]
+) -> Float[Tensor, "key row"]:
+    """Return scalar products with the clean rows, by one batched product that reads the changes once."""
+    return torch.bmm(clean[:, None], change.permute(1, 2, 0))[:, 0].T
 
 
 class CleanBlock:
@@ -79,7 +85,7 @@ class CleanBlock:
         resid_post: The block's output.
         final: The model's final norm, if the change after it is requested; None otherwise.
         widths: The numbers of neurons that are computed at once.
-        pre_activations: The clean pre-activations; empty to compute them.
+        pre_activations: As in `neurons_of`.
 
     Attributes:
         multiplier: The residual multiplier.
@@ -96,7 +102,7 @@ class CleanBlock:
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
         widths: Sequence[int],
-        pre_activations: Sequence[Float[Tensor, "row d_mlp"]] = (),
+        pre_activations: Callable[[], Sequence[Float[Tensor, "row d_mlp"]]] | None = None,
     ) -> None:
         self.multiplier = anatomy.residual_multiplier
         branch, residual = anatomy.attention_branch, anatomy.attention_residual
@@ -129,14 +135,14 @@ class CleanBlock:
         self.direction = compared / self._size.clamp_min(torch.finfo(compared.dtype).tiny)[:, None]
 
     def to_pre_activations(
-        self, rows: Int[Tensor, " pair"], change: Float[Tensor, "pair d_model"]
-    ) -> tuple[Float[Tensor, "pair d_model"], list[Float[Tensor, "#pair 1"]]]:
+        self, rows: slice, change: Float[Tensor, "key row d_model"]
+    ) -> tuple[Float[Tensor, "key row d_model"], list[Float[Tensor, "#key #row 1"]]]:
         """Return the change of mid, and the factors of each term in the change of the pre-activations.
 
         The terms are the given change and the clean output of each norm. The given change includes the
         residual multiplier if there is no norm on the branch.
         """
-        factors = [change.new_ones((1, 1))]
+        factors = [change.new_ones((1, 1, 1))]
         for norm in self._norms:
             changed = norm.sizes(rows, change)
             factors = [*(factor * changed[1] for factor in factors), changed[2]]
@@ -151,15 +157,15 @@ class CleanBlock:
 
     def distance(
         self,
-        rows: Int[Tensor, " pair"],
-        mid: Float[Tensor, "pair d_model"],
-        added: Float[Tensor, "pair d_model"],
+        rows: slice,
+        mid: Float[Tensor, "key row d_model"],
+        added: Float[Tensor, "key row d_model"],
         metric: str,
-    ) -> Float[Tensor, " pair"]:
+    ) -> Float[Tensor, "key row"]:
         """Return the distance of changed outputs from the clean ones.
 
         Args:
-            rows: The clean row of each pair.
+            rows: The clean rows.
             mid: The change of mid; without a norm on the feed-forward's branch, plus that of its output.
             added: The change of the feed-forward's output, if there is a norm on its branch.
             metric: "cosine" or "euclidean".
@@ -173,10 +179,10 @@ class CleanBlock:
         if metric == "euclidean":
             length: Tensor = torch.linalg.vector_norm(mid, dim=-1)
             return length
-        direction, size = self.direction.index_select(0, rows), self._size[rows]
-        along = torch.linalg.vecdot(mid, direction)
+        direction, size = self.direction[rows], self._size[rows]
+        along = _scalar_products(mid, direction)
         # A difference of two squares would lose all digits if the change is along the vector.
-        rest = torch.addcmul(mid, direction, along[:, None], value=-1)
+        rest = torch.addcmul(mid, direction, along[..., None], value=-1)
         across, near = torch.linalg.vector_norm(rest, dim=-1).square_(), along + size
         far = torch.addcmul(across, near, near).sqrt_()
         # 1 - cos = sin² / (1 + cos) is accurate for small angles, and 1 - cos for obtuse ones.

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import ACTIVATIONS, FeedForward
@@ -34,7 +34,7 @@ class Neurons(NamedTuple):
     """Some neurons of the clean rows; all tensors are contiguous, because wide strides cause cache misses."""
 
     activation: str
-    # These are the clean pre-activations per matrix, to which changes are added. There are none if SiLU gates
+    # These are the clean pre-activations per matrix, to which changes are added. They are zeros if SiLU gates
     # the layer, whose change has its own formula (see the module's docstring).
     start: list[Float[Tensor, "row neuron"]]
     # This is minus the hidden layer (without b_hidden), or g, u, SiLU(g), SiLU(g) - g / 2 for a SiLU gate.
@@ -44,49 +44,34 @@ class Neurons(NamedTuple):
 
     def change(
         self,
-        rows: Int[Tensor, " pair"],
-        places: Int[Tensor, " pair"],
-        factors: Sequence[Float[Tensor, "#pair 1"]],
+        rows: slice,
+        factors: Sequence[Float[Tensor, "#key #row 1"]],
         weights: Float[Tensor, "key row rank"],
         vectors: Sequence[Float[Tensor, "key rank neuron"]],
-        out: Float[Tensor, "pair neuron"],
+        out: Float[Tensor, "key row neuron"],
     ) -> None:
         """Write the change of these neurons in the hidden layer into `out`.
 
-        The pre-activations change by Σ weights · vectors, times the first factor, and by Σ factor · base over
-        the norms' outputs.
-
-        Args:
-            rows: The clean row of each pair.
-            places: The index of each pair among all pairs of a key and a row that `weights` has.
-            factors: The factors of each term.
-            weights: The weights of the vectors.
-            vectors: One tensor per matrix.
-            out: The result.
+        The pre-activations change by Σ factor · base, over the norms' outputs, and by Σ weights · vectors;
+        `vectors` has one tensor per matrix.
         """
         now, gated_by_silu = [], len(self.clean) == 4
-        for number, products in enumerate(vectors):
-            # The SiLU formula needs half the gate's change, because t = tanh(c / 2).
-            half = gated_by_silu and number == 0
-            factor, *others = [x / 2 for x in factors] if half else factors
+        for number, start in enumerate(self.start):
             # The first pre-activations are written into `out`, which saves one tensor in the caches.
-            into = out if number == 0 and weights.dtype == out.dtype else None
-            sent = torch.bmm(weights, products).flatten(0, 1).index_select(0, places)
-            if self.start:
-                # Adding the sum of all changes instead would give larger errors.
-                pre = torch.index_select(self.start[number], 0, rows, out=into).addcmul_(sent, factor)
-            else:
-                pre = torch.mul(sent, factor, out=into)
-            # Without a last norm, `bases` has one entry more than there are factors: the clean input, which
-            # no change multiplies.
-            for bases, other in zip(self.bases, others, strict=False):
-                pre.addcmul_(bases[number].index_select(0, rows), other)
+            in_place = number == 0 and start.dtype == out.dtype
+            pre = out if in_place else torch.empty_like(out, dtype=start.dtype)
+            # The SiLU formula needs half the gate's change, because t = tanh(c / 2).
+            changed, multiplier = start[rows], 0.5 if gated_by_silu and number == 0 else 1.0
+            # Without a last norm, `bases` has one entry more than `factors`: the clean input, which no change
+            # multiplies.
+            for bases, factor in zip(self.bases, factors, strict=False):
+                changed = torch.addcmul(changed, bases[number][rows], factor, value=multiplier, out=pre)
+            pre = torch.baddbmm(changed, weights, vectors[number], alpha=multiplier, out=pre)
             now.append(pre.to(out.dtype))
-        clean = [x.index_select(0, rows) for x in self.clean]
         if gated_by_silu:
-            _silu_change(clean, now, out)
+            _silu_change([x[rows] for x in self.clean], now, out)
         else:
-            _hidden(self.activation, now, clean[0], out)
+            _hidden(self.activation, now, self.clean[0][rows], out)
 
 
 def neurons_of(
@@ -95,7 +80,7 @@ def neurons_of(
     shift: Float[Tensor, " d_model"] | None,
     dtype: torch.dtype,
     widths: Sequence[int],
-    pre_activations: Sequence[Float[Tensor, "row d_mlp"]] = (),
+    pre_activations: Callable[[], Sequence[Float[Tensor, "row d_mlp"]]] | None = None,
 ) -> list[Neurons]:
     """Return the hidden layer of the clean rows, in chunks of neurons.
 
@@ -108,7 +93,7 @@ def neurons_of(
         shift: The bias of the last norm; None without one.
         dtype: The dtype of the hidden layer.
         widths: The number of neurons of each chunk.
-        pre_activations: The clean pre-activations, which are used if nothing in them is a bias; empty to
+        pre_activations: Returns the clean pre-activations, and is called if no bias is in them; None to
             compute them.
     """
     wide, gated, name = inputs[0].dtype, feed_forward.W_gate is not None, feed_forward.activation
@@ -118,13 +103,14 @@ def neurons_of(
     if shift is not None:
         constants = [x + shift.to(wide) @ W for x, W in zip(constants, matrices, strict=True)]
     # A base is a product without bias. Subtracting a large bias from a pre-activation would lose digits.
-    is_known = bool(pre_activations) and not any(map(torch.is_tensor, constants))
-    products, neurons = inputs[:-1] if is_known else inputs, []
+    has_bias = any(map(torch.is_tensor, constants))
+    known = None if pre_activations is None or has_bias else pre_activations()
+    products, neurons = inputs if known is None else inputs[:-1], []
     for width, stop in zip(widths, itertools.accumulate(widths), strict=True):
         place = slice(stop - width, stop)
-        added = [x if isinstance(x, float) else x[place] for x in constants]
         bases = [[x @ matrix[:, place] for matrix in matrices] for x in products]
-        bases += [[x[:, place].contiguous() for x in pre_activations]] if is_known else []
+        bases += [] if known is None else [[x[:, place].contiguous() for x in known]]
+        added = [x if isinstance(x, float) else x[place] for x in constants]
         pre = [x + y for x, y in zip(bases[-1], added, strict=True)]
         neurons.append(Neurons(name, *_clean(name, pre, dtype), bases))
     return neurons
@@ -136,7 +122,7 @@ def _clean(name: str, pre: list[Tensor], dtype: torch.dtype) -> tuple[list[Tenso
     if len(pre) == 2 and name == "silu":
         gate, up = narrow
         activated = gate * gate.sigmoid()
-        return [], [gate, up, activated, activated - gate / 2]
+        return [torch.zeros_like(x) for x in pre], [gate, up, activated, activated - gate / 2]
     # The operations are those of the changed layer: different rounding would triple the error.
     hidden = _hidden(name, narrow, torch.zeros_like(narrow[0]), torch.empty_like(narrow[0]))
     return pre, [hidden.neg_()]

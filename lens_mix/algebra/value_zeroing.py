@@ -10,13 +10,13 @@ subtracted:
     W_out         applied per pair, the one large product
     distance      computed from the change's components along and across the clean vector
 
-The rows of all prompts are on one axis. In the sums over heads, the pairs of a rectangle are [zeroed, row];
-then those with weight are on one axis.
+The rows of all prompts are on one axis. The pairs of a rectangle are [zeroed, row].
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +29,6 @@ from lens_mix.algebra.folded_weights import folded, norms_between
 from lens_mix.algebra.head_vectors import through
 from lens_mix.algebra.value_zeroing_pairs import (
     Groups,
-    Pairs,
     Rectangle,
     Sizes,
     Spans,
@@ -124,10 +123,12 @@ class _Maps:
         chunks_of_W_out = () if W_out is None else W_out.split(sizes.neurons)
         self._W_out = [as_right_factor(chunk, pairs) for chunk in chunks_of_W_out]
         self._widths = list(map(len, chunks_of_W_out))
-        known: list[Tensor] = []
+
+        def pre_activations() -> list[Tensor]:
+            return [x.flatten(0, 1) for x in states.pre_activations]
+
         # With a wider dtype up to the activation, the pre-activations are computed in it.
-        if feed_forward is not None and wide == narrow:
-            known = [x.flatten(0, 1) for x in states.pre_activations]
+        known = pre_activations if wide == narrow else None
         self._clean = CleanBlock(anatomy, pre, out, post, final, self._widths, known)
 
     def _place_zeroed(self, multiplier: float) -> None:
@@ -144,17 +145,12 @@ class _Maps:
 
     def fill(self, metric: str, scores: Float[Tensor, "batch group query key"]) -> None:
         """Write the scores of every group of heads."""
-        step, device = self._sizes.keys, scores.device
-        for start in range(0, len(self._zeroed), step):
-            zeroed = self._zeroed[start : start + step]
-            # They are the same for all groups of heads.
-            placed = [
-                [(rectangle, rectangle.pairs(zeroed, device)) for rectangle in chunk]
-                for chunk in chunks(zeroed, self._sizes)
-            ]
-            for number, group in enumerate(self._groups):
+        step = self._sizes.keys
+        for number, group in enumerate(self._groups):
+            for start in range(0, len(self._zeroed), step):
+                zeroed = self._zeroed[start : start + step]
                 values = self._values(group, slice(start, start + step))
-                for chunk in placed:
+                for chunk in chunks(zeroed, self._sizes):
                     self._fill_chunk(chunk, values, metric, scores[:, number])
 
     def _values(self, group: slice | Sequence[int], zeroed: slice) -> _Values:
@@ -182,42 +178,43 @@ class _Maps:
         return _Values(positions, self._factors[zeroed, :, group], pattern, head_vectors, hidden)
 
     def _fill_chunk(
-        self,
-        chunk: Sequence[tuple[Rectangle, Pairs]],
-        values: _Values,
-        metric: str,
-        scores: Float[Tensor, "batch query key"],
+        self, chunk: list[Rectangle], values: _Values, metric: str, scores: Float[Tensor, "batch query key"]
     ) -> None:
         """Write the scores of a chunk's pairs, in chunks of neurons that fit a CPU's caches."""
-        clean, direction, queries = self._clean, self._clean.direction, self._pattern.shape[2]
-        lines = [pairs.row + queries * rectangle.prompt for rectangle, pairs in chunk]
-        counts = list(map(len, lines))
+        clean, shapes = self._clean, [rectangle.shape for rectangle in chunk]
+        counts = [math.prod(shape) for shape in shapes]
+
+        def rectangles(pairs: Float[Tensor, "pair width"]) -> Sequence[Float[Tensor, "key row width"]]:
+            return [x.unflatten(0, shape) for x, shape in zip(pairs.split(counts), shapes, strict=True)]
+
+        direction = clean.direction
         mid = direction.new_empty(sum(counts), direction.shape[1])
         # Without a norm on the feed-forward's branch, one tensor has the sum of both changes.
         added = mid if clean.added is None else torch.zeros_like(mid)
         entered, moved = [], []
-        for (rectangle, (place, *_)), rows, out in zip(chunk, lines, mid.split(counts), strict=True):
-            weights = values.weights(rectangle)
-            change = torch.bmm(weights, values.head_vectors[rectangle.zeroed]).flatten(0, 1)
-            change, factors = clean.to_pre_activations(rows, change.index_select(0, place))
-            out.copy_(change)
+        for rectangle, out in zip(chunk, rectangles(mid), strict=True):
+            rows, weights = rectangle.lines(self._pattern.shape[2]), values.weights(rectangle)
+            change = out if out.dtype == weights.dtype else torch.empty_like(out, dtype=weights.dtype)
+            torch.bmm(weights, values.head_vectors[rectangle.zeroed], out=change)
+            change, (scale, *scales) = clean.to_pre_activations(rows, change)
+            if change is not out:
+                out.copy_(change)
             # A pair without weight has exactly the score 0, without a rounding error.
-            moved.append(weights.any(-1).flatten()[place])
-            entered.append((rows, place, factors, weights))
+            moved.append(weights.any(-1))
+            entered.append((rows, scales, weights * scale, rectangle.zeroed))
         # With a norm on the branch, `CleanBlock.distance` applies the multiplier.
         factor = clean.multiplier if added is mid else 1.0
         for neurons, W_out, vectors in zip(clean.neurons, self._W_out, values.hidden_vectors, strict=True):
             hidden = mid.new_empty(len(mid), len(W_out))
-            for (rectangle, _), terms, out in zip(chunk, entered, hidden.split(counts), strict=True):
-                neurons.change(*terms, [x[rectangle.zeroed] for x in vectors], out)
+            for (rows, scales, weights, zeroed), out in zip(entered, rectangles(hidden), strict=True):
+                neurons.change(rows, scales, weights, [x[zeroed] for x in vectors], out)
             add_product(added, hidden, W_out, factor)
-        for (rectangle, (_, key, row)), rows, has_moved, out, more in zip(
-            chunk, lines, moved, mid.split(counts), added.split(counts), strict=True
+        for rectangle, has_moved, out, more in zip(
+            chunk, moved, rectangles(mid), rectangles(added), strict=True
         ):
-            distance = clean.distance(rows, out, more, metric)
-            scores[rectangle.prompt].index_put_(
-                (row, key), torch.where(has_moved, distance, 0.0).to(scores.dtype)
-            )
+            distance = clean.distance(rectangle.lines(self._pattern.shape[2]), out, more, metric)
+            keys = slice(rectangle.key, rectangle.key + rectangle.shape[0])
+            scores[rectangle.prompt, rectangle.rows, keys] = torch.where(has_moved, distance, 0.0).T
 
 
 class _Values(NamedTuple):

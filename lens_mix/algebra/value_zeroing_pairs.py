@@ -1,21 +1,19 @@
 """The pairs of a zeroed group of keys and a query, and the chunks in which they are computed.
 
 Zeroing a value changes only the queries that attend to its key, so a causal map needs half of the pairs.
-Neighbouring keys share a rectangle of pairs if at least half of them have weight. The sums over heads are
-computed for whole rectangles, and everything else for the pairs with weight alone (`Rectangle.pairs`).
-Several rectangles are one chunk, the pairs of one product with W_out. `max_memory` bounds the sizes of both.
+Neighbouring keys share a rectangle of pairs if few of them (`Sizes.spare`) have no weight. Several rectangles
+are one chunk, the pairs of one product with W_out. `max_memory` bounds the sizes of both.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from lens_mix.algebra.budget import budget_beside, copy_bytes
@@ -38,6 +36,7 @@ class Sizes(NamedTuple):
         neurons: The number of neurons that are computed at once.
         keys: The number of zeroed groups whose vectors are in memory at once.
         positions: The number of positions of all prompts that are in memory at once.
+        spare: The pairs without weight that a rectangle may have, as a fraction of the others.
     """
 
     rectangle: int
@@ -45,10 +44,13 @@ class Sizes(NamedTuple):
     neurons: int
     keys: int
     positions: int
+    spare: float
 
 
-_CPU = Sizes(rectangle=512, chunk=2304, neurons=768, keys=128, positions=2048)
-_GPU = Sizes(rectangle=16384, chunk=16384, neurons=4096, keys=1024, positions=16384)
+_CPU = Sizes(rectangle=512, chunk=2304, neurons=768, keys=128, positions=2048, spare=0.05)
+# A GPU computes pairs without weight faster than it starts the operations of one more rectangle, so a short
+# causal prompt is one rectangle, which has twice the pairs.
+_GPU = Sizes(rectangle=16384, chunk=16384, neurons=4096, keys=1024, positions=16384, spare=1.0)
 
 
 class ZeroedGroup(NamedTuple):
@@ -82,37 +84,9 @@ class Rectangle(NamedTuple):
         """The numbers of zeroed groups and of rows."""
         return self.zeroed.stop - self.zeroed.start, self.rows.stop - self.rows.start
 
-    def pairs(self, zeroed: Sequence[ZeroedGroup], device: torch.device) -> Pairs:
-        """Return its pairs in which the row attends to one of the zeroed groups or is between such rows."""
-        begin, end = self.rows.start, self.rows.stop
-        windows = [(max(each.first, begin), min(each.last, end)) for each in zeroed[self.zeroed]]
-        counts = [last - first for first, last in windows]
-        # The row of a pair is its index plus one number for each zeroed group.
-        shifts = [
-            last - total for (_, last), total in zip(windows, itertools.accumulate(counts), strict=True)
-        ]
-        # A GPU has to be waited for if a tensor is made on it from a list, or if the size of a result is not
-        # given.
-        numbers = torch.tensor([counts, shifts], dtype=torch.long, device="cpu")
-        count, shift = numbers.to(device, non_blocking=True)
-        index, groups = (torch.arange(n, dtype=torch.long, device=device) for n in (sum(counts), len(counts)))
-        group = groups.repeat_interleave(count, output_size=len(index))
-        row = index + shift[group]
-        return Pairs(group * (end - begin) + row - begin, group + self.key, row)
-
-
-class Pairs(NamedTuple):
-    """The pairs of a rectangle that may have weight.
-
-    Attributes:
-        place: The index of each pair among all pairs of the rectangle.
-        key: The index of its zeroed group on the key axis of the map.
-        row: The index of its row in the prompt.
-    """
-
-    place: Int[Tensor, " pair"]
-    key: Int[Tensor, " pair"]
-    row: Int[Tensor, " pair"]
+    def lines(self, queries: int) -> slice:
+        """Return its rows on the axis of all prompts' rows, of which each prompt has `queries`."""
+        return slice(self.prompt * queries + self.rows.start, self.prompt * queries + self.rows.stop)
 
 
 def find_zeroed_groups(
@@ -155,8 +129,7 @@ def _rectangles(zeroed: Sequence[ZeroedGroup], sizes: Sizes) -> Iterator[Rectang
             window, weighted = (min(first, new.first), max(last, new.last)), weighted + new.last - new.first
             pairs = (end + 1 - begin) * (window[1] - window[0])
             are_neighbours = (new.prompt, new.key) == (prompt, zeroed[end - 1].key + 1)
-            # A short causal prompt is one rectangle, which has twice the pairs with weight.
-            if not are_neighbours or pairs > min(sizes.rectangle, 2 * weighted):
+            if not are_neighbours or pairs > min(sizes.rectangle, (1 + sizes.spare) * weighted):
                 break
             end, (first, last) = end + 1, window
         # The rows of a single key may be more than a rectangle's pairs.
@@ -175,12 +148,13 @@ def fitting(block: Block, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
     sizes = _CPU if block.resid_pre.device.type == "cpu" else _GPU
     length, bytes_with = block.attended.shape[2], functools.partial(_bytes, block, span, dtypes)
     # A prompt is never divided, so all its positions are in memory at once.
-    smallest = Sizes(rectangle=8, chunk=8, neurons=64, keys=1, positions=length)
+    smallest = Sizes(rectangle=8, chunk=8, neurons=64, keys=1, positions=length, spare=sizes.spare)
     budget = budget_beside(
         block, 0, bytes_with(smallest), "value zeroing by algebra; engine='hooks' may need less"
     )
     while budget is not None and bytes_with(sizes) > budget:
-        sizes = Sizes(*(max(least, size // 2) for least, size in zip(smallest, sizes, strict=True)))
+        halves = (max(least, size // 2) for least, size in zip(smallest[:-1], sizes[:-1], strict=True))
+        sizes = Sizes(*halves, spare=sizes.spare)  # type: ignore[misc]
     return sizes
 
 
@@ -206,8 +180,6 @@ def _bytes(block: Block, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes)
     weights += inner * hidden * wide * max(1, matrices)  # This is the product of W_O and W_in.
     # Spans need another copy.
     values = sizes.keys * rank * min(span, 2) * (d_model + hidden + 3 * d_head) * wide
-    values += 3 * sizes.keys * queries * torch.long.itemsize  # These are the indices of the pairs.
     chunk = (3 * d_model + neurons) * narrow + (rank * (1 + d_head) + d_model + 5) * wide
-    chunk += 2 * torch.long.itemsize
-    rectangle = (7 * d_model + 4 * rank + 9 * neurons) * wide
+    rectangle = 4 * (d_model + rank + neurons) * wide
     return clean + weights + values + max(sizes.chunk, sizes.rectangle) * chunk + sizes.rectangle * rectangle
