@@ -305,8 +305,7 @@ class Session:
         check = None
         if "algebra" in engines.values():
             uses, rebuilt = self._find_checked(), self._find_rebuilt_layers(verification, engines)
-            keeps = self.max_memory is None
-            check = PromptCheck(clean, verification, uses, rebuilt, samples=True, keeps=keeps)
+            check = PromptCheck(clean, verification, uses, rebuilt, samples=True)
         checked = CheckedPass(self, clean, verification, engines, rows, {})
         map_block = map_early(checked)
         name_of, layers = clean.lens.stack.hook_name, set(self.recorded_layers)

@@ -10,7 +10,7 @@ Small changes are accurate, because s / s' - 1 is computed from s'² - s² = (2 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -85,7 +85,6 @@ class CleanBlock:
         resid_post: The block's output.
         final: The model's final norm, if the change after it is requested; None otherwise.
         widths: The numbers of neurons that are computed at once.
-        pre_activations: As in `neurons_of`.
 
     Attributes:
         multiplier: The residual multiplier.
@@ -102,7 +101,6 @@ class CleanBlock:
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
         widths: Sequence[int],
-        pre_activations: Callable[[], Sequence[Float[Tensor, "row d_mlp"]]] | None = None,
     ) -> None:
         self.multiplier = anatomy.residual_multiplier
         branch, residual = anatomy.attention_branch, anatomy.attention_residual
@@ -122,7 +120,7 @@ class CleanBlock:
             last = self._input or on_residual
             inputs = [x.to(attention_out.dtype) for x in (inputs if last else [*inputs, states.read])]
             shift, dtype = last.norm.bias if last else None, resid_pre.dtype
-            self.neurons = neurons_of(reached, inputs, shift, dtype, widths, pre_activations)
+            self.neurons = neurons_of(reached, inputs, shift, dtype, widths)
         self.added = self._total = None
         branch, residual = anatomy.feed_forward_branch, anatomy.feed_forward_residual
         if feed_forward is not None and branch and self.neurons:

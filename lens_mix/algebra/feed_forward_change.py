@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,7 +80,6 @@ def neurons_of(
     shift: Float[Tensor, " d_model"] | None,
     dtype: torch.dtype,
     widths: Sequence[int],
-    pre_activations: Callable[[], Sequence[Float[Tensor, "row d_mlp"]]] | None = None,
 ) -> list[Neurons]:
     """Return the hidden layer of the clean rows, in chunks of neurons.
 
@@ -93,8 +92,6 @@ def neurons_of(
         shift: The bias of the last norm; None without one.
         dtype: The dtype of the hidden layer.
         widths: The number of neurons of each chunk.
-        pre_activations: Returns the clean pre-activations, and is called if no bias is in them; None to
-            compute them.
     """
     wide, gated, name = inputs[0].dtype, feed_forward.W_gate is not None, feed_forward.activation
     matrices = [matrix.to(wide) for matrix in feed_forward.input_matrices]
@@ -102,14 +99,10 @@ def neurons_of(
     constants = [0.0 if bias is None else bias.to(wide) for bias in biases]
     if shift is not None:
         constants = [x + shift.to(wide) @ W for x, W in zip(constants, matrices, strict=True)]
-    # A base is a product without bias. Subtracting a large bias from a pre-activation would lose digits.
-    has_bias = any(map(torch.is_tensor, constants))
-    known = None if pre_activations is None or has_bias else pre_activations()
-    products, neurons = inputs if known is None else inputs[:-1], []
+    neurons = []
     for width, stop in zip(widths, itertools.accumulate(widths), strict=True):
         place = slice(stop - width, stop)
-        bases = [[x @ matrix[:, place] for matrix in matrices] for x in products]
-        bases += [] if known is None else [[x[:, place].contiguous() for x in known]]
+        bases = [[x @ matrix[:, place] for matrix in matrices] for x in inputs]
         added = [x if isinstance(x, float) else x[place] for x in constants]
         pre = [x + y for x, y in zip(bases[-1], added, strict=True)]
         neurons.append(Neurons(name, *_clean(name, pre, dtype), bases))

@@ -123,13 +123,7 @@ class _Maps:
         chunks_of_W_out = () if W_out is None else W_out.split(sizes.neurons)
         self._W_out = [as_right_factor(chunk, pairs) for chunk in chunks_of_W_out]
         self._widths = list(map(len, chunks_of_W_out))
-
-        def pre_activations() -> list[Tensor]:
-            return [x.flatten(0, 1) for x in states.pre_activations]
-
-        # With a wider dtype up to the activation, the pre-activations are computed in it.
-        known = pre_activations if wide == narrow else None
-        self._clean = CleanBlock(anatomy, pre, out, post, final, self._widths, known)
+        self._clean = CleanBlock(anatomy, pre, out, post, final, self._widths)
 
     def _place_zeroed(self, multiplier: float) -> None:
         """Store each zeroed group's prompt and positions, and each value's factor, on the maps' device."""

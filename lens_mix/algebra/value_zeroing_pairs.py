@@ -174,7 +174,7 @@ def _bytes(block: Block, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes)
 
     # These are the states of the clean rows; up to three norms have bases.
     clean = rows * d_model * (12 * narrow + 4 * wide) + prompts * (length + queries) * inner * 4 * wide
-    clean += rows * d_mlp * (matrices * 5 * wide + (3 * matrices + 3) * narrow)
+    clean += rows * d_mlp * (matrices * 5 * wide + (2 * matrices + 3) * narrow)
     clean += prompts * queries * length * (heads * (wide + 1) + 8)
     weights = 2 * inner * d_model * wide + W_out + (stored != wide) * (2 * inner + hidden) * d_model * wide
     weights += inner * hidden * wide * max(1, matrices)  # This is the product of W_O and W_in.

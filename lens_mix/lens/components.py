@@ -26,7 +26,7 @@ from lens_mix.lens.recorded import RecordedBlock, RecordedEnd
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.sketch import random_vectors, sketched_error
 
-CHUNK_ROWS = 512  # The number of rows, of all prompts together, that are rebuilt at once.
+_CHUNK_ROWS = 512  # The number of rows, of all prompts together, that are rebuilt at once.
 
 
 class _NotRebuilt(Exception):
@@ -149,7 +149,7 @@ def measure(
         elif places is None:
             error = component.error(block)
         else:
-            chunks = places.split(max(1, CHUNK_ROWS // len(places)), dim=1)
+            chunks = places.split(max(1, _CHUNK_ROWS // len(places)), dim=1)
             error = _largest(component.error(block.at(chunk)) for chunk in chunks)
     except _NotRebuilt as problem:
         note = str(problem)

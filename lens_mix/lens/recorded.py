@@ -67,16 +67,6 @@ class RecordedBlock:
         return dataclasses.replace(self, clean=clean)
 
     @property
-    def rebuilt_pre_activations(self) -> list[Float[Tensor, "batch row d_mlp"]] | None:
-        """The pre-activations that were rebuilt from x, the pattern and the values at all rows, if they were.
-
-        With recorded outputs of the block's modules, others were rebuilt beside them.
-        """
-        # `lens_mix.lens.components` stores what it rebuilds by its function's name.
-        pre: list[Tensor] = self.rebuilt.get("_pre_activations", [])
-        return pre if pre and len(pre[0]) == len(self.resid_pre) and not self.outputs else None
-
-    @property
     def attention_template(self) -> str:
         """The attention module's name template, for `lens_mix.hooks` (`attention=`)."""
         return self.clean.lens.stack.attention_template

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The cache's key of a block's pre-activations at its recorded rows, which the check of the prompts computed.
-PRE_ACTIVATIONS = "pre_activations"
-
 
 class BlockStates:
     """The states of one block between its input and its output, and its norms linearised at them.
@@ -169,11 +166,6 @@ class CleanStates(BlockStates):
         self.resid_pre = block.resid_pre[prompts].detach().to(dtype)
         self.cross_out = None if cross_out is None else cross_out[prompts].to(dtype)
         self._whole_resid_pre = block.whole_resid_pre[prompts].detach()
-        # The check computed them for the recorded rows, which may be more than the asked ones.
-        checked = block.cache.get(PRE_ACTIVATIONS, ()) if cross_out is None else ()
-        checked = checked if block.clean.rows is not None else [block.rows_of(x) for x in checked]
-        is_same = all(x.dtype == dtype == self._attention_dtype for x in checked)
-        self._checked = [x[prompts] for x in checked] if is_same else []
 
     @constant
     def attention_total(self) -> Float[Tensor, "batch query d_model"]:
@@ -189,11 +181,6 @@ class CleanStates(BlockStates):
         """Return the attention's output, with b_O, before any norm."""
         total, path = self.attention_total, self.anatomy.value_path
         return total if path is None or path.b_O is None else total + path.b_O.to(total.dtype)
-
-    @constant
-    def pre_activations(self) -> list[Float[Tensor, "batch query d_mlp"]]:
-        """Return `read` times each input matrix of the feed-forward (the gate's first), with biases."""
-        return self._checked or self._feed_forward.pre_activations(self.read)
 
     @functools.cached_property
     def attention_input(self) -> LinearNorm:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix.lens.batches import pad
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
-from lens_mix.lens.components import CHUNK_ROWS, COMPONENTS, VALUES, Component, ComponentError, measure
+from lens_mix.lens.components import COMPONENTS, VALUES, Component, ComponentError, measure
 from lens_mix.lens.recorded import RecordedBlock
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import spread
-from lens_mix.lens.states import PRE_ACTIVATIONS
 from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.lens.verification_record import Verification
 
@@ -61,7 +59,6 @@ class PromptCheck:
         uses: Engines, and names that methods list in their `needs` (`Component.checked_for`).
         whole: The layers whose rows are all rebuilt.
         samples: Whether a few rows are rebuilt in all other layers. False: all rows.
-        keeps: Whether the pre-activations of a block are stored in its cache, for the map that is made next.
     """
 
     def __init__(
@@ -72,9 +69,7 @@ class PromptCheck:
         whole: Collection[int],
         *,
         samples: bool,
-        keeps: bool = False,
     ) -> None:
-        self._keeps = keeps
         self._clean, self._verification, self._whole = clean, verification, whole
         self._components = [each for each in COMPONENTS if each.checked_for in uses]
         self._sampled, self._every = _rows(clean, _SAMPLED_ROWS if samples else None), _rows(clean, None)
@@ -82,16 +77,11 @@ class PromptCheck:
     def find_mismatch(self, layer: int) -> str | None:
         """Return how these prompts differ from the components of one block; None if they agree."""
         block = RecordedBlock(self._clean, layer, self._verification.anatomy[layer])
-        rows: Tensor | None = self._every if layer in self._whole else self._sampled
-        if layer in self._whole and self._every.numel() <= CHUNK_ROWS:
-            # All rows are rebuilt at once, so the block's map can use the same pre-activations.
-            rows = None
+        rows = self._every if layer in self._whole else self._sampled
         for component in self._components:
             entry = measure(component, block, rows, by_sketch=True)
             if _is_mismatch(entry):
                 return _mismatch(component, entry)
-        if self._keeps and block.rebuilt_pre_activations is not None:
-            self._clean.cache.setdefault(layer, {})[PRE_ACTIVATIONS] = block.rebuilt_pre_activations
         return None
 
 
@@ -151,9 +141,6 @@ def find_input_mismatch(clean: CleanPass) -> str | None:
 
 
 def _rows(clean: CleanPass, count: int | None) -> Int[Tensor, "batch place"]:
-    """Return places among the recorded rows: `count` real ones in all, spread out; all if it is None."""
-    if count is None:
-        prompts, rows = clean.real_rows.shape
-        return torch.arange(rows, dtype=torch.long, device=clean.real_rows.device).expand(prompts, rows)
+    """Return places among the recorded rows: `count` in all, spread out; every one if it is None."""
     places = [row.nonzero()[:, 0] for row in clean.real_rows]
-    return spread(places, max(1, count // len(places)))
+    return spread(places, max(map(len, places)) if count is None else max(1, count // len(places)))
