@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,6 +62,8 @@ class AutogradGraph:
     Attributes:
         rules: The rules of the backward pass.
         is_kept: Whether the graph of all blocks is kept.
+        logits: The logits that the pass computed at its only read position, as nodes of the graph; None if it
+            computed none or others.
     """
 
     def __init__(
@@ -79,22 +82,21 @@ class AutogradGraph:
         self._key_names = _find_key_names(lens)
         self._recording += [record(self._recorded, name) for name in self._key_names.values()]
         self._calls: dict[int, BlockCall] = {}
-        self._logits: tuple[Tensor, Tensor] | None = None
-        self._keys = PrefixKeys(positions)
+        self.logits: Float[Tensor, "1 1 d_vocab"] | None = None
+        self._positions = positions
 
-    @property
+    @functools.cached_property
     def keys(self) -> PrefixKeys:
         """The keys and values of the pass, or of blocks that `read_mixing` has run again, where known.
 
         The model may change keys after the hook that shows them, so a pass with them has to compare a token
         with the clean pass, as `SideBySide` does.
         """
-        if self.is_kept:
-            # They are read at the first request, because few methods need them.
-            while self._key_names:
-                self._keep_keys(min(self._key_names))
-                del self._key_names[min(self._key_names)]
-        return self._keys
+        keys = PrefixKeys(self._positions)
+        # They are read at the first request, because few methods need them.
+        for layer in self._key_names if self.is_kept else ():
+            self._add_keys(keys, layer)
+        return keys
 
     @property
     def resid_post(self) -> Float[Tensor, "batch pos d_model"]:
@@ -112,22 +114,12 @@ class AutogradGraph:
             last = calls[self._lens.n_layers - 1].resid_post
             self._changed.streams[self._lens.n_layers] = last.detach().requires_grad_(True)
 
-    def keep_logits(self, positions: Int[Tensor, "1 read"], logits: Float[Tensor, "1 read d_vocab"]) -> None:
-        """Keep the logits of the pass at some positions, if they are nodes of the graph."""
-        if self.is_kept and logits.requires_grad:
-            self._logits = positions, logits
-
-    def logits_at(self, positions: Int[Tensor, "1 read"]) -> Float[Tensor, "1 read d_vocab"] | None:
-        """Return the logits of the pass at these positions as nodes of the graph; None if none were kept."""
-        kept, logits = self._logits or (None, None)
-        return logits if kept is not None and torch.equal(positions, kept) else None
-
     def release(self) -> None:
         """Free the autograd graph. References in cycles would otherwise keep it after its use."""
         self._recorded.clear()
         self._changed.streams.clear()
-        self._calls, self._logits = {}, None
-        self._keys.kept.clear()
+        self._calls, self.logits = {}, None
+        self.keys.kept.clear()
 
     def gradients(
         self, values: Float[Tensor, " value"], numbers: Sequence[int], *, at_once: bool = False
@@ -187,13 +179,13 @@ class AutogradGraph:
         for layer in reversed(layers):
             read(layer, self._make_mixing(layer, *recorded[layer], gradient_of.get(layer), check=check))
 
-    def _keep_keys(self, layer: int) -> None:
-        """Keep the recorded keys and values of one layer, if they have an axis of heads."""
+    def _add_keys(self, known: PrefixKeys, layer: int) -> None:
+        """Add the recorded keys and values of one layer to the known ones, if they have an axis of heads."""
         names = (self._key_names.get(layer, ""), self._lens.stack.hook_name("value", layer))
         found = [self._recorded[name] for name in names if name in self._recorded]
         if [each.ndim for each in found] == [4, 4]:
             keys, values = (each.detach().transpose(1, 2).contiguous() for each in found)
-            self._keys.kept[layer] = keys, values
+            known.kept[layer] = keys, values
 
     def _run_again(
         self,
@@ -232,7 +224,7 @@ class AutogradGraph:
                     found = torch.autograd.grad(output, inputs, gradients[0], allow_unused=True)
                     of_z = found[1] if len(found) > 1 else None
                     read_mixing(layer, self._make_mixing(layer, *recorded, of_z, check=check))
-                    self._keep_keys(layer)
+                    self._add_keys(self.keys, layer)
                     gradients = found[0][None]
                     self._recorded.clear()
                 read(layer, leaf.detach(), gradients[:, 0])

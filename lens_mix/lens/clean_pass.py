@@ -277,8 +277,8 @@ def _with_predictions(
     found = [read_predictions(each, name) for each in rows.detach()]
     if positions.shape[1] > 1:
         return dataclasses.replace(clean, predictions=found)
-    if clean.graph is not None:
-        clean.graph.keep_logits(positions, rows)
+    if clean.graph is not None and clean.graph.is_kept and rows.requires_grad:
+        clean.graph.logits = rows
     return dataclasses.replace(clean, predictions=found, predicted_at=positions, logits=rows.detach())
 
 

@@ -342,10 +342,9 @@ def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:
     pattern, values, gradient = (each.to(wide) for each in (mixing.pattern, mixing.values, mixing.gradient))
     values = values.repeat_interleave(pattern.shape[0] // values.shape[1], dim=1)
     effects = torch.zeros(pattern.shape[1:], dtype=wide, device=pattern.device)
-    step = heads_at_once(pattern)
+    step, axes = heads_at_once(pattern), "query head d_head, key head d_head -> head query key"
     for start in range(0, len(pattern), step):
         some = slice(start, start + step)
-        axes = "query head d_head, key head d_head -> head query key"
         attributions = einsum(gradient[:, some], values[:, some], axes).mul_(pattern[some])
         strongest = pattern[some].argmax(-1, keepdim=True)
         left = _sum_others(pattern[some], strongest).add_(sink(mixing.pattern[some]))

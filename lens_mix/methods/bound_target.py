@@ -153,14 +153,14 @@ class BoundTarget:
         """
         index = index.to(self.prompt_index.device)
         prompt = self.prompt_index[index[:1]]
-        positions = self.rows_read[prompt] if self.rows_read is not None else None
+        clean, positions = self.block.clean, self.rows_read[prompt] if self.rows_read is not None else None
         if self.positions is not None:
             positions = self.positions[index][None]
-            logits = graph.logits_at(positions) if self.reads_logits else None
-            if logits is not None:
+            is_known = self.reads_logits and clean.logits_at(positions) is not None
+            if is_known and graph is clean.graph and graph.logits is not None:
                 with torch.enable_grad():
-                    return evaluate(self.functions[int(index)], logits)
-        clean, resid_post = self.block.clean, graph.resid_post
+                    return evaluate(self.functions[int(index)], graph.logits)
+        resid_post = graph.resid_post
         with torch.enable_grad(), graph.built():
             # Positions after a prefix are as in the clean pass, because models expect one for each token.
             rest = clean.calls[clean.lens.n_layers - 1].resid_post[prompt, resid_post.shape[1] :]

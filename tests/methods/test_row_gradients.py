@@ -83,8 +83,8 @@ def test_rows_of_a_causal_model_need_the_tokens_before_them(label, lengths, with
     # After the clean pass, two rows at a time unembed, the last ones from its own graph.
     assert lengths == [7, 2, 7, 4, 7, 7, 7]
     lengths.clear()
-    # A single row, or a target that reads other positions, has the graph of the whole prompt.
-    # A single row also has the logits of the clean pass.
+    # A single row, or a target that reads other positions, has the graph of the whole prompt. A single row
+    # also has the logits of the clean pass.
     lm.run(model, prompt, "input_gradients", queries=[2])
     lm.run(model, prompt, lm.InputGradients(target=lm.targets.span(1, 3)), queries=[-1])
     assert lengths == [7, 7, 7]
