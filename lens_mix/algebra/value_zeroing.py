@@ -5,7 +5,8 @@ pattern is the same. This change is propagated through the block's components, a
 subtracted:
 
     norm          maps a change to a change (`_NormChange`)
-    W_in          multiplied with W_O and the norms' linear parts, and applied once per key and head
+    W_in          multiplied with W_O and the norms' linear parts, and applied once per key and head; or
+                  applied to the vectors before it, if they are few
     activation    applied per pair (`Neurons.change`)
     W_out         applied per pair, the one large product
     distance      computed from the change's components along and across the clean vector
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -82,12 +83,19 @@ def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:
     return narrow, torch.float64 if wide else narrow
 
 
-def _pays(vectors: int, d_head: int) -> bool:
+def _pays(vectors: int, values: int, W_O: Float[Tensor, "head d_head d_model"]) -> bool:
     """Return whether to use the products of W_O and W_in, which are stored for later calls.
 
-    Whether they are stored already does not matter, so that equal calls have equal digits in any order.
+    They are used if three such calls would cost more without them. Whether they are stored already does not
+    matter, so that equal calls have equal digits in any order.
+
+    Args:
+        vectors: The number of vectors of size d_model that W_in would otherwise be applied to.
+        values: The number of values that the products would be applied to.
+        W_O: The matrices of all heads.
     """
-    return 2 * vectors > d_head
+    heads, d_head, d_model = W_O.shape
+    return 3 * (vectors * d_model - values * d_head) > heads * d_head * d_model
 
 
 class _Maps:
@@ -114,8 +122,11 @@ class _Maps:
         # In a parallel block, the feed-forward does not change.
         feed_forward = None if anatomy.parallel else anatomy.feed_forward
         matrices = [] if feed_forward is None else [x.to(wide) for x in feed_forward.input_matrices]
+        # The changes of a zeroed group's rows are sums of its values.
+        rows = [each.last - each.first for each in self._zeroed for _ in groups]
+        values = [len(each.positions) * len(group) for each in self._zeroed for group in groups]
         product = None
-        if _pays(self._value.shape[:2].numel(), self._value.shape[3]):
+        if _pays(sum(map(min, rows, values)), sum(values), path.W_O):
             product = folded(anatomy, path, None, wide, block.max_memory is None, matrices)
         self._norms, self._input_matrices = norms_between(anatomy), matrices if product is None else product
         self._is_folded = product is not None
@@ -158,18 +169,32 @@ class _Maps:
             rows: Tensor = of_heads.unflatten(1, positions.shape)
             return rows.permute(1, 2, 0, 3).flatten(1, 2)
 
-        sent = torch.bmm(by_head, self._W_O[group])
-        matrices: list[Tensor] = list(self._input_matrices)
+        head_vectors, pattern = by_zeroed(torch.bmm(by_head, self._W_O[group])), self._pattern[:, group]
+        hidden = None
         if self._is_folded:
-            read, matrices = by_head, [matrix[group] for matrix in matrices]
-        else:
-            # Few vectors are cheaper to multiply by both matrices than the matrices by each other.
-            read = through(self._norms, sent)
-        # The product is in chunks of neurons, because one with all of them is slower.
-        chunks_of_matrices = [matrix.split(self._widths, dim=-1) for matrix in matrices]
-        hidden = [[by_zeroed(read @ x) for x in parted] for parted in zip(*chunks_of_matrices, strict=True)]
-        head_vectors, pattern = by_zeroed(sent), self._pattern[:, group]
+            parts = self._chunks_of_inputs()
+            hidden = [[by_zeroed(torch.bmm(by_head, x[group])) for x in parted] for parted in parts]
         return _Values(positions, self._factors[zeroed, :, group], pattern, head_vectors, hidden)
+
+    def _chunks_of_inputs(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield W_in (and W_gate), or the products with them, in chunks of neurons: one for all is slower."""
+        return zip(*(matrix.split(self._widths, dim=-1) for matrix in self._input_matrices), strict=True)
+
+    def _hidden_vectors(
+        self, values: _Values, zeroed: Sequence[slice], vectors: Sequence[Float[Tensor, "key rank d_model"]]
+    ) -> Iterator[list[list[Float[Tensor, "key rank neuron"]]]]:
+        """Yield each rectangle's vectors times each matrix, in chunks of neurons."""
+        if values.hidden_vectors is not None:
+            for parted in values.hidden_vectors:
+                yield [[x[keys] for x in parted] for keys in zeroed]
+            return
+        read = through(self._norms, torch.cat([x.flatten(0, 1) for x in vectors]))
+        shapes = [x.shape[:2] for x in vectors]
+        counts = [shape.numel() for shape in shapes]
+        for matrices in self._chunks_of_inputs():
+            products = [(read @ matrix).split(counts) for matrix in matrices]
+            by_rectangle = zip(shapes, *products, strict=True)
+            yield [[x.unflatten(0, shape) for x in parts] for shape, *parts in by_rectangle]
 
     def _fill_chunk(
         self, chunk: list[Rectangle], values: _Values, metric: str, scores: Float[Tensor, "batch query key"]
@@ -185,23 +210,28 @@ class _Maps:
         mid = direction.new_empty(sum(counts), direction.shape[1])
         # Without a norm on the feed-forward's branch, one tensor has the sum of both changes.
         added = mid if clean.added is None else torch.zeros_like(mid)
-        entered, moved = [], []
+        entered, moved, vectors = [], [], []
         for rectangle, out in zip(chunk, rectangles(mid), strict=True):
             rows, weights = rectangle.lines(self._pattern.shape[2]), values.weights(rectangle)
             change = out if out.dtype == weights.dtype else torch.empty_like(out, dtype=weights.dtype)
-            torch.bmm(weights, values.head_vectors[rectangle.zeroed], out=change)
+            head_vectors = values.head_vectors[rectangle.zeroed]
+            torch.bmm(weights, head_vectors, out=change)
+            # A pair without weight has exactly the score 0, without a rounding error.
+            moved.append(weights.any(-1))
+            if values.hidden_vectors is None:
+                weights, sent = _fewer_vectors(weights, head_vectors, change)
+                vectors.append(sent)
             change, (scale, *scales) = clean.to_pre_activations(rows, change)
             if change is not out:
                 out.copy_(change)
-            # A pair without weight has exactly the score 0, without a rounding error.
-            moved.append(weights.any(-1))
-            entered.append((rows, scales, weights * scale, rectangle.zeroed))
+            entered.append((rows, scales, weights * scale))
         # With a norm on the branch, `CleanBlock.distance` applies the multiplier.
         factor = clean.multiplier if added is mid else 1.0
-        for neurons, W_out, vectors in zip(clean.neurons, self._W_out, values.hidden_vectors, strict=True):
+        hidden_vectors = self._hidden_vectors(values, [rectangle.zeroed for rectangle in chunk], vectors)
+        for neurons, W_out, by_rectangle in zip(clean.neurons, self._W_out, hidden_vectors, strict=True):
             hidden = mid.new_empty(len(mid), len(W_out))
-            for (rows, scales, weights, zeroed), out in zip(entered, rectangles(hidden), strict=True):
-                neurons.change(rows, scales, weights, [x[zeroed] for x in vectors], out)
+            for entry, of_matrices, out in zip(entered, by_rectangle, rectangles(hidden), strict=True):
+                neurons.change(*entry, of_matrices, out)
             add_product(added, hidden, W_out, factor)
         for rectangle, has_moved, out, more in zip(
             chunk, moved, rectangles(mid), rectangles(added), strict=True
@@ -221,14 +251,15 @@ class _Values(NamedTuple):
         factors: The factor of each value in the change; 0 for padding and for a head that sends 0.
         pattern: The pattern of these heads.
         head_vectors: v W_O, on an axis of positions and heads.
-        hidden_vectors: v times the products with W_in, per chunk of neurons and matrix.
+        hidden_vectors: v times the products with W_in, per chunk of neurons and matrix; None if W_in is
+            applied to the vectors of each pair or head instead, whichever are fewer.
     """
 
     positions: Int[Tensor, "zeroed span"]
     factors: Float[Tensor, "zeroed span head"]
     pattern: Float[Tensor, "batch head query key"]
     head_vectors: Float[Tensor, "zeroed rank d_model"]
-    hidden_vectors: Sequence[Sequence[Float[Tensor, "zeroed rank neuron"]]]
+    hidden_vectors: Sequence[Sequence[Float[Tensor, "zeroed rank neuron"]]] | None
 
     def weights(self, rectangle: Rectangle) -> Float[Tensor, "key row rank"]:
         """Return the factors of the values in each pair's change."""
@@ -236,3 +267,17 @@ class _Values(NamedTuple):
         pattern = self.pattern[rectangle.prompt, :, rectangle.rows][..., self.positions[zeroed]]
         # A product of strided factors would be computed one by one.
         return (pattern.permute(2, 1, 3, 0).contiguous() * self.factors[zeroed][:, None]).flatten(2)
+
+
+def _fewer_vectors(
+    weights: Float[Tensor, "key row rank"],
+    head_vectors: Float[Tensor, "key rank d_model"],
+    change: Float[Tensor, "key row d_model"],
+) -> tuple[Float[Tensor, "key row vector"], Float[Tensor, "key vector d_model"]]:
+    """Return factors and vectors whose sums are the changes: the head vectors, or the changes themselves."""
+    rows = change.shape[1]
+    if rows >= head_vectors.shape[1]:
+        return weights, head_vectors
+    alone = torch.eye(rows, dtype=weights.dtype, device=weights.device)
+    # The tensor of the changes is used for others.
+    return alone.expand(len(change), rows, rows), change.clone()

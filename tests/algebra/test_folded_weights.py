@@ -44,7 +44,7 @@ def test_products_are_kept_but_not_under_a_bound_or_past_what_may_be(monkeypatch
 
 def test_a_short_prompt_needs_no_product_and_does_not_use_a_stored_one() -> None:
     model = gpt2_like(torch.float32)
-    prompts = [tokens(model, 1, length, 1)[0] for length in (model.cfg.d_head // 2, model.cfg.d_head)]
+    prompts = [tokens(model, 1, length, 1)[0] for length in (model.cfg.d_head // 2, 4 * model.cfg.d_head)]
     first = lm.run(model, prompts[0], "value_zeroing").scores
     assert kept_products.number("folded torch.float32") == 0
     lm.run(model, prompts[1], "value_zeroing")

@@ -89,7 +89,7 @@ def test_algebra_is_hooks_on_every_model(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*filter(is_by_algebra, CASES)], ids=lambda case: case.label)
 def test_rows_are_the_cut_of_the_whole_map(case: Case) -> None:
-    """Compare the code for few rows, which applies W_O and W_in to each pair, with that for all."""
+    """Compare the code for one row, which multiplies one vector per key, and for few, with that for all."""
     model = case.build(torch.float64)
     prompt = prompt_of(model)
     for options in OPTIONS.values():
