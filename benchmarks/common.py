@@ -97,6 +97,22 @@ def smollm2_like(layers: int = 30, context: int = 8192, seed: int = 0, wrapped: 
     return _build(LlamaForCausalLM, config, seed, wrapped)
 
 
+def llama_8b_like(layers: int = 32, width: int = 4096) -> Any:
+    """Return a Llama of the size of Llama 3.1 8B, random weights, on torch's default device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 7 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        vocab_size=128256,
+    )
+    return _build(LlamaForCausalLM, config, seed=0, wrapped=True)
+
+
 def _build(model_class: Any, config: Any, seed: int, wrapped: bool) -> Any:
     """Return a transformers model with random weights, in a TransformerBridge if `wrapped`."""
     config.architectures = [model_class.__name__]

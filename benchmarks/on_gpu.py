@@ -2,6 +2,7 @@
 
     python -m benchmarks.on_gpu                        at most eight minutes on a machine with a GPU
     python -m benchmarks.on_gpu --model random         random weights of the same size: no download
+    python -m benchmarks.on_gpu --model large          costs on 8 billion parameters, in two dtypes
     python -m benchmarks.on_gpu --device cpu --quick   runs the whole script on a small model, without a GPU
 
 The calls are those of `benchmarks.costs`, in one process. Time is by the clock, after the GPU has finished,
@@ -14,7 +15,7 @@ they are inside the loop over the chunks.
 
 Last, the scores of all methods are compared with those of the processor.
 
-The results are on_gpu.json and on_gpu.md in the folder of --out.
+The results are on_gpu.json and on_gpu.md in the folder of --out, or on_gpu_large.json and on_gpu_large.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ OUT = Path(__file__).resolve().parent / "results"
 SECONDS = 480.0
 # The seconds that are left for the waits after the costs.
 FOR_WAITS = 110.0
-# What a quick run reduces the lengths and the depth to.
-QUICK_TOKENS, QUICK_LAYERS = 9, 2
+# What a quick run reduces the lengths, the depth and the large model's width to.
+QUICK_TOKENS, QUICK_LAYERS, QUICK_WIDTH = 9, 2, 64
 LIMITS = ("÷ forward, limit", "memory MB, limit")
 
 # Operations that wait for the GPU, by the names of torch's dispatcher.
@@ -67,6 +68,8 @@ _CHUNKED: dict[str, Any] = {
     "attention_attribution, 8 points": lm.AttentionAttribution(n_steps=8),
 }
 
+# The lengths of the prompts of the large model, as in the table of lengths.
+_LARGE = ("20", "200", "1000", "2000")
 # Whose scores are compared with the processor's.
 _COMPARED = tuple(lm.METHODS)
 
@@ -192,10 +195,16 @@ def compare_scores(device: str) -> Iterator[dict[str, Any]]:
         yield {"method": name, "difference": float((found - expected).abs().max() / expected.abs().max())}
 
 
-def measure_costs(model: Any, options: argparse.Namespace, deadline: float) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the table of costs, as many as the time allows."""
-    quick = {"most_tokens": QUICK_TOKENS, "turns": 1} if options.quick else {"turns": 5, "patience": 4.0}
-    for calls in costs.CALLS.values():
+def measure_costs(
+    model: Any,
+    tables: Iterable[Sequence[costs.Call]],
+    options: argparse.Namespace,
+    deadline: float,
+    patience: float = 4.0,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of calls that take turns, as many as the time allows."""
+    quick = {"most_tokens": QUICK_TOKENS, "turns": 1} if options.quick else {"turns": 5, "patience": patience}
+    for calls in tables:
         if time.monotonic() > deadline:
             yield from ({"call": call.name, "tokens": call.tokens, "note": "no time left"} for call in calls)
             continue
@@ -221,7 +230,8 @@ def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
         "is quick": options.quick,
     }
     # A bound of the time of the costs leaves time for the rest.
-    found["costs"] = list(measure_costs(model, options, start + options.seconds - FOR_WAITS))
+    deadline = start + options.seconds - FOR_WAITS
+    found["costs"] = list(measure_costs(model, costs.CALLS.values(), options, deadline))
     prompt = common.random_tokens(model, QUICK_TOKENS if options.quick else 64).to(options.device)
     found["waits"], found["places"] = [], {}
     for method in ("attention", "value_zeroing", "gim"):
@@ -245,6 +255,62 @@ def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     )
     found["seconds"] = time.monotonic() - start
     return found
+
+
+def measure_large(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the costs of layer maps and input maps on a model of 8 billion parameters, in two dtypes."""
+    start = time.monotonic()
+    found: dict[str, Any] = {
+        "machine": common.machine(),
+        "device": options.device,
+        "model": "8 billion parameters, random weights",
+        "is quick": options.quick,
+        "costs": [],
+    }
+    size = {"layers": QUICK_LAYERS, "width": QUICK_WIDTH} if options.quick else {}
+    for number, dtype in enumerate((torch.float32, torch.bfloat16), start=1):
+        model = load_large_model(dtype, options.device, **size)
+        lengths = [costs.LENGTHS[length] for length in _LARGE]
+        # Each dtype has half of the time, and the calls of a length have a sixteenth of it.
+        deadline = start + number * options.seconds / 2
+        rows = measure_costs(model, lengths, options, deadline, patience=options.seconds / 32)
+        found["costs"] += [{"dtype": str(dtype).removeprefix("torch."), **row} for row in rows]
+        del model
+    found["seconds"] = time.monotonic() - start
+    return found
+
+
+def load_large_model(dtype: torch.dtype, device: str, **size: int) -> Any:
+    """Return a model of 8 billion parameters, or of a smaller size, made in this dtype on the device."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return common.llama_8b_like(**size)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def describe_large(found: dict[str, Any]) -> str:
+    """Return the figures of the large model as a Markdown page."""
+    title = "# A large model on a GPU" if found["device"] == "cuda" else "# A large model, tried on a CPU"
+    size = "small, for a trial of the script" if found["is quick"] else found["model"]
+    about = f"Machine: {common.describe_machine(found['machine'])}. Model: {size}."
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for cost in found["costs"]:
+        key = (cost["dtype"], cost["call"])
+        row = rows.setdefault(key, {"dtype": cost["dtype"], "call": cost["call"]})
+        # A cost that could not be measured has a note instead.
+        figures = {"÷ forward": cost.get("÷ forward"), "MB": cost.get("memory MB"), "note": cost.get("note")}
+        row |= {f"{cost['tokens']} {name}": value for name, value in figures.items() if value}
+    forwards = [
+        {"dtype": cost["dtype"], "tokens": cost["tokens"], "seconds": cost.get("forward s")}
+        for cost in found["costs"]
+        if cost["call"] == "forward pass"
+    ]
+    parts = ["## Forward passes", common.markdown_table(forwards)]
+    parts += ["## What calls cost", common.markdown_table(list(rows.values()))]
+    return "\n\n".join([title, about, *parts]) + "\n"
 
 
 def describe(found: dict[str, Any]) -> str:
@@ -272,19 +338,23 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print the page and write it with its JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--model", choices=("smollm2", "random"), default="smollm2")
+    parser.add_argument("--model", choices=("smollm2", "random", "large"), default="smollm2")
     parser.add_argument("--quick", action="store_true", help="a small model and short prompts")
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: expected a GPU that torch can use, found none; --device cpu tries the script")
-    found = measure(load_model(options.model, options.device, options.quick), options)
-    page = describe(found)
+    if options.model == "large":
+        name, found = "on_gpu_large", measure_large(options)
+        page = describe_large(found)
+    else:
+        name, found = "on_gpu", measure(load_model(options.model, options.device, options.quick), options)
+        page = describe(found)
     print(page)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "on_gpu.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    (options.out / "on_gpu.md").write_text(page)
+    (options.out / f"{name}.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    (options.out / f"{name}.md").write_text(page)
 
 
 if __name__ == "__main__":

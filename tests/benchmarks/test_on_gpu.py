@@ -41,6 +41,21 @@ def test_the_whole_script_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest
 
 
 @with_bridge
+def test_the_costs_of_a_large_model_in_two_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_gpu, "_LARGE", ("20",))
+    before = torch.get_default_dtype()
+    on_gpu.main(["--device", "cpu", "--quick", "--model", "large", "--out", str(tmp_path)])
+    assert torch.get_default_dtype() == before
+    found = json.loads((tmp_path / "on_gpu_large.json").read_text())
+    assert {row["dtype"] for row in found["costs"]} == {"float32", "bfloat16"}
+    assert {row["call"] for row in found["costs"]} == {call.name for call in costs.LENGTHS["20"]}
+    assert all(row["÷ forward"] > 0 for row in found["costs"])
+    # Each call has one line per dtype.
+    page = (tmp_path / "on_gpu_large.md").read_text()
+    assert page.count("| attention, all rows |") == 2
+
+
+@with_bridge
 def test_nothing_is_measured_after_the_time(tmp_path: Path) -> None:
     on_gpu.main(["--device", "cpu", "--quick", "--seconds", "0", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "on_gpu.json").read_text())
