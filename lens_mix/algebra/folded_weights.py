@@ -47,13 +47,20 @@ def folded(
     if product is not None:
         return product
     heads, d_head = path.W_O.shape[:2]
-    size = heads * d_head * name.shape[1] * len(matrices) * dtype.itemsize
-    if keep and weight_cache.has_space(name, kind, size):
+    if keep and weight_cache.has_space(name, kind, product_bytes(path, matrices, dtype)):
         product = _fold(anatomy, matrices, path.W_O.to(dtype))
         weight_cache.store(name, kind, probes, product)
         return product
     is_worth_it = vectors is None or pays(vectors, heads, d_head)
     return _fold(anatomy, matrices, path.W_O.to(dtype)) if is_worth_it else None
+
+
+def product_bytes(
+    path: ValuePath, matrices: Sequence[Float[Tensor, "d_model d_mlp"]], dtype: torch.dtype
+) -> int:
+    """Return the size of a block's product."""
+    heads, d_head = path.W_O.shape[:2]
+    return heads * d_head * sum(matrix.shape[1] for matrix in matrices) * dtype.itemsize
 
 
 def pays(vectors: int, heads: int, d_head: int) -> bool:

@@ -5,8 +5,8 @@ pattern is the same. This change is propagated through the block's components, a
 subtracted:
 
     norm          maps a change to a change (`_NormChange`)
-    W_in          multiplied with W_O and the norms' linear parts, and applied once per key and head; or
-                  applied to the vectors before it, if they are few
+    W_in          multiplied with W_O and the norms' linear parts, and applied once per key and head; if
+                  these are few, applied to each head's or each row's vector instead
     activation    applied per pair (`Neurons.change`)
     W_out         applied per pair, the one large product
     distance      computed from the change's components along and across the clean vector
@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.clean_block import CleanBlock
-from lens_mix.algebra.folded_weights import folded, norms_between
+from lens_mix.algebra.folded_weights import folded, norms_between, product_bytes
 from lens_mix.algebra.head_vectors import through
 from lens_mix.algebra.value_zeroing_pairs import (
     Groups,
@@ -38,6 +38,7 @@ from lens_mix.algebra.value_zeroing_pairs import (
     fitting,
 )
 from lens_mix.algebra.vectors import value_path
+from lens_mix.algebra.weight_cache import fits
 from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.large_product import add_product, as_right_factor
 from lens_mix.lens.states import states_of
@@ -83,19 +84,19 @@ def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:
     return narrow, torch.float64 if wide else narrow
 
 
-def _pays(vectors: int, values: int, W_O: Float[Tensor, "head d_head d_model"]) -> bool:
-    """Return whether to use the products of W_O and W_in, which are stored for later calls.
+def _pays(vectors: int, values: int, W_O: Float[Tensor, "head d_head d_model"], calls: int) -> bool:
+    """Return whether to use the products of W_O and W_in: whether some such calls cost more without them.
 
-    They are used if three such calls would cost more without them. Whether they are stored already does not
-    matter, so that equal calls have equal digits in any order.
+    Whether they are stored already does not matter, so that equal calls have equal digits in any order.
 
     Args:
         vectors: The number of vectors of size d_model that W_in would otherwise be applied to.
         values: The number of values that the products would be applied to.
         W_O: The matrices of all heads.
+        calls: The number of calls.
     """
     heads, d_head, d_model = W_O.shape
-    return 3 * (vectors * d_model - values * d_head) > heads * d_head * d_model
+    return calls * (vectors * d_model - values * d_head) > heads * d_head * d_model
 
 
 class _Maps:
@@ -122,12 +123,14 @@ class _Maps:
         # In a parallel block, the feed-forward does not change.
         feed_forward = None if anatomy.parallel else anatomy.feed_forward
         matrices = [] if feed_forward is None else [x.to(wide) for x in feed_forward.input_matrices]
-        # The changes of a zeroed group's rows are sums of its values.
+        # W_in is applied to a zeroed group's values or to its rows' changes, whichever are fewer.
         rows = [each.last - each.first for each in self._zeroed for _ in groups]
         values = [len(each.positions) * len(group) for each in self._zeroed for group in groups]
-        product = None
-        if _pays(sum(map(min, rows, values)), sum(values), path.W_O):
-            product = folded(anatomy, path, None, wide, block.max_memory is None, matrices)
+        keep, product = block.max_memory is None, None
+        is_stored = keep and fits(block.clean.lens.n_layers * product_bytes(path, matrices, wide))
+        # Products that cannot be stored are made anew in each call.
+        if _pays(sum(map(min, rows, values)), sum(values), path.W_O, calls=3 if is_stored else 1):
+            product = folded(anatomy, path, None, wide, keep, matrices)
         self._norms, self._input_matrices = norms_between(anatomy), matrices if product is None else product
         self._is_folded = product is not None
         W_out = None if feed_forward is None else feed_forward.W_out.to(narrow)
@@ -171,7 +174,7 @@ class _Maps:
 
         head_vectors, pattern = by_zeroed(torch.bmm(by_head, self._W_O[group])), self._pattern[:, group]
         hidden = None
-        if self._is_folded:
+        if self._is_folded or not self._input_matrices:
             parts = self._chunks_of_inputs()
             hidden = [[by_zeroed(torch.bmm(by_head, x[group])) for x in parted] for parted in parts]
         return _Values(positions, self._factors[zeroed, :, group], pattern, head_vectors, hidden)
@@ -279,5 +282,5 @@ def _fewer_vectors(
     if rows >= head_vectors.shape[1]:
         return weights, head_vectors
     alone = torch.eye(rows, dtype=weights.dtype, device=weights.device)
-    # The tensor of the changes is used for others.
+    # With a norm on the attention's branch or after it, the change of mid overwrites this tensor.
     return alone.expand(len(change), rows, rows), change.clone()

@@ -182,6 +182,6 @@ def _bytes(block: Block, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes)
     values = sizes.keys * rank * min(span, 2) * (d_model + hidden + 3 * d_head) * wide
     chunk = (3 * d_model + neurons) * narrow + (rank * (1 + d_head) + d_model + 5) * wide
     # These are the vectors that W_in is applied to if its product with W_O is not used.
-    chunk += (3 * d_model + matrices * neurons) * wide
+    chunk += (3 * d_model + 2 * matrices * neurons) * wide
     rectangle = 4 * (d_model + rank + neurons) * wide
     return clean + weights + values + max(sizes.chunk, sizes.rectangle) * chunk + sizes.rectangle * rectangle

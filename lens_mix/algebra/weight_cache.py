@@ -39,6 +39,11 @@ def load(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
     return entry.product
 
 
+def fits(size: int) -> bool:
+    """Return whether `size` bytes of products of one kind may be stored if there are no others."""
+    return size <= _KEPT_BYTES
+
+
 def has_space(weight: Tensor, kind: str, size: int) -> bool:
     """Return whether a product of `size` bytes may be stored besides others of its kind."""
     # Without the lock, another thread could change the store during the iteration.
@@ -48,7 +53,7 @@ def has_space(weight: Tensor, kind: str, size: int) -> bool:
             for name, entries in _store.items()
             if kind in entries and name is not weight
         )
-    return size + others <= _KEPT_BYTES
+    return fits(size + others)
 
 
 def store(weight: Tensor, kind: str, probes: Sequence[Tensor], product: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra import weight_cache
+from lens_mix.algebra import folded_weights, value_zeroing, weight_cache
 from lens_mix.algebra.folded_weights import folded
 from lens_mix.statistics.passes import run_prompt
 from tests import kept_products
@@ -50,6 +50,41 @@ def test_a_short_prompt_needs_no_product_and_does_not_use_a_stored_one() -> None
     lm.run(model, prompts[1], "value_zeroing")
     assert kept_products.number("folded torch.float32") == model.cfg.n_layers
     assert torch.equal(lm.run(model, prompts[0], "value_zeroing").scores, first)
+
+
+def test_one_row_needs_no_product() -> None:
+    model = gpt2_like(torch.float32)
+    prompt = tokens(model, 1, 4 * model.cfg.d_head, 1)[0]
+    lm.run(model, prompt, "value_zeroing", queries=[-1])
+    assert kept_products.number("folded torch.float32") == 0
+
+
+def test_products_that_cannot_be_stored_have_to_pay_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpt2_like(torch.float32)
+    # Without products, W_in is applied to 30 vectors of 24 numbers, with them to 36 values of 6 numbers, and
+    # a product costs as much as 24 vectors.
+    prompt = tokens(model, 1, 9, 1)[0]
+    folds, fold = [], folded_weights._fold
+    monkeypatch.setattr(folded_weights, "_fold", lambda *args: folds.append(1) or fold(*args))
+    lm.run(model, prompt, "value_zeroing", max_memory=10**8)
+    monkeypatch.setattr(weight_cache, "_KEPT_BYTES", 10)
+    lm.run(model, prompt, "value_zeroing")
+    assert not folds
+    monkeypatch.undo()
+    monkeypatch.setattr(folded_weights, "_fold", lambda *args: folds.append(1) or fold(*args))
+    lm.run(model, prompt, "value_zeroing")
+    assert len(folds) == model.cfg.n_layers
+
+
+@pytest.mark.parametrize(("rows", "is_by_head"), [(1, False), (2, False), (3, True), (4, True)])
+def test_the_fewer_vectors_are_multiplied(rows: int, is_by_head: bool) -> None:
+    weights, head_vectors = torch.randn(5, rows, 3), torch.randn(5, 3, 8)
+    change = weights @ head_vectors
+    factors, vectors = value_zeroing._fewer_vectors(weights, head_vectors, change)
+    assert vectors.shape[1] == min(rows, 3)
+    assert (vectors is head_vectors) == is_by_head
+    torch.testing.assert_close(factors @ vectors, change)
+    assert vectors.data_ptr() != change.data_ptr()
 
 
 def test_weights_edited_through_data_are_seen() -> None:

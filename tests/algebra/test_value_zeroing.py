@@ -16,7 +16,7 @@ from lens_mix.algebra.value_zeroing_pairs import _CPU, _GPU, Sizes, chunks, find
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.lens.model_classes import UnsupportedModelError
 from tests import kept_products
-from tests.matrix import Case, cases, slow
+from tests.matrix import Case, build_or_skip, cases, slow
 from tests.norm_cases import NO_FORMULA
 from tests.tiny_models import available, bridge, gpt2_like, is_encoder_decoder, tokens
 
@@ -108,10 +108,22 @@ def test_maps_without_products_of_matrices(case: Case, monkeypatch: pytest.Monke
     for name in ("plain", "chosen heads, each", "spans"):
         found: list[torch.Tensor] = []
         for pays in (True, False):
-            monkeypatch.setattr(value_zeroing, "_pays", lambda *sizes, pays=pays: pays)
+            monkeypatch.setattr(value_zeroing, "_pays", lambda *sizes, pays=pays, **given: pays)
             method = lm.ValueZeroing(**OPTIONS[name])
             found.append(lm.run(model, prompt_of(model), method, part=case.part, engine="algebra").scores)
         torch.testing.assert_close(*found, rtol=0, atol=1e-10 * max(1.0, float(found[0].max())))
+
+
+@pytest.mark.parametrize("queries", [None, [-1]])
+def test_maps_without_products_if_the_norm_on_the_branch_needs_float64(
+    queries: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_or_skip(bridge, "gemma2", torch.float32)
+    found: list[torch.Tensor] = []
+    for pays in (True, False):
+        monkeypatch.setattr(value_zeroing, "_pays", lambda *sizes, pays=pays, **given: pays)
+        found.append(lm.run(model, prompt_of(model), "value_zeroing", queries=queries).scores)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("queries", [None, [-1], [0, 2]])

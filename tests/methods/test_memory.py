@@ -9,21 +9,23 @@ import torch
 
 import lens_mix as lm
 from benchmarks.common import PeakMemory
+from lens_mix.algebra import folded_weights
 from lens_mix.methods.value_zeroing import ValueZeroing
 from tests.matrix import build_or_skip, slow
 from tests.tiny_models import available, bridge, gpt2_like, hooked_transformer, tokens
 
 LENGTH = 30
 # The model is so wide that most of the counted memory is copies of the weights. Its heads are so small that
-# W_O and W_in are folded for WIDE_LENGTH positions.
+# W_O and W_in are folded for WIDE_LENGTH positions, even if the product is not stored.
 WIDE: dict[str, dict[str, int]] = {
-    "gpt2": {"n_embd": 1024, "n_head": 64, "n_layer": 1},
+    "gpt2": {"n_embd": 1024, "n_head": 64, "n_layer": 1, "n_positions": 64},
     "llama": {
         "hidden_size": 512,
         "intermediate_size": 1536,
         "num_attention_heads": 32,
         "num_key_value_heads": 16,
         "num_hidden_layers": 1,
+        "max_position_embeddings": 64,
     },
     "gemma2": {
         "hidden_size": 512,
@@ -32,10 +34,12 @@ WIDE: dict[str, dict[str, int]] = {
         "num_key_value_heads": 16,
         "head_dim": 16,
         "num_hidden_layers": 1,
+        "max_position_embeddings": 64,
+        "sliding_window": 64,
     },
 }
-WIDE_CLASSIC = {"d_model": 1024, "n_heads": 64, "d_head": 16, "d_mlp": 4096, "n_layers": 1}
-WIDE_LENGTH = 18
+WIDE_CLASSIC = {"d_model": 1024, "n_heads": 64, "d_head": 16, "d_mlp": 4096, "n_layers": 1, "n_ctx": 64}
+WIDE_LENGTH = 50
 
 
 def model_of(name: str) -> Any:
@@ -106,7 +110,11 @@ def test_the_bound_holds_where_weights_are_most(name: str, monkeypatch: pytest.M
     model, method = wide_model_of(name), ValueZeroing()
     prompts = [tokens(model, 1, WIDE_LENGTH, seed)[0] for seed in (1, 2)]
     least = smallest(model, prompts, method, "algebra")
+    # The arguments are not kept, because they are large.
+    folds, fold = [], folded_weights._fold
+    monkeypatch.setattr(folded_weights, "_fold", lambda *args: folds.append(1) or fold(*args))
     peak, _ = peak_of(model, prompts, method, monkeypatch, engine="algebra", max_memory=least)
+    assert len(folds) == 2
     assert least / 2 < peak <= least
 
 
