@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jupytext
@@ -42,6 +43,8 @@ READ = ("lens_mix/**/*", "demos/**/*", "benchmarks/**/*.py")
 RELEASES = ("torch", "transformer-lens", "transformers", "numpy", "pandas", "networkx", "matplotlib")
 # A course should run within a minute; a cell that needs longer than this hangs.
 SECONDS_PER_CELL = 600
+# Courses that run side by side, each with one thread and about 1 GB.
+KERNELS = 2
 # Colab opens notebooks from a branch. The built site, which has the notebooks, is published on this one.
 PUBLISHED_BRANCH = "gh-pages"
 
@@ -75,7 +78,10 @@ def render_courses(folder: Path = COURSES, names: Sequence[str] = (), cache: Pat
             notebook.unlink()
             notebook.with_suffix(".md").unlink(missing_ok=True)
             shutil.rmtree(notebook.with_name(f"{notebook.stem}_files"), ignore_errors=True)
-    return [write_page(sources[name], execute(sources[name], cache)) for name in names or sources]
+    chosen = [sources[name] for name in names or sources]
+    with ThreadPoolExecutor(KERNELS) as pool:
+        notebooks = list(pool.map(lambda source: execute(source, cache), chosen))
+    return [write_page(source, notebook) for source, notebook in zip(chosen, notebooks, strict=True)]
 
 
 def fetch_models() -> None:
