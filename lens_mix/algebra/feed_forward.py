@@ -174,7 +174,8 @@ def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMap
     heads, anatomy = head_vectors(block), block.anatomy
     feed_forward = _feed_forward(block)
     # The product is worth computing even if it is not stored.
-    is_folded = pays(heads.value.shape[:2].numel(), heads.heads, heads.d_head)
+    values = heads.value.shape[:2].numel() * heads.heads
+    is_folded = pays(values, values, heads.matrices)
     beside, least = feed_forward_bytes(block, heads, feed_forward, is_folded), 0
     if not anatomy.parallel:  # In a parallel block, no pair depends on the feed-forward.
         batch, queries = block.resid_pre.shape[:2]
@@ -252,7 +253,7 @@ class _ByHead:
         norm_scale = shares.states.feed_forward_input.scale
         self._multipliers = [m * (vectors.scale / norm_scale) for _, m in shares.multipliers]
         heads = vectors.pairs.heads
-        vectors_in_all, path = heads.value.shape[:2].numel(), value_path(block)
+        vectors_in_all, path = heads.value.shape[:2].numel() * heads.heads, value_path(block)
         matrices, keep = [W for W, _ in shares.multipliers], block.max_memory is None
         self._folded = folded(block.anatomy, path, vectors_in_all, heads.dtype, keep, matrices)
         batch, _, queries, keys = vectors.pairs.pattern.shape

@@ -32,7 +32,7 @@ def folded(
     Args:
         anatomy: The anatomy of a block whose feed-forward is plain or gated.
         path: The block's value path.
-        vectors: The number of value vectors to multiply; None to return the product in any case.
+        vectors: The number of value vectors of all heads; None to return the product in any case.
         dtype: The dtype of the products.
         keep: Whether the product may be stored for the next run.
         matrices: W_in, or W_gate and W_in; a matrix of another dtype than `dtype` is copied.
@@ -46,12 +46,11 @@ def folded(
     product: Tensor | None = weight_cache.load(name, kind, probes)
     if product is not None:
         return product
-    heads, d_head = path.W_O.shape[:2]
     if keep and weight_cache.has_space(name, kind, product_bytes(path, matrices, dtype)):
         product = _fold(anatomy, matrices, path.W_O.to(dtype))
         weight_cache.store(name, kind, probes, product)
         return product
-    is_worth_it = vectors is None or pays(vectors, heads, d_head)
+    is_worth_it = vectors is None or pays(vectors, vectors, path.W_O)
     return _fold(anatomy, matrices, path.W_O.to(dtype)) if is_worth_it else None
 
 
@@ -63,9 +62,17 @@ def product_bytes(
     return heads * d_head * sum(matrix.shape[1] for matrix in matrices) * dtype.itemsize
 
 
-def pays(vectors: int, heads: int, d_head: int) -> bool:
-    """Return whether computing the product costs less than applying both matrices to each vector."""
-    return vectors * heads > heads * d_head + vectors
+def pays(vectors: int, values: int, W_O: Float[Tensor, "head d_head d_model"], calls: int = 1) -> bool:
+    """Return whether some equal calls cost less with the product, which the first of them computes.
+
+    Args:
+        vectors: The number of vectors of size d_model that W_in is applied to without the product.
+        values: The number of value vectors that the product is applied to.
+        W_O: The matrices of all heads.
+        calls: The number of calls.
+    """
+    heads, d_head, d_model = W_O.shape
+    return calls * (vectors * d_model - values * d_head) > heads * d_head * d_model
 
 
 def _fold(

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.clean_block import CleanBlock
-from lens_mix.algebra.folded_weights import folded, norms_between, product_bytes
+from lens_mix.algebra.folded_weights import folded, norms_between, pays, product_bytes
 from lens_mix.algebra.head_vectors import through
 from lens_mix.algebra.value_zeroing_pairs import (
     Groups,
@@ -84,21 +84,6 @@ def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:
     return narrow, torch.float64 if wide else narrow
 
 
-def _pays(vectors: int, values: int, W_O: Float[Tensor, "head d_head d_model"], calls: int) -> bool:
-    """Return whether to use the products of W_O and W_in: whether some such calls cost more without them.
-
-    Whether they are stored already does not matter, so that equal calls have equal digits in any order.
-
-    Args:
-        vectors: The number of vectors of size d_model that W_in would otherwise be applied to.
-        values: The number of values that the products would be applied to.
-        W_O: The matrices of all heads.
-        calls: The number of calls.
-    """
-    heads, d_head, d_model = W_O.shape
-    return calls * (vectors * d_model - values * d_head) > heads * d_head * d_model
-
-
 class _Maps:
     """The maps of some prompts and one block, and the tensors to compute them from."""
 
@@ -128,8 +113,9 @@ class _Maps:
         values = [len(each.positions) * len(group) for each in self._zeroed for group in groups]
         keep, product = block.max_memory is None, None
         is_stored = keep and fits(block.clean.lens.n_layers * product_bytes(path, matrices, wide))
-        # Products that cannot be stored are made anew in each call.
-        if _pays(sum(map(min, rows, values)), sum(values), path.W_O, calls=3 if is_stored else 1):
+        # A product that cannot be stored is made anew in each call. Whether it is stored already does not
+        # matter, so that equal calls have equal digits in any order.
+        if pays(sum(map(min, rows, values)), sum(values), path.W_O, calls=3 if is_stored else 1):
             product = folded(anatomy, path, None, wide, keep, matrices)
         self._norms, self._input_matrices = norms_between(anatomy), matrices if product is None else product
         self._is_folded = product is not None

@@ -40,7 +40,7 @@ def load(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
 
 
 def fits(size: int) -> bool:
-    """Return whether `size` bytes of products of one kind may be stored if there are no others."""
+    """Return whether an empty store has space for `size` bytes of products of one kind."""
     return size <= _KEPT_BYTES
 
 

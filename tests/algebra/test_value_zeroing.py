@@ -108,7 +108,7 @@ def test_maps_without_products_of_matrices(case: Case, monkeypatch: pytest.Monke
     for name in ("plain", "chosen heads, each", "spans"):
         found: list[torch.Tensor] = []
         for pays in (True, False):
-            monkeypatch.setattr(value_zeroing, "_pays", lambda *sizes, pays=pays, **given: pays)
+            monkeypatch.setattr(value_zeroing, "pays", lambda *sizes, pays=pays, **given: pays)
             method = lm.ValueZeroing(**OPTIONS[name])
             found.append(lm.run(model, prompt_of(model), method, part=case.part, engine="algebra").scores)
         torch.testing.assert_close(*found, rtol=0, atol=1e-10 * max(1.0, float(found[0].max())))
@@ -121,7 +121,7 @@ def test_maps_without_products_if_the_norm_on_the_branch_needs_float64(
     model = build_or_skip(bridge, "gemma2", torch.float32)
     found: list[torch.Tensor] = []
     for pays in (True, False):
-        monkeypatch.setattr(value_zeroing, "_pays", lambda *sizes, pays=pays, **given: pays)
+        monkeypatch.setattr(value_zeroing, "pays", lambda *sizes, pays=pays, **given: pays)
         found.append(lm.run(model, prompt_of(model), "value_zeroing", queries=queries).scores)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
