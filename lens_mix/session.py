@@ -23,6 +23,7 @@ from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.autograd_graph import AutogradGraph
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
+from lens_mix.lens.block_outputs import BlockOutputs
 from lens_mix.lens.changed_backward import PlainRules
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.components import UNEMBEDDING
@@ -231,16 +232,21 @@ class Session:
                 leaving.callback(graph.release)
             size = self._count_predictions(len(batch))
             fits = predict_at is None or predict_at.shape[1] <= size
-            after_block = None
             # Whether a prompt with pictures is causal is known only after the pass.
             is_early = not (watched or lens.encoder_decoder or batch.has_pictures)
             is_verified = bool(passes) and graph is None
-            if map_early is not None and is_early and graph is None and not is_verified:
-                after_block = functools.partial(self._map_early, map_early, verification, engines, rows)
-            may_share = fits and verification.causal and after_block is not None
+            is_early = is_early and map_early is not None and graph is None and not is_verified
+            may_share = fits and verification.causal and is_early
             all_early = all(_maps_early(each, engines[label]) for label, each in self.methods.items())
             all_early = all_early and self._records_only_attention()
             layout = lay_out(lens, batch) if may_share and all_early else None
+            after_block = outputs = None
+            if map_early is not None and is_early:
+                # In the row of a layout, outputs are not in the order of the batch.
+                outputs = None if layout else self._record_outputs(verification, engines)
+                after_block = functools.partial(
+                    self._map_early, map_early, verification, engines, rows, outputs
+                )
             if is_verified:
                 clean = passes[0]
                 if predict_at is None:
@@ -248,8 +254,9 @@ class Session:
                         clean, predictions=None, no_predictions=None, predicted_at=None, logits=None
                     )
             else:
+                shown = predict_at if fits else None
                 clean = self._clean_pass(
-                    batch, rows, engines, watched, graph, predict_at if fits else None, after_block, layout
+                    batch, rows, engines, watched, graph, shown, after_block, layout, outputs
                 )
             if predict_at is not None and not fits:
                 clean = predict_in_chunks(clean, predict_at, size)
@@ -290,6 +297,7 @@ class Session:
         verification: Verification,
         engines: Mapping[str, str],
         rows: Rows | None,
+        outputs: BlockOutputs | None,
         clean: CleanPass,
     ) -> Callable[[int], None]:
         """Return a function that checks and maps a block of a running pass, and then frees its records.
@@ -299,6 +307,7 @@ class Session:
             verification: The verification of the model.
             engines: The engine of each method.
             rows: The rows that were asked for; None: all.
+            outputs: The outputs within the blocks, which the pass records; None if it records none.
             clean: The pass, which has not started yet.
         """
         clean = dataclasses.replace(clean, z_factors=verification.z_factors)
@@ -315,7 +324,8 @@ class Session:
                 return
             methods = [(label, each) for label, each in self.methods.items() if layer in self.layers_of(each)]
             read = {name_of(role, layer) for _, each in methods for role in each.records - {RESID_PRE}}
-            if not read <= clean.recorded.keys() or (check is not None and check.find_mismatch(layer)):
+            taken = {} if outputs is None else outputs.take(layer)
+            if not read <= clean.recorded.keys() or (check is not None and check.find_mismatch(layer, taken)):
                 raise UnexpectedBlock
             map_block(layer)
             late = [each for label, each in methods if not checked.is_mapped_early(label)]
@@ -325,6 +335,17 @@ class Session:
                 clean.recorded.pop(name, None)
 
         return after_block
+
+    def _record_outputs(self, verification: Verification, engines: Mapping[str, str]) -> BlockOutputs | None:
+        """Return the outputs of the feed-forwards that no method computes, to be recorded; None for none.
+
+        The check of these blocks then does not compute them either, which would take most of its time.
+        """
+        if "algebra" not in engines.values():
+            return None
+        whole = self._find_rebuilt_layers(verification, engines)
+        layers = [layer for layer in self.recorded_layers if layer not in whole]
+        return BlockOutputs(self.lens, layers, ["feed_forward_out"])
 
     def _choose_engines(self, verification: Verification, no_algebra: str | None = None) -> dict[str, str]:
         """Return the engine of each method by its label. `no_algebra` is a reason not to use "algebra"."""
@@ -392,6 +413,7 @@ class Session:
         predict_at: Int[Tensor, "batch query"] | None,
         after_block: Callable[[CleanPass], Callable[[int], None]] | None = None,
         layout: Layout | None = None,
+        outputs: BlockOutputs | None = None,
     ) -> CleanPass:
         """Return the clean pass, which records only the rows that the methods and checks need.
 
@@ -404,6 +426,7 @@ class Session:
             predict_at: The positions of the predictions to read, or None.
             after_block: As in `clean_pass`; it checks that the records are complete, and frees some of them.
             layout: The row that has the common prefix of the prompts once; None to run the batch itself.
+            outputs: The outputs within the blocks to record; None for none.
         """
         lens, layers = self.lens, self.recorded_layers
         for label, method in self.methods.items():
@@ -449,7 +472,7 @@ class Session:
             except Exception:
                 # The pass over the batch raises the same error, unless the row is its cause.
                 return self._clean_pass(batch, rows, engines, hooked, graph, predict_at, after_block)
-        options |= {"required": required if after_block is None else (), "graph": graph}
+        options |= {"required": required if after_block is None else (), "graph": graph, "outputs": outputs}
         return clean_pass(lens, batch, fwd_hooks, store, rows=rows, **options)
 
     def _check_entering_patches(self, clean: CleanPass) -> None:

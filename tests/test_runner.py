@@ -425,13 +425,31 @@ def test_weights_edited_behind_torchs_back_are_noticed(name):
     lm.run(model, prompt, ALGEBRA)
     norm = next(p for n, p in model.named_parameters() if "1" in n and ("layernorm" in n or "ln_2" in n))
     norm.data.mul_(1.7)
+    # Alone, a method is checked for what it reads itself.
+    alone = {method: lm.run(model, prompt, method) for method in reversed(ALGEBRA)}
     edited = lm.run(model, prompt, ALGEBRA)
     fresh = build_or_skip(bridge, name)
     same = dict(fresh.named_parameters())[next(n for n, p in model.named_parameters() if p is norm)]
     with torch.no_grad():
         same.mul_(1.7)
     for method, m in lm.run(fresh, prompt, ALGEBRA).items():
-        torch.testing.assert_close(edited[method].scores, m.scores, atol=1e-4, rtol=1e-4)
+        for found in (edited[method], alone[method]):
+            torch.testing.assert_close(found.scores, m.scores, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["attn_res", "value_zeroing"])
+def test_a_setting_edited_in_a_block_is_noticed(method):
+    """Change how a block adds its branches, of which no weight and no hook shows anything."""
+    model = build_or_skip(bridge, "granite")
+    prompt = tokens(model, 1, 12)
+    for _ in range(2):
+        assert lm.run(model, prompt, method).provenance["engine"] == "algebra"
+    model.original_model.model.layers[1].residual_multiplier *= 2
+    if method == "value_zeroing":
+        assert lm.run(model, prompt, method).provenance["engine"] == "hooks"
+    else:
+        with pytest.raises(lm.UnsupportedModelError, match="block 1: residual is not verified"):
+            lm.run(model, prompt, method)
 
 
 def test_misspelt_inputs_are_refused():

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,6 +25,9 @@ from lens_mix.lens.rows import Rows, rows_at
 from lens_mix.lens.tracebacks import find_user_code
 from lens_mix.lens.unembedding import row_at, unembedding_at
 from lens_mix.maps.explained import Explained
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block_outputs import BlockOutputs
 
 # Pieces of torch's errors about different dtypes, or about a number that a dtype can't represent.
 _DTYPE_TEXTS = ("scalar type", "dtype", "without overflow")
@@ -172,6 +175,7 @@ def clean_pass(
     graph: AutogradGraph | None = None,
     predict_at: Int[Tensor, "batch query"] | None = None,
     after_block: Callable[[CleanPass], Callable[[int], None]] | None = None,
+    outputs: BlockOutputs | None = None,
 ) -> CleanPass:
     """Make one forward pass, and record the blocks' calls and the tensors of the hooks.
 
@@ -190,6 +194,7 @@ def clean_pass(
         after_block: A function that gets the pass before it starts, and returns the function to call with the
             number of each watched layer whose block has run. That one must not run a block, and its errors
             end the pass. None for none.
+        outputs: The outputs within blocks to record; None for none.
 
     Raises:
         ValueError: A hook point is missing, an input is out of range, or a block's output is not finite.
@@ -205,6 +210,10 @@ def clean_pass(
     capturing = captured_calls(dict(enumerate(lens.stack.blocks[: last + 1])), clean.calls)
     if lens.stack.source is not None:
         capturing += captured_calls({0: lens.stack.source.blocks[0]}, clean.source_calls)
+    fwd_hooks = [*fwd_hooks, *watching]
+    if outputs is not None:
+        fwd_hooks += outputs.fwd_hooks
+        capturing += outputs.changes
     failures: list[Exception] = []
     if after_block is not None:
         call = after_block(clean)
@@ -214,7 +223,7 @@ def clean_pass(
     if predict_at is None:
         # It is registered last, because it raises: torch would not call any hook after it.
         capturing.append(forward_hook(lens.stack.blocks[last], stop_forward))
-    hooks = lens.hooked([*fwd_hooks, *watching])
+    hooks = lens.hooked(fwd_hooks)
     mode, stopping = lens.evaluation_mode(gradients=graph is not None), contextlib.suppress(StopForward)
     narrowing = unembedding_at(lens.model, predict_at)
     with mode, graph.built() if graph else contextlib.nullcontext(), hooks, Changes(capturing), stopping:

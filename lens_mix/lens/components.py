@@ -7,7 +7,6 @@ requested methods need. Both use `measure`, and nothing else rebuilds a componen
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -252,41 +251,21 @@ def _mid(block: RecordedBlock) -> Tensor | None:
 
 
 def _feed_forward(block: RecordedBlock) -> Tensor | None:
-    anatomy = block.anatomy
-    if anatomy.feed_forward_kind == "none":
+    feed_forward, pre_activations = block.anatomy.feed_forward, _pre_activations(block)
+    if block.anatomy.feed_forward_kind == "none":
         return torch.zeros_like(block.resid_pre)
-    if anatomy.feed_forward is None or _mid(block) is None or block.output("feed_forward_out") is None:
+    if feed_forward is None or not pre_activations or block.output("feed_forward_out") is None:
         return None
-    return _feed_forward_outputs(block)[0]
-
-
-def _mids(block: RecordedBlock) -> tuple[Tensor | None, Tensor | None]:
-    """Return the recorded residual stream before the feed-forward's branch, and the rebuilt one, if known."""
-    with contextlib.suppress(_NotRebuilt):
-        return _mid(block), _rebuilt_mid(block)
-    return _mid(block), None
+    return feed_forward.output(pre_activations)
 
 
 @_once
 def _pre_activations(block: RecordedBlock) -> list[Tensor]:
-    """Return the pre-activations of the known residual streams, on one batch axis; [] without any.
-
-    They are one product, because reading the weights takes longer than multiplying so few rows by them.
-    """
-    anatomy = block.anatomy
-    reads = [anatomy.feed_forward_in(block.resid_pre, mid) for mid in _mids(block) if mid is not None]
-    return anatomy.feed_forward.pre_activations(torch.cat(reads)) if anatomy.feed_forward and reads else []
-
-
-@_once
-def _feed_forward_outputs(block: RecordedBlock) -> tuple[Tensor | None, Tensor | None]:
-    """Return the feed-forward's outputs for the recorded residual stream and the rebuilt one, if known."""
-    feed_forward, pre_activations, known = block.anatomy.feed_forward, _pre_activations(block), _mids(block)
-    if feed_forward is None or not pre_activations:
-        return None, None
-    outputs = iter(feed_forward.output(pre_activations).split(len(block.resid_pre)))
-    recorded, rebuilt = (None if mid is None else next(outputs) for mid in known)
-    return recorded, rebuilt
+    """Return the pre-activations of the recorded residual stream; [] without it."""
+    feed_forward, mid = block.anatomy.feed_forward, _mid(block)
+    if feed_forward is None or mid is None:
+        return []
+    return feed_forward.pre_activations(block.anatomy.feed_forward_in(block.resid_pre, mid))
 
 
 def _feed_forward_out(block: RecordedBlock) -> Tensor | None:
@@ -303,11 +282,10 @@ def _residual(block: RecordedBlock) -> Tensor | None:
     return block.anatomy.after_feed_forward(mid, out)
 
 
-@_once
 def _rebuilt_mid(block: RecordedBlock) -> Tensor | None:
     """Return the residual stream before the feed-forward's branch, from x, the pattern and the values."""
     anatomy, path, cross_out = block.anatomy, block.anatomy.value_path, block.output("cross_out")
-    if path is None or not anatomy.is_written_down or (anatomy.cross and cross_out is None):
+    if path is None or (anatomy.cross and cross_out is None):
         return None
     heads, _, d_head = path.W_V.shape
     if block.value.shape[2:] != (heads, d_head):
@@ -319,8 +297,15 @@ def _rebuilt_mid(block: RecordedBlock) -> Tensor | None:
 
 
 def _whole_block(block: RecordedBlock) -> Tensor | None:
-    mid = _rebuilt_mid(block)
-    return None if mid is None else block.anatomy.after_feed_forward(mid, _feed_forward_outputs(block)[1])
+    """Return the block's output, with the feed-forward's output as recorded, or else computed."""
+    anatomy, mid = block.anatomy, _rebuilt_mid(block)
+    is_absent = anatomy.feed_forward_kind == "none"
+    out = None if is_absent else block.output("feed_forward_out")
+    if mid is not None and out is None and anatomy.feed_forward is not None:
+        out = anatomy.feed_forward(anatomy.feed_forward_in(block.resid_pre, mid))
+    if mid is None or (out is None and not is_absent):
+        return None
+    return anatomy.after_feed_forward(mid, out)
 
 
 def _z_of_replay_without_first_value(block: RecordedBlock) -> Tensor:
@@ -395,7 +380,8 @@ PROJECTION = Component(
     "the attention's output",
     _projected,
     lambda block: block.output("attention_out"),
-    # A run records no outputs within a block. On its prompts, BLOCK covers this component and the next two.
+    # On a run's prompts, BLOCK covers this component and the next two. The feed-forward is computed there for
+    # the methods that compute it. For the others, its output is recorded.
     needed_for="algebra",
 )
 
@@ -419,7 +405,7 @@ RESIDUAL = Component(
 
 BLOCK = Component(
     "block",
-    "all of it, from x, the pattern and the values alone",
+    "all of it, from x, the pattern, the values and the feed-forward's output",
     "the block's output",
     _whole_block,
     lambda block: block.resid_post,

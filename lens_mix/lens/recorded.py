@@ -18,9 +18,6 @@ from lens_mix.lens.clean_pass import CleanPass, StopForward
 from lens_mix.lens.rows import rows_at
 from lens_mix.lens.unembedding import Unembedding
 
-# The entries of `RecordedBlock.rebuilt` that depend on the feed-forward's activation.
-_ACTIVATED = frozenset({"_feed_forward_outputs"})
-
 
 @dataclasses.dataclass(frozen=True)
 class RecordedBlock:
@@ -32,9 +29,9 @@ class RecordedBlock:
         clean: The clean pass, which recorded the tensors that the components read.
         layer: The block.
         anatomy: The anatomy to rebuild the block with.
-        outputs: Role -> output of a module in the block, at all positions. A run does not record them.
+        outputs: Role -> output of a module in the block, at all positions (`BlockOutputs`).
         places: Indices into the rows that the clean pass recorded; None for all of them.
-        rebuilt: Rebuilt tensors by name, which several components use.
+        rebuilt: Rebuilt tensors by name, which several components use; they do not depend on the activation.
     """
 
     clean: CleanPass
@@ -53,12 +50,12 @@ class RecordedBlock:
         return dataclasses.replace(self, anatomy=anatomy)
 
     def with_activation(self, name: str) -> RecordedBlock:
-        """Return this block with another activation of its feed-forward, and what is rebuilt without it."""
+        """Return this block with another activation of its feed-forward, and what was rebuilt without it."""
         feed_forward = self.anatomy.feed_forward and dataclasses.replace(
             self.anatomy.feed_forward, activation=name
         )
         block = self.read_as(dataclasses.replace(self.anatomy, feed_forward=feed_forward))
-        block.rebuilt.update((key, each) for key, each in self.rebuilt.items() if key not in _ACTIVATED)
+        block.rebuilt.update(self.rebuilt)
         return block
 
     def scaled(self, factors: Float[Tensor, " head"]) -> RecordedBlock:

@@ -16,6 +16,7 @@ from lens_mix.method import Method
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
+    from lens_mix.lens.anatomy import BlockAnatomy
     from lens_mix.lens.block import Block
 
 
@@ -72,8 +73,16 @@ class AttnResLn(AttnRes):
     next_norm: bool = False
 
     @override
+    def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
+        # The norm that the feed-forward reads is compared only if the feed-forward is computed.
+        return self.needs | {"feed_forward"} if self._reads_next(anatomy) else self.needs
+
+    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return self.vectors(block, attention_vectors(block)).norms()
+
+    def _reads_next(self, anatomy: BlockAnatomy) -> bool:
+        return self.next_norm and anatomy.attention_residual is None and not anatomy.parallel
 
     def vectors(self, block: Block, attention: AttentionVectors) -> Vectors:
         """Return the vectors whose norms are the map.
@@ -83,7 +92,7 @@ class AttnResLn(AttnRes):
             attention: Its vectors up to the residual stream after attention.
         """
         anatomy = block.anatomy
-        if not self.next_norm or anatomy.attention_residual is not None or anatomy.parallel:
+        if not self._reads_next(anatomy):
             return attention.normed
         norm = anatomy.cross_input if anatomy.cross else anatomy.feed_forward_input
         return attention.normed.through(LinearNorm(norm, attention.states.mid))

@@ -83,7 +83,7 @@ FAULTS: dict[str, tuple[Callable[[Any, int], None], set[str], str]] = {
     "mixing": (bend_mixing, {"mixing", "block", "zero_value"}, "attention"),
     "value": (bend_values, {"value"}, "decompx"),
     "projection": (bend_projection, {"projection", "block"}, "attn_res"),
-    "feed_forward": (bend_feed_forward, {"feed_forward", "block"}, "atb_ff"),
+    "feed_forward": (bend_feed_forward, {"feed_forward"}, "atb_ff"),
     "residual": (bend_residual, {"residual", "block"}, "attn_res"),
     "block": (bend_residual, {"residual", "block"}, "value_norm"),
     "zero_value": (freeze_z, {"zero_value"}, ""),

@@ -7,7 +7,8 @@ requested methods need (`lens_mix.lens.components`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from jaxtyping import Int
 from torch import Tensor
@@ -74,9 +75,14 @@ class PromptCheck:
         self._components = [each for each in COMPONENTS if each.checked_for in uses]
         self._sampled, self._every = _rows(clean, _SAMPLED_ROWS if samples else None), _rows(clean, None)
 
-    def find_mismatch(self, layer: int) -> str | None:
-        """Return how these prompts differ from the components of one block; None if they agree."""
-        block = RecordedBlock(self._clean, layer, self._verification.anatomy[layer])
+    def find_mismatch(self, layer: int, outputs: Mapping[str, Tensor] = MappingProxyType({})) -> str | None:
+        """Return how these prompts differ from the components of one block; None if they agree.
+
+        Args:
+            layer: The block.
+            outputs: Role -> recorded output of a module in the block (`BlockOutputs`), which is not computed.
+        """
+        block = RecordedBlock(self._clean, layer, self._verification.anatomy[layer], outputs)
         rows = self._every if layer in self._whole else self._sampled
         for component in self._components:
             entry = measure(component, block, rows, by_sketch=True)

@@ -18,16 +18,16 @@ from lens_mix.hooks import record_all
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
+from lens_mix.lens.block_outputs import BlockOutputs
 from lens_mix.lens.changes import Change, Changes, forward_pre_hook
 from lens_mix.lens.clean_pass import CleanPass, StopForward, clean_pass
 from lens_mix.lens.components import COMPONENTS, FEED_FORWARD, MIXING, ComponentError, measure
-from lens_mix.lens.cross import names_before_cross
 from lens_mix.lens.features import shorten
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, wrapped_config
 from lens_mix.lens.recorded import RecordedBlock
-from lens_mix.lens.replay import BlockCall, captured_calls, relative_error
+from lens_mix.lens.replay import relative_error
 from lens_mix.lens.tracebacks import find_user_code
 from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.lens.verification.next_norms import next_norm_failures
@@ -115,18 +115,16 @@ def verify(lens: Lens, prompt: Prompt, passes: list[CleanPass] | None = None) ->
             "expected hooks on values, patterns and the mixed values of every block, found none at "
             f"{absent[0]!r} ({kind} is wrapped without them): no method can run"
         )
-    points = {layer: _output_points(lens, layer) for layer in layers}
-    optional = [name for roles in points.values() for options in roles.values() for name in options]
-    calls: dict[tuple[int, str], BlockCall] = {}
+    outputs = BlockOutputs(lens, layers)
     store: dict[str, Tensor] = {}
     feed_forwards = _feed_forward_modules(lens)
     reads: dict[int, list[Tensor]] = {layer: [] for layer in feed_forwards}
     reading = [_on_input(module, reads[layer].append) for layer, module in feed_forwards.items()]
-    with Changes(captured_calls(_output_modules(lens), calls) + reading):
+    with Changes(reading):
         every = torch.arange(len(prompt.tokens), device=batch.tokens.device)[None]
         predict_at = None if passes is None else every
-        pairs = record_all(store, [*names, *optional])
-        clean = clean_pass(lens, batch, pairs, store, required=names, predict_at=predict_at)
+        pairs = record_all(store, names)
+        clean = clean_pass(lens, batch, pairs, store, required=names, predict_at=predict_at, outputs=outputs)
     entries: list[ComponentError] = []
     anatomies: dict[int, BlockAnatomy] = {}
     factors: dict[int, Tensor] = {}
@@ -134,7 +132,7 @@ def verify(lens: Lens, prompt: Prompt, passes: list[CleanPass] | None = None) ->
     ending = [_on_input(module, _end_if_changed(reads[layer])) for layer, module in feed_forwards.items()]
     with Changes(ending):
         for layer in layers:
-            block, errors = _read_block(clean, layer, _outputs(store, layer, points[layer], calls), below)
+            block, errors = _read_block(clean, layer, outputs.take(layer), below)
             entries += [*errors, *(measure(each, block) for each in COMPONENTS if each.needs_replay)]
             anatomies[layer] = below = block.anatomy
             if block.z_factors is not None:
@@ -150,51 +148,6 @@ def verify(lens: Lens, prompt: Prompt, passes: list[CleanPass] | None = None) ->
 def short_batch(lens: Lens, prompt: Prompt) -> Batch:
     """Return the prompt of a verification as a batch of one."""
     return pad([_short_prompt(lens, prompt)], pad_token(lens.model), "right")
-
-
-def _outputs(
-    store: Mapping[str, Tensor],
-    layer: int,
-    points: Mapping[str, Sequence[str]],
-    calls: Mapping[tuple[int, str], BlockCall],
-) -> dict[str, Tensor]:
-    """Return role -> output of a module in the block, from a hook point or else from the module."""
-    outputs = {role: call.resid_post for (number, role), call in calls.items() if number == layer}
-    fired = {role: [store[name] for name in names if name in store] for role, names in points.items()}
-    return outputs | {role: tensors[0] for role, tensors in fired.items() if tensors}
-
-
-def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
-    """Return role -> hook points of a Bridge, the best first; nothing for the hooked classes."""
-    if lens.model_class is not ModelClass.BRIDGE:
-        return {}
-    known = lens.hook_points
-    block = lens.where(layer)
-    attention = lens.stack.attention_template.format(layer=layer)
-    points = {
-        # The matrix's output is the first choice, because BLOOM's `attn.hook_out` includes the residual
-        # stream. With use_attn_result the matrix is never called, so the attention's output is the second.
-        "attention_out": (f"{attention}.o.hook_out", f"{attention}.hook_out"),
-        "cross_out": (f"{block}.cross_attn.o.hook_out",),
-        # The last matrix's output comes before any norm, scale or residual that some blocks have in `mlp`.
-        "feed_forward_out": (f"{block}.mlp.out.hook_out", f"{block}.mlp.hook_out"),
-    }
-    if lens.stack.is_cross:
-        points |= {"before": tuple(names_before_cross(lens, [layer])), "cross_out": ()}
-    return {role: [name for name in options if name in known] for role, options in points.items()}
-
-
-def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:
-    if lens.model_class is ModelClass.BRIDGE:
-        return {}
-    attention, cross = ("before", "attention_out") if lens.stack.is_cross else ("attention_out", "cross_out")
-    roles = {"attn": attention, "cross_attn": cross, "mlp": "feed_forward_out"}
-    return {
-        (layer, role): getattr(block, name)
-        for layer, block in enumerate(lens.stack.blocks)
-        for name, role in roles.items()
-        if hasattr(block, name)
-    }
 
 
 def _feed_forward_modules(lens: Lens) -> dict[int, nn.Module]:
