@@ -162,9 +162,9 @@ class Method:
     def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
         """Return what the map of such a block needs: `needs`, and maybe "feed_forward" or "next_norm".
 
-        "feed_forward" means that the algebra engine computes the feed-forward, so that it is checked for each
-        selected row. "next_norm" means that the map uses the norm that reads the block's output
-        (`Block.next_norm`).
+        "feed_forward" means that the algebra engine computes the feed-forward or the norm before it, so that
+        both are checked for each selected row. "next_norm" means that the map uses the norm that reads the
+        block's output (`Block.next_norm`).
         """
         return self.needs
 

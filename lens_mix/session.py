@@ -240,10 +240,10 @@ class Session:
             all_early = all(_maps_early(each, engines[label]) for label, each in self.methods.items())
             all_early = all_early and self._records_only_attention()
             layout = lay_out(lens, batch) if may_share and all_early else None
-            after_block = outputs = None
+            # In the row of a layout, outputs are not in the order of the batch.
+            outputs = None if layout else self._record_outputs(verification, engines, is_early=is_early)
+            after_block = None
             if map_early is not None and is_early:
-                # In the row of a layout, outputs are not in the order of the batch.
-                outputs = None if layout else self._record_outputs(verification, engines)
                 after_block = functools.partial(
                     self._map_early, map_early, verification, engines, rows, outputs
                 )
@@ -269,7 +269,7 @@ class Session:
                 engines = self._choose_engines(verification)
             # A pass that was verified itself need not be compared with the verification.
             if uses_algebra and after_block is None and not is_verified:
-                clean, verification, engines = self._check_prompts(clean, verification, engines)
+                clean, verification, engines = self._check_prompts(clean, verification, engines, outputs)
             # The engine "recorded" reads pattern and values, so it would miss a user hook that changes z. The
             # other engines do not miss it: replays run this hook, and algebra is compared with block outputs.
             recorded = {"recorded"} & set(engines.values())
@@ -324,8 +324,9 @@ class Session:
                 return
             methods = [(label, each) for label, each in self.methods.items() if layer in self.layers_of(each)]
             read = {name_of(role, layer) for _, each in methods for role in each.records - {RESID_PRE}}
-            taken = {} if outputs is None else outputs.take(layer)
-            if not read <= clean.recorded.keys() or (check is not None and check.find_mismatch(layer, taken)):
+            if not read <= clean.recorded.keys():
+                raise UnexpectedBlock
+            if check is not None and check.find_mismatch(layer, outputs.take(layer) if outputs else {}):
                 raise UnexpectedBlock
             map_block(layer)
             late = [each for label, each in methods if not checked.is_mapped_early(label)]
@@ -336,15 +337,28 @@ class Session:
 
         return after_block
 
-    def _record_outputs(self, verification: Verification, engines: Mapping[str, str]) -> BlockOutputs | None:
-        """Return the outputs of the feed-forwards that no method computes, to be recorded; None for none.
+    def _record_outputs(
+        self, verification: Verification, engines: Mapping[str, str], *, is_early: bool
+    ) -> BlockOutputs | None:
+        """Return the outputs of feed-forwards that the check reads, to be recorded; None if it reads none.
 
-        The check of these blocks then does not compute them either, which would take most of its time.
+        The check computes a feed-forward if a method does. It need not compute the others, which would take
+        most of its time, and it cannot compute those without a formula.
+
+        Args:
+            verification: The verification of the model.
+            engines: The engine of each method.
+            is_early: Whether the output of a block is used and freed when the block has run. If not, only
+                those of feed-forwards without a formula are recorded.
         """
         if "algebra" not in engines.values():
             return None
-        whole = self._find_rebuilt_layers(verification, engines)
-        layers = [layer for layer in self.recorded_layers if layer not in whole]
+        computed = self._find_rebuilt_layers(verification, engines)
+        layers = [
+            layer
+            for layer in self.recorded_layers
+            if verification.anatomy[layer].feed_forward is None or (is_early and layer not in computed)
+        ]
         return BlockOutputs(self.lens, layers, ["feed_forward_out"])
 
     def _choose_engines(self, verification: Verification, no_algebra: str | None = None) -> dict[str, str]:
@@ -367,7 +381,11 @@ class Session:
         raise UnsupportedModelError(reason + hooks * bool(names))
 
     def _check_prompts(
-        self, clean: CleanPass, verification: Verification, engines: dict[str, str]
+        self,
+        clean: CleanPass,
+        verification: Verification,
+        engines: dict[str, str],
+        outputs: BlockOutputs | None,
     ) -> tuple[CleanPass, Verification, dict[str, str]]:
         """Return the pass, the verification and the engines that are valid for these prompts.
 
@@ -377,7 +395,8 @@ class Session:
         """
         layers, uses = self.recorded_layers, self._find_checked()
         rebuilt = self._find_rebuilt_layers(verification, engines)
-        if find_mismatch(clean, verification, layers, uses, rebuilt) is None:
+        taken = {layer: outputs.take(layer) for layer in layers} if outputs else {}
+        if find_mismatch(clean, verification, layers, uses, rebuilt, taken) is None:
             return clean, verification, engines
         splits_logits = needs_unembedding(self.methods.values())
         verification = verification_of(
@@ -386,7 +405,7 @@ class Session:
         verification = _add_patches(clean, verification)
         clean = dataclasses.replace(clean, z_factors=verification.z_factors)
         rebuilt = self._find_rebuilt_layers(verification, engines)
-        mismatch = find_mismatch(clean, verification, layers, uses, rebuilt)
+        mismatch = find_mismatch(clean, verification, layers, uses, rebuilt, taken)
         return clean, verification, self._choose_engines(verification, mismatch)
 
     def _find_checked(self) -> set[str]:

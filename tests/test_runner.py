@@ -10,6 +10,8 @@ import torch
 import lens_mix as lm
 from lens_mix import runner
 from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix.lens.state import all_modules
+from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.map_prompts import map_prompts
 from lens_mix.method import Method
 from lens_mix.runner import read_methods
@@ -419,37 +421,39 @@ def test_a_hook_in_the_place_of_another_is_noticed(model):
 
 
 @pytest.mark.parametrize("name", ["gemma", "llama", "gpt2"])
-def test_weights_edited_behind_torchs_back_are_noticed(name):
-    model = build_or_skip(bridge, name)
-    prompt = tokens(model, 1, 9)
-    lm.run(model, prompt, ALGEBRA)
-    norm = next(p for n, p in model.named_parameters() if "1" in n and ("layernorm" in n or "ln_2" in n))
-    norm.data.mul_(1.7)
-    # Alone, a method is checked for what it reads itself.
-    alone = {method: lm.run(model, prompt, method) for method in reversed(ALGEBRA)}
-    edited = lm.run(model, prompt, ALGEBRA)
-    fresh = build_or_skip(bridge, name)
-    same = dict(fresh.named_parameters())[next(n for n, p in model.named_parameters() if p is norm)]
-    with torch.no_grad():
-        same.mul_(1.7)
-    for method, m in lm.run(fresh, prompt, ALGEBRA).items():
-        for found in (edited[method], alone[method]):
-            torch.testing.assert_close(found.scores, m.scores, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("method", ["attn_res", "value_zeroing"])
-def test_a_setting_edited_in_a_block_is_noticed(method):
-    """Change how a block adds its branches, of which no weight and no hook shows anything."""
-    model = build_or_skip(bridge, "granite")
-    prompt = tokens(model, 1, 12)
+@pytest.mark.parametrize("methods", [ALGEBRA, *([each] for each in ALGEBRA), [lm.AttnResLn(next_norm=True)]])
+def test_weights_edited_behind_torchs_back_are_noticed(name, methods):
+    edited, fresh = build_or_skip(bridge, name), build_or_skip(bridge, name)
+    prompt = tokens(edited, 1, 9)
     for _ in range(2):
-        assert lm.run(model, prompt, method).provenance["engine"] == "algebra"
+        lm.run(edited, prompt, methods)
+    norm = next(n for n, p in edited.named_parameters() if "1" in n and ("layernorm" in n or "ln_2" in n))
+    dict(edited.named_parameters())[norm].data.mul_(1.7)
+    with torch.no_grad():
+        dict(fresh.named_parameters())[norm].mul_(1.7)
+    found = lm.run(edited, prompt, methods)
+    for method, m in lm.run(fresh, prompt, methods).items():
+        torch.testing.assert_close(found[method].scores, m.scores, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["granite", "granite_moe"])
+@pytest.mark.parametrize("method", ["attn_res", "alti", "globenc", "value_zeroing"])
+@pytest.mark.parametrize("options", [{}, {"queries": [-1]}, {"max_memory": 10**7}])
+def test_a_setting_edited_in_a_block_is_noticed(name, method, options):
+    """Change how a block adds its branches, of which no weight and no hook shows anything."""
+    model = build_or_skip(bridge, name)
+    assert not has_user_hooks(all_modules(model))
+    prompts = [tokens(model, 1, length)[0] for length in (12, 9)]
+    for _ in range(2):
+        before = list(lm.run_many(model, prompts, method, batch_size=2, **options))
     model.original_model.model.layers[1].residual_multiplier *= 2
     if method == "value_zeroing":
-        assert lm.run(model, prompt, method).provenance["engine"] == "hooks"
+        after = list(lm.run_many(model, prompts, method, batch_size=2, **options))
+        assert {m.provenance["engine"] for m in after} == {"hooks"}
+        assert not torch.allclose(before[0].scores, after[0].scores)
     else:
         with pytest.raises(lm.UnsupportedModelError, match="block 1: residual is not verified"):
-            lm.run(model, prompt, method)
+            list(lm.run_many(model, prompts, method, batch_size=2, **options))
 
 
 def test_misspelt_inputs_are_refused():

@@ -251,7 +251,11 @@ class Block:
         if self.is_last:
             return self._read_final_norm()
         self._require_known_norm(self.layer)
-        return self.verification.anatomy[self.layer + 1].attention_input
+        if self.verification.anatomy[self.layer + 1].attention_input is None:
+            return None
+        # It is read again, because the verification may have copied its weight (Gemma stores it minus 1), and
+        # no check of these prompts compares it.
+        return read_norm(getattr(self.stack.blocks[self.layer + 1], "ln1", None), self._lens.model.cfg)
 
     def after_final_norm(
         self, resid: Float[Tensor, "*batch d_model"], gradients: bool = False

@@ -36,21 +36,20 @@ class BlockOutputs:
         is_bridge = lens.model_class is ModelClass.BRIDGE
         self._points = {layer: _points(lens, layer, roles) if is_bridge else {} for layer in layers}
         self._fired: dict[str, Tensor] = {}
-        self._called: dict[tuple[int, str], Tensor] = {}
-        names = [name for roles in self._points.values() for options in roles.values() for name in options]
+        self._called: dict[int, dict[str, Tensor]] = {}
+        names = [name for points in self._points.values() for options in points.values() for name in options]
         self.fwd_hooks: list[HookPair] = record_all(self._fired, names)
         modules = {} if is_bridge else _modules(lens, layers, roles)
         self.changes: list[Change] = [
-            forward_hook(module, functools.partial(self._keep, key)) for key, module in modules.items()
+            forward_hook(module, functools.partial(self._keep, *key)) for key, module in modules.items()
         ]
 
-    def _keep(self, key: tuple[int, str], module: nn.Module, args: Any, output: Any) -> None:
-        self._called[key] = first_tensor(output)
+    def _keep(self, layer: int, role: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._called.setdefault(layer, {})[role] = first_tensor(output)
 
     def take(self, layer: int) -> dict[str, Tensor]:
-        """Return role -> output of one block, and free them; nothing for other blocks."""
-        keys = [key for key in self._called if key[0] == layer]
-        outputs = {key[1]: self._called.pop(key) for key in keys}
+        """Return role -> output of one block, and keep them no longer; nothing for other blocks."""
+        outputs = self._called.pop(layer, {})
         for role, names in self._points.get(layer, {}).items():
             fired = [self._fired.pop(name) for name in names if name in self._fired]
             outputs |= {role: fired[0]} if fired else {}

@@ -8,7 +8,6 @@ requested methods need. Both use `measure`, and nothing else rebuilds a componen
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
@@ -170,19 +169,6 @@ def measure_end(component: Component[RecordedEnd], end: RecordedEnd) -> float:
 # ------------------------------------------------------------------ how each component is rebuilt
 
 
-def _once(compute: Callable[[RecordedBlock], T]) -> Callable[[RecordedBlock], T]:
-    """Return a function that computes what several components of one block use only once."""
-
-    @functools.wraps(compute)
-    def computed(block: RecordedBlock) -> T:
-        if compute.__name__ not in block.rebuilt:
-            block.rebuilt[compute.__name__] = compute(block)
-        result: T = block.rebuilt[compute.__name__]
-        return result
-
-    return computed
-
-
 def _mixed(block: RecordedBlock) -> Tensor:
     _require_mixable(block)
     return mix(block.pattern, block.value)
@@ -242,30 +228,13 @@ def _projected(block: RecordedBlock) -> Tensor | None:
     return path.project(block.z.reshape(*block.z.shape[:2], len(path.W_O), -1))
 
 
-def _mid(block: RecordedBlock) -> Tensor | None:
-    """Return the residual stream between the attention's branches and the feed-forward's."""
-    attention_out = block.output("attention_out")
-    if attention_out is None:
-        return None
-    return block.anatomy.after_attention(block.resid_pre, attention_out, block.output("cross_out"))
-
-
 def _feed_forward(block: RecordedBlock) -> Tensor | None:
-    feed_forward, pre_activations = block.anatomy.feed_forward, _pre_activations(block)
+    feed_forward = block.anatomy.feed_forward
     if block.anatomy.feed_forward_kind == "none":
         return torch.zeros_like(block.resid_pre)
-    if feed_forward is None or not pre_activations or block.output("feed_forward_out") is None:
+    if feed_forward is None or not block.pre_activations or block.output("feed_forward_out") is None:
         return None
-    return feed_forward.output(pre_activations)
-
-
-@_once
-def _pre_activations(block: RecordedBlock) -> list[Tensor]:
-    """Return the pre-activations of the recorded residual stream; [] without it."""
-    feed_forward, mid = block.anatomy.feed_forward, _mid(block)
-    if feed_forward is None or mid is None:
-        return []
-    return feed_forward.pre_activations(block.anatomy.feed_forward_in(block.resid_pre, mid))
+    return feed_forward.output(block.pre_activations)
 
 
 def _feed_forward_out(block: RecordedBlock) -> Tensor | None:
@@ -275,11 +244,15 @@ def _feed_forward_out(block: RecordedBlock) -> Tensor | None:
 
 
 def _residual(block: RecordedBlock) -> Tensor | None:
-    mid, is_absent = _mid(block), block.anatomy.feed_forward_kind == "none"
-    out = None if is_absent else block.output("feed_forward_out")
-    if mid is None or (out is None and not is_absent):
+    return _after(block, block.mid, block.output("feed_forward_out"))
+
+
+def _after(block: RecordedBlock, mid: Tensor | None, feed_forward_out: Tensor | None) -> Tensor | None:
+    """Return the block's output from the residual stream before the feed-forward, and the latter's output."""
+    is_absent = block.anatomy.feed_forward_kind == "none"
+    if mid is None or (feed_forward_out is None and not is_absent):
         return None
-    return block.anatomy.after_feed_forward(mid, out)
+    return block.anatomy.after_feed_forward(mid, None if is_absent else feed_forward_out)
 
 
 def _rebuilt_mid(block: RecordedBlock) -> Tensor | None:
@@ -298,14 +271,10 @@ def _rebuilt_mid(block: RecordedBlock) -> Tensor | None:
 
 def _whole_block(block: RecordedBlock) -> Tensor | None:
     """Return the block's output, with the feed-forward's output as recorded, or else computed."""
-    anatomy, mid = block.anatomy, _rebuilt_mid(block)
-    is_absent = anatomy.feed_forward_kind == "none"
-    out = None if is_absent else block.output("feed_forward_out")
+    anatomy, mid, out = block.anatomy, _rebuilt_mid(block), block.output("feed_forward_out")
     if mid is not None and out is None and anatomy.feed_forward is not None:
         out = anatomy.feed_forward(anatomy.feed_forward_in(block.resid_pre, mid))
-    if mid is None or (out is None and not is_absent):
-        return None
-    return anatomy.after_feed_forward(mid, out)
+    return _after(block, mid, out)
 
 
 def _z_of_replay_without_first_value(block: RecordedBlock) -> Tensor:
@@ -380,8 +349,7 @@ PROJECTION = Component(
     "the attention's output",
     _projected,
     lambda block: block.output("attention_out"),
-    # On a run's prompts, BLOCK covers this component and the next two. The feed-forward is computed there for
-    # the methods that compute it. For the others, its output is recorded.
+    # On a run's prompts, BLOCK covers this component and the next two.
     needed_for="algebra",
 )
 

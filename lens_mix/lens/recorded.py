@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,7 +30,6 @@ class RecordedBlock:
         anatomy: The anatomy to rebuild the block with.
         outputs: Role -> output of a module in the block, at all positions (`BlockOutputs`).
         places: Indices into the rows that the clean pass recorded; None for all of them.
-        rebuilt: Rebuilt tensors by name, which several components use; they do not depend on the activation.
     """
 
     clean: CleanPass
@@ -39,7 +37,6 @@ class RecordedBlock:
     anatomy: BlockAnatomy
     outputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     places: Int[Tensor, "batch row"] | None = None
-    rebuilt: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
 
     def at(self, places: Int[Tensor, "batch row"]) -> RecordedBlock:
         """Return this block at some of the rows that the clean pass recorded."""
@@ -50,12 +47,13 @@ class RecordedBlock:
         return dataclasses.replace(self, anatomy=anatomy)
 
     def with_activation(self, name: str) -> RecordedBlock:
-        """Return this block with another activation of its feed-forward, and what was rebuilt without it."""
+        """Return this block with another activation of its feed-forward."""
         feed_forward = self.anatomy.feed_forward and dataclasses.replace(
             self.anatomy.feed_forward, activation=name
         )
         block = self.read_as(dataclasses.replace(self.anatomy, feed_forward=feed_forward))
-        block.rebuilt.update(self.rebuilt)
+        # The pre-activations are the same, and they take most of the time.
+        vars(block)["pre_activations"] = self.pre_activations
         return block
 
     def scaled(self, factors: Float[Tensor, " head"]) -> RecordedBlock:
@@ -119,8 +117,28 @@ class RecordedBlock:
         return self._of_positions(self.clean.calls[self.layer].resid_post)
 
     def output(self, role: str) -> Float[Tensor, "batch row d_model"] | None:
-        """Return the output of a module in the block; None if it was not recorded."""
-        return self._of_positions(self.outputs[role]) if role in self.outputs else None
+        """Return the output of a module in the block; None if it was not recorded as a whole."""
+        output, stream = self.outputs.get(role), self.clean.calls[self.layer].resid_post
+        # A module may be called with the rows of all prompts on one axis, or several times with some of them.
+        if output is None or output.numel() != stream.numel():
+            return None
+        return self._of_positions(output.reshape(stream.shape))
+
+    @functools.cached_property
+    def mid(self) -> Float[Tensor, "batch row d_model"] | None:
+        """The residual stream between the attention's branches and the feed-forward's; None if unknown."""
+        attention_out = self.output("attention_out")
+        if attention_out is None:
+            return None
+        return self.anatomy.after_attention(self.resid_pre, attention_out, self.output("cross_out"))
+
+    @functools.cached_property
+    def pre_activations(self) -> list[Float[Tensor, "batch row d_mlp"]]:
+        """The pre-activations of the feed-forward that reads `mid`; none if either is unknown."""
+        feed_forward = self.anatomy.feed_forward
+        if feed_forward is None or self.mid is None:
+            return []
+        return feed_forward.pre_activations(self.anatomy.feed_forward_in(self.resid_pre, self.mid))
 
     def replay_with(self, fwd_hooks: Sequence[HookPair]) -> tuple[Tensor | None, Tensor | None]:
         """Return the block's output and z in a replay with hooks; z is None if its hook never fired.

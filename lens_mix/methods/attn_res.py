@@ -74,7 +74,6 @@ class AttnResLn(AttnRes):
 
     @override
     def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
-        # The norm that the feed-forward reads is compared only if the feed-forward is computed.
         return self.needs | {"feed_forward"} if self._reads_next(anatomy) else self.needs
 
     @override

@@ -25,6 +25,7 @@ from lens_mix.lens.verification_record import Verification
 # Rows rebuilt per batch, at least one per prompt. Few are enough, because a model without hooks treats all
 # positions alike.
 _SAMPLED_ROWS = 4
+_NONE: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})
 
 
 def find_mismatch(
@@ -33,12 +34,13 @@ def find_mismatch(
     layers: Sequence[int],
     uses: Collection[str],
     whole: Collection[int] = (),
+    outputs: Mapping[int, Mapping[str, Tensor]] = _NONE,
 ) -> str | None:
     """Return how these prompts differ from the verified components; None if they agree.
 
     Some rows of every prompt are rebuilt. All requested rows are rebuilt if a method computes the
-    feed-forward, or if user hooks are on the model. A hook may act on any one position. A component without a
-    formula, such as a mixture of experts, is left out.
+    feed-forward, or if user hooks are on the model. A hook may act on any one position. A feed-forward
+    without a formula, such as a mixture of experts, is not computed: its recorded output is used.
 
     Args:
         clean: The clean pass, which recorded "pattern" and "value" in these layers, and "z" for "recorded".
@@ -46,9 +48,11 @@ def find_mismatch(
         layers: The layers that the methods use.
         uses: Engines, and names that methods list in their `needs` (`Component.checked_for`).
         whole: The layers whose rows are all rebuilt, because a method computes their feed-forward.
+        outputs: Layer -> as in `PromptCheck.find_mismatch`.
     """
     check = PromptCheck(clean, verification, uses, whole, samples=not has_user_hooks(clean.lens.modules))
-    return next(filter(None, map(check.find_mismatch, layers)), None)
+    found = (check.find_mismatch(layer, outputs.get(layer, {})) for layer in layers)
+    return next(filter(None, found), None)
 
 
 class PromptCheck:
@@ -75,12 +79,13 @@ class PromptCheck:
         self._components = [each for each in COMPONENTS if each.checked_for in uses]
         self._sampled, self._every = _rows(clean, _SAMPLED_ROWS if samples else None), _rows(clean, None)
 
-    def find_mismatch(self, layer: int, outputs: Mapping[str, Tensor] = MappingProxyType({})) -> str | None:
+    def find_mismatch(self, layer: int, outputs: Mapping[str, Tensor]) -> str | None:
         """Return how these prompts differ from the components of one block; None if they agree.
 
         Args:
             layer: The block.
-            outputs: Role -> recorded output of a module in the block (`BlockOutputs`), which is not computed.
+            outputs: Role -> the output of a module in the block (`BlockOutputs`). If the feed-forward's is
+                given, it is not computed.
         """
         block = RecordedBlock(self._clean, layer, self._verification.anatomy[layer], outputs)
         rows = self._every if layer in self._whole else self._sampled
