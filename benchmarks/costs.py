@@ -251,19 +251,25 @@ def measure(
         # A long prompt is run only once, so this run gives its time too.
         seconds[index] += [taken] if turns == 1 else []
         del result
-    while len(forwards[0]) < turns and (not forwards[0] or sum(map(sum, seconds)) < patience):
+    for turn in range(turns):
+        if turn > 0 and sum(map(sum, seconds)) >= patience:
+            break
         for index, (call, prompt) in enumerate(zip(calls, prompts, strict=True)):
             used = copy.deepcopy(model) if call.is_first else model
-            is_shared = index > 0 and (call.tokens, plain[index]) == (calls[0].tokens, plain[0])
-            if is_shared:
-                passed = forwards[0][-1]
+            alone = functools.partial(_time, clock, plain[index], model, prompt)
+            if index > 0 and (call.tokens, plain[index]) == (calls[0].tokens, plain[0]):
+                forwards[index] = forwards[0]
             else:
-                alone = functools.partial(_time, clock, plain[index], model, prompt)
                 # Where memory was measured, the calls had to get theirs from the system, which takes time.
-                passed = (common.peak_over_model(alone, device)[1] if memory and turns == 1 else alone())[0]
-            forwards[index].append(passed)
-            if len(seconds[index]) < len(forwards[index]):
+                passed = common.peak_over_model(alone, device)[1] if memory and turns == 1 else alone()
+                forwards[index].append(passed[0])
+            if len(seconds[index]) <= turn:
                 seconds[index].append(_time(clock, call.run, used, prompt)[0])
+            # The speed of the machine changes by the minute, so a long call is between forward passes.
+            after = 0.0
+            while turns > 1 and after + forwards[index][-1] < seconds[index][-1] / 4:
+                forwards[index].append(alone()[0])
+                after += forwards[index][-1]
             del used
     for call, found, taken_by_turn, passes in zip(calls, peaks, seconds, forwards, strict=True):
         yield _make_row(call, found, taken_by_turn, passes)

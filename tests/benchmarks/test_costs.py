@@ -49,6 +49,23 @@ def test_the_run_whose_memory_is_measured_is_the_one_of_a_single_turn(model: Any
     assert row["÷ forward"] > 0
 
 
+def test_a_long_call_is_between_forward_passes(model: Any) -> None:
+    seen: list[str] = []
+
+    def forward(used: Any, prompt: Any) -> None:
+        seen.append("forward")
+        sum(range(10_000))
+
+    def run(used: Any, prompt: Any) -> None:
+        seen.append("call")
+        sum(range(1_000_000 if len(prompt) == 9 else 1))
+
+    (row,) = costs.measure(model, [costs.Call("a call", run, 9, forward=forward)], memory=False, turns=2)
+    assert seen[1:3] == ["forward", "call"]
+    assert seen[-3:] == ["forward"] * 3
+    assert row["turns"] == 2
+
+
 def test_the_first_call_is_on_a_new_model_in_each_turn(model: Any) -> None:
     seen = []
     call = costs.Call("first", lambda used, prompt: seen.append(used), 9, is_first=True)
