@@ -15,7 +15,7 @@ from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass
 from lens_mix.lens.replay import first_tensor
 
-ROLES = ("attention_out", "cross_out", "feed_forward_out", "before")
+_ROLES = ("attention_out", "cross_out", "feed_forward_out", "before")
 
 
 class BlockOutputs:
@@ -32,7 +32,7 @@ class BlockOutputs:
         changes: The forward hooks of torch that record them in the hooked classes; none for a Bridge.
     """
 
-    def __init__(self, lens: Lens, layers: Collection[int], roles: Collection[str] = ROLES) -> None:
+    def __init__(self, lens: Lens, layers: Collection[int], roles: Collection[str] = _ROLES) -> None:
         is_bridge = lens.model_class is ModelClass.BRIDGE
         self._points = {layer: _points(lens, layer, roles) if is_bridge else {} for layer in layers}
         self._fired: dict[str, Tensor] = {}

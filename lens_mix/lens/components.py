@@ -65,7 +65,6 @@ class _Recorded(Protocol):
 
 
 R = TypeVar("R", bound=_Recorded)
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,7 +348,7 @@ PROJECTION = Component(
     "the attention's output",
     _projected,
     lambda block: block.output("attention_out"),
-    # On a run's prompts, BLOCK covers this component and the next two.
+    # A run's prompts are compared by BLOCK, which includes this step and the sums.
     needed_for="algebra",
 )
 

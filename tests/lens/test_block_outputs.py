@@ -9,7 +9,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.lens.batches import Prompt, pad
-from lens_mix.lens.block_outputs import ROLES, BlockOutputs
+from lens_mix.lens.block_outputs import BlockOutputs
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.recorded import RecordedBlock
@@ -17,6 +17,7 @@ from lens_mix.session import Session
 from tests.matrix import build_or_skip
 from tests.tiny_models import bridge, hooked_encoder, hooked_transformer, tokens
 
+ROLES = ("attention_out", "feed_forward_out")
 MODELS = pytest.mark.parametrize(
     ("factory", "name"),
     [
@@ -45,7 +46,7 @@ def test_they_are_what_the_block_adds_and_are_kept_once(factory: Any, name: str)
     for layer in (0, 1):
         taken = outputs.take(layer)
         stream = clean.calls[layer].resid_post
-        assert {"attention_out", "feed_forward_out"} <= taken.keys() <= set(ROLES)
+        assert taken.keys() == set(ROLES)
         for role, output in taken.items():
             assert output.numel() == stream.numel(), role
         assert outputs.take(layer) == {}
