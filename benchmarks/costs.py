@@ -258,11 +258,11 @@ def measure(
             used = copy.deepcopy(model) if call.is_first else model
             alone = functools.partial(_time, clock, plain[index], model, prompt)
             if index > 0 and (call.tokens, plain[index]) == (calls[0].tokens, plain[0]):
-                forwards[index] = forwards[0]
+                passed = forwards[0][-1]
             else:
                 # Where memory was measured, the calls had to get theirs from the system, which takes time.
-                passed = common.peak_over_model(alone, device)[1] if memory and turns == 1 else alone()
-                forwards[index].append(passed[0])
+                passed = (common.peak_over_model(alone, device)[1] if memory and turns == 1 else alone())[0]
+            forwards[index].append(passed)
             if len(seconds[index]) <= turn:
                 seconds[index].append(_time(clock, call.run, used, prompt)[0])
             # The speed of the machine changes by the minute, so a long call is between forward passes.

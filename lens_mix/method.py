@@ -163,8 +163,8 @@ class Method:
         """Return what the map of such a block needs: `needs`, and maybe "feed_forward" or "next_norm".
 
         "feed_forward" means that the algebra engine computes the feed-forward or the norm before it, so that
-        both are checked for each selected row. "next_norm" means that the map uses the norm that reads the
-        block's output (`Block.next_norm`).
+        both, as far as they have a formula, are checked for each selected row. "next_norm" means that the map
+        uses the norm that reads the block's output (`Block.next_norm`).
         """
         return self.needs
 

@@ -240,8 +240,7 @@ class Session:
             all_early = all(_maps_early(each, engines[label]) for label, each in self.methods.items())
             all_early = all_early and self._records_only_attention()
             layout = lay_out(lens, batch) if may_share and all_early else None
-            # In the row of a layout, outputs are not in the order of the batch.
-            outputs = None if layout else self._record_outputs(verification, engines, is_early=is_early)
+            outputs = self._record_outputs(verification, engines, is_early=is_early)
             after_block = None
             if map_early is not None and is_early:
                 after_block = functools.partial(
@@ -340,26 +339,27 @@ class Session:
     def _record_outputs(
         self, verification: Verification, engines: Mapping[str, str], *, is_early: bool
     ) -> BlockOutputs | None:
-        """Return the outputs of feed-forwards that the check reads, to be recorded; None if it reads none.
+        """Return what records the outputs within blocks that the check reads; None without algebra.
 
         The check computes a feed-forward if a method does. It need not compute the others, which would take
-        most of its time, and it cannot compute those without a formula.
+        most of its time, and it cannot compute those without a formula, or a cross-attention.
 
         Args:
             verification: The verification of the model.
             engines: The engine of each method.
             is_early: Whether the output of a block is used and freed when the block has run. If not, only
-                those of feed-forwards without a formula are recorded.
+                outputs that the check cannot compute are recorded.
         """
         if "algebra" not in engines.values():
             return None
         computed = self._find_rebuilt_layers(verification, engines)
-        layers = [
-            layer
-            for layer in self.recorded_layers
-            if verification.anatomy[layer].feed_forward is None or (is_early and layer not in computed)
-        ]
-        return BlockOutputs(self.lens, layers, ["feed_forward_out"])
+
+        def is_read(layer: int) -> bool:
+            anatomy = verification.anatomy[layer]
+            return anatomy.feed_forward is None or anatomy.cross or (is_early and layer not in computed)
+
+        layers = list(filter(is_read, self.recorded_layers))
+        return BlockOutputs(self.lens, layers, ["feed_forward_out", "cross_out"])
 
     def _choose_engines(self, verification: Verification, no_algebra: str | None = None) -> dict[str, str]:
         """Return the engine of each method by its label. `no_algebra` is a reason not to use "algebra"."""
@@ -481,6 +481,7 @@ class Session:
             "stop_after": last,
             "predict_at": predict_at,
             "after_block": after_block,
+            "outputs": outputs,
         }
         if layout is not None:
             try:
@@ -490,8 +491,12 @@ class Session:
                 raise
             except Exception:
                 # The pass over the batch raises the same error, unless the row is its cause.
-                return self._clean_pass(batch, rows, engines, hooked, graph, predict_at, after_block)
-        options |= {"required": required if after_block is None else (), "graph": graph, "outputs": outputs}
+                if outputs is not None:
+                    outputs.index = None
+                return self._clean_pass(
+                    batch, rows, engines, hooked, graph, predict_at, after_block, outputs=outputs
+                )
+        options |= {"required": required if after_block is None else (), "graph": graph}
         return clean_pass(lens, batch, fwd_hooks, store, rows=rows, **options)
 
     def _check_entering_patches(self, clean: CleanPass) -> None:

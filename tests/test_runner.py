@@ -9,7 +9,10 @@ import torch
 
 import lens_mix as lm
 from lens_mix import runner
+from lens_mix.lens.batches import Prompt, pad
+from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix.lens.shared_prefix import lay_out
 from lens_mix.lens.state import all_modules
 from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.map_prompts import map_prompts
@@ -420,20 +423,34 @@ def test_a_hook_in_the_place_of_another_is_noticed(model):
         assert lm.run(model, prompt, "value_zeroing").provenance["engine"] == "hooks"
 
 
-@pytest.mark.parametrize("name", ["gemma", "llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [
+        # Gemma stores weight - 1, so the verification has a copy; it has views of the others.
+        ("gemma", "1.input_layernorm"),
+        ("gemma", "1.post_attention_layernorm"),
+        ("llama", "1.input_layernorm"),
+        ("gpt2", "1.ln_2"),
+    ],
+)
 @pytest.mark.parametrize("methods", [ALGEBRA, *([each] for each in ALGEBRA), [lm.AttnResLn(next_norm=True)]])
-def test_weights_edited_behind_torchs_back_are_noticed(name, methods):
+def test_weights_edited_behind_torchs_back_are_noticed(name, norm, methods):
     edited, fresh = build_or_skip(bridge, name), build_or_skip(bridge, name)
     prompt = tokens(edited, 1, 9)
     for _ in range(2):
-        lm.run(edited, prompt, methods)
-    norm = next(n for n, p in edited.named_parameters() if "1" in n and ("layernorm" in n or "ln_2" in n))
-    dict(edited.named_parameters())[norm].data.mul_(1.7)
+        before = lm.run(edited, prompt, methods)
+    weights = [
+        next(p for n, p in model.named_parameters() if f".{norm}." in n.replace("._original_component", ""))
+        for model in (edited, fresh)
+    ]
+    weights[0].data.mul_(1.7)
     with torch.no_grad():
-        dict(fresh.named_parameters())[norm].mul_(1.7)
+        weights[1].mul_(1.7)
     found = lm.run(edited, prompt, methods)
     for method, m in lm.run(fresh, prompt, methods).items():
         torch.testing.assert_close(found[method].scores, m.scores, atol=1e-4, rtol=1e-4)
+    if len(methods) > 1:
+        assert any(not torch.allclose(before[method].scores, m.scores) for method, m in found.items())
 
 
 @pytest.mark.parametrize("name", ["granite", "granite_moe"])
@@ -448,12 +465,35 @@ def test_a_setting_edited_in_a_block_is_noticed(name, method, options):
         before = list(lm.run_many(model, prompts, method, batch_size=2, **options))
     model.original_model.model.layers[1].residual_multiplier *= 2
     if method == "value_zeroing":
+        assert {m.provenance["engine"] for m in before} == {"algebra" if name == "granite" else "hooks"}
         after = list(lm.run_many(model, prompts, method, batch_size=2, **options))
         assert {m.provenance["engine"] for m in after} == {"hooks"}
         assert not torch.allclose(before[0].scores, after[0].scores)
     else:
         with pytest.raises(lm.UnsupportedModelError, match="block 1: residual is not verified"):
             list(lm.run_many(model, prompts, method, batch_size=2, **options))
+
+
+def test_a_setting_edited_in_a_block_is_noticed_in_prompts_that_begin_alike():
+    model = build_or_skip(bridge, "granite_moe")
+    common = tokens(model, 1, 24)[0]
+    prompts = [torch.cat([common, each]) for each in tokens(model, 8, 3)]
+    list(lm.run_many(model, prompts, "attn_res", batch_size=8))
+    lens = Lens(model)
+    assert lay_out(lens, pad([Prompt(prompt, None, {}) for prompt in prompts], 0, "right")) is not None
+    model.original_model.model.layers[1].residual_multiplier *= 2
+    with pytest.raises(lm.UnsupportedModelError, match="block 1: residual is not verified"):
+        list(lm.run_many(model, prompts, "attn_res", batch_size=8))
+
+
+def test_a_setting_edited_in_a_block_is_noticed_by_an_input_map():
+    """An input map is computed after the pass, from the records of all blocks."""
+    model = build_or_skip(bridge, "granite_moe")
+    prompt = tokens(model, 1, 12)
+    lm.run(model, prompt, "alti_logit")
+    model.original_model.model.layers[1].residual_multiplier *= 2
+    with pytest.raises(lm.UnsupportedModelError, match="block 1: residual is not verified"):
+        lm.run(model, prompt, "alti_logit")
 
 
 def test_misspelt_inputs_are_refused():

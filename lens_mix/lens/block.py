@@ -253,8 +253,7 @@ class Block:
         self._require_known_norm(self.layer)
         if self.verification.anatomy[self.layer + 1].attention_input is None:
             return None
-        # It is read again, because the verification may have copied its weight (Gemma stores it minus 1), and
-        # no check of these prompts compares it.
+        # Gemma stores weight - 1, so the verification has a copy, which an edit of it does not change.
         return read_norm(getattr(self.stack.blocks[self.layer + 1], "ln1", None), self._lens.model.cfg)
 
     def after_final_norm(

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair, record_all
@@ -30,7 +31,11 @@ class BlockOutputs:
     Attributes:
         fwd_hooks: The TransformerLens hooks that record them in a Bridge; none for the hooked classes.
         changes: The forward hooks of torch that record them in the hooked classes; none for a Bridge.
+        index: The place of each position of the batch in the row that the pass runs (`Layout.index`); None if
+            it runs the batch itself.
     """
+
+    index: Int[Tensor, "batch pos"] | None = None
 
     def __init__(self, lens: Lens, layers: Collection[int], roles: Collection[str] = _ROLES) -> None:
         is_bridge = lens.model_class is ModelClass.BRIDGE
@@ -45,7 +50,7 @@ class BlockOutputs:
         ]
 
     def _keep(self, layer: int, role: str, module: nn.Module, args: Any, output: Any) -> None:
-        self._called.setdefault(layer, {})[role] = first_tensor(output)
+        self._called.setdefault(layer, {})[role] = first_tensor(output).detach()
 
     def take(self, layer: int) -> dict[str, Tensor]:
         """Return role -> output of one block, and keep them no longer; nothing for other blocks."""
@@ -53,7 +58,8 @@ class BlockOutputs:
         for role, names in self._points.get(layer, {}).items():
             fired = [self._fired.pop(name) for name in names if name in self._fired]
             outputs |= {role: fired[0]} if fired else {}
-        return outputs
+        index = self.index
+        return outputs if index is None else {role: each[0][index] for role, each in outputs.items()}
 
 
 def _points(lens: Lens, layer: int, roles: Collection[str]) -> dict[str, Sequence[str]]:

@@ -231,7 +231,7 @@ def _feed_forward(block: RecordedBlock) -> Tensor | None:
     feed_forward = block.anatomy.feed_forward
     if block.anatomy.feed_forward_kind == "none":
         return torch.zeros_like(block.resid_pre)
-    if feed_forward is None or not block.pre_activations or block.output("feed_forward_out") is None:
+    if feed_forward is None or block.output("feed_forward_out") is None or not block.pre_activations:
         return None
     return feed_forward.output(block.pre_activations)
 
@@ -270,7 +270,8 @@ def _rebuilt_mid(block: RecordedBlock) -> Tensor | None:
 
 def _whole_block(block: RecordedBlock) -> Tensor | None:
     """Return the block's output, with the feed-forward's output as recorded, or else computed."""
-    anatomy, mid, out = block.anatomy, _rebuilt_mid(block), block.output("feed_forward_out")
+    anatomy, out = block.anatomy, block.output("feed_forward_out")
+    mid = None if out is None and not anatomy.is_written_down else _rebuilt_mid(block)
     if mid is not None and out is None and anatomy.feed_forward is not None:
         out = anatomy.feed_forward(anatomy.feed_forward_in(block.resid_pre, mid))
     return _after(block, mid, out)

@@ -117,7 +117,7 @@ class RecordedBlock:
         return self._of_positions(self.clean.calls[self.layer].resid_post)
 
     def output(self, role: str) -> Float[Tensor, "batch row d_model"] | None:
-        """Return the output of a module in the block; None if it was not recorded as a whole."""
+        """Return the output of a module in the block; None if it was not recorded, or has another size."""
         output, stream = self.outputs.get(role), self.clean.calls[self.layer].resid_post
         # A module may be called with the rows of all prompts on one axis, or several times with some of them.
         if output is None or output.numel() != stream.numel():

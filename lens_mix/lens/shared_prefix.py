@@ -14,6 +14,7 @@ from torch import Tensor
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.hooks.record import ATTENTION_ROLES
 from lens_mix.lens.batches import Batch
+from lens_mix.lens.block_outputs import BlockOutputs
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.layout import Layout, batch_of_rows
 from lens_mix.lens.model import Lens
@@ -49,6 +50,7 @@ def clean_pass_in_row(
     clean: CleanPass,
     predict_at: Int[Tensor, "batch query"] | None,
     after_block: Callable[[CleanPass], Callable[[int], None]],
+    outputs: BlockOutputs | None = None,
     **options: Any,
 ) -> CleanPass:
     """Make the clean pass of a batch in one row; its records are spread over the batch block by block.
@@ -58,6 +60,7 @@ def clean_pass_in_row(
         clean: The pass without records, which are put into it. In the end it has those of the last block.
         predict_at: As in `clean_pass`.
         after_block: As in `clean_pass`. It reads the records of its own block alone, which are then freed.
+        outputs: As in `clean_pass`.
         options: Further arguments of `clean_pass`. All rows are recorded, and all attention layers watched.
 
     Raises:
@@ -71,6 +74,8 @@ def clean_pass_in_row(
     _require_triangle(alone, alone.attended.values())
     # Padding has the places of the longest prompt, whose keys behind the prefix no other prompt sees.
     call, index = after_block(clean), layout.index.to(batch.tokens.device)
+    if outputs is not None:
+        outputs.index = index
     queries = index if rows is None else rows_at(index, rows.positions)
     read, places = rows_at(index, predict_at).unique(return_inverse=True)
 
@@ -98,7 +103,7 @@ def clean_pass_in_row(
     one = batch_of_rows(tokens, layout.positions, layout.allowed, lens.dtype)
     options["after_block"] = lambda row: functools.partial(spread_records, row)
     options["predict_at"] = None if predict_at is None else read[None]
-    row = clean_pass(lens, one, **options)
+    row = clean_pass(lens, one, outputs=outputs, **options)
     found = row.predictions and [[row.predictions[0][place] for place in each] for each in places.tolist()]
     return dataclasses.replace(clean, predictions=found, no_predictions=row.no_predictions)
 

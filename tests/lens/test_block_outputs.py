@@ -47,8 +47,11 @@ def test_they_are_what_the_block_adds_and_are_kept_once(factory: Any, name: str)
         taken = outputs.take(layer)
         stream = clean.calls[layer].resid_post
         assert taken.keys() == set(ROLES)
-        for role, output in taken.items():
-            assert output.numel() == stream.numel(), role
+        if name not in ("granite_moe", "bert", ""):
+            # Pre-norm blocks, without a norm or a factor on their branches, add the two.
+            added = taken["attention_out"].view_as(stream) + taken["feed_forward_out"].view_as(stream)
+            expected = (clean.calls[layer].resid_pre + added)[clean.real]
+            torch.testing.assert_close(expected, stream[clean.real])
         assert outputs.take(layer) == {}
     assert outputs.take(5) == {}
 
