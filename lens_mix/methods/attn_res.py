@@ -66,11 +66,24 @@ class AttnResLn(AttnRes):
         next_norm: Whether blocks without such a norm use the one that reads the sum next, before the
             feed-forward. There is none if the feed-forward reads the block's input (parallel blocks) or the
             sum without a norm.
+
+    Raises:
+        UnsupportedModelError: `next_norm` is set, and the feed-forward has no formula (a mixture of experts),
+            so that nothing shows which norm it reads.
     """
 
     name: ClassVar[str] = "attn_res_ln"
 
     next_norm: bool = False
+
+    @override
+    def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
+        if not self._reads_next(anatomy) or anatomy.is_written_down:
+            return None
+        return (
+            f"the norm before its {anatomy.feed_forward_kind} feed-forward is not verified, because the "
+            "feed-forward has no formula; use next_norm=False"
+        )
 
     @override
     def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:

@@ -7,10 +7,11 @@ from lens_mix.algebra.definitions import mixing_ratio, norms
 from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.methods.attention import attention_weights, attn_res_w
 from lens_mix.methods.attn_res import attn_res, attn_res_ln
+from tests.matrix import build_or_skip
 from tests.norm_cases import blocks_of, each_model, heads_of, largest, written_out
 from tests.norm_oracle import oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
-from tests.tiny_models import available
+from tests.tiny_models import available, bridge, tokens
 
 NAMES = {
     "attn_res": "attnres_n",
@@ -81,3 +82,11 @@ def test_weights_equal_their_definitions(case):
 
 def test_the_record_names_the_norm_that_was_taken():
     assert lm.AttnResLn(next_norm=True).parameters() == {"next_norm": True}
+
+
+def test_a_norm_that_an_unknown_feed_forward_reads_is_refused():
+    model = build_or_skip(bridge, "granite_moe")
+    prompt = tokens(model, 1, 8)
+    assert lm.run(model, prompt, "attn_res_ln").scores.isfinite().all()
+    with pytest.raises(lm.UnsupportedModelError, match=r"its mixture feed-forward is not verified"):
+        lm.run(model, prompt, lm.AttnResLn(next_norm=True))
