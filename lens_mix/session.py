@@ -232,10 +232,10 @@ class Session:
                 leaving.callback(graph.release)
             size = self._count_predictions(len(batch))
             fits = predict_at is None or predict_at.shape[1] <= size
-            # Whether a prompt with pictures is causal is known only after the pass.
-            is_early = not (watched or lens.encoder_decoder or batch.has_pictures)
             is_verified = bool(passes) and graph is None
-            is_early = is_early and map_early is not None and graph is None and not is_verified
+            # Whether a prompt with pictures is causal is known only after the pass.
+            keeps_all = watched or lens.encoder_decoder or batch.has_pictures or graph is not None
+            is_early = map_early is not None and not keeps_all and not is_verified
             may_share = fits and verification.causal and is_early
             all_early = all(_maps_early(each, engines[label]) for label, each in self.methods.items())
             all_early = all_early and self._records_only_attention()

@@ -89,8 +89,6 @@ def rows_at(tensor: Tensor, positions: Int[Tensor, "batch query"] | None, axis: 
     """
     if positions is None:
         return tensor
-    if len(tensor) == len(positions) == 1:  # This takes a quarter of the time, which counts in short prompts.
-        return tensor.index_select(axis, positions[0].to(tensor.device))
     examples = torch.arange(len(positions), device=positions.device)[:, None]
     return tensor.movedim(axis, 1)[examples, positions].movedim(1, axis)
 
