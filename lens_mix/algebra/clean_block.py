@@ -16,13 +16,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.feed_forward_change import Neurons, neurons_of
+from lens_mix.algebra.feed_forward_change import Neurons, Rows, neurons_of
 from lens_mix.algebra.head_vectors import through
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.states import BlockStates
 
 # A change of a norm's input: C c, 1/s' and s/s' - 1.
-_Changed = tuple[Float[Tensor, "key row d_model"], Float[Tensor, "key row 1"], Float[Tensor, "key row 1"]]
+_Changed = tuple[
+    Float[Tensor, "key prompt row d_model"],
+    Float[Tensor, "key prompt row 1"],
+    Float[Tensor, "key prompt row 1"],
+]
 
 
 class _NormChange:
@@ -37,18 +41,18 @@ class _NormChange:
         clean: n, the centred input divided by its scale.
     """
 
-    def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
+    def __init__(self, norm: Norm, clean: Float[Tensor, "prompt row d_model"]) -> None:
         self.norm = norm
         self._weight = None if norm.weight is None else norm.weight.to(clean.dtype)
         centred = self._centre(clean)
         self._square = centred.square().mean(-1, keepdim=True) + norm.eps
         self._size = self._square.sqrt()
-        self.clean: Float[Tensor, "row d_model"] = centred / self._size
+        self.clean: Float[Tensor, "prompt row d_model"] = centred / self._size
 
-    def sizes(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> _Changed:
+    def sizes(self, rows: Rows, change: Float[Tensor, "key prompt row d_model"]) -> _Changed:
         """Return C c, 1/s' and s/s' - 1 for changes of some rows' inputs."""
         centred, size = self._centre(change), self._size[rows]
-        square_change = _scalar_products(centred, self.clean[rows])[..., None].mul_(2 * size)
+        square_change = torch.linalg.vecdot(centred, self.clean[rows])[..., None].mul_(2 * size)
         square_change += torch.linalg.vector_norm(centred, dim=-1, keepdim=True) ** 2
         square_change /= centred.shape[-1]
         # If a change removes the whole input, eps is left. Without eps, rounding could make this negative.
@@ -58,7 +62,7 @@ class _NormChange:
         factor = square_change.neg_().div_((size + changed).mul_(changed))
         return centred, changed.reciprocal_(), factor
 
-    def output(self, rows: slice, changed: _Changed) -> Float[Tensor, "key row d_model"]:
+    def output(self, rows: Rows, changed: _Changed) -> Float[Tensor, "key prompt row d_model"]:
         """Return the change of some rows' outputs."""
         centred, inverse, factor = changed
         out = torch.addcmul(centred * inverse, self.clean[rows], factor)
@@ -66,13 +70,6 @@ class _NormChange:
 
     def _centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         return x if self.norm.kind == "rms" else x - x.mean(-1, keepdim=True)
-
-
-def _scalar_products(
-    change: Float[Tensor, "key row d_model"], clean: Float[Tensor, "row d_model"]
-) -> Float[Tensor, "key row"]:
-    """Return scalar products with the clean rows, by one batched product that reads the changes once."""
-    return torch.bmm(clean[:, None], change.permute(1, 2, 0))[:, 0].T
 
 
 class CleanBlock:
@@ -96,9 +93,9 @@ class CleanBlock:
     def __init__(
         self,
         anatomy: BlockAnatomy,
-        resid_pre: Float[Tensor, "row d_model"],
-        attention_out: Float[Tensor, "row d_model"],
-        resid_post: Float[Tensor, "row d_model"],
+        resid_pre: Float[Tensor, "prompt row d_model"],
+        attention_out: Float[Tensor, "prompt row d_model"],
+        resid_post: Float[Tensor, "prompt row d_model"],
         final: Norm | None,
         widths: Sequence[int],
     ) -> None:
@@ -130,17 +127,17 @@ class CleanBlock:
         self._final = _NormChange(final, resid_post) if final else None
         compared = resid_post if final is None else final(resid_post)
         self._size = torch.linalg.vector_norm(compared, dim=-1)
-        self.direction = compared / self._size.clamp_min(torch.finfo(compared.dtype).tiny)[:, None]
+        self.direction = compared / self._size.clamp_min(torch.finfo(compared.dtype).tiny)[..., None]
 
     def to_pre_activations(
-        self, rows: slice, change: Float[Tensor, "key row d_model"]
-    ) -> tuple[Float[Tensor, "key row d_model"], list[Float[Tensor, "#key #row 1"]]]:
+        self, rows: Rows, change: Float[Tensor, "key prompt row d_model"]
+    ) -> tuple[Float[Tensor, "key prompt row d_model"], list[Float[Tensor, "#key #prompt #row 1"]]]:
         """Return the change of mid, and the factors of each term in the change of the pre-activations.
 
         The terms are the given change and the clean output of each norm. The given change includes the
         residual multiplier if there is no norm on the branch.
         """
-        factors = [change.new_ones((1, 1, 1))]
+        factors = [change.new_ones((1, 1, 1, 1))]
         for norm in self._norms:
             changed = norm.sizes(rows, change)
             factors = [*(factor * changed[1] for factor in factors), changed[2]]
@@ -155,11 +152,11 @@ class CleanBlock:
 
     def distance(
         self,
-        rows: slice,
-        mid: Float[Tensor, "key row d_model"],
-        added: Float[Tensor, "key row d_model"],
+        rows: Rows,
+        mid: Float[Tensor, "key prompt row d_model"],
+        added: Float[Tensor, "key prompt row d_model"],
         metric: str,
-    ) -> Float[Tensor, "key row"]:
+    ) -> Float[Tensor, "key prompt row"]:
         """Return the distance of changed outputs from the clean ones.
 
         Args:
@@ -178,7 +175,7 @@ class CleanBlock:
             length: Tensor = torch.linalg.vector_norm(mid, dim=-1)
             return length
         direction, size = self.direction[rows], self._size[rows]
-        along = _scalar_products(mid, direction)
+        along = torch.linalg.vecdot(mid, direction)
         # A difference of two squares would lose all digits if the change is along the vector.
         rest = torch.addcmul(mid, direction, along[..., None], value=-1)
         across, near = torch.linalg.vector_norm(rest, dim=-1).square_(), along + size

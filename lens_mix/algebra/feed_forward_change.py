@@ -4,7 +4,8 @@ W_in (and W_gate) are linear, so a change of the input is a change of the pre-ac
 
     plain            act(p + c) - act(p)
     gated            act(g + c) (u + d) - act(g) u
-    gated by SiLU    (SiLU(g + c) - SiLU(g)) (u + d) + SiLU(g) d, where with t = tanh(c / 2)
+    gated by SiLU    (SiLU(g + c) - SiLU(g)) (u + d) + SiLU(g) d, where with
+                     t = tanh(c / 2) = (exp(c) - 1) / (exp(c) + 1)
                      SiLU(g + c) - SiLU(g) = σ(g + c) (c - t (2 SiLU(g) - g)) + t SiLU(g)
 
 The last formula does not subtract two hidden layers, so it is accurate for small changes.
@@ -23,6 +24,10 @@ from torch import Tensor
 
 from lens_mix.lens.anatomy import ACTIVATIONS, FeedForward
 
+Rows = tuple[slice, slice]  # Some rows of some prompts.
+# From here on tanh(c / 2) is 1, also in float64, while exp(c) does not overflow.
+_SATURATED = 40.0
+
 
 def _gelu_tanh_gate(x: Tensor) -> Tensor:
     # gelu_tanh(x) = x σ(2 √(2/π) (x + 0.044715 x³)) is faster than torch's own function on a CPU.
@@ -36,39 +41,40 @@ class Neurons(NamedTuple):
     activation: str
     # These are the clean pre-activations per matrix, to which changes are added. They are zeros if SiLU gates
     # the layer, whose change has its own formula (see the module's docstring).
-    start: list[Float[Tensor, "row neuron"]]
-    # This is minus the hidden layer (without b_hidden), or g, u, SiLU(g), SiLU(g) - g / 2 for a SiLU gate.
-    clean: list[Float[Tensor, "row neuron"]]
+    start: list[Float[Tensor, "prompt row neuron"]]
+    # This is minus the hidden layer (without b_hidden), or g, u, SiLU(g), 2 SiLU(g) - g for a SiLU gate.
+    clean: list[Float[Tensor, "prompt row neuron"]]
     # The inputs of the change, multiplied by each matrix: per input and matrix.
-    bases: list[list[Float[Tensor, "row neuron"]]]
+    bases: list[list[Float[Tensor, "prompt row neuron"]]]
 
     def change(
         self,
-        rows: slice,
-        factors: Sequence[Float[Tensor, "#key #row 1"]],
-        weights: Float[Tensor, "key row rank"],
-        vectors: Sequence[Float[Tensor, "key rank neuron"]],
-        out: Float[Tensor, "key row neuron"],
+        rows: Rows,
+        factors: Sequence[Float[Tensor, "#key #prompt #row 1"]],
+        weights: Float[Tensor, "zeroed row rank"],
+        vectors: Sequence[Float[Tensor, "zeroed rank neuron"]],
+        out: Float[Tensor, "key prompt row neuron"],
     ) -> None:
         """Write the change of these neurons in the hidden layer into `out`.
 
         The pre-activations change by Σ factor · base, over the norms' outputs, and by Σ weights · vectors;
         `vectors` has one tensor per matrix.
         """
-        now, gated_by_silu = [], len(self.clean) == 4
+        now = []
         for number, start in enumerate(self.start):
             # The first pre-activations are written into `out`, which saves one tensor in the caches.
             in_place = number == 0 and start.dtype == out.dtype
             pre = out if in_place else torch.empty_like(out, dtype=start.dtype)
-            # The SiLU formula needs half the gate's change, because t = tanh(c / 2).
-            changed, multiplier = start[rows], 0.5 if gated_by_silu and number == 0 else 1.0
+            changed = start[rows]
             # Without a last norm, `bases` has one entry more than `factors`: the clean input, which no change
             # multiplies.
             for bases, factor in zip(self.bases, factors, strict=False):
-                changed = torch.addcmul(changed, bases[number][rows], factor, value=multiplier, out=pre)
-            pre = torch.baddbmm(changed, weights, vectors[number], alpha=multiplier, out=pre)
+                changed = torch.addcmul(changed, bases[number][rows], factor, out=pre)
+            if changed is not pre:
+                pre.copy_(changed)
+            pre.flatten(0, 1).baddbmm_(weights, vectors[number])
             now.append(pre.to(out.dtype))
-        if gated_by_silu:
+        if len(self.clean) == 4:
             _silu_change([x[rows] for x in self.clean], now, out)
         else:
             _hidden(self.activation, now, self.clean[0][rows], out)
@@ -76,7 +82,7 @@ class Neurons(NamedTuple):
 
 def neurons_of(
     feed_forward: FeedForward,
-    inputs: Sequence[Float[Tensor, "row d_model"]],
+    inputs: Sequence[Float[Tensor, "prompt row d_model"]],
     shift: Float[Tensor, " d_model"] | None,
     dtype: torch.dtype,
     widths: Sequence[int],
@@ -115,7 +121,7 @@ def _clean(name: str, pre: list[Tensor], dtype: torch.dtype) -> tuple[list[Tenso
     if len(pre) == 2 and name == "silu":
         gate, up = narrow
         activated = gate * gate.sigmoid()
-        return [torch.zeros_like(x) for x in pre], [gate, up, activated, activated - gate / 2]
+        return [torch.zeros_like(x) for x in pre], [gate, up, activated, 2 * activated - gate]
     # The operations are those of the changed layer: different rounding would triple the error.
     hidden = _hidden(name, narrow, torch.zeros_like(narrow[0]), torch.empty_like(narrow[0]))
     return pre, [hidden.neg_()]
@@ -131,11 +137,15 @@ def _hidden(name: str, pre: Sequence[Tensor], plus: Tensor, out: Tensor) -> Tens
 
 
 def _silu_change(clean: Sequence[Tensor], changes: Sequence[Tensor], out: Tensor) -> None:
-    """Write the change of a layer gated by SiLU into `out`; half the gate's change may be in `out`."""
-    (clean_gate, clean_up, activated, activated_less_half), (half, up) = clean, changes
-    sigma, tanh = torch.add(clean_gate, half, alpha=2).sigmoid_(), half.tanh()
-    # This is half the change of SiLU; multiplying by powers of two is exact.
-    change = torch.addcmul(half, tanh, activated_less_half, value=-1, out=out).mul_(sigma)
-    change.addcmul_(tanh, activated, value=0.5)
-    changed_up = torch.add(up, clean_up, out=sigma)
-    torch.addcmul(up.mul_(activated), change, changed_up, value=2, out=out)
+    """Write the change of a layer gated by SiLU into `out`; the gate's change may be in `out`."""
+    (clean_gate, clean_up, activated, twice_less_gate), (gate, up) = clean, changes
+    # expm1 is twice as fast as tanh on a CPU.
+    tanh = gate.clamp_max(_SATURATED).expm1_()
+    buffer = tanh + 2
+    tanh.div_(buffer)
+    sigma = torch.add(clean_gate, gate, out=buffer).sigmoid_()
+    # This is the change of SiLU.
+    change = torch.addcmul(gate, tanh, twice_less_gate, value=-1, out=out).mul_(sigma)
+    change.addcmul_(tanh, activated)
+    changed_up = torch.add(up, clean_up, out=buffer)
+    torch.addcmul(up.mul_(activated), change, changed_up, out=out)

@@ -11,13 +11,12 @@ subtracted:
     W_out         applied per pair, the one large product
     distance      computed from the change's components along and across the clean vector
 
-The rows of all prompts are on one axis. The pairs of a rectangle are [zeroed, row].
+The pairs of a rectangle are [key, prompt, row]. Its products are batched over [zeroed], keys and prompts.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -102,8 +101,8 @@ class _Maps:
         # A norm on the branch comes before the multiplier (`CleanBlock.to_pre_activations`).
         self._place_zeroed(1.0 if anatomy.attention_branch else anatomy.residual_multiplier)
         states = states_of(block, prompts=prompts, dtype=narrow, attention_dtype=wide)
-        pre, out = states.resid_pre.flatten(0, 1), states.attention_out.flatten(0, 1)
-        post = block.resid_post[prompts].to(narrow).flatten(0, 1)
+        pre, out = states.resid_pre, states.attention_out
+        post = block.resid_post[prompts].to(narrow)
         pairs = sum(each.last - each.first for each in self._zeroed) * len(groups)
         # In a parallel block, the feed-forward does not change.
         feed_forward = None if anatomy.parallel else anatomy.feed_forward
@@ -163,15 +162,19 @@ class _Maps:
         if self._is_folded or not self._input_matrices:
             parts = self._chunks_of_inputs()
             hidden = [[by_zeroed(torch.bmm(by_head, x[group])) for x in parted] for parted in parts]
-        return _Values(positions, self._factors[zeroed, :, group], pattern, head_vectors, hidden)
+        factors, prompts = self._factors[zeroed, :, group], self._prompts[zeroed]
+        return _Values(prompts, positions, factors, pattern, head_vectors, hidden)
 
     def _chunks_of_inputs(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield W_in (and W_gate), or the products with them, in chunks of neurons: one for all is slower."""
         return zip(*(matrix.split(self._widths, dim=-1) for matrix in self._input_matrices), strict=True)
 
     def _hidden_vectors(
-        self, values: _Values, zeroed: Sequence[slice], vectors: Sequence[Float[Tensor, "key rank d_model"]]
-    ) -> Iterator[list[list[Float[Tensor, "key rank neuron"]]]]:
+        self,
+        values: _Values,
+        zeroed: Sequence[slice],
+        vectors: Sequence[Float[Tensor, "zeroed rank d_model"]],
+    ) -> Iterator[list[list[Float[Tensor, "zeroed rank neuron"]]]]:
         """Yield each rectangle's vectors times each matrix, in chunks of neurons."""
         if values.hidden_vectors is not None:
             for parted in values.hidden_vectors:
@@ -190,30 +193,31 @@ class _Maps:
     ) -> None:
         """Write the scores of a chunk's pairs, in chunks of neurons that fit a CPU's caches."""
         clean, shapes = self._clean, [rectangle.shape for rectangle in chunk]
-        counts = [math.prod(shape) for shape in shapes]
+        counts = [rectangle.pairs for rectangle in chunk]
 
-        def rectangles(pairs: Float[Tensor, "pair width"]) -> Sequence[Float[Tensor, "key row width"]]:
+        def rectangles(pairs: Float[Tensor, "pair width"]) -> Sequence[Float[Tensor, "key prompt row width"]]:
             return [x.unflatten(0, shape) for x, shape in zip(pairs.split(counts), shapes, strict=True)]
 
         direction = clean.direction
-        mid = direction.new_empty(sum(counts), direction.shape[1])
+        mid = direction.new_empty(sum(counts), direction.shape[-1])
         # Without a norm on the feed-forward's branch, one tensor has the sum of both changes.
         added = mid if clean.added is None else torch.zeros_like(mid)
         entered, moved, vectors = [], [], []
         for rectangle, out in zip(chunk, rectangles(mid), strict=True):
-            rows, weights = rectangle.lines(self._pattern.shape[2]), values.weights(rectangle)
+            weights = values.weights(rectangle)
             change = out if out.dtype == weights.dtype else torch.empty_like(out, dtype=weights.dtype)
             head_vectors = values.head_vectors[rectangle.zeroed]
-            torch.bmm(weights, head_vectors, out=change)
+            torch.bmm(weights, head_vectors, out=change.flatten(0, 1))
             # A pair without weight has exactly the score 0, without a rounding error.
-            moved.append(weights.any(-1))
+            moved.append(weights.any(-1).unflatten(0, rectangle.shape[:2]))
             if values.hidden_vectors is None:
-                weights, sent = _fewer_vectors(weights, head_vectors, change)
+                weights, sent = _fewer_vectors(weights, head_vectors, change.flatten(0, 1))
                 vectors.append(sent)
-            change, (scale, *scales) = clean.to_pre_activations(rows, change)
+            change, (scale, *scales) = clean.to_pre_activations(rectangle.place, change)
             if change is not out:
                 out.copy_(change)
-            entered.append((rows, scales, weights * scale))
+            weights = (weights.unflatten(0, rectangle.shape[:2]) * scale).flatten(0, 1)
+            entered.append((rectangle.place, scales, weights))
         # With a norm on the branch, `CleanBlock.distance` applies the multiplier.
         factor = clean.multiplier if added is mid else 1.0
         hidden_vectors = self._hidden_vectors(values, [rectangle.zeroed for rectangle in chunk], vectors)
@@ -225,9 +229,9 @@ class _Maps:
         for rectangle, has_moved, out, more in zip(
             chunk, moved, rectangles(mid), rectangles(added), strict=True
         ):
-            distance = clean.distance(rectangle.lines(self._pattern.shape[2]), out, more, metric)
+            distance = clean.distance(rectangle.place, out, more, metric)
             keys = slice(rectangle.key, rectangle.key + rectangle.shape[0])
-            scores[rectangle.prompt, rectangle.rows, keys] = torch.where(has_moved, distance, 0.0).T
+            scores[(*rectangle.place, keys)] = torch.where(has_moved, distance, 0.0).permute(1, 2, 0)
 
 
 class _Values(NamedTuple):
@@ -236,6 +240,7 @@ class _Values(NamedTuple):
     `Rectangle.zeroed` counts from the first of these groups. Each pair's vector is a sum over heads.
 
     Attributes:
+        prompts: The prompt of each group.
         positions: The positions of each group; a short group is padded.
         factors: The factor of each value in the change; 0 for padding and for a head that sends 0.
         pattern: The pattern of these heads.
@@ -244,25 +249,27 @@ class _Values(NamedTuple):
             applied to the vectors of each pair or head instead, whichever are fewer.
     """
 
+    prompts: Int[Tensor, " zeroed"]
     positions: Int[Tensor, "zeroed span"]
     factors: Float[Tensor, "zeroed span head"]
     pattern: Float[Tensor, "batch head query key"]
     head_vectors: Float[Tensor, "zeroed rank d_model"]
     hidden_vectors: Sequence[Sequence[Float[Tensor, "zeroed rank neuron"]]] | None
 
-    def weights(self, rectangle: Rectangle) -> Float[Tensor, "key row rank"]:
+    def weights(self, rectangle: Rectangle) -> Float[Tensor, "zeroed row rank"]:
         """Return the factors of the values in each pair's change."""
         zeroed = rectangle.zeroed
-        pattern = self.pattern[rectangle.prompt, :, rectangle.rows][..., self.positions[zeroed]]
+        pattern, positions = self.pattern[:, :, rectangle.rows], self.positions[zeroed]
+        pattern = pattern[self.prompts[zeroed, None], :, :, positions]
         # A product of strided factors would be computed one by one.
-        return (pattern.permute(2, 1, 3, 0).contiguous() * self.factors[zeroed][:, None]).flatten(2)
+        return (pattern.permute(0, 3, 1, 2).contiguous() * self.factors[zeroed][:, None]).flatten(2)
 
 
 def _fewer_vectors(
-    weights: Float[Tensor, "key row rank"],
-    head_vectors: Float[Tensor, "key rank d_model"],
-    change: Float[Tensor, "key row d_model"],
-) -> tuple[Float[Tensor, "key row vector"], Float[Tensor, "key vector d_model"]]:
+    weights: Float[Tensor, "zeroed row rank"],
+    head_vectors: Float[Tensor, "zeroed rank d_model"],
+    change: Float[Tensor, "zeroed row d_model"],
+) -> tuple[Float[Tensor, "zeroed row vector"], Float[Tensor, "zeroed vector d_model"]]:
     """Return factors and vectors whose sums are the changes: the head vectors, or the changes themselves."""
     rows = change.shape[1]
     if rows >= head_vectors.shape[1]:

@@ -1,8 +1,9 @@
 """The pairs of a zeroed group of keys and a query, and the chunks in which they are computed.
 
 Zeroing a value changes only the queries that attend to its key, so a causal map needs half of the pairs.
-Neighbouring keys share a rectangle of pairs if few of them (`Sizes.spare`) have no weight. Several rectangles
-are one chunk, the pairs of one product with W_out. `max_memory` bounds the sizes of both.
+The same key of neighbouring prompts, and neighbouring keys, share a rectangle of pairs if few of them
+(`Sizes.spare`) have no weight. Several rectangles are one chunk, the pairs of one product with W_out.
+`max_memory` bounds the sizes of both.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Sizes(NamedTuple):
         neurons: The number of neurons that are computed at once.
         keys: The number of zeroed groups whose vectors are in memory at once.
         positions: The number of positions of all prompts that are in memory at once.
-        spare: The pairs without weight that a rectangle may have, as a fraction of the others.
+        spare: The pairs without weight that are computed in the time that one more rectangle takes to start.
     """
 
     rectangle: int
@@ -44,13 +45,13 @@ class Sizes(NamedTuple):
     neurons: int
     keys: int
     positions: int
-    spare: float
+    spare: int = 0
 
 
-_CPU = Sizes(rectangle=512, chunk=2304, neurons=768, keys=128, positions=2048, spare=0.05)
-# A GPU computes pairs without weight faster than it starts the operations of one more rectangle, so a short
-# causal prompt is one rectangle, which has twice the pairs.
-_GPU = Sizes(rectangle=16384, chunk=16384, neurons=4096, keys=1024, positions=16384, spare=1.0)
+_CPU = Sizes(rectangle=512, chunk=2304, neurons=768, keys=128, positions=2048)
+_GPU = Sizes(rectangle=16384, chunk=16384, neurons=4096, keys=1024, positions=16384)
+# So many multiplications take as long as starting the operations of one rectangle.
+_CPU_START, _GPU_START = 2**22, 2**32
 
 
 class ZeroedGroup(NamedTuple):
@@ -72,27 +73,44 @@ class ZeroedGroup(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """Pairs of neighbouring zeroed groups of one prompt, the first at `key` of its map, and some rows."""
+    """Pairs of some rows and neighbouring zeroed groups, which neighbouring prompts have in common.
 
-    prompt: int
+    Attributes:
+        prompts: The prompts.
+        key: The first group's index on the key axis of the map.
+        zeroed: The groups in the list of all, in the order of keys, and of prompts for each key.
+        rows: The rows, of each prompt.
+    """
+
+    prompts: slice
     key: int
     zeroed: slice
     rows: slice
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """The numbers of zeroed groups and of rows."""
-        return self.zeroed.stop - self.zeroed.start, self.rows.stop - self.rows.start
+    def shape(self) -> tuple[int, int, int]:
+        """The numbers of zeroed groups of a prompt, of prompts and of rows."""
+        prompts = self.prompts.stop - self.prompts.start
+        return (self.zeroed.stop - self.zeroed.start) // prompts, prompts, self.rows.stop - self.rows.start
 
-    def lines(self, queries: int) -> slice:
-        """Return its rows on the axis of all prompts' rows, of which each prompt has `queries`."""
-        return slice(self.prompt * queries + self.rows.start, self.prompt * queries + self.rows.stop)
+    @property
+    def place(self) -> tuple[slice, slice]:
+        """The index of its rows in the states of the clean pass, [prompt, row, ...]."""
+        return self.prompts, self.rows
+
+    @property
+    def pairs(self) -> int:
+        """The number of its pairs."""
+        return math.prod(self.shape)
 
 
 def find_zeroed_groups(
     attended: Bool[Tensor, "batch query key"], real: Bool[Tensor, "batch key"], spans: Spans
 ) -> list[ZeroedGroup]:
-    """Return every group of keys that gets weight; this is the only copy from GPU to CPU."""
+    """Return every group of keys that gets weight, in the order of keys, and of prompts for each key.
+
+    This is the only copy from GPU to CPU.
+    """
     queries, any_query = attended.shape[1], attended.any(1)
     # argmax takes no booleans, and returns the first of equal numbers.
     first = torch.where(any_query, attended.byte().argmax(1), queries).tolist()
@@ -105,14 +123,14 @@ def find_zeroed_groups(
             begin, end = min(first[prompt][key] for key in keys), max(last[prompt][key] for key in keys)
             if begin < end:
                 zeroed.append(ZeroedGroup(prompt, index, keys, begin, end))
-    return zeroed
+    return sorted(zeroed, key=lambda group: (group.key, group.prompt))
 
 
 def chunks(zeroed: Sequence[ZeroedGroup], sizes: Sizes) -> Iterator[list[Rectangle]]:
     """Yield the pairs of some zeroed groups in chunks of rectangles."""
     chunk: list[Rectangle] = []
     for rectangle in _rectangles(zeroed, sizes):
-        if chunk and sum(math.prod(other.shape) for other in (*chunk, rectangle)) > sizes.chunk:
+        if chunk and sum(other.pairs for other in (*chunk, rectangle)) > sizes.chunk:
             yield chunk
             chunk = []
         chunk.append(rectangle)
@@ -124,19 +142,41 @@ def _rectangles(zeroed: Sequence[ZeroedGroup], sizes: Sizes) -> Iterator[Rectang
     begin = 0
     while begin < len(zeroed):
         prompt, key, _, first, last = zeroed[begin]
-        end, weighted = begin + 1, last - first
-        for new in zeroed[end:]:
-            window, weighted = (min(first, new.first), max(last, new.last)), weighted + new.last - new.first
-            pairs = (end + 1 - begin) * (window[1] - window[0])
-            are_neighbours = (new.prompt, new.key) == (prompt, zeroed[end - 1].key + 1)
-            if not are_neighbours or pairs > min(sizes.rectangle, (1 + sizes.spare) * weighted):
-                break
-            end, (first, last) = end + 1, window
+        whole = Rectangle(slice(prompt, prompt + 1), key, slice(begin, begin + 1), slice(first, last))
+        for find_neighbours in (_in_next_prompt, _of_next_key):
+            while new := find_neighbours(zeroed, whole):
+                larger, weighted = _joined(whole, new), sum(each.last - each.first for each in new)
+                if larger.pairs > min(sizes.rectangle, whole.pairs + weighted + sizes.spare):
+                    break
+                whole = larger
+        begin = whole.zeroed.stop
         # The rows of a single key may be more than a rectangle's pairs.
-        rows = max(1, sizes.rectangle // (end - begin))
-        for start in range(first, last, rows):
-            yield Rectangle(prompt, key, slice(begin, end), slice(start, min(start + rows, last)))
-        begin = end
+        rows = max(1, sizes.rectangle // (whole.pairs // (whole.rows.stop - whole.rows.start)))
+        for start in range(whole.rows.start, whole.rows.stop, rows):
+            yield whole._replace(rows=slice(start, min(start + rows, whole.rows.stop)))
+
+
+def _in_next_prompt(zeroed: Sequence[ZeroedGroup], beside: Rectangle) -> Sequence[ZeroedGroup]:
+    """Return the group of the same key in the next prompt, if there is one."""
+    new = zeroed[beside.zeroed.stop : beside.zeroed.stop + 1]
+    return [each for each in new if (each.prompt, each.key) == (beside.prompts.stop, beside.key)]
+
+
+def _of_next_key(zeroed: Sequence[ZeroedGroup], beside: Rectangle) -> Sequence[ZeroedGroup]:
+    """Return the groups of the next key in the same prompts, if all have one."""
+    keys, prompts, _ = beside.shape
+    new = zeroed[beside.zeroed.stop : beside.zeroed.stop + prompts]
+    expected = [(prompt, beside.key + keys) for prompt in range(beside.prompts.start, beside.prompts.stop)]
+    return new if [(each.prompt, each.key) for each in new] == expected else []
+
+
+def _joined(rectangle: Rectangle, new: Sequence[ZeroedGroup]) -> Rectangle:
+    """Return a rectangle with some more groups."""
+    prompts = slice(rectangle.prompts.start, new[-1].prompt + 1)
+    zeroed = slice(rectangle.zeroed.start, rectangle.zeroed.stop + len(new))
+    first = min(rectangle.rows.start, *(each.first for each in new))
+    last = max(rectangle.rows.stop, *(each.last for each in new))
+    return Rectangle(prompts, rectangle.key, zeroed, slice(first, last))
 
 
 def fitting(block: Block, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
@@ -145,16 +185,20 @@ def fitting(block: Block, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
     Raises:
         ValueError: Even the smallest sizes do not fit.
     """
-    sizes = _CPU if block.resid_pre.device.type == "cpu" else _GPU
+    on_cpu = block.resid_pre.device.type == "cpu"
+    feed_forward = None if block.anatomy.parallel else block.anatomy.feed_forward
+    of_pair = block.resid_pre.shape[-1] if feed_forward is None else feed_forward.W_out.numel()
+    spare = (_CPU_START if on_cpu else _GPU_START) // of_pair
+    sizes = (_CPU if on_cpu else _GPU)._replace(spare=spare)
     length, bytes_with = block.attended.shape[2], functools.partial(_bytes, block, span, dtypes)
     # A prompt is never divided, so all its positions are in memory at once.
-    smallest = Sizes(rectangle=8, chunk=8, neurons=64, keys=1, positions=length, spare=sizes.spare)
+    smallest = Sizes(rectangle=8, chunk=8, neurons=64, keys=1, positions=length, spare=spare)
     budget = budget_beside(
         block, 0, bytes_with(smallest), "value zeroing by algebra; engine='hooks' may need less"
     )
     while budget is not None and bytes_with(sizes) > budget:
         halves = (max(least, size // 2) for least, size in zip(smallest[:-1], sizes[:-1], strict=True))
-        sizes = Sizes(*halves, spare=sizes.spare)  # type: ignore[misc]
+        sizes = Sizes(*halves, spare=spare)  # type: ignore[misc]
     return sizes
 
 

@@ -34,8 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 1e-2},
 }
 # These sizes are so small that a map of nine positions needs several of each.
-SMALL = Sizes(rectangle=6, chunk=9, neurons=32, keys=4, positions=9, spare=0.1)
-WHOLE = _GPU._replace(spare=10.0)
+SMALL = Sizes(rectangle=6, chunk=9, neurons=32, keys=4, positions=9)
 
 
 def prompt_of(model: Any, length: int = 9, seed: int = 1) -> Any:
@@ -136,7 +135,7 @@ def test_rows_of_a_padded_batch(queries: list[int] | None) -> None:
         torch.testing.assert_close(found.scores, alone.scores, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("sizes", [SMALL, WHOLE], ids=["small", "whole"])
+@pytest.mark.parametrize("sizes", [SMALL, _GPU], ids=["small", "whole"])
 @pytest.mark.parametrize(
     "name", ["gpt2", "llama", "bert", *map(slow, ("gemma2", "mistral", "gpt_neox", "granite"))]
 )
@@ -224,30 +223,48 @@ def test_padded_batch_is_each_prompt_alone(side: str) -> None:
         torch.testing.assert_close(found.scores, alone.scores, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("lengths", [[40], [40, 40, 40], [40, 9, 37, 38]])
 @pytest.mark.parametrize("window", [None, 5])
-def test_only_pairs_with_weight_are_computed(window: int | None) -> None:
-    """Check that each pair of a causal map, or of a sliding window, is computed once, and few others."""
-    seen = torch.ones(1, 40, 40).tril().bool()
+@pytest.mark.parametrize("spare", [0, 4])
+def test_only_pairs_with_weight_are_computed(spare: int, window: int | None, lengths: list[int]) -> None:
+    """Check that each pair of causal maps, or of a sliding window, is computed once, and few others."""
+    real = torch.arange(40) < torch.tensor(lengths)[:, None]
+    seen = torch.ones(40, 40).tril().bool() & real[:, None] & real[:, :, None]
     seen = seen if window is None else seen.triu(1 - window)
-    zeroed = find_zeroed_groups(seen, torch.ones(1, 40, dtype=torch.bool), None)
-    times = torch.zeros(40, 40)
-    for chunk in chunks(zeroed, _CPU):
+    zeroed, times, rectangles = find_zeroed_groups(seen, real, None), torch.zeros(seen.shape), 0
+    for chunk in chunks(zeroed, _CPU._replace(spare=spare)):
+        assert sum(rectangle.pairs for rectangle in chunk) <= _CPU.chunk
         for rectangle in chunk:
-            keys = [each.key for each in zeroed[rectangle.zeroed]]
-            times[rectangle.rows, keys[0] : keys[-1] + 1] += 1
-    assert bool((times[seen[0]] == 1).all())
+            keys, prompts, _ = rectangle.shape
+            in_order = [
+                (prompt, rectangle.key + key)
+                for key in range(keys)
+                for prompt in range(rectangle.prompts.start, rectangle.prompts.start + prompts)
+            ]
+            assert [(each.prompt, each.key) for each in zeroed[rectangle.zeroed]] == in_order
+            times[(*rectangle.place, slice(rectangle.key, rectangle.key + keys))] += 1
+            rectangles += 1
+    assert bool((times[seen] == 1).all())
     assert int(times.max()) == 1
-    assert int(times.sum()) <= (1 + _CPU.spare) * int(seen.sum())
+    assert int(times.sum()) <= int(seen.sum()) + spare * (len(zeroed) - rectangles)
+
+
+def test_prompts_share_rectangles() -> None:
+    """Check that a batch of short prompts takes about as many rectangles as each key has."""
+    seen = torch.ones(16, 20, 20).tril().bool()
+    zeroed = find_zeroed_groups(seen, torch.ones(16, 20, dtype=torch.bool), None)
+    assert sum(len(chunk) for chunk in chunks(zeroed, _CPU)) <= 20
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_a_norms_change_keeps_its_digits(kind: Any) -> None:
     generator = torch.Generator().manual_seed(0)
-    clean = torch.randn(5, 64, generator=generator)
-    change = 1e-6 * torch.randn(3, 5, 64, generator=generator)
+    clean = torch.randn(2, 5, 64, generator=generator)
+    change = 1e-6 * torch.randn(3, 2, 5, 64, generator=generator)
     norm = Norm(kind, torch.randn(64, generator=generator), torch.randn(64, generator=generator), 1e-6)
     of_clean = _NormChange(norm, clean)
-    found = of_clean.output(slice(0, 5), of_clean.sizes(slice(0, 5), change))
+    everything = (slice(None), slice(None))
+    found = of_clean.output(everything, of_clean.sizes(everything, change))
     wide = Norm(kind, norm.weight.double(), norm.bias.double(), 1e-6)
     exact = wide(clean.double() + change.double()) - wide(clean.double())
     assert float((found - exact).norm() / exact.norm()) < 1e-6
@@ -266,13 +283,13 @@ def test_a_gated_silu_layers_change_keeps_its_digits(scale: float) -> None:
     found = []
     for dtype in (torch.float32, torch.float64):
         layer = FeedForward("silu", torch.eye(400)[:, 200:], torch.eye(200, 400), torch.eye(400)[:, :200])
-        read = torch.cat(list(clean), dim=1).to(dtype)
+        read = torch.cat(list(clean), dim=1)[None].to(dtype)
         (neurons,) = neurons_of(layer, [read], None, dtype, [200])
         # Each row has one key's value, to which only this row attends.
         vectors, weights = list(changes.to(dtype)), torch.eye(6, dtype=dtype).expand(4, 6, 6)
-        found.append(torch.empty(4, 6, 200, dtype=dtype))
-        neurons.change(slice(0, 6), [], weights, vectors, found[-1])
-    narrow, wide = found[0].double(), found[1]
+        found.append(torch.empty(4, 1, 6, 200, dtype=dtype))
+        neurons.change((slice(None), slice(None)), [], weights, vectors, found[-1])
+    narrow, wide = found[0][:, 0].double(), found[1][:, 0]
     # `exact` is a difference, so it has a rounding error too.
     torch.testing.assert_close(wide, exact, rtol=1e-9, atol=1e-12)
     assert float((narrow - exact).norm() / exact.norm()) < 2e-7
@@ -284,11 +301,11 @@ def test_a_gated_silu_layers_change_keeps_its_digits(scale: float) -> None:
 def test_a_change_along_the_clean_vector_keeps_its_digits() -> None:
     """Check the component across the clean vector, which a difference of squares would lose."""
     generator = torch.Generator().manual_seed(0)
-    clean = torch.randn(4, 64, generator=generator)
+    clean = torch.randn(1, 4, 64, generator=generator)
     anatomy = BlockAnatomy("none", False, None, None, "none")
     block = CleanBlock(anatomy, clean, torch.zeros_like(clean), clean, None, [])
-    change = 0.5 * clean[None] + 1e-5 * torch.randn(3, 4, 64, generator=generator)
-    found = block.distance(slice(0, 4), change, torch.zeros_like(change), "cosine")
+    change = 0.5 * clean[None] + 1e-5 * torch.randn(3, 1, 4, 64, generator=generator)
+    found = block.distance((slice(None), slice(None)), change, torch.zeros_like(change), "cosine")
     moved = clean[None].double() + change.double()
     unit, other = (
         x / torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (clean.double()[None], moved)
