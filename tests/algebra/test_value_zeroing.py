@@ -33,8 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "after the final norm": {"last_layer": "after_final_norm"},
     "threshold": {"threshold": 1e-2},
 }
-# These sizes are so small that a map of nine positions needs several of each.
-SMALL = Sizes(rectangle=6, chunk=9, neurons=32, keys=4, positions=9)
+# These sizes are so small that maps of nine positions need several of each.
+SMALL = Sizes(rectangle=6, chunk=9, neurons=32, keys=4, positions=18)
 
 
 def prompt_of(model: Any, length: int = 9, seed: int = 1) -> Any:
@@ -146,10 +146,13 @@ def test_what_is_done_at_once_makes_no_difference(
     if not available(bridge, name):
         pytest.skip("no such bridge")
     model = bridge(name, torch.float64)
-    whole = lm.run(model, prompt_of(model), lm.ValueZeroing(**OPTIONS[options]), engine="algebra")
-    monkeypatch.setattr(value_zeroing_pairs, "_CPU", sizes)
-    cut = lm.run(model, prompt_of(model), lm.ValueZeroing(**OPTIONS[options]), engine="algebra")
-    torch.testing.assert_close(cut.scores, whole.scores, rtol=0, atol=1e-11)
+    prompts = [prompt_of(model, length, seed) for length, seed in ((9, 1), (7, 2), (9, 3))]
+    found = []
+    for of_device in (value_zeroing_pairs._CPU, sizes):
+        monkeypatch.setattr(value_zeroing_pairs, "_CPU", of_device)
+        maps = lm.run_many(model, prompts, lm.ValueZeroing(**OPTIONS[options]), engine="algebra")
+        found.append([each.scores for each in maps])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama"])
