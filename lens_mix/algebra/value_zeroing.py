@@ -11,7 +11,8 @@ subtracted:
     W_out         applied per pair, the one large product
     distance      computed from the change's components along and across the clean vector
 
-The pairs of a rectangle are [key, prompt, row]. Its products are batched over [zeroed], keys and prompts.
+The pairs of a rectangle are [key, prompt, row]. Its products are batched over one axis of keys and prompts,
+[zeroed].
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lens_mix.algebra.value_zeroing_pairs import (
     chunks,
     find_zeroed_groups,
     fitting,
+    in_best_order,
 )
 from lens_mix.algebra.vectors import value_path
 from lens_mix.algebra.weight_cache import fits
@@ -97,7 +99,8 @@ class _Maps:
         value, real = block.recorded("value")[prompts].to(wide), block.real_keys[prompts]
         self._value = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
         attended = block.attended[prompts] & block.real_queries[prompts, :, None] & real[:, None]
-        self._zeroed = find_zeroed_groups(attended, real, None if spans is None else spans[prompts])
+        zeroed = find_zeroed_groups(attended, real, None if spans is None else spans[prompts])
+        self._zeroed = in_best_order(zeroed, sizes)
         # A norm on the branch comes before the multiplier (`CleanBlock.to_pre_activations`).
         self._place_zeroed(1.0 if anatomy.attention_branch else anatomy.residual_multiplier)
         states = states_of(block, prompts=prompts, dtype=narrow, attention_dtype=wide)
@@ -207,7 +210,7 @@ class _Maps:
             weights = values.weights(rectangle)
             change = out if out.dtype == weights.dtype else torch.empty_like(out, dtype=weights.dtype)
             head_vectors = values.head_vectors[rectangle.zeroed]
-            torch.bmm(weights, head_vectors, out=change.flatten(0, 1))
+            torch.bmm(weights, head_vectors, out=change.view(-1, *change.shape[2:]))
             # A pair without weight has exactly the score 0, without a rounding error.
             moved.append(weights.any(-1).unflatten(0, rectangle.shape[:2]))
             if values.hidden_vectors is None:

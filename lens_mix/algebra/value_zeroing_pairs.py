@@ -78,7 +78,7 @@ class Rectangle(NamedTuple):
     Attributes:
         prompts: The prompts.
         key: The first group's index on the key axis of the map.
-        zeroed: The groups in the list of all, in the order of keys, and of prompts for each key.
+        zeroed: The groups in the list of all; by key if there are several prompts.
         rows: The rows, of each prompt.
     """
 
@@ -107,10 +107,7 @@ class Rectangle(NamedTuple):
 def find_zeroed_groups(
     attended: Bool[Tensor, "batch query key"], real: Bool[Tensor, "batch key"], spans: Spans
 ) -> list[ZeroedGroup]:
-    """Return every group of keys that gets weight, in the order of keys, and of prompts for each key.
-
-    This is the only copy from GPU to CPU.
-    """
+    """Return every group of keys that gets weight, by prompt; this is the only copy from GPU to CPU."""
     queries, any_query = attended.shape[1], attended.any(1)
     # argmax takes no booleans, and returns the first of equal numbers.
     first = torch.where(any_query, attended.byte().argmax(1), queries).tolist()
@@ -123,7 +120,16 @@ def find_zeroed_groups(
             begin, end = min(first[prompt][key] for key in keys), max(last[prompt][key] for key in keys)
             if begin < end:
                 zeroed.append(ZeroedGroup(prompt, index, keys, begin, end))
-    return sorted(zeroed, key=lambda group: (group.key, group.prompt))
+    return zeroed
+
+
+def in_best_order(zeroed: Sequence[ZeroedGroup], sizes: Sizes) -> Sequence[ZeroedGroup]:
+    """Return groups by key, or by prompt if they are: whichever takes fewer rectangles.
+
+    By key, prompts share a rectangle. By prompt, keys do, which prompts of different lengths may prevent.
+    """
+    by_key = sorted(zeroed, key=lambda group: (group.key, group.prompt))
+    return min(by_key, zeroed, key=lambda groups: sum(1 for _ in _rectangles(groups, sizes)))
 
 
 def chunks(zeroed: Sequence[ZeroedGroup], sizes: Sizes) -> Iterator[list[Rectangle]]:
@@ -187,7 +193,8 @@ def fitting(block: Block, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
     """
     on_cpu = block.resid_pre.device.type == "cpu"
     feed_forward = None if block.anatomy.parallel else block.anatomy.feed_forward
-    of_pair = block.resid_pre.shape[-1] if feed_forward is None else feed_forward.W_out.numel()
+    of_pair = block.n_heads * block.resid_pre.shape[-1]
+    of_pair += 0 if feed_forward is None else feed_forward.W_out.numel()
     spare = (_CPU_START if on_cpu else _GPU_START) // of_pair
     sizes = (_CPU if on_cpu else _GPU)._replace(spare=spare)
     length, bytes_with = block.attended.shape[2], functools.partial(_bytes, block, span, dtypes)

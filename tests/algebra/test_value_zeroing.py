@@ -12,7 +12,7 @@ import lens_mix as lm
 from lens_mix.algebra import value_zeroing, value_zeroing_pairs, weight_cache
 from lens_mix.algebra.clean_block import CleanBlock, _NormChange
 from lens_mix.algebra.feed_forward_change import neurons_of
-from lens_mix.algebra.value_zeroing_pairs import _CPU, _GPU, Sizes, chunks, find_zeroed_groups
+from lens_mix.algebra.value_zeroing_pairs import _CPU, _GPU, Sizes, chunks, find_zeroed_groups, in_best_order
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.lens.model_classes import UnsupportedModelError
 from tests import kept_products
@@ -148,8 +148,9 @@ def test_what_is_done_at_once_makes_no_difference(
     model = bridge(name, torch.float64)
     prompts = [prompt_of(model, length, seed) for length, seed in ((9, 1), (7, 2), (9, 3))]
     found = []
-    for of_device in (value_zeroing_pairs._CPU, sizes):
+    for of_device, start in ((value_zeroing_pairs._CPU, 2**22), (sizes, 2**12)):
         monkeypatch.setattr(value_zeroing_pairs, "_CPU", of_device)
+        monkeypatch.setattr(value_zeroing_pairs, "_CPU_START", start)
         maps = lm.run_many(model, prompts, lm.ValueZeroing(**OPTIONS[options]), engine="algebra")
         found.append([each.scores for each in maps])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-11)
@@ -234,8 +235,9 @@ def test_only_pairs_with_weight_are_computed(spare: int, window: int | None, len
     real = torch.arange(40) < torch.tensor(lengths)[:, None]
     seen = torch.ones(40, 40).tril().bool() & real[:, None] & real[:, :, None]
     seen = seen if window is None else seen.triu(1 - window)
-    zeroed, times, rectangles = find_zeroed_groups(seen, real, None), torch.zeros(seen.shape), 0
-    for chunk in chunks(zeroed, _CPU._replace(spare=spare)):
+    sizes, times, rectangles = _CPU._replace(spare=spare), torch.zeros(seen.shape), 0
+    zeroed = in_best_order(find_zeroed_groups(seen, real, None), sizes)
+    for chunk in chunks(zeroed, sizes):
         assert sum(rectangle.pairs for rectangle in chunk) <= _CPU.chunk
         for rectangle in chunk:
             keys, prompts, _ = rectangle.shape
@@ -252,11 +254,19 @@ def test_only_pairs_with_weight_are_computed(spare: int, window: int | None, len
     assert int(times.sum()) <= int(seen.sum()) + spare * (len(zeroed) - rectangles)
 
 
-def test_prompts_share_rectangles() -> None:
-    """Check that a batch of short prompts takes about as many rectangles as each key has."""
-    seen = torch.ones(16, 20, 20).tril().bool()
-    zeroed = find_zeroed_groups(seen, torch.ones(16, 20, dtype=torch.bool), None)
-    assert sum(len(chunk) for chunk in chunks(zeroed, _CPU)) <= 20
+@pytest.mark.parametrize(
+    ("lengths", "most"),
+    [([20] * 16, 20), ([19, 20, 20, 20], 20), ([40, 20], 20), ([37, 38, 39, 40] * 4, 160)],
+)
+def test_prompts_or_keys_share_rectangles(lengths: list[int], most: int) -> None:
+    """Check that similar prompts take one rectangle per key, and others no more than prompt by prompt."""
+    sizes, real = _CPU._replace(spare=4), torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    seen = torch.ones(max(lengths), max(lengths)).tril().bool() & real[:, None] & real[:, :, None]
+    by_prompt = find_zeroed_groups(seen, real, None)
+    in_order = in_best_order(by_prompt, sizes)
+    counts = [sum(len(chunk) for chunk in chunks(groups, sizes)) for groups in (by_prompt, in_order)]
+    assert counts[1] <= min(most, counts[0])
+    assert sorted(in_order) == by_prompt
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
