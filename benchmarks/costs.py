@@ -131,6 +131,7 @@ def _run_batches(model: Any, prompts: list[torch.Tensor]) -> None:
 
 _GRADIENTS = ("gim", "input_gradients", "gradient_attention", "frozen_gradients")
 _INTEGRATED = lm.InputGradients(score="integrated", n_steps=8)
+_MANY_POINTS = lm.InputGradients(score="integrated", n_steps=32)
 _ONE_STAND_IN = lm.Occlusion(by="replace", replacements=[5])
 # The calls of the table of costs. The calls of one name share a process and take turns.
 CALLS: dict[str, tuple[Call, ...]] = {
@@ -143,6 +144,7 @@ CALLS: dict[str, tuple[Call, ...]] = {
         # All rows of 2,000 tokens would take half an hour.
         Call("value_zeroing, last 8 rows", _run("value_zeroing", **LAST_EIGHT), 2000, most_memory=1300),
         Call("value_zeroing", _run("value_zeroing"), 256, most_memory=1300),
+        Call("integrated gradients, 32 points, last row", _run(_MANY_POINTS, **LAST), 64),
     ),
     "input_map": (
         Call("lm.input_map", _input_map, 20),

@@ -327,12 +327,13 @@ class Block:
         for start in self.with_bar(starts, len(starts), "chunks"):
             yield slice(start, min(start + step, copies))
 
-    def copies_with_gradients(self, copies: int, *, logits: bool) -> int:
+    def copies_with_gradients(self, copies: int, *, logits: bool, own_graphs: bool = True) -> int:
         """Return how many of `copies` prompts may run at once from this block on, with gradients.
 
         Args:
             copies: The number of copies.
             logits: Whether the target reads the logits, which need memory too.
+            own_graphs: Whether each copy has an autograd graph of its own.
 
         Raises:
             ValueError: The memory bound does not allow one copy.
@@ -340,7 +341,9 @@ class Block:
         outputs = self.batch.logits_tokens.shape[1] if logits else 0
         source, positions = self.stack.source, self.real_inputs.shape[1]
         blocks = len(self.stack) - self.layer + (0 if source is None else len(source))
-        fitting = count_copies(self._lens, self.max_memory, positions, blocks=blocks, logits=outputs)
+        fitting = count_copies(
+            self._lens, self.max_memory, positions, blocks=blocks, logits=outputs, own_graphs=own_graphs
+        )
         return max(1, min(copies, self._effort.at_once(fitting, copies)))
 
     def with_bar(self, chunks: Iterable[T], total: int, unit: str) -> Iterator[T]:

@@ -9,20 +9,32 @@ import torch
 
 from lens_mix.lens.model import Lens
 
+# On a CPU, so many positions of all copies run at once. If each copy has its own autograd graph, there are
+# fewer: all blocks' tensors stay in memory until the backward pass (SmolLM2-135M: 1.6 MB per position), and
+# more positions take hardly less time. On a GPU there are more, because each operation takes time to start.
+_CPU_POSITIONS, _CPU_POSITIONS_OF_GRAPHS, _GPU_POSITIONS = 2048, 512, 65536
+
 
 def count_copies(
-    lens: Lens, max_memory: int | None, positions: int, *, blocks: int = 1, logits: int = 0
+    lens: Lens,
+    max_memory: int | None,
+    positions: int,
+    *,
+    blocks: int = 1,
+    logits: int = 0,
+    own_graphs: bool = False,
 ) -> int:
     """Return how many copies of one prompt may run at once, at least 1.
 
     Args:
         lens: The lens of the model.
-        max_memory: The number of bytes for the temporary tensors of one chunk. None: at most as many
-            copies as keep a processor's caches effective.
+        max_memory: The number of bytes for the temporary tensors of one chunk. None: as many copies
+            as take the least time each.
         positions: The length of the prompt.
         blocks: The number of blocks whose temporary tensors are in memory at the same time: those that a
             gradient passes through.
         logits: The number of positions whose logits are in memory.
+        own_graphs: Whether each copy has an autograd graph of its own.
 
     Raises:
         ValueError: If not even one copy fits in `max_memory`.
@@ -31,8 +43,8 @@ def count_copies(
     through_one = bytes_through_block(lens, positions)
     bytes_per_copy = blocks * through_one
     bytes_per_copy += 3 * logits * int(getattr(cfg, "d_vocab", 0) or 0) * size
-    max_positions = 2048 if lens.device.type == "cpu" else 65536
-    copies = max(1, max_positions // positions)
+    on_cpu = _CPU_POSITIONS_OF_GRAPHS if own_graphs else _CPU_POSITIONS
+    copies = max(1, (on_cpu if lens.device.type == "cpu" else _GPU_POSITIONS) // positions)
     if max_memory is None:
         return copies
     # A replay is first verified on three copies, which need less than twice the estimate of one.

@@ -95,14 +95,19 @@ class BoundTarget:
         """Whether the target is known to be between 0 and 1."""
         return getattr(self.target, "of", None) == "probability"
 
-    def chunks(self, largest: int | None = None) -> Iterator[Int[Tensor, " chunk"]]:
+    def chunks(
+        self, largest: int | None = None, *, own_graphs: bool = True
+    ) -> Iterator[Int[Tensor, " chunk"]]:
         """Yield the indices of the numbers, as many at a time as fit in memory with gradients.
 
         Args:
             largest: The most at a time; None if only memory bounds them.
+            own_graphs: Whether each one's copy has an autograd graph of its own.
         """
         index = torch.arange(len(self.functions), device=self.prompt_index.device)
-        largest_in_memory = self.block.copies_with_gradients(len(index), logits=self.reads_logits)
+        largest_in_memory = self.block.copies_with_gradients(
+            len(index), logits=self.reads_logits, own_graphs=own_graphs
+        )
         size = largest_in_memory if largest is None else min(largest_in_memory, largest)
         chunks = index.split(size)
         yield from self.block.with_bar(chunks, len(chunks), "chunks")

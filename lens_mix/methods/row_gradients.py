@@ -52,7 +52,8 @@ def score_rows(
     """
     graphs = _Graphs(bound, rules)
     try:
-        chunks = bound.chunks(_ROWS if largest is None else min(_ROWS, largest))
+        size = _ROWS if largest is None else min(_ROWS, largest)
+        chunks = bound.chunks(size, own_graphs=False)
         scores = [score(graphs.differentiate(rows, numbers)) for rows in chunks]
     finally:
         graphs.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -208,6 +209,24 @@ def test_points_may_share_a_pass(size, monkeypatch):
     expected = scores(1, [-1, 2])
     torch.testing.assert_close(scores(size, [-1, 2]), expected, atol=1e-10, rtol=0)
     assert sizes == {1: [1] * 10, 3: [2] * 5, 7: [6, 4], None: [10]}[size]
+
+
+def test_many_points_take_several_passes(monkeypatch):
+    model, sizes = gpt2_like(torch.float64), []
+    ids, of_copies = tokens(model, 1, 12), BoundRows.gradients
+
+    def gradients(bound, index, resid_pre):
+        sizes.append(len(resid_pre))
+        return of_copies(bound, index, resid_pre)
+
+    monkeypatch.setattr(BoundRows, "gradients", gradients)
+    method = lm.InputGradients(score="integrated", baseline="mean", n_steps=100)
+    scores = lm.run(model, ids, method, queries=[-1]).scores
+    # The autograd graphs of at most 512 positions are in memory at once.
+    assert sizes == [42, 42, 16]
+    monkeypatch.undo()
+    at_once = lm.run(model, ids, dataclasses.replace(method, internal_batch_size=1), queries=[-1]).scores
+    torch.testing.assert_close(scores, at_once, atol=1e-10, rtol=0)
 
 
 def test_the_formulas_on_a_run_of_your_own():
