@@ -9,10 +9,11 @@ import torch
 
 from lens_mix.lens.model import Lens
 
-# On a CPU, so many positions of all copies run at once. If each copy has its own autograd graph, there are
-# fewer: all blocks' tensors stay in memory until the backward pass (SmolLM2-135M: 1.6 MB per position), and
-# more positions take hardly less time. On a GPU there are more, because each operation takes time to start.
-_CPU_POSITIONS, _CPU_POSITIONS_OF_GRAPHS, _GPU_POSITIONS = 2048, 512, 65536
+# So many positions of all copies run at once: more on a GPU, because each operation takes time to start.
+_CPU_POSITIONS, _GPU_POSITIONS = 2048, 65536
+# If each copy has its own autograd graph, so many times fewer do. All blocks' tensors are in memory until the
+# backward pass (SmolLM2-135M: 1.6 MB per position), and more positions take hardly less time.
+_FEWER_WITH_GRAPHS = 4
 
 
 def count_copies(
@@ -43,8 +44,8 @@ def count_copies(
     through_one = bytes_through_block(lens, positions)
     bytes_per_copy = blocks * through_one
     bytes_per_copy += 3 * logits * int(getattr(cfg, "d_vocab", 0) or 0) * size
-    on_cpu = _CPU_POSITIONS_OF_GRAPHS if own_graphs else _CPU_POSITIONS
-    copies = max(1, (on_cpu if lens.device.type == "cpu" else _GPU_POSITIONS) // positions)
+    most = _CPU_POSITIONS if lens.device.type == "cpu" else _GPU_POSITIONS
+    copies = max(1, most // (_FEWER_WITH_GRAPHS if own_graphs else 1) // positions)
     if max_memory is None:
         return copies
     # A replay is first verified on three copies, which need less than twice the estimate of one.
