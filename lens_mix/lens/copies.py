@@ -12,7 +12,7 @@ from lens_mix.lens.model import Lens
 # So many positions of all copies run at once: more on a GPU, because each operation takes time to start.
 _CPU_POSITIONS, _GPU_POSITIONS = 2048, 65536
 # If each copy has its own autograd graph, so many times fewer do. All blocks' tensors are in memory until the
-# backward pass (SmolLM2-135M: 1.6 MB per position), and more positions take hardly less time.
+# backward pass, and more positions take hardly less time (docs/evidence/speed.md).
 _FEWER_WITH_GRAPHS = 4
 
 
