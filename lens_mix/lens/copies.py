@@ -11,8 +11,8 @@ from lens_mix.lens.model import Lens
 
 # So many positions of all copies run at once: more on a GPU, because each operation takes time to start.
 _CPU_POSITIONS, _GPU_POSITIONS = 2048, 65536
-# If each copy has its own autograd graph, so many times fewer do. All blocks' tensors are in memory until the
-# backward pass, and more positions take hardly less time (docs/evidence/speed.md).
+# A copy with an autograd graph of its own keeps the tensors of all blocks until the backward pass. So a
+# fourth as many run at once: more need more memory, and hardly less time each (docs/evidence/speed.md).
 _FEWER_WITH_GRAPHS = 4
 
 
@@ -29,8 +29,8 @@ def count_copies(
 
     Args:
         lens: The lens of the model.
-        max_memory: The number of bytes for the temporary tensors of one chunk. None: as many copies
-            as take the least time each.
+        max_memory: The number of bytes for the temporary tensors of one chunk. None: so many
+            that one takes about the least time.
         positions: The length of the prompt.
         blocks: The number of blocks whose temporary tensors are in memory at the same time: those that a
             gradient passes through.

@@ -190,16 +190,22 @@ def test_the_plain_formula_on_a_polynomial():
     torch.testing.assert_close(found, (x.pow(3) - start.pow(3)).sum(-1), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, None])
-def test_points_may_share_a_pass(size, monkeypatch):
-    model, sizes = gpt2_like(torch.float64), []
-    ids, of_copies = tokens(model, 1), BoundRows.gradients
+def _record_sizes(monkeypatch):
+    """Return a list to which each pass with gradients adds its number of copies."""
+    sizes, of_copies = [], BoundRows.gradients
 
     def gradients(bound, index, resid_pre):
         sizes.append(len(resid_pre))
         return of_copies(bound, index, resid_pre)
 
     monkeypatch.setattr(BoundRows, "gradients", gradients)
+    return sizes
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, None])
+def test_points_may_share_a_pass(size, monkeypatch):
+    model, sizes = gpt2_like(torch.float64), _record_sizes(monkeypatch)
+    ids = tokens(model, 1)
 
     def scores(size, queries):
         sizes.clear()
@@ -212,21 +218,15 @@ def test_points_may_share_a_pass(size, monkeypatch):
 
 
 def test_many_points_take_several_passes(monkeypatch):
-    model, sizes = gpt2_like(torch.float64), []
-    ids, of_copies = tokens(model, 1, 12), BoundRows.gradients
-
-    def gradients(bound, index, resid_pre):
-        sizes.append(len(resid_pre))
-        return of_copies(bound, index, resid_pre)
-
-    monkeypatch.setattr(BoundRows, "gradients", gradients)
+    model, sizes = gpt2_like(torch.float64), _record_sizes(monkeypatch)
+    ids = tokens(model, 1, 12)
     method = lm.InputGradients(score="integrated", baseline="mean", n_steps=100)
     scores = lm.run(model, ids, method, queries=[-1]).scores
     # The autograd graphs of at most 512 positions are in memory at once.
     assert sizes == [42, 42, 16]
-    monkeypatch.undo()
-    at_once = lm.run(model, ids, dataclasses.replace(method, internal_batch_size=1), queries=[-1]).scores
-    torch.testing.assert_close(scores, at_once, atol=1e-10, rtol=0)
+    one_by_one = dataclasses.replace(method, internal_batch_size=1)
+    expected = lm.run(model, ids, one_by_one, queries=[-1]).scores
+    torch.testing.assert_close(scores, expected, atol=1e-10, rtol=0)
 
 
 def test_the_formulas_on_a_run_of_your_own():
