@@ -122,9 +122,12 @@ class HeldSignals:
                     signal.signal(held.number, held.handler)
                 self._held.pop()
         except BaseException:
-            # A handler that is installed again has raised. If it raises once more, the next `hold` finds the
-            # others.
-            self._restore()
+            # A handler that is installed again has raised. It may raise once more at the start of the next
+            # call, before its `try`. If it raises a third time, the next `hold` finds the others.
+            try:
+                self._restore()
+            finally:
+                self._restore()
             raise
 
 

@@ -297,6 +297,37 @@ def test_what_a_raising_handler_left_over_is_put_back_next_time(raising_handlers
     assert all(signal.getsignal(number) is raise_came for number in SIGNALS)
 
 
+def test_handlers_that_raise_twice_while_they_are_put_back(raising_handlers, monkeypatch):
+    """Raise after the first handler is put back, and where the repair of this begins."""
+    put_back, came = signal.signal, []
+
+    def raise_at_a_call(frame, event, argument):
+        if event == "call":
+            came.append(frame.f_code.co_name)
+            raise Came
+
+    def put_one_back(number, handler):
+        put_back(number, handler)
+        if not came:
+            came.append("signal")
+            # What a profiler raises when a function is called comes before the function's first line.
+            sys.setprofile(raise_at_a_call)
+            raise Came
+
+    held = HeldSignals()
+    held.hold()
+    monkeypatch.setattr(signal, "signal", put_one_back)
+    try:
+        with pytest.raises(Came):
+            held.release()
+    finally:
+        sys.setprofile(None)
+        monkeypatch.undo()
+    assert came[0] == "signal"
+    assert len(came) == 2
+    assert all(signal.getsignal(number) is raise_came for number in SIGNALS)
+
+
 def test_signals_of_asyncio_arrive():
     async def wait_for_a_signal():
         loop, came = asyncio.get_running_loop(), asyncio.Event()
