@@ -72,6 +72,9 @@ def shared_models_are_as_they_were_built():
     assert not changed, (
         f"this file's tests changed {changed}: let them build models of their own (tiny_models)"
     )
+    # Later collections skip cached models and collected tests. They would spend seconds on them each time.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -90,6 +93,5 @@ def _is_once(path):
 
 
 def pytest_collection_finish():
-    # Memory is measured after gc.collect(), which would otherwise also examine all collected tests.
     gc.freeze()
     gc.enable()

@@ -17,7 +17,7 @@ from tests.matrix import slow
 from tests.methods.test_memory import model_of
 from tests.tiny_models import tokens
 
-LENGTH = 30
+LENGTH = 16
 METHODS = [
     lm.ValueNorms(),
     lm.ValueNorms(per_head=True),

@@ -14,11 +14,11 @@ from lens_mix.methods.value_zeroing import ValueZeroing
 from tests.matrix import build_or_skip, slow
 from tests.tiny_models import available, bridge, gpt2_like, hooked_transformer, tokens
 
-LENGTH = 30
+LENGTH = 16
 # The model is so wide that most of the counted memory is copies of the weights. Its heads are so small that
 # W_O and W_in are folded for WIDE_LENGTH positions, even if the product is not stored.
 WIDE: dict[str, dict[str, int]] = {
-    "gpt2": {"n_embd": 1024, "n_head": 64, "n_layer": 1, "n_positions": 64},
+    "gpt2": {"n_embd": 512, "n_head": 32, "n_layer": 1, "n_positions": 64},
     "llama": {
         "hidden_size": 512,
         "intermediate_size": 1536,
@@ -38,7 +38,7 @@ WIDE: dict[str, dict[str, int]] = {
         "sliding_window": 64,
     },
 }
-WIDE_CLASSIC = {"d_model": 1024, "n_heads": 64, "d_head": 16, "d_mlp": 4096, "n_layers": 1, "n_ctx": 64}
+WIDE_CLASSIC = {"d_model": 512, "n_heads": 32, "d_head": 16, "d_mlp": 2048, "n_layers": 1, "n_ctx": 64}
 WIDE_LENGTH = 50
 
 
