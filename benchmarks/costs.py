@@ -35,7 +35,8 @@ import lens_mix as lm
 from benchmarks import common
 
 ROOT = Path(__file__).resolve().parents[1]
-# A turn is the forward pass and each call. After so many measured seconds, no further turn starts.
+# A turn is the forward pass and each call. After so many measured seconds, no further turn starts. With fewer
+# seconds, some calls would have two turns. The median of two includes the first call, which takes longest.
 MOST_TURNS, PATIENCE = 7, 60.0
 MOST_RESIDENT = 14 << 30  # The bytes of a process: one that needs more fails, instead of the machine.
 WARM_UP = 8  # The tokens of the prompt of the first run, which verifies the model and is not measured.
