@@ -97,19 +97,21 @@ class RouteStack:
         heads, share = received[0][layer, :, position], float(received[1][layer, position])
         own_node, weights = (node[0] - 1, node[1]), torch.where(heads > threshold, heads, 0.0)
         level, first = first_key
-        keys = {(level, first + key): key_weights for key, key_weights in enumerate(weights.T)}
-        for start in dict.fromkeys([*keys, own_node]):
-            key_weights = keys.get(start, weights.new_zeros(len(weights)))
-            attention = float(key_weights.sum())
-            residual = share if start == own_node and share > threshold else 0.0
-            if attention or residual:
-                values: dict[str, Any] = {"attention": attention, "residual": residual}
-                if self.by_head:
-                    order = key_weights.argsort(descending=True).tolist()
-                    values["heads"] = [
-                        [head, float(key_weights[head])] for head in order if key_weights[head]
-                    ]
-                yield start, {"weight": attention + residual, **values}
+        attention = weights.sum(0).tolist()
+        keys: dict[Node, int | None] = {
+            (level, first + key): key for key, weight in enumerate(attention) if weight
+        }
+        if share > threshold:
+            keys.setdefault(own_node, None)
+        for start, key in keys.items():
+            values: dict[str, Any] = {
+                "attention": 0.0 if key is None else attention[key],
+                "residual": share if start == own_node and share > threshold else 0.0,
+            }
+            if self.by_head:
+                order = [] if key is None else weights[:, key].argsort(descending=True).tolist()
+                values["heads"] = [[head, float(weights[head, key])] for head in order if weights[head, key]]
+            yield start, {"weight": values["attention"] + values["residual"], **values}
 
 
 def grow_graph(stacks: Sequence[RouteStack], targets: Sequence[Node], threshold: float) -> nx.DiGraph:
