@@ -32,7 +32,7 @@ UNCHECKED = JAXTYPING_DISABLE=1
 # Nor is anything found twice by the tests marked `once` (tests/conftest.py); CASES= runs these too.
 test-tl3 test-tl2: CASES = -m "not slow and not once"
 
-.PHONY: help demo docs test test-tl4 test-tl3 test-tl2 test-oldest test-space test-ray test-wheel \
+.PHONY: help demo docs environments test test-tl4 test-tl3 test-tl2 test-oldest test-space test-ray test-wheel \
 	browser lint format types stub wheel clean bench peers
 
 help:
@@ -135,6 +135,9 @@ wheel: $(TL4)/.ready
 clean:
 	rm -rf $(ENVIRONMENTS) dist outputs .mypy_cache .ruff_cache
 	rm -rf docs/reference docs/courses/*_files docs/courses/*.ipynb $(patsubst %.py,%.md,$(wildcard docs/courses/*.py))
+
+# Each is mostly one process: `make --jobs=2 environments` makes two at a time.
+environments: $(foreach name,tl4 docs tl3 tl2 oldest space ray,$(ENVIRONMENTS)/$(name)/.ready)
 
 # The site needs no torch, and the library is read there without being imported.
 $(DOCS)/.ready: PACKAGES = --requirement constraints/docs.txt

@@ -13,6 +13,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import jaxtyping
 import pytest
 import torch
 
@@ -47,12 +48,21 @@ ONCE = (
     TESTS / "docs",
 )
 ON_MODELS = TESTS / "aggregation" / "test_joint.py"
+# Every method runs on every model in these files. In the others, shapes are checked on usual models alone,
+# because the checks take a quarter of the time.
+SHAPES_OF_ALL_MODELS = (TESTS / "test_matrix.py", TESTS / "test_wide.py")
 
 
 @pytest.fixture(scope="session")
 def model():
     """Return a decoder in float64 that reads words (`toy_tokenizer`). No test may change it."""
     return shared_models.decoder()
+
+
+@pytest.fixture(autouse=True)
+def shapes_of_unusual_models_are_checked_once(request, monkeypatch):
+    if _is_on_an_unusual_model(request.node) and request.path not in SHAPES_OF_ALL_MODELS:
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture
@@ -81,11 +91,14 @@ def shared_models_are_as_they_were_built():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
-        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if any(map(is_unusual, parameters)):
+        if _is_on_an_unusual_model(item):
             item.add_marker(pytest.mark.slow)
         if _is_once(item.path):
             item.add_marker(pytest.mark.once)
+
+
+def _is_on_an_unusual_model(item):
+    return hasattr(item, "callspec") and any(map(is_unusual, item.callspec.params.values()))
 
 
 @functools.cache

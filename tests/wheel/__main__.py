@@ -3,8 +3,8 @@
     wheel -> an environment without extras -> for each extra, an environment on top with this extra alone
 
 Torch and the other dependencies are installed once, in the first environment. The others see its packages
-through a .pth file. Everything is in a temporary folder outside the checkout. Only the standard library is
-used, so that any Python can run this file.
+through a .pth file, and two are tried at a time. Everything is in a temporary folder outside the checkout.
+Only the standard library is used, so that any Python can run this file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 import time
 import tomllib
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -55,13 +56,18 @@ def try_wheel(folder: Path, wheel: Path | None, constraints: Path | None) -> Non
     wheel = wheel.resolve()
     pinned = ("--constraint", constraints.resolve()) if constraints else ()
     install(base, wheel, *pinned)
-    run_smoke(base, folder)
-    for extra in extras():
+    print(run_smoke(base, folder), end="", flush=True)
+
+    def try_extra(extra: str) -> str:
         environment = make_environment(folder / f"with_{extra}", below=base)
         # pip takes the wheel in the environment below for installed, and its script would run there.
         install(environment, "--no-deps", "--ignore-installed", wheel)
         install(environment, *pinned, f"lens_mix[{extra}] @ {wheel.as_uri()}")
-        run_smoke(environment, folder, extra)
+        return run_smoke(environment, folder, extra)
+
+    with ThreadPoolExecutor(2) as pool:
+        for output in pool.map(try_extra, extras()):
+            print(output, end="", flush=True)
 
 
 def extras() -> list[str]:
@@ -97,19 +103,28 @@ def install(environment: Path, *arguments: str | Path) -> None:
     run(*pip, *arguments, cwd=environment)
 
 
-def run_smoke(environment: Path, folder: Path, *installed: str) -> None:
-    """Run smoke.py in an environment with the extras that are installed in it."""
-    print(f"-- {' '.join(installed) or 'no extra'}", flush=True)
-    run(python_of(environment), "smoke.py", *installed, cwd=folder)
+def run_smoke(environment: Path, folder: Path, *installed: str) -> str:
+    """Run smoke.py in an environment with the extras that are installed in it, and return what it prints."""
+    title = f"-- {' '.join(installed) or 'no extra'}\n"
+    return title + run(python_of(environment), "smoke.py", *installed, cwd=folder)
 
 
-def run(*command: str | Path, cwd: Path) -> None:
-    """Run a command. If it fails, exit with its code."""
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run a command and return its output. If it fails, print the output and exit."""
     # With the caller's PYTHONPATH, the checkout could be imported. Nothing here needs a model hub.
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=kept | {"HF_HUB_OFFLINE": "1"}, check=False)
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=kept | {"HF_HUB_OFFLINE": "1"},
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if done.returncode:
-        sys.exit(f"failed: {' '.join(map(str, command))}")
+        sys.exit(f"{done.stdout}failed: {' '.join(map(str, command))}")
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -423,9 +423,8 @@ def test_every_view_goes_out(opened, maps, view, tmp_path):
 
 def pixels(png):
     image = pytest.importorskip("PIL.Image").open(io.BytesIO(png)).convert("RGB")
-    found = np.asarray(image)
-    assert len(np.unique(found.reshape(-1, 3), axis=0)) > 20
-    return found
+    assert len(image.getcolors(image.width * image.height)) > 20
+    return np.asarray(image)
 
 
 def test_methods_agree_as_spearman_says(opened, maps):
