@@ -1,8 +1,8 @@
 """Configure the tests: they use no model hub, and one thread for their small tensors.
 
 Tests of all models of the matrix run on the usual models in `make test`, and on the others in `.ci/run`:
-all of these tests on 4.3, and test_matrix.py and test_wide.py on older releases. Tests that do not depend on
-the release of TransformerLens run on one release in `make test`.
+all of these tests on 4.3, and those marked `matrix` on older releases. Tests that do not depend on the
+release of TransformerLens run on one release in `make test`.
 """
 
 import functools
@@ -38,11 +38,12 @@ ONCE = (
     TESTS / "maps",
     TESTS / "algebra" / "test_budget.py",
     TESTS / "algebra" / "test_folded_weights.py",
+    TESTS / "corpus",
     TESTS / "graphs",
     TESTS / "evaluation",
     TESTS / "benchmarks",
     TESTS / "aggregation",
-    TESTS / "serve" / "test_site_in_a_browser.py",
+    TESTS / "serve",
     TESTS / "view",
     TESTS / "demos" / "test_main.py",
     TESTS / "docs",
@@ -50,7 +51,7 @@ ONCE = (
 ON_MODELS = TESTS / "aggregation" / "test_joint.py"
 # Every method runs on every model in these files. In the others, shapes are checked on usual models alone,
 # because the checks take a quarter of the time.
-SHAPES_OF_ALL_MODELS = (TESTS / "test_matrix.py", TESTS / "test_wide.py")
+MATRIX = (TESTS / "test_matrix.py", TESTS / "test_wide.py")
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +62,7 @@ def model():
 
 @pytest.fixture(autouse=True)
 def shapes_of_unusual_models_are_checked_once(request, monkeypatch):
-    if _is_on_an_unusual_model(request.node) and request.path not in SHAPES_OF_ALL_MODELS:
+    if _is_on_an_unusual_model(request.node) and request.path not in MATRIX:
         monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -93,6 +94,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if _is_on_an_unusual_model(item):
             item.add_marker(pytest.mark.slow)
+        if item.path in MATRIX:
+            item.add_marker(pytest.mark.matrix)
         if _is_once(item.path):
             item.add_marker(pytest.mark.once)
 

@@ -158,7 +158,7 @@ print(span.verify(4))
 # %% [markdown]
 # ## Compare maps
 #
-# Now six questions about three texts. For each, the model writes an answer, and we measure what it loses
+# Now four questions about three texts. For each, the model writes an answer, and we measure what it loses
 # without each sentence of the text. A map is good if it ranks the sentences in this order. The table compares
 #
 # - the default of `lm.trace`,
@@ -174,11 +174,9 @@ letter = "The flat has three rooms. Ingrid plays the cello. It is a long way to 
 recipe = "Fry the onions in butter. Boil the potatoes for twenty minutes. Bake it all in a wide, flat dish."
 asked = [
     (museum, "How much do tickets cost?"),
-    (museum, "On which day is the museum closed?"),
     (letter, "What does Ingrid play?"),
     (letter, "How many rooms does the flat have?"),
     (recipe, "How long are the potatoes boiled?"),
-    (recipe, "What is fried in butter?"),
 ]
 compared = {
     "default of lm.trace": {},
@@ -229,8 +227,8 @@ panels[0].set_ylabel("loss in nats", fontsize=8)
 plt.show()
 
 # %% [markdown]
-# Some answers are wrong. A trace explains what the model wrote, right or wrong. Six questions show how the
-# comparison works, and not which map is better.
+# The first answer is wrong. A trace explains what the model wrote, right or wrong. Four questions show how
+# the comparison works, and not which map is better.
 #
 # ContextCite and AT2 also use deletions. ContextCite deletes random sets of sentences and fits a linear model
 # to the effects (exercise 2). AT2 learns one weight for each attention head from such deletions, and then
@@ -335,7 +333,7 @@ print(known[-1].verify(5))
 # 1. Which *tokens* of its sentence did "Oslo" come from? Use `by("token")`.
 # 2. Compute ContextCite in a few lines: delete random sets of sentences, and fit a linear model to the log
 #    probability of "located in Oslo". Do its weights agree with the loss of each single sentence?
-# 3. Divide the default's scores of the six questions by the number of tokens. Is the right
+# 3. Divide the default's scores of the four questions by the number of tokens. Is the right
 #    sentence first more often?
 # 4. How much of each written token came from the documents? Use `context_share()`.
 
@@ -357,7 +355,7 @@ for each in t.by("token")["Oslo"].top(3):
 
 draw = torch.Generator().manual_seed(0)
 sentences = [source for source in t.sources() if source.kind == "document"]
-kept = torch.rand(32, len(sentences), generator=draw) < 0.5
+kept = torch.rand(16, len(sentences), generator=draw) < 0.5
 changes = []
 for row in kept.tolist():
     deleted = [source.positions for source, is_kept in zip(sentences, row, strict=True) if not is_kept]

@@ -73,7 +73,7 @@ def mapped():
     return Mapped("bridge gpt2")
 
 
-@pytest.mark.parametrize("count", [6, slow(50)])
+@pytest.mark.parametrize("count", [6, slow(25)])
 @pytest.mark.parametrize("label", ["bridge gpt2", "HookedTransformer LN"])
 def test_a_child_forked_at_any_moment_of_another_threads_run(label, count):
     mapped, stop = Mapped(label), threading.Event()
