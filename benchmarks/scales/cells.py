@@ -12,7 +12,7 @@ from benchmarks.common import describe_measurement, smollm2
 from benchmarks.leaderboard import short_prompts
 from lens_mix import evaluation
 
-METHODS = ["attention", "value_zeroing", "alti", "attn_res_ln"]
+METHODS = ["attention", "value_zeroing", "alti", "attn_res_ln", "gradient_attention"]
 PROMPTS = 12
 FOLDER = Path("outputs") / "scales"
 

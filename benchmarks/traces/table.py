@@ -33,6 +33,7 @@ CEILING = "removal of each sentence (ceiling)"
 COMPARED = {
     RECOMMENDED: "recommended map",
     "attention, mean": "raw attention, mean over layers and heads",
+    "attention, strongest head": "raw attention, strongest head",
     "attention, rollout": "attention rollout",
 }
 TITLES = {
@@ -299,7 +300,7 @@ def length_page(scores: Scores, half: str) -> str:
 
 
 def summary(scores: Scores) -> str:
-    """Return the table of the README: how often three maps name the right source."""
+    """Return the table of the README: how often some maps name the right source."""
     lines = [
         "# How often the right sentence is named",
         "",
