@@ -57,11 +57,11 @@ def constant(compute: Callable[[Any], T]) -> functools.cached_property[T]:
     """
 
     @functools.wraps(compute)
-    def find_gradient_obstacle(owner: Any) -> T:
+    def compute_without_autograd(owner: Any) -> T:
         with torch.inference_mode(False), torch.no_grad():
             return compute(owner)
 
-    return functools.cached_property(find_gradient_obstacle)
+    return functools.cached_property(compute_without_autograd)
 
 
 @dataclasses.dataclass(frozen=True)
