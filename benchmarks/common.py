@@ -27,8 +27,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lens_mix.lens.large_product import by_onednn, product_by_onednn
-
 Result = TypeVar("Result")
 
 # ------------------------------------------------------------------ models
@@ -175,13 +173,10 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def gemm(
-    rows: int, inner: int, outer: int, repeats: int = 1, device: str = "cpu", plain: bool = False
-) -> Callable[[], object]:
+def gemm(rows: int, inner: int, outer: int, repeats: int = 1, device: str = "cpu") -> Callable[[], object]:
     """Return a function that makes a matrix product [rows, inner] @ [inner, outer] `repeats` times.
 
-    Its time is a lower bound for other computations. It uses the faster of a CPU's two libraries, or for
-    `plain` `torch.mm`, which the models use.
+    Its time is a lower bound for other computations.
     """
     left, right = torch.randn(rows, inner, device=device), torch.randn(inner, outer, device=device)
     out = torch.empty(rows, outer, device=device)
@@ -189,22 +184,15 @@ def gemm(
     @torch.inference_mode()
     def run() -> None:
         for _ in range(repeats):
-            if by_onednn(left) and not plain:
-                product_by_onednn(left, right)
-            else:
-                torch.mm(left, right, out=out)
+            torch.mm(left, right, out=out)
 
     return run
 
 
 def gemm_rates(rows: int = 1536, inner: int = 3072, outer: int = 768, repeats: int = 7) -> dict[str, float]:
     """Return the measured 10^9 floating point operations per second of a large matrix product."""
-    ways = {
-        "GEMM GFLOP/s": gemm(rows, inner, outer),
-        "torch.mm GFLOP/s": gemm(rows, inner, outer, plain=True),
-    }
-    found = interleaved(ways, repeats)
-    return {name: 2e-9 * rows * inner * outer / seconds for name, seconds in found.items()}
+    name = "GEMM GFLOP/s"
+    return {name: 2e-9 * rows * inner * outer / interleaved({name: gemm(rows, inner, outer)}, repeats)[name]}
 
 
 def growth_exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
@@ -469,9 +457,7 @@ def _format_report(found: dict[str, Any]) -> str:
         lines += ["", f"## {title}", ""]
         explanations = [text for beginning, text in _EXPLANATIONS.items() if title.startswith(beginning)]
         lines += [*explanations, "", f"Machine: {describe_machine(table['machine'])}."]
-        rate, plain = table["GEMM GFLOP/s"], table.get("torch.mm GFLOP/s")
-        own = "" if plain is None else f", and {plain:.0f} with torch.mm, which models use"
-        lines += [f"A large float32 matrix product reached {rate:.0f} GFLOP/s{own}."]
+        lines += [f"A large float32 matrix product reached {table['GEMM GFLOP/s']:.0f} GFLOP/s."]
         if table["machine"]["gpu"] is None:
             lines += ["No GPU was available."]
         if table["note"]:

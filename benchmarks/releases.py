@@ -3,7 +3,8 @@
     git worktree add ../old d092647
     python -m benchmarks.releases ../old . --repeats 5 --out benchmarks
 
-Each side runs in a process of its own. Both use the same library for large products (MKL, PyTorch's default).
+Each side runs in a process of its own. Old checkouts choose a library for large products by a timing; here
+they use PyTorch's own.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from lens_mix.lens.continuation import predict_in_chunks
 from lens_mix.lens.cross import names_before_cross, streams_before_cross
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.known_faults import wrong_logits
-from lens_mix.lens.large_product import by_onednn
 from lens_mix.lens.layout import Layout
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
@@ -219,9 +218,6 @@ class Session:
             )
             engines = self._choose_engines(verification)
             uses_algebra = "algebra" in engines.values()
-            if uses_algebra:
-                # The first call measures oneDNN, which must not count as memory or operations of a method.
-                by_onednn(torch.empty(0, dtype=torch.float32, device=lens.device))
             batch = pad(prompts, pad_token(lens.model), side)
             real = batch.real_positions(lens.stack.name)
             rows = None if self.queries is None else Rows.of(self.queries, real)

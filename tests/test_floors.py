@@ -65,7 +65,6 @@ STORES = {
     "aggregation.flow._compute_even_flow": "flows of uniform attention: two numbers each, for 4,096 cases",
     "aggregation.flow_rows._network": "what a worker process was started with",
     "algebra.activations._nodes": "Gauss-Legendre points and weights, per number of points",
-    "lens.large_product._onednn_is_faster": "a measurement of this processor, per number of threads",
     "algebra.quadrature.nested_rules": "points and weights of nested rules, per number of points",
     "algebra.weight_cache._store": "the one cache of products of weights, up to one bound",
     "lens.changes._open_changes": "the changes that are active, for a process that is forked meanwhile",

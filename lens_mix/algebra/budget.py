@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
     from lens_mix.algebra.head_vectors import HeadVectors
@@ -138,20 +137,15 @@ def second_norm_bytes(block: Block, heads: HeadVectors) -> int:
     return batch * queries * (6 * d_model + hidden) * heads.dtype.itemsize
 
 
-def copy_bytes(matrix: Tensor, itemsize: int) -> int:
-    """Return the largest number of bytes of `as_right_factor`, with `itemsize` bytes per number."""
-    return 0 if matrix.is_contiguous() else matrix.numel() * itemsize
-
-
 def feed_forward_bytes(block: Block, heads: HeadVectors, feed_forward: FeedForward, is_folded: bool) -> int:
     """Return the bytes of a feed-forward's states, copies of its weights, and the maps after it."""
     batch, queries, d_model = block.resid_pre.shape
     size, d_mlp = heads.dtype.itemsize, feed_forward.W_in.shape[1]
     matrices = 1 if feed_forward.W_gate is None else 2
     states = batch * queries * (matrices * d_mlp * (6 * 8 + 3 * size) + 8 * d_model * size)
-    weights = copy_bytes(feed_forward.W_out, size)
+    weights = 0
     if feed_forward.W_in.dtype != heads.dtype:
-        weights += 2 * (matrices + 1) * d_model * d_mlp * size
+        weights = 2 * (matrices + 1) * d_model * d_mlp * size
     if is_folded:
         weights += heads.heads * heads.d_head * (4 * d_model + matrices * d_mlp) * size
     return states + weights + distance_bytes(block, heads)
@@ -161,7 +155,6 @@ def hidden_bytes(heads: HeadVectors, feed_forward: FeedForward, queries: int) ->
     """Return the bytes of one pair in the feed-forward, with its share of the tensors of a key."""
     d_model, d_mlp = feed_forward.W_in.shape
     matrices = 1 if feed_forward.W_gate is None else 2
-    # oneDNN writes a product into a new tensor, which is then added to the sum.
     per_pair = (matrices + 1) * min(d_mlp, NEURONS) + 9 * d_model + 2 * heads.heads
     per_key = heads.heads * (5 * d_model + 2 * d_mlp + 2 * heads.d_head)
     return (per_pair + -(-per_key // queries)) * heads.dtype.itemsize

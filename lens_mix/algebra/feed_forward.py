@@ -38,7 +38,6 @@ from lens_mix.algebra.vectors import (
     value_path,
 )
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, LinearNorm, Norm
-from lens_mix.lens.large_product import add_product, as_right_factor
 from lens_mix.lens.states import BlockStates, shared
 
 if TYPE_CHECKING:
@@ -256,11 +255,9 @@ class _ByHead:
         vectors_in_all, path = heads.value.shape[:2].numel() * heads.heads, value_path(block)
         matrices, keep = [W for W, _ in shares.multipliers], block.max_memory is None
         self._folded = folded(block.anatomy, path, vectors_in_all, heads.dtype, keep, matrices)
-        batch, _, queries, keys = vectors.pairs.pattern.shape
         self._W_O = heads.after(vectors.pairs.chain)
-        chunks_of_W_out = shares.W_out.split(NEURONS)
-        self._W_out = [as_right_factor(chunk, batch * queries * keys) for chunk in chunks_of_W_out]
-        self._pair_bytes = hidden_bytes(heads, shares.feed_forward, queries)
+        self._W_out = shares.W_out.split(NEURONS)
+        self._pair_bytes = hidden_bytes(heads, shares.feed_forward, vectors.pairs.pattern.shape[2])
 
     def chunks(self) -> Iterator[_Chunk]:
         """Yield all pairs in chunks of keys, with the rows that may attend to one of these keys."""
@@ -322,5 +319,5 @@ class _ByHead:
                 of_rows = m[:, None, rows, neurons]
                 mixed = out.mul_(of_rows) if mixed is None else mixed.addcmul_(out, of_rows)
             if mixed is not None:
-                add_product(output.flatten(0, 2), mixed.flatten(0, 2), W_out)
+                output.flatten(0, 2).addmm_(mixed.flatten(0, 2), W_out)
         return output

@@ -41,7 +41,6 @@ from lens_mix.algebra.value_zeroing_pairs import (
 from lens_mix.algebra.vectors import value_path
 from lens_mix.algebra.weight_cache import fits
 from lens_mix.lens.anatomy import Norm
-from lens_mix.lens.large_product import add_product, as_right_factor
 from lens_mix.lens.states import states_of
 
 if TYPE_CHECKING:
@@ -106,7 +105,6 @@ class _Maps:
         states = states_of(block, prompts=prompts, dtype=narrow, attention_dtype=wide)
         pre, out = states.resid_pre, states.attention_out
         post = block.resid_post[prompts].to(narrow)
-        pairs = sum(each.last - each.first for each in self._zeroed) * len(groups)
         # In a parallel block, the feed-forward does not change.
         feed_forward = None if anatomy.parallel else anatomy.feed_forward
         matrices = [] if feed_forward is None else [x.to(wide) for x in feed_forward.input_matrices]
@@ -122,9 +120,8 @@ class _Maps:
         self._norms, self._input_matrices = norms_between(anatomy), matrices if product is None else product
         self._is_folded = product is not None
         W_out = None if feed_forward is None else feed_forward.W_out.to(narrow)
-        chunks_of_W_out = () if W_out is None else W_out.split(sizes.neurons)
-        self._W_out = [as_right_factor(chunk, pairs) for chunk in chunks_of_W_out]
-        self._widths = list(map(len, chunks_of_W_out))
+        self._W_out = () if W_out is None else W_out.split(sizes.neurons)
+        self._widths = list(map(len, self._W_out))
         self._clean = CleanBlock(anatomy, pre, out, post, final, self._widths)
 
     def _place_zeroed(self, multiplier: float) -> None:
@@ -228,7 +225,7 @@ class _Maps:
             hidden = mid.new_empty(len(mid), len(W_out))
             for entry, of_matrices, out in zip(entered, by_rectangle, rectangles(hidden), strict=True):
                 neurons.change(*entry, of_matrices, out)
-            add_product(added, hidden, W_out, factor)
+            added.addmm_(hidden, W_out, alpha=factor)
         for rectangle, has_moved, out, more in zip(
             chunk, moved, rectangles(mid), rectangles(added), strict=True
         ):

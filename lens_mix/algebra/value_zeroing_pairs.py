@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from lens_mix.algebra.budget import budget_beside, copy_bytes
+from lens_mix.algebra.budget import budget_beside
 from lens_mix.algebra.vectors import value_path
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def _bytes(block: Block, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes)
     if anatomy.feed_forward is not None:
         d_mlp = anatomy.feed_forward.W_in.shape[1]
         matrices = 0 if anatomy.parallel else 1 if anatomy.feed_forward.W_gate is None else 2
-        W_out = copy_bytes(anatomy.feed_forward.W_out, narrow) + (stored != narrow) * d_model * d_mlp * narrow
+        W_out = (stored != narrow) * d_model * d_mlp * narrow
     prompts = min(batch, max(1, sizes.positions // length))
     rows, inner, hidden, rank = prompts * queries, heads * d_head, matrices * d_mlp, span * heads
     neurons = min(sizes.neurons, d_mlp)

@@ -15,9 +15,7 @@ from lens_mix.hooks import record, record_mixing
 from lens_mix.hooks.mixing import check_mixing
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import BackwardRules, ChangedRules
-from lens_mix.lens.changes import Changes
 from lens_mix.lens.copies import bytes_through_block
-from lens_mix.lens.linear_products import faster_products
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prefix_keys import PrefixKeys
@@ -209,10 +207,7 @@ class AutogradGraph:
         """
         (gradients,) = _gradients_of_each(values, [self.resid_post], _select(values), at_once=at_once)
         recording = () if read_mixing is None else self._recording
-        # A vectorised backward pass has no other products than torch's own.
-        faster = [] if at_once else faster_products(self._lens, self.resid_post.shape[:2].numel())
-        mode = self._lens.evaluation_mode(gradients=True)
-        with mode, self._changed.applied(recording), Changes(faster):
+        with self._lens.evaluation_mode(gradients=True), self._changed.applied(recording):
             for layer in reversed(range(self._lens.n_layers)):
                 leaf = self._calls[layer].resid_pre.detach().requires_grad_(True)
                 output = self._output_again(layer, leaf)

@@ -24,7 +24,6 @@ from lens_mix.lens.batches import Batch, pad
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replace_method
 from lens_mix.lens.clean_pass import CleanPass, StopForward, stop_forward
 from lens_mix.lens.components import LOGITS, measure_end
-from lens_mix.lens.linear_products import faster_products
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.predictions import describe_missing, name_token, read_predictions
@@ -197,8 +196,7 @@ def _run_batch(
 ) -> Any:
     """Return the model's output for a batch; the arguments are those of `run_from`."""
     options = {} if prefix is None else {"past_key_values": prefix}
-    faster = faster_products(lens, batch.tokens.numel())
-    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes([*faster, *changes]):
+    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes(changes):
         return lens.forward(batch, return_type="logits", **options)
 
 
