@@ -31,7 +31,6 @@ from lens_mix.lens.continuation import predict_in_chunks
 from lens_mix.lens.cross import names_before_cross, streams_before_cross
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.known_faults import wrong_logits
-from lens_mix.lens.layout import Layout
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import (
@@ -43,7 +42,6 @@ from lens_mix.lens.prompts import pad_token, read_prompt
 from lens_mix.lens.provenance import dropped_classifier
 from lens_mix.lens.raw_errors import LibraryErrors
 from lens_mix.lens.rows import Rows, Selection, read_selection
-from lens_mix.lens.shared_prefix import clean_pass_in_row, lay_out
 from lens_mix.lens.state import reading
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.lens.users_hooks import has_user_hooks, name_user_hooks
@@ -232,10 +230,6 @@ class Session:
             # Whether a prompt with pictures is causal is known only after the pass.
             keeps_all = watched or lens.encoder_decoder or batch.has_pictures or graph is not None
             is_early = map_early is not None and not keeps_all and not is_verified
-            may_share = fits and verification.causal and is_early
-            all_early = all(_maps_early(each, engines[label]) for label, each in self.methods.items())
-            all_early = all_early and self._records_only_attention()
-            layout = lay_out(lens, batch) if may_share and all_early else None
             outputs = self._record_outputs(verification, engines, is_early=is_early)
             after_block = None
             if map_early is not None and is_early:
@@ -250,9 +244,7 @@ class Session:
                     )
             else:
                 shown = predict_at if fits else None
-                clean = self._clean_pass(
-                    batch, rows, engines, watched, graph, shown, after_block, layout, outputs
-                )
+                clean = self._clean_pass(batch, rows, engines, watched, graph, shown, after_block, outputs)
             if predict_at is not None and not fits:
                 clean = predict_in_chunks(clean, predict_at, size)
             entering = streams_before_cross(clean, verification.anatomy)
@@ -276,15 +268,11 @@ class Session:
 
     def _may_share_pass(self, prompts: Sequence[Prompt]) -> bool:
         """Return whether a new verification's own pass has all that this run would record in another one."""
-        reads = self._records_only_attention()
+        recorded = {"pattern", "value", "z", RESID_PRE}
+        reads = all(type(m).hooks is Method.hooks and m.records <= recorded for m in self.methods.values())
         is_whole = len(prompts) == 1 and self.queries is None and self.max_memory is None
         is_whole = is_whole and self.recorded_layers == self.lens.stack.attention_layers
         return reads and is_whole and may_share_pass(self.lens, prompts[0])
-
-    def _records_only_attention(self) -> bool:
-        """Return whether the methods read no more than attention's tensors and the residual stream."""
-        recorded = {"pattern", "value", "z", RESID_PRE}
-        return all(type(m).hooks is Method.hooks and m.records <= recorded for m in self.methods.values())
 
     def _map_early(
         self,
@@ -427,7 +415,6 @@ class Session:
         graph: AutogradGraph | None,
         predict_at: Int[Tensor, "batch query"] | None,
         after_block: Callable[[CleanPass], Callable[[int], None]] | None = None,
-        layout: Layout | None = None,
         outputs: BlockOutputs | None = None,
     ) -> CleanPass:
         """Return the clean pass, which records only the rows that the methods and checks need.
@@ -440,14 +427,13 @@ class Session:
             graph: The autograd graph that the pass is to record, or None.
             predict_at: The positions of the predictions to read, or None.
             after_block: As in `clean_pass`; it checks that the records are complete, and frees some of them.
-            layout: The row that has the common prefix of the prompts once; None to run the batch itself.
             outputs: The outputs within the blocks to record; None for none.
         """
         lens, layers = self.lens, self.recorded_layers
         for label, method in self.methods.items():
             if method.scope != "layer" or not method.takes_rows(engines[label]):
                 rows = None
-        positions = None if rows is None or layout is not None else rows.positions
+        positions = None if rows is None else rows.positions
         store: dict[str, Tensor] = {}
         # The check of the prompts needs these tensors even if no method does.
         checked = {"pattern", "value"} if "algebra" in engines.values() or hooked else set()
@@ -471,28 +457,16 @@ class Session:
         # Padding may get attention weight in any block that runs, so with padding all blocks are watched.
         has_padding = not bool(batch.real_positions(lens.stack.name).all())
         run_layers = [layer for layer in lens.stack.attention_layers if layer <= last]
-        watched = run_layers if has_padding or batch.has_pictures or layout is not None else layers
+        watched = run_layers if has_padding or batch.has_pictures else layers
         options: dict[str, Any] = {
             "watched": watched,
             "stop_after": last,
             "predict_at": predict_at,
             "after_block": after_block,
             "outputs": outputs,
+            "required": required if after_block is None else (),
+            "graph": graph,
         }
-        if layout is not None:
-            try:
-                clean = CleanPass(lens, batch, {}, {}, {}, rows)
-                return clean_pass_in_row(layout, clean, fwd_hooks=fwd_hooks, recorded=store, **options)
-            except UnexpectedBlock:
-                raise
-            except Exception:
-                # The pass over the batch raises the same error, unless the row is its cause.
-                if outputs is not None:
-                    outputs.index = None
-                return self._clean_pass(
-                    batch, rows, engines, hooked, graph, predict_at, after_block, outputs=outputs
-                )
-        options |= {"required": required if after_block is None else (), "graph": graph}
         return clean_pass(lens, batch, fwd_hooks, store, rows=rows, **options)
 
     def _check_entering_patches(self, clean: CleanPass) -> None:
@@ -555,10 +529,6 @@ class Session:
         return AutogradGraph(self.lens, anatomies, max(wanted, key=wanted.count), batch.tokens.shape[1])
 
 
-def _maps_early(method: Method, engine: str) -> bool:
-    return method.scope == "layer" and maps_separately(method) and method.reads_one_block(engine)
-
-
 def _add_patches(clean: CleanPass, verification: Verification) -> Verification:
     """Return the verification of a model for this pass, in which patches may attend to later patches."""
     if not clean.seeing_later or not verification.causal:
@@ -618,7 +588,9 @@ class CheckedPass:
 
     def is_mapped_early(self, label: str) -> bool:
         """Return whether a method's map of a block may be computed before the later blocks have run."""
-        return _maps_early(self.session.methods[label], self.engines[label])
+        method = self.session.methods[label]
+        is_separate = method.scope == "layer" and maps_separately(method)
+        return is_separate and method.reads_one_block(self.engines[label])
 
     def allowed_keys(self) -> AllowedKeys:
         """Return which keys the recorded rows may see, in every watched layer."""

@@ -33,7 +33,7 @@ def test_causal_bridges_get_patching_with_its_record():
         "recipe": "attribution_patching",
         "figures": sentence(*EVIDENCE["attribution_patching, measured"]),
         "measured": [[0, 1, 2, 3, 4, 5]],
-        "measured_passes": [7.0],
+        "measured_passes": [12],
     }
 
 
@@ -65,7 +65,7 @@ def test_nothing_is_measured_in_long_rows():
     assert found.provenance["input_map"] == {
         **estimated.provenance["input_map"],
         "measured": [[]],
-        "measured_passes": [0.0],
+        "measured_passes": [0],
     }
     assert "all scores of rows of more than 32 tokens are estimated" in found.notes[-1]
     both = lm.input_map(model, prompt, queries=[3, -1])
@@ -75,7 +75,7 @@ def test_nothing_is_measured_in_long_rows():
 
 def test_exact_on_a_model_without_such_copies():
     model = build_or_skip(bridge, "mistral", torch.float64)
-    prompt = tokens(model, 1, 7, 1)[0]
+    prompt = tokens(model, 1, 18, 1)[0]
     assert "exact=2 has no effect, because gim" in lm.input_map(model, prompt, exact=2).notes[-1]
     assert "exact" not in lm.input_map(model, prompt).notes[-1]
 
@@ -97,9 +97,9 @@ def test_bad_numbers_of_measured_scores(exact, error):
 )
 def test_other_models_get_gradients_and_the_reason(build, why):
     model = build()
-    prompt = tokens(model, 1, 7, 1)[0]
+    prompt = tokens(model, 1, 18, 1)[0]
     found = lm.input_map(model, prompt, queries=[2, -1])
-    assert (found.method, found.parameters["activations"], found.queries) == ("gim", "ratio", [2, 6])
+    assert (found.method, found.parameters["activations"], found.queries) == ("gim", "ratio", [2, 17])
     assert why in found.notes[-1]
     method = lm.Gim(lm.targets.predicted(of="log_probability"), "absolute", activations="ratio")
     assert torch.equal(found.scores, lm.run(model, prompt, method, queries=[2, -1]).scores)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.hooks import record, record_mixing
+from lens_mix.hooks import record_mixing
 from lens_mix.hooks.mixing import check_mixing
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import BackwardRules, ChangedRules
 from lens_mix.lens.copies import bytes_through_block
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.prefix_keys import PrefixKeys
 from lens_mix.lens.replay import BlockCall, enter_with, first_tensor, relative_error
 
 # The graph of all blocks is kept up to this many bytes, by an estimate of at least twice its true size: of
@@ -77,24 +75,8 @@ class AutogradGraph:
         self._recording = [
             record_mixing(layer, self._recorded, attention=template) for layer in lens.stack.attention_layers
         ]
-        self._key_names = _find_key_names(lens)
-        self._recording += [record(self._recorded, name) for name in self._key_names.values()]
         self._calls: dict[int, BlockCall] = {}
         self.logits: Float[Tensor, "1 1 d_vocab"] | None = None
-        self._positions = positions
-
-    @functools.cached_property
-    def keys(self) -> PrefixKeys:
-        """The keys and values of the pass, or of blocks that `read_mixing` has run again, where known.
-
-        The model may change keys after the hook that shows them, so a pass with them has to compare a token
-        with the clean pass, as `SideBySide` does.
-        """
-        keys = PrefixKeys(self._positions)
-        # They are read at the first request, because few methods need them.
-        for layer in self._key_names if self.is_kept else ():
-            self._add_keys(keys, layer)
-        return keys
 
     @property
     def resid_post(self) -> Float[Tensor, "batch pos d_model"]:
@@ -117,7 +99,6 @@ class AutogradGraph:
         self._recorded.clear()
         self._changed.streams.clear()
         self._calls, self.logits = {}, None
-        self.keys.kept.clear()
 
     def gradients(
         self, values: Float[Tensor, " value"], numbers: Sequence[int], *, at_once: bool = False
@@ -177,14 +158,6 @@ class AutogradGraph:
         for layer in reversed(layers):
             read(layer, self._make_mixing(layer, *recorded[layer], gradient_of.get(layer), check=check))
 
-    def _add_keys(self, known: PrefixKeys, layer: int) -> None:
-        """Add the recorded keys and values of one layer to the known ones, if they have an axis of heads."""
-        names = (self._key_names.get(layer, ""), self._lens.stack.hook_name("value", layer))
-        found = [self._recorded[name] for name in names if name in self._recorded]
-        if [each.ndim for each in found] == [4, 4]:
-            keys, values = (each.detach().transpose(1, 2).contiguous() for each in found)
-            known.kept[layer] = keys, values
-
     def _run_again(
         self,
         values: Float[Tensor, " value"],
@@ -219,7 +192,6 @@ class AutogradGraph:
                     found = torch.autograd.grad(output, inputs, gradients[0], allow_unused=True)
                     of_z = found[1] if len(found) > 1 else None
                     read_mixing(layer, self._make_mixing(layer, *recorded, of_z, check=check))
-                    self._add_keys(self.keys, layer)
                     gradients = found[0][None]
                     self._recorded.clear()
                 read(layer, leaf.detach(), gradients[:, 0])
@@ -279,19 +251,6 @@ def _shares_keys(lens: Lens) -> bool:
     """Return whether a block reads keys of an earlier one, so that gradients pass between them elsewhere."""
     configs = {id(config): config for module in lens.modules if (config := vars(module).get("config"))}
     return any(getattr(config, "num_kv_shared_layers", 0) for config in configs.values())
-
-
-def _find_key_names(lens: Lens) -> dict[int, str]:
-    """Return, by layer, the hook point that shows the keys as the scores read them, after any rotation."""
-    found = {}
-    for layer in lens.stack.attention_layers:
-        attention = lens.stack.attention_template.format(layer=layer)
-        # Models without rotary angles have the second one only.
-        names = (f"{attention}.{point}" for point in ("hook_rot_k", "hook_k"))
-        name = next((name for name in names if name in lens.hook_points), None)
-        if name is not None:
-            found[layer] = name
-    return found
 
 
 def _require_differentiable(value: Tensor, gradients: Sequence[Tensor | None] = ()) -> None:

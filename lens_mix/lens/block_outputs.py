@@ -6,7 +6,6 @@ import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jaxtyping import Int
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair, record_all
@@ -31,11 +30,7 @@ class BlockOutputs:
     Attributes:
         fwd_hooks: The TransformerLens hooks that record them in a Bridge; none for the hooked classes.
         changes: The forward hooks of torch that record them in the hooked classes; none for a Bridge.
-        index: The place of each position of the batch in the row that the pass runs (`Layout.index`); None if
-            it runs the batch itself.
     """
-
-    index: Int[Tensor, "batch pos"] | None = None
 
     def __init__(self, lens: Lens, layers: Collection[int], roles: Collection[str] = _ROLES) -> None:
         is_bridge = lens.model_class is ModelClass.BRIDGE
@@ -58,8 +53,7 @@ class BlockOutputs:
         for role, names in self._points.get(layer, {}).items():
             fired = [self._fired.pop(name) for name in names if name in self._fired]
             outputs |= {role: fired[0]} if fired else {}
-        index = self.index
-        return outputs if index is None else {role: each[0][index] for role, each in outputs.items()}
+        return outputs
 
 
 def _points(lens: Lens, layer: int, roles: Collection[str]) -> dict[str, Sequence[str]]:

@@ -27,7 +27,6 @@ from lens_mix.lens.components import LOGITS, measure_end
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.predictions import describe_missing, name_token, read_predictions
-from lens_mix.lens.prefix_keys import PrefixKeys
 from lens_mix.lens.prompts import pad_token, read_prompt
 from lens_mix.lens.recorded import RecordedEnd
 from lens_mix.lens.replay import BlockCall, captured_calls, enter_with, with_first
@@ -143,7 +142,6 @@ def run_from(
     gradients: bool = False,
     batch: Batch | None = None,
     changes: Sequence[Change] = (),
-    prefix: PrefixKeys | None = None,
 ) -> Any:
     """Run the model with interventions from a block on, and return its output.
 
@@ -158,7 +156,6 @@ def run_from(
         gradients: Whether to build the autograd graph.
         batch: Other prompts to run instead, from their tokens on; `layer` and `rows` have no effect then.
         changes: Further changes to the model.
-        prefix: The keys and values of tokens before those of `batch`, for a TransformerBridge.
     """
     lens = clean.lens
     entering: list[Change] = []
@@ -170,8 +167,7 @@ def run_from(
         entering = _entered_at(clean, lens.layer_index(layer), resid_pre, rows)
         batch = clean.batch if rows is None else clean.batch.select(rows)
     try:
-        all_changes = [*entering, *changes]
-        return _run_batch(lens, batch, fwd_hooks, gradients=gradients, changes=all_changes, prefix=prefix)
+        return _run_batch(lens, batch, fwd_hooks, gradients=gradients, changes=[*entering, *changes])
     except StopForward:
         raise
     except Exception as problem:
@@ -192,12 +188,10 @@ def _run_batch(
     *,
     gradients: bool = False,
     changes: Sequence[Change] = (),
-    prefix: PrefixKeys | None = None,
 ) -> Any:
     """Return the model's output for a batch; the arguments are those of `run_from`."""
-    options = {} if prefix is None else {"past_key_values": prefix}
     with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes(changes):
-        return lens.forward(batch, return_type="logits", **options)
+        return lens.forward(batch, return_type="logits")
 
 
 def prompt_logits(lens: Lens, prompt: Any) -> Float[Tensor, "pos d_vocab"]:

@@ -1,9 +1,8 @@
-"""How many copies of a prompt run at once: as many as fit in memory, several in a row."""
+"""How many copies of a prompt run at once: as many as fit in memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -69,41 +68,3 @@ def bytes_through_block(lens: Lens, positions: int) -> int:
     attention = lens.n_heads * positions**2 * (3 * size + 8)
     through_one: int = positions * per_position * size + attention
     return through_one
-
-
-def pack(lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Return rows of at most `width` tokens that contain all items, with few places left.
-
-    Args:
-        lengths: The number of tokens of each item, none above `width`.
-        width: The most tokens of a row.
-
-    Returns:
-        The items of each row, the longest first.
-    """
-    rows: list[list[int]] = []
-    left: list[int] = []
-    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
-        row = next((row for row, places in enumerate(left) if places >= lengths[item]), len(rows))
-        if row == len(rows):
-            rows.append([])
-            left.append(width)
-        rows[row].append(item)
-        left[row] -= lengths[item]
-    return rows
-
-
-def pack_passes(lengths: Sequence[int], width: int, size: int) -> list[tuple[list[int], list[list[int]]]]:
-    """Return passes over items, with rows as of `pack`, in each at most `size` rows of about as many.
-
-    Returns:
-        For each pass, its items, and those of each row, by their index in the pass.
-    """
-    rows = pack(lengths, width)
-    size = math.ceil(len(rows) / math.ceil(len(rows) / size))
-    passes = []
-    for start in range(0, len(rows), size):
-        items = [item for row in rows[start : start + size] for item in row]
-        index = iter(range(len(items)))
-        passes.append((items, [[next(index) for _ in row] for row in rows[start : start + size]]))
-    return passes

@@ -21,7 +21,7 @@ from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows
 from lens_mix.methods.row_gradients import make_graph
-from lens_mix.methods.side_by_side import SideBySide
+from lens_mix.methods.side_by_side import values_beside
 from lens_mix.removal import replacement
 from lens_mix.targets import describe
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
-# With n_measured="auto", measuring may run this many times the tokens of the estimate. One long pass is
-# faster than several short ones with as many tokens, so the map takes about twice the time of the estimate.
+# With n_measured="auto", the replacements that are measured may change this many times the tokens that the
+# estimate runs.
 _MEASURED_TOKENS = 1.5
 # In longer rows this is too little to improve the map (docs/evidence/input_map.md), so nothing is measured.
 LONGEST_MEASURED = 32
@@ -69,14 +69,13 @@ class AttributionPatching(RowTargetMethod):
     tokens. Ask only for the rows that you need.
 
     With `n_measured`, the strongest scores are measured instead: each is the mean of |F' - F| over whole
-    passes in which the token is replaced, as `Occlusion(by="replace", measure="absolute")` computes it. A
-    copy of the prompt is run again from the replaced token on only, because the tokens before it are clean.
-    The other estimates are multiplied by Σ measured / Σ estimated, summed over the measured keys. So they
+    passes in which the token is replaced, as `Occlusion(by="replace", measure="absolute")` computes it. The
+    other estimates are multiplied by Σ measured / Σ estimated, summed over the measured keys. So they
     keep their order. One of them is above a measured score only if that score is smaller than its estimate
     said. They are not bounded by the smallest measured score, which may belong to a token that was estimated
     far too high.
     `provenance["details"]` has for each row its keys that were "measured", and "measured_passes": the number
-    of tokens that the measurement ran, in forward passes of the row's tokens.
+    of forward passes that the measurement took.
 
     The method needs a causal model that takes position ids and whose attention reads nothing but tokens and
     their positions.
@@ -105,7 +104,7 @@ class AttributionPatching(RowTargetMethod):
 
             - a model that is not causal or takes no position ids;
             - a model whose attention reads more than tokens and positions (a sliding window shorter than the
-              passes, ALiBi), or computes its mixing inside transformers;
+              row, ALiBi), or computes its mixing inside transformers, unless all scores are measured;
             - hooks on the model that act on some positions only;
             - model inputs besides tokens;
             - a target that reads several positions.
@@ -183,8 +182,7 @@ class AttributionPatching(RowTargetMethod):
         if self.n_measured == "auto":
             each *= 2 if positions <= LONGEST_MEASURED else 1
         else:
-            # A copy runs half of the tokens on average.
-            each += samples * min(self.n_measured, positions) / 2
+            each += samples * min(self.n_measured, positions)
         return row_passes(blocks, each, reason, "fewer replacements take fewer")
 
     @property
@@ -230,25 +228,25 @@ class AttributionPatching(RowTargetMethod):
         graph: AutogradGraph,
     ) -> None:
         """Write one row of scores, from the tokens of its prompt up to the query."""
-        beside = SideBySide(blocks, bound, [row], graph.keys)
-        places = bound.block.real[bound.prompt_index[row]].nonzero()[:, 0]
+        prompt = int(bound.prompt_index[row])
+        places = bound.block.real[prompt].nonzero()[:, 0]
         places = places[places <= bound.queries[row]]
-        # A copy runs the tokens from the replaced one on.
+        # A late token counts less, because its replacement changes fewer tokens of the row.
         costs = self._samples * torch.arange(len(places), 0, -1, device=places.device)
         of_estimate = self._passes_of_estimate(len(places)) * len(places)
         is_short = len(places) <= LONGEST_MEASURED
         if self.n_measured == "auto" and is_short and costs.sum() <= (1 + _MEASURED_TOKENS) * of_estimate:
             chosen = torch.arange(len(places), device=places.device)
-            found = self._measure(beside, places)
+            found = self._measure(bound, row, places)
         else:
-            found = self._estimate(beside, places, graph)
+            found = self._estimate(bound, row, places, graph)
             chosen = self._choose(found, costs, _MEASURED_TOKENS * of_estimate)
             if len(chosen) > 0:
-                found = rescale(found, chosen, self._measure(beside, places[chosen]))
+                found = rescale(found, chosen, self._measure(bound, row, places[chosen]))
         if self.n_measured:
-            details = blocks[-1].record.details[beside.prompt]
+            details = blocks[-1].record.details[prompt]
             details.setdefault("measured", []).append(chosen.tolist())
-            details.setdefault("measured_passes", []).append(round(int(costs[chosen].sum()) / len(places), 1))
+            details.setdefault("measured_passes", []).append(self._samples * len(chosen))
         scores[places] = found.to(scores.dtype)
 
     def _choose(
@@ -258,7 +256,7 @@ class AttributionPatching(RowTargetMethod):
 
         Args:
             estimates: The estimated scores.
-            costs: The number of tokens that measuring each score runs.
+            costs: The number of tokens of all samples that replacing each position changes.
             most: The largest sum of costs if `n_measured` is "auto".
         """
         last = len(estimates) - 1
@@ -272,47 +270,54 @@ class AttributionPatching(RowTargetMethod):
         return torch.cat([strongest.sort().values, strongest.new_tensor([last])])
 
     def _estimate(
-        self, beside: SideBySide, places: Int[Tensor, " pos"], graph: AutogradGraph
+        self, bound: BoundRows, row: int, places: Int[Tensor, " pos"], graph: AutogradGraph
     ) -> Float[Tensor, " pos"]:
         """Return the estimated scores of one row, at the positions of its tokens in the padded batch."""
         last = len(places) - 1
-        wide = torch.promote_types(beside.bound.clean.dtype, torch.float32)
+        wide = torch.promote_types(bound.clean.dtype, torch.float32)
         effects = torch.zeros(len(places), len(places), dtype=wide, device=places.device)
 
         def add(layer: int, whole: Mixing) -> None:
             effects.add_(hidden_effects(whole.at(places)).to(wide).tril_(-1))
 
-        index = torch.tensor(beside.rows, dtype=torch.long, device=places.device)
-        graph.read_mixing(beside.bound.values_in(graph, index), add)
+        index = torch.tensor([row], dtype=torch.long, device=places.device)
+        graph.read_mixing(bound.values_in(graph, index), add)
         between, direct = effects[:-1].square().sum(0).sqrt(), effects[-1].abs()
         if self.paths != "between":
             strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()
             chosen = torch.tensor([*sorted(strongest), last], dtype=torch.long, device=places.device)
-            direct[chosen] = self._measure(beside, places[chosen], only=places[last]).to(direct.dtype)
+            measured = self._measure(bound, row, places[chosen], is_direct=True)
+            direct[chosen] = measured.to(direct.dtype)
         return {"direct": direct, "between": between, "all": direct + between}[self.paths]
 
     def _measure(
-        self, beside: SideBySide, chosen: Int[Tensor, " chosen"], only: Tensor | None = None
+        self, bound: BoundRows, row: int, chosen: Int[Tensor, " chosen"], *, is_direct: bool = False
     ) -> Float[Tensor, " chosen"]:
         """Return the mean size of the change of the target over the replacements of each chosen position.
 
         Args:
-            beside: The row.
+            bound: The target of all rows.
+            row: The index of the row.
             chosen: Positions of the padded batch.
-            only: The only position that reads the replacement; None for all later ones.
+            is_direct: Whether only the row's own position reads the replacement; otherwise all later ones do.
         """
-        first, row = beside.bound.block, beside.rows[0]
+        first, prompt = bound.block, bound.prompt_index[row]
         removed = torch.zeros(len(chosen), first.real.shape[1], dtype=torch.bool, device=chosen.device)
         removed.scatter_(1, chosen[:, None], True)
         removal = replacement(self.replacements, self.n_samples, self.seed)
-        copies = removal.make_copies(first, torch.full_like(chosen, beside.prompt), removed)
-        rerun = None
-        if only is not None:
+        copies = removal.make_copies(first, prompt.expand(len(chosen)), removed)
+        if is_direct:
             rerun = copies.removed.clone()
-            rerun[:, only] = True
-        changes = torch.zeros(len(copies), dtype=beside.bound.clean.dtype, device=chosen.device)
-        for _, read, values in beside.values_by_row(copies, rerun):
-            changes[read] = (values - beside.bound.clean[row]).abs()
+            rerun[:, bound.queries[row]] = True
+            values = values_beside(bound, row, copies, rerun)
+        else:
+            index, by_chunk = prompt.new_tensor([row]), []
+            for chunk in first.chunks(len(copies)):
+                some = copies.at(chunk)
+                with torch.no_grad(), removal.changes(first, some) as (batch, hooks):
+                    by_chunk.append(bound.values(index.expand(len(some)), hooks, batch=batch))
+            values = torch.cat(by_chunk)
+        changes = (values - bound.clean[row]).abs()
         means: Tensor = changes.unflatten(0, (-1, copies.samples)).mean(-1)
         return means
 

@@ -12,14 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lens_mix.lens.batches import Batch, Prompt, pad
-from lens_mix.lens.copies import count_copies, pack_passes
 from lens_mix.lens.effort import Passes
-from lens_mix.lens.layout import Layout
-from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import pad_token
-from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, evaluate, read_output
-from lens_mix.methods.side_by_side import rows_beside_copies, run_rows
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -32,7 +27,8 @@ class ContextLength(RowTargetMethod):
         score[query, key] = F(key..query) − F(key+1..query)
 
     F is the target at the position of the row. The score is what F gains when a context that is cut on the
-    left gets one more token. Scores are signed, in the target's unit. A row sums to F(whole prompt) −
+    left gets one more token. Each context is a prompt of its own, so a sliding window or chunks of attention
+    act as in any prompt. Scores are signed, in the target's unit. A row sums to F(whole prompt) −
     F(the query alone), and its own key has 0.
 
     The result is one map [1, query, key]. One forward pass per token is enough for all rows. Tokens after the
@@ -87,20 +83,14 @@ class ContextLength(RowTargetMethod):
         starts = torch.arange(prefix, int(queries.max()) + 1, device=places.device)
         if len(starts) < 2:
             return  # No token before these rows can be cut.
+        lengths = prefix + len(places) - starts
         with torch.no_grad():
-            try:
-                values = self._compute_in_rows(bound, rows, prompt, prefix, starts)
-            except (UnsupportedModelError, ValueError):
-                # Each context then is a prompt of its own. That needs less memory, and raises the same error
-                # about a target.
-                chunks = first.chunks(len(starts), logits=not bound.reads_one_position)
-                lengths = prefix + len(places) - starts
-                by_chunk = [
-                    self._compute_values(bound, rows, prompt, prefix, some)
-                    for chunk in chunks
-                    for some in starts[chunk].split(_count_contexts_per_batch(first, lengths[chunk]))
-                ]
-                values = torch.cat(by_chunk, dim=1)
+            by_chunk = [
+                self._compute_values(bound, rows, prompt, prefix, some)
+                for chunk in first.chunks(len(starts), logits=not bound.reads_one_position)
+                for some in starts[chunk].split(_count_contexts_per_batch(first, lengths[chunk]))
+            ]
+        values = torch.cat(by_chunk, dim=1)
         keys, gained = starts[:-1], gains(values)
         scores[rows[:, None], places[keys]] = gained.masked_fill(keys >= queries[:, None], 0)
 
@@ -112,77 +102,20 @@ class ContextLength(RowTargetMethod):
         return int(self.keep_first)
 
     @staticmethod
-    def _compute_in_rows(
-        bound: BoundRows, rows: Tensor, prompt: int, prefix: int, starts: Int[Tensor, " start"]
-    ) -> Float[Tensor, "row start"]:
-        """Return the values of `_compute_values`, from rows that contain several contexts without padding.
-
-        Raises:
-            UnsupportedModelError: The model or the target does not allow it, or the model has user hooks,
-                which may act on certain positions.
-        """
-        first, lens, index = bound.block, bound.block.clean.lens, rows.tolist()
-        places = first.real[prompt].nonzero()[:, 0]
-        queries = bound.queries[rows] - places[0]
-        count, length = int(queries.max()) + 1, len(places)
-        is_possible = [index] == [each for each in rows_beside_copies(bound) if each[0] == index[0]]
-        if not is_possible or has_user_hooks(lens.modules) or lens.angles_differ(2, length):
-            raise UnsupportedModelError("expected a model and a target that allow contexts in rows")
-        places = places[:count]
-        own, position = first.tokens[prompt, places], torch.arange(count, device="cpu")
-        # The context that is not cut is that of the clean pass.
-        contexts = (position < prefix) | (position >= starts[1:, None].cpu())
-        # The first two tokens are a control: in the clean pass, they see nothing else either.
-        control = position < 2
-        expected = [call.resid_post[prompt, places[:2]] for call in first.clean.calls.values()]
-        values = first.zeros(len(rows), len(starts))
-        values[:, 0] = bound.clean[rows].to(values.dtype)
-        n_read = 1 if bound.reads_one_position else count
-        size = count_copies(lens, first.max_memory, count + 1, logits=n_read)
-        passes = pack_passes(contexts.sum(1).tolist(), count + 1, size)
-        for copies, of_rows in first.with_bar(passes, len(passes), "chunks"):
-            rerun = torch.cat([contexts[copies], control[None]])
-            layout = Layout.of(rerun, of_rows)
-            positions = torch.zeros_like(layout.positions).flatten()
-            positions[layout.index[rerun]] = (rerun.cumsum(1) - 1)[rerun]
-            tokens = layout.fill(own, own.expand(len(rerun), -1))
-            # A row can be read if its context starts before it.
-            is_read = (
-                rerun[:-1]
-                & torch.isin(position, queries.cpu())
-                & (position >= starts.cpu()[1:][copies, None])
-            )
-            logits = run_rows(
-                first,
-                tokens,
-                positions.view(layout.positions.shape),
-                layout.allowed[..., count:],
-                layout.index[:-1][is_read],
-                layout.index[-1, :2],
-                expected,
-            )
-            copy, query = is_read.nonzero().to(own.device).unbind(1)
-            start = torch.tensor(copies, dtype=torch.long, device=own.device)[copy] + 1
-            for number, row in enumerate(index):
-                of_row = query == queries[number]
-                if bool(of_row.any()):
-                    as_prompt = logits[of_row][:, None].expand(-1, length, -1)
-                    value = evaluate(bound.functions[row], as_prompt)
-                    values[number, start[of_row]] = value.to(values.dtype)
-        return values
-
-    @staticmethod
     def _compute_values(
         bound: BoundRows, rows: Tensor, prompt: int, prefix: int, starts: Int[Tensor, " start"]
     ) -> Float[Tensor, "row start"]:
         """Return the target of some rows of a prompt, for contexts that start at `starts`."""
-        first = bound.block
+        first, queries = bound.block, bound.queries[rows] - bound.block.real[prompt].int().argmax()
         whole = first.tokens[prompt][first.real[prompt]]
+        last, positions = int(queries.max()), None
+        if bound.reads_own_logits:
+            positions = (queries - starts[:, None] + prefix).clamp_min(0)
+            # Tokens after the last row matter only if the angles depend on the length.
+            is_same = not first.clean.lens.angles_differ(last + 1, len(whole))
+            whole = whole[: last + 1] if is_same else whole
         contexts = [torch.cat([whole[:prefix], whole[start:]]) for start in starts.tolist()]
         batch = _make_batch(first, prompt, contexts)
-        positions, queries = None, bound.queries[rows] - first.real[prompt].int().argmax()
-        if bound.reads_one_position:
-            positions = queries - starts + prefix
         output = read_output(first, bound.target, positions=positions, batch=batch)
         has_cut = positions is None and output.ndim == 3
         if has_cut:
@@ -198,7 +131,8 @@ class ContextLength(RowTargetMethod):
             for number, row in enumerate(rows.tolist()):
                 uncut = starts <= queries[number]
                 if bool(uncut.any()):
-                    value = evaluate(bound.functions[row], output[uncut])
+                    own = output[uncut] if positions is None else output[uncut, number : number + 1]
+                    value = evaluate(bound.functions[row], own)
                     values[number, uncut] = value.to(values.dtype)
         except ValueError as problem:
             if not has_cut:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
@@ -17,11 +16,9 @@ from lens_mix.arguments import check_choice, check_items
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.effort import Passes
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.maps.spans import Group, Groups, check_groups, read_groups
 from lens_mix.method import Method, find_key_positions
 from lens_mix.methods.bound_target import RowTargetMethod, bind_rows
-from lens_mix.methods.side_by_side import SideBySide, may_share_passes, rows_beside_copies
 from lens_mix.removal import FillPatches, MaskKeys, Removal, ZeroValues, each_group, replacement
 from lens_mix.targets import as_target
 
@@ -39,9 +36,8 @@ class Occlusion(RowTargetMethod):
         score[query, key] = F(x) − F(x without key)
 
     F is the target at the row's position. Scores are in the target's unit. There is one map of the whole
-    model, [1, query, key]. It needs one forward pass per token (and replacement) for all rows. A causal model
-    that takes position ids runs only the tokens from a replaced one on, about half of them. For tokens there
-    are three removals:
+    model, [1, query, key]. It needs one forward pass per token (and replacement) for all rows. For tokens
+    there are three removals:
 
     - "replace": the token is replaced by another one, and scores are means over several replacements;
     - "mask": no position attends to the token, in any layer, as if the attention mask hid it;
@@ -126,22 +122,12 @@ class Occlusion(RowTargetMethod):
         first = blocks[0]
         samples = self.n_samples if self.replacements is None else len(self.replacements)
         each = samples if self.by == "replace" else 1
-        prompt_index, removed, _ = each_group(first.real_inputs, find_key_positions(self, first))
-        rerun, shares = first.real_inputs[prompt_index], False
-        if self.by == "replace" and may_share_passes(first, as_target(self.target)):
-            # A shared pass runs each copy from its first removed position to the last row.
-            shares, positions = True, torch.arange(removed.shape[1], device=removed.device)
-            queries = blocks[-1].queries.masked_fill(~blocks[-1].real_queries, -1)
-            rerun = rerun & (removed.cumsum(-1) > 0) & (positions <= queries.amax(-1)[prompt_index, None])
-        # User hooks are checked in a pass of its own (`SideBySide.values_by_row`).
-        repeats = 2 if shares and has_user_hooks(first.clean.lens.modules) else 1
-        lengths = first.real_inputs.sum(-1)
-        tokens = lengths.new_zeros(len(lengths)).index_add_(0, prompt_index, repeats * each * rerun.sum(-1))
+        prompt_index, _, _ = each_group(first.real_inputs, find_key_positions(self, first))
+        counts = each * prompt_index.bincount(minlength=len(first.batch))
         fewer = "fewer replacements (n_samples) take fewer, and " if each > 1 else ""
-        part = ", from there on" if shares else ""
-        reason = f"{each} for each {'token' if self.spans is None else 'group of tokens'}{part}"
+        reason = f"{each} for each {'token' if self.spans is None else 'group of tokens'}"
         cheaper = f"{fewer}lm.input_map takes five to twelve, without signs"
-        return Passes((tokens / lengths).tolist(), reason, cheaper)
+        return Passes(counts.tolist(), reason, cheaper)
 
     @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
@@ -159,20 +145,6 @@ class Occlusion(RowTargetMethod):
         copies = self._removal.make_copies(first, prompt_index, removed)
         keys = keys.repeat_interleave(copies.samples)
         scores = first.zeros(len(clean), removed.shape[1] if self.spans is None else len(self.spans))
-        alone = torch.ones_like(keys, dtype=torch.bool)
-        for rows in rows_beside_copies(bound) if self.by == "replace" else ():
-            chosen = copies.prompt_index == bound.prompt_index[rows[0]]
-            found = torch.zeros_like(scores)
-            # If a pass can't be shared, every copy has a whole pass. That needs less memory, and raises the
-            # same error about a target.
-            with contextlib.suppress(UnsupportedModelError, ValueError):
-                beside = SideBySide(blocks, bound, rows)
-                for row, read, changed in beside.values_by_row(copies.at(chosen), distributions=by_kl):
-                    change = self._change(clean[row], changed)
-                    found[row].index_add_(0, keys[chosen][read], change.to(scores.dtype))
-                scores += found
-                alone[chosen] = False
-        copies, keys = copies.at(alone), keys[alone]
         for chunk in first.chunks(len(copies), logits=not bound.reads_one_position):
             some, of_chunk = copies.at(chunk), keys[chunk]
             with torch.no_grad(), self._removal.changes(first, some) as (batch, hooks):

@@ -7,78 +7,36 @@ import torch
 
 import lens_mix as lm
 from lens_mix.hooks import zero_values
-from lens_mix.methods import context_length
 from lens_mix.methods.context_length import gains
-from lens_mix.methods.side_by_side import run_rows
-from tests.matrix import build_or_skip, cases, prompt_of
-from tests.methods.passes import SHARED
+from tests.matrix import build_or_skip, prompt_of
 from tests.methods.test_occlusion import at_tokens, log_probabilities
 from tests.tiny_models import bridge
 
 
-def run_alone(monkeypatch, *args, **options):
-    """Return the map for which each context is a prompt of its own, which is the definition."""
-    with monkeypatch.context() as patched:
-        patched.setattr(context_length, "rows_beside_copies", lambda bound: [])
-        return lm.run(*args, progress=None, **options)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("case", cases(refused=False), ids=lambda case: case.label)
-def test_contexts_in_rows_equal_prompts_of_their_own(case, kept, monkeypatch):
-    model, method = case.build(torch.float64), lm.ContextLength(keep_first=kept)
-    prompt = prompt_of(model)
-    try:
-        found = lm.run(model, prompt, method, part=case.part, progress=None).scores
-    except lm.UnsupportedModelError:
-        return
-    expected = run_alone(monkeypatch, model, prompt, method, part=case.part).scores
-    # Hugging Face's RMSNorms and softmaxes are float32 in any dtype.
-    torch.testing.assert_close(found, expected, atol=1e-10 if "gpt2" in case.label else 1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_rows_have_few_places_left(name, count_tokens, monkeypatch):
-    model, tokens = build_or_skip(bridge, name), torch.arange(3, 15)
-    lm.run(model, tokens, "attention")
-    count_tokens()
-    found = lm.run(model, tokens, lm.ContextLength(keep_first=False), progress=None).scores
-    # The clean pass, its logits, contexts of 1 to 11 tokens, and the two tokens of the control.
-    needed = 2 * 12 + 11 * 12 / 2 + 2
-    assert needed <= count_tokens() < needed + 13
-    expected = run_alone(monkeypatch, model, tokens, lm.ContextLength(keep_first=False)).scores
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("queries", [None, [4], [2, -1]])
+@pytest.mark.parametrize("queries", [[4], [2, -1]])
 @pytest.mark.parametrize("hooked", [False, True])
-def test_rows_hooks_and_memory(queries, hooked, monkeypatch):
-    """A user hook on a position would act on other tokens of a row."""
+def test_rows_hooks_and_memory(queries, hooked):
+    """A user hook on a position acts on that position of each context."""
     model = build_or_skip(bridge, "gpt2", torch.float64)
     prompts = [prompt_of(model, length, length).flatten() for length in (9, 7)]
     hooks = [zero_values(0, 0)] if hooked else []
     with model.hooks(fwd_hooks=hooks):
+        whole = [lm.run(model, prompt, "context_length", progress=None).scores for prompt in prompts]
         for max_memory in (None, 10**6, 3 * 10**5):
             options = {"queries": queries, "max_memory": max_memory, "progress": None}
-            found = list(lm.run_many(model, prompts, "context_length", **options))
-            with monkeypatch.context() as patched:
-                patched.setattr(context_length, "rows_beside_copies", lambda bound: [])
-                expected = list(lm.run_many(model, prompts, "context_length", **options))
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one.scores, other.scores, atol=1e-10, rtol=0)
+            for found, expected in zip(
+                lm.run_many(model, prompts, "context_length", **options), whole, strict=True
+            ):
+                torch.testing.assert_close(found.scores, expected[:, queries], atol=1e-10, rtol=0)
 
 
-def test_contexts_that_see_more_than_they_may_run_alone(monkeypatch):
-    model = build_or_skip(bridge, "gpt2", torch.float64)
-    tokens = prompt_of(model).flatten()
-    expected = lm.run(model, tokens, "context_length").scores
-
-    def leaking(first, tokens, positions, allowed, *args):
-        return run_rows(first, tokens, positions, torch.ones_like(allowed), *args)
-
-    monkeypatch.setattr(context_length, "run_rows", leaking)
-    torch.testing.assert_close(lm.run(model, tokens, "context_length").scores, expected, atol=1e-10, rtol=0)
+def test_contexts_end_at_the_last_row(count_tokens):
+    model, tokens = build_or_skip(bridge, "gpt2"), torch.arange(3, 15)
+    lm.run(model, tokens, "attention")
+    count_tokens()
+    lm.run(model, tokens, lm.ContextLength(keep_first=False), queries=[3], progress=None)
+    # The clean pass, its prediction, and four contexts of at most four tokens.
+    assert count_tokens() <= 2 * 12 + 4 * 4
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "bloom"])
