@@ -254,7 +254,7 @@ class _Record:
         queries = None if rows is None else list(rows.by_prompt[index])
         residual_key = stack.is_cross and method.includes_residual
         scores = self._select_scores(label, index, keys, groups, residual_key)
-        prompt_mask = self._make_mask(method, index, real_keys.nonzero()[:, 0], layers)
+        prompt_mask = self._make_mask(label, index, real_keys.nonzero()[:, 0], layers)
         prompt_mask = prompt_mask.with_own_key() if residual_key else prompt_mask
         prompt_mask = prompt_mask.with_source(len(prompt.tokens)) if joint else prompt_mask
         causal, mask = prompt_mask.causal_and_mask()
@@ -382,8 +382,16 @@ class _Record:
         positions = rows.positions[index, : len(rows.by_prompt[index])]
         return torch.arange(len(positions), device=positions.device) if has_some_rows else positions
 
-    def _make_mask(self, method: Method, index: int, keys: Tensor, layers: Sequence[int]) -> PromptMask:
-        """Return the mask of one prompt: which keys its rows may see."""
-        allowed = self._reaching if method.scope != "layer" else self._allowed
-        rows = self._find_rows(index, has_some_rows=self._checked_pass.clean.rows is not None)
-        return allowed.of_prompt(index, rows, keys, layers)
+    def _make_mask(self, label: str, index: int, keys: Tensor, layers: Sequence[int]) -> PromptMask:
+        """Return the mask of one prompt: which keys its rows may see, or the rows that its target reads."""
+        clean, blocks = self._checked_pass.clean, self._blocks[label]
+        allowed = (
+            self._reaching if self._checked_pass.session.methods[label].scope != "layer" else self._allowed
+        )
+        rows = self._find_rows(index, has_some_rows=clean.rows is not None)
+        mask = allowed.of_prompt(index, rows, keys, layers)
+        read = blocks[max(blocks)].record.rows_read[index]
+        if read is None:
+            return mask
+        every = clean.real[index].nonzero()[:, 0]
+        return mask.with_rows(allowed.of_prompt(index, every[read.start : read.stop], keys, layers))

@@ -41,12 +41,15 @@ class LayerRecord:
             no single position, or the logits are of other tokens than the rows.
         explained: What the target explains in each row, by the row's index on the query axis. The key None
             is for a target that is one number for all rows.
+        rows_read: The positions, counted without padding, whose outputs the number of a map's only row
+            reads. None: each row reads its own position.
     """
 
     details: list[dict[str, Any]]
     warnings: list[list[str]]
     default_rows: list[int | None]
     explained: list[dict[int | None, Explained]]
+    rows_read: list[range | None]
 
     @classmethod
     def of(cls, prompts: int) -> LayerRecord:
@@ -56,6 +59,7 @@ class LayerRecord:
             [[] for _ in range(prompts)],
             [None] * prompts,
             [{} for _ in range(prompts)],
+            [None] * prompts,
         )
 
 

@@ -85,6 +85,12 @@ class PromptMask:
     rounding: float
     cross: bool = False
 
+    def with_rows(self, others: PromptMask) -> PromptMask:
+        """Return this mask with the keys that other rows may see; in a causal model, up to each row itself."""
+        seen = others.allowed.any(1, keepdim=True)
+        seen = seen & (self.keys <= self.positions[:, None]) if self.causal_model else seen
+        return dataclasses.replace(self, allowed=self.allowed | seen)
+
     def with_own_key(self) -> PromptMask:
         """Return this mask with one more key at the end, which every row may see."""
         allowed = torch.cat([self.allowed, torch.ones_like(self.allowed[..., :1])], dim=-1)

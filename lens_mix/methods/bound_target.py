@@ -432,9 +432,19 @@ def _targets_at_rows(
     at_rows = {}
     for index, place in zip(query_index, places, strict=True):
         at_rows[index] = _target_at(target, place, context, len(set(places)))
+        if at_rows[index] is target:
+            last.record.rows_read[prompt] = _find_rows_of(target, context)
         if at_rows[index] is target and place < len(context.tokens) - 1:
             _require_whole_prompt(target, context, last, (prompt, index))
     return at_rows
+
+
+def _find_rows_of(target: Target, context: Context) -> range | None:
+    """Return the positions that a target reads, all if it does not say; None if it is one, or of classes."""
+    if target.reads_position(context) is not None or context.output.ndim != 3:
+        return None
+    rows = target.rows_read(context.tokens)
+    return range(len(context.tokens)) if rows is None else rows
 
 
 def _target_at(target: Target, place: int, context: Context, rows: int) -> Target:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lens_mix.lens.batches import Batch, Prompt, pad
 from lens_mix.lens.effort import Passes
-from lens_mix.lens.prompts import pad_token
+from lens_mix.lens.prompts import pad_token, wrapped_config
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, evaluate, read_output
 
 if TYPE_CHECKING:
@@ -70,6 +70,9 @@ class ContextLength(RowTargetMethod):
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound = bind_rows(blocks, self.target)
         scores = bound.block.zeros(len(bound.functions), bound.block.real.shape[1])
+        if wrapped_config(blocks[0].clean.lens.model, "attention_chunk_size"):
+            # A cut moves the borders of chunks, so a row may depend on tokens that it does not see.
+            blocks[-1].record.rows_read[:] = [range(int(count)) for count in bound.block.real.sum(1)]
         for prompt in bound.prompt_index.unique().tolist():
             self._fill_rows(scores, bound, prompt)
         return [bound.scatter(scores, blocks[-1])]
