@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -100,7 +100,8 @@ class Family:
 
 
 def _list_layers(name: str) -> Callable[[nn.Module], list[nn.Module]]:
-    return lambda base: list(base.get_submodule(name).children())
+    # `children()` would leave out a layer that is in the list a second time.
+    return lambda base: list(cast(nn.ModuleList, base.get_submodule(name)))
 
 
 def _unroll_albert(base: Any) -> list[nn.Module]:
@@ -205,9 +206,13 @@ class _Embeddings(nn.Module):
         token_type_ids: Int[Tensor, "batch pos"] | None = None,
         position_ids: Int[Tensor, "batch pos"] | None = None,
         inputs_embeds: Float[Tensor, "batch pos embedding"] | None = None,
-        past_key_values_length: int = 0,
+        **_: Any,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the input of the first block."""
+        """Return the input of the first block.
+
+        A BERT also gives the length of its cache, under another name in every second release. An encoder has
+        no cache, so it is not read.
+        """
         words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             position_ids = self._count_positions(input_ids, words)
@@ -270,8 +275,8 @@ _REASONS = {
 def rename(hf_model: PreTrainedModel) -> tuple[Any, bool]:
     """Return a `BertForMaskedLM` with copies of an encoder's weights, and whether its logits are defined.
 
-    If the encoder has no masked-language head, the logits are NaN. Layers that share their weights share them
-    in the copy too. The encoder does not change.
+    If the encoder has no masked-language head, the logits are NaN. A layer that is there twice becomes two
+    layers of the copy with the same weights. The encoder does not change.
 
     Raises:
         UnsupportedModelError: If the family is not known, or if a module that the table names does not exist
@@ -340,9 +345,8 @@ def _rename_embeddings(hf_model: Any, family: Family, copies: Copies) -> _Embedd
     def table(name: str, rows: int) -> Any:
         if getattr(own, name, None) is not None:
             return copies.of(own, name)
-        made = nn.Embedding(rows, words.embedding_dim, dtype=words.weight.dtype, device=words.weight.device)
-        nn.init.zeros_(made.weight)
-        return made
+        zeros = words.weight.new_zeros(rows, words.embedding_dim)
+        return nn.Embedding.from_pretrained(zeros, freeze=False)
 
     parts = {
         "word_embeddings": words,
@@ -373,9 +377,13 @@ def _rename_head(hf_model: Any, head: Head, renamed: Any, copies: Copies) -> boo
     else:
         like = renamed.bert.embeddings.LayerNorm.weight
         options: Any = {"dtype": like.dtype, "device": like.device}
-        transform.dense = nn.Linear(renamed.config.hidden_size, 1, **options)
-        transform.LayerNorm = nn.LayerNorm(1, **options)
-        predictions.decoder = nn.Linear(1, renamed.config.vocab_size, **options)
+        # The first weights of a module would be drawn from the user's random numbers.
+        make = nn.utils.skip_init
+        transform.dense = make(nn.Linear, renamed.config.hidden_size, 1, **options)
+        transform.LayerNorm = make(nn.LayerNorm, 1, **options)
+        predictions.decoder = make(nn.Linear, 1, renamed.config.vocab_size, **options)
+        for parameter in (*transform.parameters(), *predictions.decoder.parameters()):
+            nn.init.zeros_(parameter)
         nn.init.constant_(predictions.decoder.bias, float("nan"))
     if hasattr(predictions, "bias"):
         predictions.bias = predictions.decoder.bias

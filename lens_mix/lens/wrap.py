@@ -37,10 +37,11 @@ def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
         target = lm.targets.hf_classifier(model, "POSITIVE")
         lm.run(model, "a fine film", lm.Occlusion(target=target), queries=[0])
 
-    The weights are copied into the modules of a BERT, with the family's own positions, with DeBERTa's own
-    attention, and with ALBERT's shared layers one after another. Then the input of the first block, the
-    output of every block and the logits of a masked-language head are compared with those of `hf_model`, on
-    prompts of random tokens with padding and token types. `hf_model` itself does not change.
+    The weights are copied into the modules of a BERT, with the family's own positions and with DeBERTa's own
+    attention. A layer that runs several times, as all of ALBERT do, becomes several blocks that share their
+    weights, and each has its own layer map. Then the input of the first block, the output of every block and
+    the logits of a masked-language head are compared with those of `hf_model`, on prompts of random tokens
+    with padding and token types. `hf_model` itself and the state of the random numbers do not change.
 
     A model without a masked-language head has no logits: methods that explain a token raise an error, and
     `model(tokens)` returns NaN. The result keeps `hf_model`, whose classes `lm.targets.hf_classifier(model)`
@@ -126,6 +127,8 @@ def _find_difference(hf_model: PreTrainedModel, bridge: Any, has_head: bool) -> 
         own, own_logits = _run(hf_model, read, own_inputs, layers)
         tokens = inputs.pop("input_ids")
         found, logits = _run(bridge, bridge, {"input": tokens, **inputs}, list(bridge.blocks))
+        if len(own) != len(found):
+            return f"{len(own) - 1} runs of {kind}'s {len(layers)} layers"
         pairs = list(zip(names, own, found, strict=True))
         if own_logits is not None and logits is not None:
             pairs.append(("the logits", own_logits, logits))

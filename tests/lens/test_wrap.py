@@ -6,6 +6,7 @@ import contextlib
 import copy
 import re
 import sys
+import types
 
 import pytest
 import torch
@@ -179,6 +180,35 @@ def test_maps_are_those_of_the_model_itself(family):
     for layer in weights.mean(1):
         rolled = (layer + torch.eye(7)) / 2 @ rolled
     close(lm.rollout(found["attention"]).scores[-1], rolled)
+
+
+@NEEDS_BRIDGE
+@pytest.mark.parametrize("family", [family for family in EACH if family != "Albert"])
+def test_a_layer_that_is_there_twice_is_two_blocks(family):
+    model = encoder(family)
+    layers = (model.transformer if family == "DistilBert" else model.encoder).layer
+    layers[2] = layers[0]
+    bridge = wrapped(model)
+    found = lm.run(bridge, TOKENS, ["attention", "value_zeroing"])
+    plain = Plain(model, {"input_ids": TOKENS})
+    close(found["value_zeroing"].scores, plain.value_zeroing())
+    plain.run()
+    close(found["attention"].scores, torch.stack(plain.weights)[:, 0].mean(1))
+    first, _, third = (block.mlp.out.weight for block in bridge.blocks)
+    assert first is third
+
+
+@NEEDS_BRIDGE
+@pytest.mark.parametrize("family", EACH)
+def test_the_users_random_numbers_stay(family):
+    for kind in kinds_of(family):
+        model = encoder(family, kind)
+        state = torch.get_rng_state()
+        wrapped(model)
+        assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(TypeError, match="tokenizer: expected"):
+        lm.wrap(model, "bert")
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @NEEDS_BRIDGE
@@ -423,6 +453,19 @@ def test_a_block_that_computes_something_else_is_named():
         lm.wrap(model)
     del layer.output.dense
     with pytest.raises(lm.UnsupportedModelError, match=r"expected a module output\.dense in ElectraLayer"):
+        lm.wrap(model)
+
+
+@NEEDS_BRIDGE
+def test_a_layer_that_runs_more_often_than_it_is_listed_is_an_error():
+    model = encoder("Electra")
+
+    def run_twice(self, *args, **kwargs):
+        type(self).forward(self, *args, **kwargs)
+        return type(self).forward(self, *args, **kwargs)
+
+    model.encoder.forward = types.MethodType(run_twice, model.encoder)
+    with pytest.raises(lm.UnsupportedModelError, match="got 6 runs of ElectraModel's 3 layers"):
         lm.wrap(model)
 
 
