@@ -1,19 +1,28 @@
-"""Write files under a temporary name, and move them to their path when they are complete."""
+"""Write files whole or not at all, with a digest that shows later whether they have changed.
+
+A file is written under a temporary name, and moved to its path when it is complete.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import mmap
 import os
 import secrets
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
+from typing import BinaryIO
 
 # These errors mean that an existing file can be written but not replaced: it is a mount of its own (as in a
 # container), or it belongs to another user in a folder like /tmp.
 _IRREPLACEABLE = (errno.EBUSY, errno.EPERM, errno.EACCES)
+
+# A file is written with this in the place of its digest.
+NO_DIGEST = "0" * 32
 
 
 @contextlib.contextmanager
@@ -109,3 +118,49 @@ def _finish(path: str, like: os.stat_result) -> None:
         with contextlib.suppress(OSError):
             os.chown(path, like.st_uid, like.st_gid)
     os.chmod(path, stat.S_IMODE(like.st_mode))
+
+
+def seal(path: str | os.PathLike[str], marker: bytes, last: bool = False) -> None:
+    """Write the digest of a file into the file, over `NO_DIGEST`.
+
+    Args:
+        path: The file.
+        marker: The bytes before the digest.
+        last: Whether the digest is after the last marker, and not after the first one.
+    """
+    with open(path, "r+b") as file:
+        start, _, digest = _compute_digest(file, marker, last)
+        file.seek(start)
+        file.write(digest)
+
+
+def is_unchanged(path: str | os.PathLike[str], marker: bytes, last: bool = False) -> bool | None:
+    """Return whether a file is as `seal` left it; None if it has no digest.
+
+    Args:
+        path: The file.
+        marker: As in `seal`.
+        last: As in `seal`.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return None
+        start, there, digest = _compute_digest(file, marker, last)
+    return there == digest if start else None
+
+
+def _compute_digest(file: BinaryIO, marker: bytes, last: bool) -> tuple[int, bytes, bytes]:
+    """Return where the digest of a file is (0: nowhere), the digest there, and that of all other bytes."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        place = content.rfind(marker) if last else content.find(marker)
+        if place < 0:
+            return 0, b"", b""
+        start, hashed = place + len(marker), hashlib.blake2b(digest_size=len(NO_DIGEST) // 2)
+        stop = start + len(NO_DIGEST)
+        with memoryview(content) as view:
+            hashed.update(view[:start])
+            hashed.update(view[stop:])
+        return start, content[start:stop], hashed.hexdigest().encode()

@@ -12,11 +12,15 @@ from typing import Any
 import networkx as nx
 
 from lens_mix.arguments import check_file_path, check_instance
-from lens_mix.files import replacing
+from lens_mix.files import NO_DIGEST, is_unchanged, replacing, seal
 
 # The attributes of a graph from `lens_mix` that are neither strings nor numbers.
 _NODES = {"target", "targets", "root"}
 _LISTS = {"tokens", *_NODES}
+# The digest of a file is a key of the JSON object, and a comment at the end of GraphML. Other programs ignore
+# both. Quotes in strings of JSON, and < in the text of XML, are escaped.
+_DIGEST = "lens_mix.digest"
+_MARKERS = {".json": f'"{_DIGEST}": "'.encode(), ".graphml": f"<!--{_DIGEST}:".encode()}
 # XML 1.0 forbids these characters, and readers of XML change the last one, \r.
 _FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -40,7 +44,8 @@ def save_graph(graph: nx.DiGraph, path: str | os.PathLike[str]) -> None:
     # The values are converted first, so that a value that JSON cannot represent leaves an old file as it was.
     try:
         is_json = ending == ".json"
-        text = json.dumps(nx.node_link_data(graph, **_edges_option())) if is_json else ""
+        data = {_DIGEST: NO_DIGEST, **nx.node_link_data(graph, **_edges_option())} if is_json else {}
+        text = json.dumps(data)
         plain = graph if is_json else _convert_for_xml(graph)
     except RecursionError as error:
         raise ValueError("graph: expected values in a few levels of nesting, got more") from error
@@ -49,18 +54,29 @@ def save_graph(graph: nx.DiGraph, path: str | os.PathLike[str]) -> None:
             Path(file).write_text(text, encoding="utf-8")
         else:
             nx.write_graphml(plain, file, encoding="utf-8")
+            with open(file, "ab") as end:
+                end.write(_MARKERS[ending] + f"{NO_DIGEST}-->\n".encode())
+        seal(file, _MARKERS[ending], last=not is_json)
 
 
 def load_graph(path: str | os.PathLike[str]) -> nx.DiGraph:
     """Read a graph that `save_graph` wrote.
 
+    A file that another program has written is read too, if it has no digest.
+
     Raises:
         FileNotFoundError: If the file does not exist.
-        ValueError: If the ending is not `.graphml` or `.json`, or if the file does not contain a graph.
+        ValueError: If the ending is not `.graphml` or `.json`, or if the file does not contain a graph, or
+            was changed after it was written.
     """
     ending = _read_ending(check_instance("path", path, (str, os.PathLike), "a path"))
     path = check_file_path("path", path)
     expected = "path: expected a graph written by save_graph, got"
+    if is_unchanged(path, _MARKERS[ending], last=ending == ".graphml") is False:
+        raise ValueError(
+            f"{expected} {path}, which was changed after it was written; if the change was intended, delete "
+            f"its {_DIGEST}"
+        )
     try:
         text = Path(path).read_text(encoding="utf-8")
         if ending == ".json":
@@ -81,7 +97,7 @@ def load_graph(path: str | os.PathLike[str]) -> nx.DiGraph:
         raise ValueError(f"{expected} {path}, which is not text: {error}") from error
     except RecursionError as error:
         raise ValueError(f"{expected} {path}, which has too many levels of nesting") from error
-    except (ValueError, KeyError, TypeError, AttributeError, nx.NetworkXError, SyntaxError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, nx.NetworkXError, SyntaxError) as error:
         raise ValueError(f"{expected} {error} in {path}") from error
 
 

@@ -15,9 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.arguments import check_file_path, describe_value
-from lens_mix.files import replacing
 from lens_mix.maps.explained import as_records
 from lens_mix.maps.positions import shorten
+from lens_mix.maps.tensor_files import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     import networkx
@@ -51,9 +51,6 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
         ValueError: If the fields that are written as JSON are too long.
         OSError: If the file cannot be written.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     location = check_file_path("path", path, write=True)
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     record["explained"] = as_records(mixing_map.explained)
@@ -72,11 +69,7 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
             "parameters, provenance, notes: expected at most "
             f"{_MAX_RECORD_LENGTH} characters of JSON to save them, got {len(text)}"
         )
-    try:
-        with replacing(location) as file:
-            save_file(tensors, file, metadata={"format": _FORMAT, "record": text})
-    except SafetensorError as problem:
-        raise OSError(f"path: expected a file that can be written, got {location}: {problem}") from problem
+    write_tensors(location, _FORMAT, text, tensors)
 
 
 def _require_json(value: Any, name: str) -> None:
@@ -103,45 +96,30 @@ def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch
 
     Raises:
         FileNotFoundError: If the file does not exist.
-        ValueError: If the file does not contain a map, or if torch cannot use the device.
+        ValueError: If the file does not contain a map or was changed after it was written, or if torch cannot
+            use the device.
     """
-    from safetensors import SafetensorError, safe_open
-
-    location, expected = (
-        check_file_path("path", path),
-        f"path: expected a map that MixingMap.save wrote ({_FORMAT!r})",
-    )
+    expected = f"path: expected a map that MixingMap.save wrote ({_FORMAT!r})"
     try:
         torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, TypeError, AssertionError) as problem:
         raise ValueError(
             f"device: expected a device that torch can use here, got {describe_value(device)}: {problem}"
         ) from problem
-    try:
-        with safe_open(location, framework="pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                raise ValueError(f"{expected}, got format {metadata.get('format')!r} in {location}")
-            # Before 0.8, safetensors returned tensors that share the file's memory, so each is copied.
-            names = list(file.keys())
-            fields: dict[str, Any] = {name: file.get_tensor(name).clone() for name in names}
-    except SafetensorError as problem:
-        raise ValueError(
-            f"{expected}, got {location}, which is not a safetensors file: {problem}"
-        ) from problem
-    try:
-        record = json.loads(metadata.get("record", ""))
-    except (ValueError, RecursionError):
-        record = None
-    if isinstance(record, dict):
-        fields |= {name: record[name] for name in (*_FIELDS, *_OPTIONAL) if name in record}
+    file = read_tensors(path, _FORMAT, expected, device)
+    found = {name: file.record[name] for name in (*_FIELDS, *_OPTIONAL) if name in file.record}
+    fields: dict[str, Any] = {**file.tensors, **found}
     missing = [name for name in (*_FIELDS, "scores") if name not in fields]
     if missing:
-        raise ValueError(f"{expected}, got {location}, which lacks {missing}")
+        raise ValueError(f"{expected}, got {os.fspath(path)}, which lacks {missing}")
+    if file.is_unchanged is False:
+        raise ValueError(f"{expected}, got {os.fspath(path)}, which was changed after it was written")
     try:
         return cls(**fields)
     except (TypeError, ValueError) as problem:
-        raise ValueError(f"{expected}, got {location}, which does not contain one: {problem}") from problem
+        raise ValueError(
+            f"{expected}, got {os.fspath(path)}, which does not contain one: {problem}"
+        ) from problem
 
 
 def to_numpy(tensor: Tensor) -> numpy.ndarray:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lens_mix.arguments import check_file_path
-from lens_mix.files import replacing
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.pictures import Picture
 from lens_mix.maps.explained import as_explained, as_records
+from lens_mix.maps.tensor_files import read_tensors, write_tensors
 from lens_mix.registry import all_methods
 from lens_mix.traces.attribution import Explainer, find_aggregation, read_written
 from lens_mix.traces.documents import Section
@@ -33,9 +33,6 @@ ON_OTHER_MACHINES = 0.25
 
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write a trace; see `Trace.save`."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     location = check_file_path("path", path, write=True)
     reading = trace.reading
     tensors = {"tokens": reading.prompt.tokens, "log_probabilities": trace.log_probabilities}
@@ -76,38 +73,19 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
         "provenance": dict(trace.provenance),
     }
     kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    try:
-        with replacing(location) as file:
-            save_file(kept, file, metadata={"format": _FORMAT, "record": json.dumps(record)})
-    except SafetensorError as problem:
-        raise OSError(f"path: expected a file that can be written, got {location}: {problem}") from problem
+    write_tensors(location, _FORMAT, json.dumps(record), kept)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the fields of a saved trace by name, without its model; see `Trace.load`."""
-    from safetensors import SafetensorError, safe_open
+    """Return the fields of a saved trace by name, without its model; see `Trace.load`.
 
-    location = check_file_path("path", path)
-    try:
-        with safe_open(location, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as problem:
-        raise ValueError(
-            f"path: expected a trace that Trace.save wrote, got {location}: {problem}"
-        ) from problem
-    if metadata.get("format") != _FORMAT:
-        raise ValueError(
-            f"path: expected a trace that Trace.save wrote ({_FORMAT!r}), got format "
-            f"{metadata.get('format')!r} in {location}"
-        )
-    try:
-        return _read_fields(json.loads(metadata["record"]), tensors)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as problem:
-        raise ValueError(
-            f"path: expected a trace that Trace.save wrote, got {location}, whose record is incomplete: "
-            f"{problem}"
-        ) from problem
+    The digest of the file shows that it is complete, so its fields are not checked one by one.
+    """
+    expected = "path: expected a trace that Trace.save wrote"
+    file = read_tensors(path, _FORMAT, expected)
+    if not file.is_unchanged:
+        raise ValueError(f"{expected}, got {os.fspath(path)}, which was changed after it was written")
+    return _read_fields(file.record, file.tensors)
 
 
 def _read_fields(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -129,8 +107,7 @@ def _read_fields(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> di
         }
         for kind in _INPUTS
     }
-    # Traces of older releases have no pictures.
-    pictures = tuple(Picture.from_record(each) for each in record.get("pictures", ()))
+    pictures = tuple(Picture.from_record(each) for each in record["pictures"])
     reading = Reading(
         Prompt(tensors["tokens"], tensors.get("target"), pictures=pictures, **inputs),
         record["n_source"],

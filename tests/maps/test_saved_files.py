@@ -3,11 +3,13 @@
 import json
 import os
 
+import networkx as nx
 import numpy as np
 import pytest
 import torch
 
 import lens_mix as lm
+from tests.damage import damage_bytes, damage_json, damage_tensors
 
 TOKENS = ["a", "b", "c"]
 
@@ -56,7 +58,8 @@ def test_a_loaded_map_has_its_own_memory(tmp_path, mapped):
         file.seek(-4 * loaded.scores.numel(), os.SEEK_END)
         file.write(bytes(4 * loaded.scores.numel()))
     assert torch.equal(loaded.scores, map_of(1).scores)
-    assert torch.equal(lm.MixingMap.load(path).scores, map_of(0).scores)
+    with pytest.raises(ValueError, match="which was changed after it was written"):
+        lm.MixingMap.load(path)
 
 
 def test_a_loaded_map_outlives_its_file(tmp_path, mapped):
@@ -119,3 +122,73 @@ def test_a_graph_that_cannot_be_written_leaves_the_old_file(tmp_path, ending, mo
         lm.graphs.save_graph(graph, path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_damaged_map_is_an_error_when_it_is_opened(tmp_path):
+    scores = torch.rand(2, 2, 3, 3, dtype=torch.float64).tril()
+    explained = [
+        {"prediction": "b", "probability": 0.5},
+        {},
+        {"target": "log probability of 'c'", "value": 2.0},
+    ]
+    whole = lm.MixingMap(
+        scores,
+        tokens=TOKENS,
+        causal=True,
+        residual_shares=torch.full((2, 3), 0.5),
+        parameters={"name": [1, 2.5, None]},
+        provenance={"model": "m", "prompt": "abc"},
+        notes=("a note",),
+        explained=explained,
+    )
+    path, bad = tmp_path / "map.safetensors", tmp_path / "bad.safetensors"
+    whole.save(path)
+    refused = []
+
+    def check(name, may_differ=False):
+        try:
+            read = lm.MixingMap.load(bad)
+        except ValueError as problem:
+            assert str(problem).startswith("path: expected a map that MixingMap.save wrote"), name
+            refused.append(name)
+        else:
+            repr(read), read.top(2), read.to_dataframe(), lm.rollout(read.merge_heads(), residual=0.5)
+            for field in () if may_differ else ("tokens", "parameters", "provenance", "notes", "explained"):
+                assert getattr(read, field) == getattr(whole, field), name
+            if not may_differ:
+                assert torch.equal(read.scores, whole.scores), name
+                assert torch.equal(read.residual_shares, whole.residual_shares), name
+
+    tried = 0
+    for name, content in damage_bytes(path.read_bytes(), count=200):
+        bad.write_bytes(content)
+        check(name)
+        tried += 1
+    for name in damage_tensors(path, bad):
+        # Another program may have written a file without a digest: it is checked as a map made by hand.
+        check(name, may_differ=name.endswith("no digest"))
+        tried += 1
+    assert len(refused) > 0.8 * tried > 200
+
+
+@pytest.mark.parametrize("ending", ["json", "graphml"])
+def test_a_damaged_graph_is_an_error_when_it_is_opened(tmp_path, ending):
+    graph = map_of(1).merge_heads().to_networkx()
+    graph.graph["tokens"] = ["a", '"lens_mix.digest": "0"', "<!--lens_mix.digest:"]
+    path, bad = tmp_path / f"graph.{ending}", tmp_path / f"bad.{ending}"
+    lm.graphs.save_graph(graph, path)
+    assert nx.utils.graphs_equal(lm.graphs.load_graph(path), graph)
+    damaged = list(damage_bytes(path.read_bytes(), count=300))
+    if ending == "json":
+        damaged += [(name, json.dumps(it).encode()) for name, it in damage_json(json.loads(path.read_text()))]
+    refused = 0
+    for name, content in damaged:
+        bad.write_bytes(content)
+        try:
+            read = lm.graphs.load_graph(bad)
+        except ValueError as problem:
+            assert str(problem).startswith("path: expected a graph written by save_graph"), name
+            refused += 1
+        else:
+            assert nx.utils.graphs_equal(read, graph), name
+    assert refused > 0.9 * len(damaged) > 200

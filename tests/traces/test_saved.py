@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import lens_mix as lm
+from tests.damage import damage_bytes, damage_tensors
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import bridge
 from tests.traces.readers import PLAIN, reader
@@ -230,3 +231,33 @@ def test_nothing_is_written_if_it_cannot_be(tmp_path):
         t.save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_damaged_file_is_an_error_when_it_is_opened(tmp_path):
+    t = traced(answer="In Oslo.")
+    assert t.spans[0].top(9)
+    assert t.steps
+    t.verify(1)
+    path, bad = tmp_path / "one.trace", tmp_path / "bad.trace"
+    t.save(path)
+    tried = refused = 0
+
+    def check(name):
+        nonlocal tried, refused
+        tried += 1
+        try:
+            read = lm.Trace.load(bad)
+        except ValueError as problem:
+            assert str(problem).startswith("path: expected a trace that Trace.save wrote"), name
+            refused += 1
+        else:
+            require_equal(t, read)
+            assert torch.equal(read.steps.scores, t.steps.scores), name
+
+    for name, content in damage_bytes(path.read_bytes(), count=200):
+        bad.write_bytes(content)
+        check(name)
+    for name in damage_tensors(path, bad):
+        check(name)
+    assert tried > 200
+    assert refused > 0.95 * tried
