@@ -553,6 +553,13 @@ def corpus(
     retry: Annotated[
         bool, typer.Option("--retry", help="Compute the files again in which a prompt failed.")
     ] = False,
+    allow_versions: Annotated[
+        bool,
+        typer.Option(
+            "--allow-versions",
+            help="Continue a run of other releases of torch, transformers, TransformerLens or lens_mix.",
+        ),
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Map a corpus: many prompts, in files that survive an interruption.
@@ -581,6 +588,7 @@ def corpus(
         rank=_read_rank(shard),
         actors=actors,
         retry=retry,
+        allow_versions=allow_versions,
         progress=bool(_progress()),
         max_memory=max_memory,
         queries=_read_selection("--queries", queries),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +16,15 @@ from tqdm.auto import tqdm
 
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_items, check_whole_number
 from lens_mix.corpus.entries import Shard, check_corpus, count_prompts, read_shards
-from lens_mix.corpus.files import FORMAT, Folder, digest, read_json, read_record, write_json
+from lens_mix.corpus.files import (
+    FORMAT,
+    RECORDED,
+    BrokenShardError,
+    Folder,
+    digest_manifest,
+    read_json,
+    write_json,
+)
 from lens_mix.corpus.on_ray import check_cluster, do_on_ray
 from lens_mix.corpus.ranks import Rank, read_rank
 from lens_mix.corpus.reductions import Mean, check_reductions
@@ -27,6 +37,8 @@ from lens_mix.runner import MethodLike, read_methods
 # These are the options of `lens_mix.run_many` that a corpus has, and that change its numbers.
 _OPTIONS = ("queries", "layers", "part", "engine")
 _LONGEST_VALUE = 60
+# The versions of these are in the manifest, but change no number by more than the last digits.
+_RECORDED = ("pyarrow", "numpy", "tokenizers", "pandas")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +75,7 @@ def run(
     actors: int | None = None,
     resources: Mapping[str, Any] | None = None,
     retry: bool = False,
+    allow_versions: bool = False,
     progress: bool = False,
     residual_shares: bool = False,
     prepend_bos: bool | None = None,
@@ -97,6 +110,9 @@ def run(
             and sends each shard to one of them. All machines need the folder `out`. None: without Ray.
         resources: What each actor needs, as in the `map_batches` of Ray Data: `{"num_gpus": 1}`.
         retry: Whether to compute the shards again in which a prompt failed.
+        allow_versions: Whether to continue a run of other releases of lens_mix, TransformerLens, torch or
+            transformers, whose numbers may differ. The files then say which release wrote them, and a
+            warning names the differences.
         progress: Whether to show a bar with the prompts per second and the time left.
         residual_shares: As in `lens_mix.run`.
         prepend_bos: As in `lens_mix.run`.
@@ -132,10 +148,10 @@ def run(
         max_memory=max_memory,
         **options,
     )
-    check_flags(retry=retry, progress=progress)
+    check_flags(retry=retry, allow_versions=allow_versions, progress=progress)
     check_cluster(actors, resources)
     process = read_rank(rank)
-    job.start()
+    job.start(allow_versions)
     done, sent = 0, []
     with tqdm(total=_count_own(job, process), disable=not progress, desc="prompts", unit=" prompts") as bar:
         for shard in job.shards():
@@ -150,8 +166,7 @@ def run(
                 job.work.do(shard, bar.update)
         if actors is not None:
             do_on_ray(job.work, sent, actors, resources, bar.update)
-    failed = sum(job.count_failed(shard) for shard in job.folder.shards() if process.computes(shard))
-    return Summary(str(out), done, failed, job.finish())
+    return Summary(str(out), done, job.count_failed(process), job.finish())
 
 
 @dataclasses.dataclass
@@ -174,11 +189,15 @@ class Job:
         """Return the folder."""
         return Folder(self.work.out)
 
-    def start(self) -> None:
+    def start(self, allow_versions: bool = False) -> None:
         """Load the model, and write the manifest or compare it with that of the folder.
 
+        Args:
+            allow_versions: Whether the releases of libraries may differ.
+
         Raises:
-            ValueError: If they differ.
+            ValueError: If the manifests differ.
+            OSError: If the folder cannot be written.
         """
         model = self.work.session().lens.model
         try:
@@ -188,22 +207,62 @@ class Job:
                 f"model_factory: the model cannot be identified in a later run: {problem}"
             ) from problem
         manifest = json.loads(json.dumps(manifest))
-        self.work.digest = digest(manifest)
         path = self.folder.manifest_file
-        if not path.exists():
-            if self.folder.shards():
-                raise ValueError(
-                    f"out: expected a new folder or one with {path.name}, got {self.folder.path}"
-                )
+        try:
+            if not path.exists():
+                if self.folder.shards():
+                    raise ValueError(
+                        f"out: expected a new folder or one with {path.name}, got {self.folder.path}"
+                    )
+                self.folder.create(list(self.work.reduce))
+                write_json(path, manifest)
+            there = read_json(path)
+            self._compare(there, manifest, allow_versions)
             self.folder.create(list(self.work.reduce))
-            write_json(path, manifest)
-        there = read_json(path)
-        if there != manifest:
+        except OSError as problem:
+            raise OSError(
+                problem.errno,
+                f"out: expected a folder that can be read and written, got {self.folder.path}: "
+                f"{problem.strerror or problem}",
+            ) from problem
+        self.work.digest = digest_manifest(there)
+
+    def _compare(self, there: dict[str, Any], manifest: dict[str, Any], allow_versions: bool) -> None:
+        """Compare the manifest of the folder with that of this run.
+
+        Raises:
+            ValueError: If they differ in more than is allowed.
+        """
+        if there.get("format") != FORMAT:
+            raise ValueError(
+                f"out: expected a folder of the format {FORMAT!r}, got {there.get('format')!r} in "
+                f"{self.folder.manifest_file}, which another release of lens_mix wrote; give another folder"
+            )
+        versions = there.get("versions")
+        differing = _differences({**there, RECORDED: None}, {**manifest, RECORDED: None})
+        if versions != manifest["versions"]:
+            self.work.versions = manifest["versions"]
+        # A configuration has other settings in other releases of transformers.
+        by_release = [
+            each for each in differing if each.startswith(("versions.", "settings")) and self.work.versions
+        ]
+        if differing != by_release or (differing and not allow_versions):
+            advice = (
+                "give another folder, or install the same releases; allow_versions=True (--allow-versions) "
+                "continues with these"
+                if differing == by_release
+                else "give another folder, or the same arguments"
+            )
             raise ValueError(
                 f"out: expected a folder of this run, got {self.folder.path}, which differs in "
-                f"{', '.join(_differences(there, manifest))}; give another folder, or the same arguments"
+                f"{', '.join(differing)}; {advice}"
             )
-        self.folder.create(list(self.work.reduce))
+        if differing:
+            warnings.warn(
+                f"out: {self.folder.path} was begun with other releases, and the numbers of its next files "
+                f"may differ: {', '.join(differing)}",
+                stacklevel=4,
+            )
 
     def shards(self) -> Iterator[Shard]:
         """Yield all shards of the corpus, and count them."""
@@ -213,26 +272,42 @@ class Job:
             self._count = prompts, shards
             yield shard
 
-    def count_failed(self, shard: int) -> int:
-        """Return how many prompts of a finished shard failed."""
-        return int((read_record(self.folder.maps_file(shard)) or {}).get("failed", 0))
+    def count_failed(self, process: Rank) -> int:
+        """Return how many prompts of the shards of a process failed.
+
+        Raises:
+            ValueError: If a shard is not complete any more, because someone removed a file, for example.
+        """
+        own = filter(process.computes, range(self._count[1]))
+        return sum(self._read(shard)["failed"] for shard in own)
+
+    def _read(self, shard: int) -> dict[str, Any]:
+        # Each process has read or written every byte of its own shards.
+        return self.folder.read_shard(shard, self.work.digest, self.work.reduce, every_byte=False)
 
     def finish(self) -> bool:
         """Return whether all shards are finished, and write the file that says so.
 
         Raises:
-            ValueError: If the folder has shards beyond the last one.
+            ValueError: If the folder has shards beyond the last one, or a file of another run.
         """
         prompts, shards = self._count
         there = self.folder.shards()
         if there and there[-1] >= shards:
+            try:
+                self._read(there[-1])
+            except BrokenShardError as problem:
+                raise ValueError(
+                    f"out: expected {shards} shards in {self.folder.path}, but {problem.what}; move it away"
+                ) from problem
             raise ValueError(
                 f"prompts: expected as many as in the run in {self.folder.path}, got only {prompts}; its "
                 f"shard {there[-1]} has later prompts; give the same prompts, or another folder"
             )
-        if there != list(range(shards)):
+        try:
+            failed = sum(self._read(shard)["failed"] for shard in range(shards))
+        except BrokenShardError:
             return False
-        failed = sum(map(self.count_failed, there))
         write_json(self.folder.finished_file, {"prompts": prompts, "shards": shards, "failed": failed})
         return True
 
@@ -301,7 +376,7 @@ def _make_job(
         "files": {"dtype": dtype, "keep_maps": keep_maps, "shard_size": size},
         "column": column,
         "fields": list(kept),
-        "pyarrow": version("pyarrow"),
+        RECORDED: {"python": platform.python_version(), **{name: version(name) for name in _RECORDED}},
     }
     return Job(work, manifest, (prompts, size, column, kept))
 

@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lens_mix.arguments import check_choice, check_flags, check_instance
-from lens_mix.corpus.files import Folder, read_json, read_record
+from lens_mix.arguments import check_choice, check_flags, check_instance, describe_value
+from lens_mix.corpus.files import FORMAT, Folder, digest_manifest, read_json
 from lens_mix.corpus.reductions import finish_moments, merge_moments
 from lens_mix.corpus.rows import read_maps
 from lens_mix.maps import MixingMap
@@ -32,25 +32,37 @@ def load(folder: str | os.PathLike[str], table: str = "maps", *, lazy: bool = Fa
 
     Returns:
         A pandas DataFrame. Its `attrs` have the manifest, and "rounding", the largest change of a score by
-        the type of the files.
+        the type of the files. If other releases of libraries wrote some shards, "versions" has these by the
+        number of the shard.
 
     Raises:
-        ValueError: If it is not such a folder, or has no such table.
+        ValueError: If it is not such a folder, or has no such table. Or if a file is missing, damaged or of
+            another run; the message names it. With `lazy`, damaged scores are found when they are read.
     """
-    place, manifest = _open(folder)
+    place, manifest, shards = _open(folder)
     check_flags(lazy=lazy)
-    check_choice("table", table, ("maps", *manifest.get("reduce", {})))
-    shards = place.shards()
+    check_choice("table", table, ("maps", *manifest["reduce"]))
+    records = [_read_record(place, manifest, shard, every_byte=not lazy) for shard in shards]
     paths = [place.maps_file(each) if table == "maps" else place.reduced_file(table, each) for each in shards]
     if lazy:
         import pyarrow.dataset
 
-        return pyarrow.dataset.dataset([str(path) for path in paths], format="parquet")
+        options = pyarrow.dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
+        checked = pyarrow.dataset.ParquetFileFormat(default_fragment_scan_options=options)
+        return pyarrow.dataset.dataset([str(path) for path in paths], format=checked)
     if not paths:
         raise ValueError(f"folder: expected at least one finished shard, got none in {folder}")
     found = _read_rows(paths) if table == "maps" else _read_reduction(paths)
-    records = (read_record(place.maps_file(each)) or {} for each in shards)
-    found.attrs = {"manifest": manifest, "rounding": max(record.get("rounding", 0.0) for record in records)}
+    versions = {
+        shard: record["versions"]
+        for shard, record in zip(shards, records, strict=True)
+        if "versions" in record
+    }
+    found.attrs = {
+        "manifest": manifest,
+        "rounding": max(record["rounding"] for record in records),
+        **({"versions": versions} if versions else {}),
+    }
     return found
 
 
@@ -67,12 +79,13 @@ def maps(
         method: The label of the method. None: all.
 
     Raises:
-        ValueError: If it is not such a folder, or has no such method.
+        ValueError: If it is not such a folder, or has no such method. Or, when a shard is reached, if a file
+            of it is missing, damaged or of another run; the message names it.
     """
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    place, manifest = _open(folder)
+    place, manifest, shards = _open(folder)
     if method is not None:
         check_choice("method", method, tuple(manifest["methods"]))
     size = manifest["files"]["shard_size"]
@@ -80,10 +93,11 @@ def maps(
 
     # This generator is separate, so that errors about the arguments are raised by the call.
     def stream() -> Iterator[tuple[int, str, MixingMap]]:
-        for shard in place.shards():
+        for shard in shards:
             own = None if wanted is None else [each for each in wanted if each // size == shard]
             if own == []:
                 continue
+            _read_record(place, manifest, shard)
             filters: list[Any] = [("prompt", "in", own)] if own is not None else []
             filters += [("method", "==", method)] if method is not None else []
             found = pq.read_table(place.maps_file(shard), filters=filters or None)
@@ -96,16 +110,53 @@ def maps(
     return stream()
 
 
-def _open(folder: str | os.PathLike[str]) -> tuple[Folder, dict[str, Any]]:
-    place = Folder(check_instance("folder", folder, str | os.PathLike, "the path of a folder"))
+def _open(folder: str | os.PathLike[str]) -> tuple[Folder, dict[str, Any], list[int]]:
+    """Return a folder, its manifest, and the numbers of its shards.
+
+    Raises:
+        ValueError: If it is not the folder of a corpus.
+    """
+    place = Folder(check_instance("folder", folder, str | os.PathLike, "the path of a folder"), "folder")
     if not place.manifest_file.exists():
         raise ValueError(f"folder: expected a folder of lm.corpus.run, got {folder}, without manifest.json")
-    if not place.finished_file.exists():
+    manifest = read_json(place.manifest_file, "folder")
+    if manifest.get("format") != FORMAT:
+        raise ValueError(
+            f"folder: expected a folder of the format {FORMAT!r}, got {manifest.get('format')!r} in "
+            f"{place.manifest_file}; another release of lens_mix may have written it"
+        )
+    files = manifest.get("files")
+    is_complete = all(isinstance(manifest.get(name), dict) for name in ("methods", "reduce", "files"))
+    if not is_complete or type(files.get("shard_size")) is not int or files["shard_size"] < 1:
+        raise ValueError(
+            f"folder: expected a manifest with methods, reduce and files, got {place.manifest_file}, which "
+            "was changed after it was written"
+        )
+    shards, finished = place.shards(), 0
+    if place.finished_file.exists():
+        finished = read_json(place.finished_file, "folder").get("shards")
+        if type(finished) is not int:
+            raise ValueError(
+                f"folder: expected the number of shards in {place.finished_file}, got "
+                f"{describe_value(finished)}; run lm.corpus.run again"
+            )
+    there = set(shards)
+    missing = next((shard for shard in range(finished) if shard not in there), None)
+    if missing is not None:
+        # It raises the error of a shard that is not complete.
+        _read_record(place, manifest, missing)
+    if len(shards) != finished:
         warnings.warn(
             f"{folder}: not all shards are finished; run lm.corpus.run again to compute the others",
             stacklevel=3,
         )
-    return place, read_json(place.manifest_file)
+    return place, manifest, shards
+
+
+def _read_record(
+    place: Folder, manifest: dict[str, Any], shard: int, every_byte: bool = True
+) -> dict[str, Any]:
+    return place.read_shard(shard, digest_manifest(manifest), manifest["reduce"], every_byte)
 
 
 def _read_rows(paths: Sequence[Any]) -> pandas.DataFrame:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lens_mix.corpus.entries import Entry, Shard
-from lens_mix.corpus.files import Folder, read_record, write_table, writing_maps
+from lens_mix.corpus.files import BrokenShardError, Folder, write_table, writing_maps
 from lens_mix.corpus.reductions import Mean, merge_moments
 from lens_mix.corpus.rows import failed_row, map_row
 from lens_mix.lens.batches import Prompt, group_by_length
@@ -37,6 +37,7 @@ class Work:
         reduce: The reductions by their names.
         out: The folder.
         digest: The digest of the manifest.
+        versions: The versions of this process, if they are not those of the manifest.
         keep_maps: Whether the files have the maps, and not only the tokens of each prompt.
         dtype: The type of scores in the files.
         batch_size: The most prompts of a batch.
@@ -50,6 +51,7 @@ class Work:
     reduce: Mapping[str, Mean]
     out: str
     digest: str = ""
+    versions: Mapping[str, str] | None = None
     keep_maps: bool = True
     dtype: str = "float32"
     batch_size: int = 16
@@ -91,13 +93,11 @@ class Work:
         Raises:
             ValueError: If the result is of other prompts or of another run.
         """
-        path = Folder(self.out).maps_file(shard.number)
-        record = read_record(path)
-        if record is None:
+        try:
+            record = Folder(self.out).read_shard(shard.number, self.digest, self.reduce)
+        except BrokenShardError:
             return False
-        if record.get("run") != self.digest:
-            raise ValueError(f"out: expected files of this run, got {path}, which another run wrote")
-        there, here = record.get("prompts", []), shard.fingerprints()
+        there, here = record["prompts"], shard.fingerprints()
         if there != here:
             pairs = enumerate(zip(there, here, strict=False))
             differing = [shard.entries[place].number for place, pair in pairs if pair[0] != pair[1]]
@@ -106,7 +106,7 @@ class Work:
                 f"prompts: expected those of the run in {self.out}, got others for shard {shard.number}: "
                 f"{which} ({len(there)} there, {len(here)} here); give the same prompts, or another folder"
             )
-        return not (retry and record.get("failed"))
+        return not (retry and record["failed"])
 
     def do(self, shard: Shard, report: Callable[[int], Any] | None = None) -> int:
         """Compute a shard and write its files. Return the number of prompts that failed.
@@ -169,8 +169,10 @@ class Work:
                 if report is not None:
                     report(1)
             self._check_reasons(shard, reasons)
-            for name, tables in observed.items():
-                write_table(folder.reduced_file(name, shard.number), self._merge(name, tables))
+            reduced = {
+                name: write_table(folder.reduced_file(name, shard.number), self._merge(name, tables))
+                for name, tables in observed.items()
+            }
             writer.describe(
                 {
                     "run": self.digest,
@@ -178,6 +180,8 @@ class Work:
                     "prompts": shard.fingerprints(),
                     "failed": len(reasons),
                     "rounding": rounding,
+                    "reduced": reduced,
+                    **({"versions": self.versions} if self.versions else {}),
                 }
             )
         return len(reasons)

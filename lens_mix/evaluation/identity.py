@@ -38,8 +38,14 @@ _VERSIONS = {
     "torch": str(torch.__version__),
     "transformers": transformers.__version__,
 }
-# Settings that are the model's place or name, or that lens_mix sets itself, do not identify a model.
-_NO_SETTINGS = frozenset({"training", "device", "n_devices", "model_name", "tokenizer_name", "dtype", "seed"})
+# Settings that are the model's place or name, or that lens_mix sets itself, do not identify a model. An
+# identity has the versions in an entry of their own.
+_NO_SETTINGS = frozenset(
+    {
+        *("training", "device", "n_devices", "model_name", "tokenizer_name", "dtype", "seed"),
+        "transformers_version",
+    }
+)
 # These special methods are always written by hand. Decorators such as dataclass write others.
 _WRITTEN = ("__call__", "__post_init__")
 
