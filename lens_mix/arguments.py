@@ -28,7 +28,11 @@ def describe_value(value: object) -> str:
         return type(value).__name__
     shortener = reprlib.Repr()
     shortener.maxstring = shortener.maxother = shortener.maxlong = 80
-    return shortener.repr(value)
+    try:
+        return shortener.repr(value)
+    except ValueError:
+        # Python does not write whole numbers of thousands of digits.
+        return f"{type(value).__name__} with a very long number"
 
 
 def check_whole_number(

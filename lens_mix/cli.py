@@ -27,7 +27,8 @@ except ImportError as problem:
 
 # Errors of the library that start with these name an argument that is an option here.
 _NAMED_AS_OPTIONS = tuple(
-    f"{name}: " for name in ("queries", "layers", "span", "answer", "generate", "sources", "aggregation")
+    f"{name}: "
+    for name in ("queries", "layers", "span", "answer", "generate", "sources", "aggregation", "column", "out")
 )
 _LONGEST_LINE = 600  # the most characters of an error; some libraries list all valid values in their errors
 
@@ -498,11 +499,12 @@ def corpus(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="The prompts: a text file with one on each line, or rows in a .jsonl or .parquet file.",
+            help="The prompts: text with one on each line (.txt or a pipe), or rows (.jsonl, .json, .csv, "
+            ".tsv, .parquet).",
             show_default=False,
         ),
     ],
-    out: Annotated[Path, _option("The folder for the results; a second run continues in it.", "FOLDER")],
+    out: Annotated[str, _option("The folder for the results; a second run continues in it.", "FOLDER")],
     method: Annotated[
         list[str] | None,
         _option("A method of `lens-mix methods`; repeat it for several. Default: attention.", "NAME"),
@@ -673,24 +675,22 @@ def _without_nan(value: Any) -> Any:
 
 
 def _read_prompts(path: Path) -> list[str]:
-    """Return the lines of a text file, without blank ones."""
-    lines = [line for line in _read_text("--prompts", path).splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"--prompts: expected a prompt on each line, got none in {path}")
-    return lines
+    """Return the texts of a file: its lines without blank ones, or those of its rows."""
+    from lens_mix.corpus.entries import read_shards
 
-
-def _read_text(option: str, path: Path) -> str:
-    from lens_mix.arguments import check_file_path
-
-    try:
-        return Path(check_file_path(option, path)).read_text(encoding="utf-8")
-    except UnicodeDecodeError as problem:
-        raise ValueError(f"{option}: expected a text file in UTF-8, got {path}: {problem}") from problem
+    texts: list[str] = []
+    for shard in read_shards(path, 256, "text", ()):
+        for entry in shard.entries:
+            if not isinstance(entry.prompt, str):
+                reason = entry.error or "expected text, got a prompt of another kind"
+                raise ValueError(f"--prompts: prompt {entry.number} in {path}: {reason}")
+            texts.append(entry.prompt)
+    return texts
 
 
 def _read_traced(text: str | None, documents: Sequence[str], question: str, instruction: str) -> Any:
     """Return the prompt of a trace: the text, or the documents in the files with what belongs to them."""
+    from lens_mix.inputs import read_text
     from lens_mix.traces.documents import Documents
 
     if text is not None and documents:
@@ -712,7 +712,7 @@ def _read_traced(text: str | None, documents: Sequence[str], question: str, inst
         is_named = bool(equals) and not Path(given).exists()
         path = Path(place if is_named else given)
         name = name if is_named else path.stem
-        content = _read_text("--document", path).strip()
+        content = read_text("--document", path).strip()
         if not name.strip() or not content:
             raise ValueError(f"--document: expected NAME=FILE with a name and a text, got {given!r}")
         if name in texts:

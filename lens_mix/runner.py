@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix.arguments import check_choice, check_flags, check_whole_number, describe_value
+from lens_mix.inputs import read_several
 from lens_mix.lens.batches import PaddingSide, Prompt, group_by_length
 from lens_mix.lens.features import find_feature_name, reads_features
 from lens_mix.lens.model import Lens
@@ -162,8 +163,9 @@ def run_many(
 
     Args:
         model: The model, as in `run`.
-        prompts: Several prompts of the kinds that `run` accepts; a padded tensor `[batch, pos]` with
-            `attention_mask`; or the output of a tokenizer for several prompts with `padding=True`.
+        prompts: Several prompts of the kinds that `run` accepts, or an open file with a prompt on each line;
+            a padded tensor `[batch, pos]` with `attention_mask`; or the output of a tokenizer for several
+            prompts with `padding=True`.
         methods: The methods, as in `run`.
         batch_size: The most prompts per clean pass. If `prompts` has a length, as a list has, prompts of
             similar length are run together.
@@ -193,11 +195,7 @@ def run_many(
         prompts = prompts[find_feature_name(model)]
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         prompts, attention_mask, inputs = read_encoding(prompts, attention_mask, inputs)
-    is_single_prompt = isinstance(prompts, (str, bytes, Mapping)) or getattr(prompts, "ndim", 1) == 0
-    if is_single_prompt or not isinstance(prompts, Iterable):
-        raise TypeError(
-            f"prompts: expected several prompts, got {describe_value(prompts)}; use run for one prompt"
-        )
+    prompts = read_several(prompts, "run")
     batch_size = check_whole_number("batch_size", batch_size, 1)
     check_choice("padding_side", padding_side, ("left", "right"))
     _check_flags(residual_shares, progress)

@@ -52,6 +52,7 @@ FLOORS = {
     # lens_mix itself imports its names when they are first used.
     "arguments": 0,
     "files": 0,
+    "inputs": 0,
     "tables": 0,
     "": 9,
 }

@@ -1,20 +1,28 @@
-"""Read a corpus in numbered shards, from a file, a Hugging Face dataset, a list or an iterator."""
+"""Read a corpus in numbered shards. Each item that `lens_mix.inputs` reads becomes an entry."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import decimal
 import hashlib
 import itertools
 import json
+import math
+import numbers
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lens_mix.arguments import check_file_path, describe_value
+import numpy as np
+import torch
 
-# Files are read in so many rows at a time.
-_ROWS_READ = 1024
+from lens_mix.arguments import check_dense_tensor, check_whole_number, describe_value
+from lens_mix.inputs import Unreadable, advise, as_text, read_items
+
+_LONGEST_REASON = 2000
+# Python's reader and writer of JSON have a limit that depends on the call.
+_DEEPEST = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +31,7 @@ class Entry:
 
     Attributes:
         number: The number of the prompt in the corpus, from 0.
-        prompt: A string, a list of tokens, or a pair of strings. None if it cannot be read.
+        prompt: A string, a list of tokens, a pair of strings, or chat messages. None if it cannot be read.
         fields: Further columns of the prompt, by name, as values that JSON can represent.
         error: Why the prompt cannot be read; None if it can.
     """
@@ -60,116 +68,126 @@ def read_shards(prompts: Any, size: int, column: str, fields: Sequence[str]) -> 
     """Yield the prompts of a corpus in shards of a fixed size.
 
     Args:
-        prompts: The path of a file (`.jsonl`, `.parquet`, any other: a prompt on each line), or an iterable
-            of prompts or of rows with columns, such as a Hugging Face dataset.
+        prompts: What `lens_mix.inputs.read_items` reads.
         size: The number of prompts of each shard; the last one may have fewer.
         column: The column with the prompt, for rows.
         fields: The columns that are kept with each prompt.
 
     Raises:
         TypeError: If `prompts` is not a corpus.
+        ValueError: If there are no prompts, or a file or a column is not what was expected.
         FileNotFoundError: If the file does not exist.
     """
-    numbered = enumerate(_read(prompts, column))
-    entries = (_make_entry(number, value, column, fields) for number, value in numbered)
+    numbered = enumerate(read_items(prompts, column, fields))
+    entries = (make_entry(number, item, column, fields) for number, item in numbered)
     for number in itertools.count():
         some = tuple(itertools.islice(entries, size))
+        if not some and number == 0:
+            got = f"none in {prompts}" if isinstance(prompts, (str, os.PathLike)) else "none"
+            raise ValueError(f"prompts: expected at least one prompt, got {got}")
         if not some:
             return
         yield Shard(number, some)
 
 
-def count_prompts(prompts: Any) -> int | None:
-    """Return the number of prompts of a corpus; None if it is unknown before all are read."""
-    if isinstance(prompts, (str, os.PathLike)):
-        if Path(prompts).suffix != ".parquet":
-            return sum(1 for _ in _read(prompts, ""))
-        import pyarrow.parquet as pq
+def make_entry(number: int, item: Any, column: str, fields: Sequence[str]) -> Entry:
+    """Return the entry of an item, with the reason if it is not a prompt.
 
-        return int(pq.read_metadata(os.fspath(prompts)).num_rows)
-    return len(prompts) if isinstance(prompts, Sized) else None
-
-
-def check_corpus(prompts: Any) -> None:
-    """Raise an error if `prompts` is not the path of a file that exists, nor an iterable of prompts."""
-    if isinstance(prompts, (str, os.PathLike)):
-        check_file_path("prompts", prompts)
-    elif isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
-        raise TypeError(
-            "prompts: expected the path of a file, or several prompts, got "
-            f"{describe_value(prompts)}; use lm.run for one prompt"
-        )
-
-
-class _Unreadable:
-    """A line that cannot be read, with the reason."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-
-def _read(prompts: Any, column: str) -> Iterator[Any]:
-    check_corpus(prompts)
-    if not isinstance(prompts, (str, os.PathLike)):
-        yield from prompts
-        return
-    suffix = Path(prompts).suffix
-    if suffix == ".parquet":
-        yield from _read_parquet(prompts, column)
-        return
-    with open(prompts, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield _read_line(line, number, is_json=suffix in (".jsonl", ".ndjson"))
-
-
-def _read_parquet(path: str | os.PathLike[str], column: str) -> Iterator[Any]:
-    import pyarrow.parquet as pq
-
-    file = pq.ParquetFile(os.fspath(path))
-    names = file.schema_arrow.names
-    if column not in names:
-        raise ValueError(f"column: expected one of {names}, which {path} has, got {column!r}")
-    for batch in file.iter_batches(_ROWS_READ):
-        yield from batch.to_pylist()
-
-
-def _read_line(line: bytes, number: int, is_json: bool) -> Any:
-    """Return a line of a file as text, or as what its JSON represents."""
-    try:
-        text = line.decode("utf-8").rstrip("\r\n")
-        return json.loads(text) if is_json else text
-    except (ValueError, RecursionError) as problem:
-        return _Unreadable(f"line {number}: expected {'JSON' if is_json else 'UTF-8'}, got {problem}")
-
-
-def _make_entry(number: int, value: Any, column: str, fields: Sequence[str]) -> Entry:
-    if isinstance(value, _Unreadable):
-        return Entry(number, None, error=value.reason)
+    Args:
+        number: The number of the prompt in the corpus.
+        item: A prompt, a row (a mapping with columns), or `lens_mix.inputs.Unreadable`.
+        column: The column with the prompt, for rows.
+        fields: The columns to keep, for rows.
+    """
     kept: dict[str, Any] = {}
-    if isinstance(value, Mapping):
-        missing = [name for name in (column, *fields) if name not in value]
-        if missing:
-            return Entry(number, None, error=f"expected the columns {missing}, got {list(value)}")
-        kept = {name: _as_plain(value[name]) for name in fields}
-        value = value[column]
-    elif fields:
-        return Entry(
-            number, None, error=f"expected a row with the columns {list(fields)}, got a prompt alone"
-        )
-    prompt = _as_plain(value)
-    is_pair = isinstance(prompt, list) and len(prompt) == 2 and all(isinstance(one, str) for one in prompt)
-    is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    if not (isinstance(prompt, str) or is_pair or (is_tokens and prompt)):
-        got = describe_value(value)
-        return Entry(number, None, kept, f"expected a text, a pair of texts, or tokens, got {got}")
-    return Entry(number, tuple(prompt) if is_pair else prompt, kept)
+    # An item may be of any library and raise an error of any class, which must not end the corpus.
+    try:
+        if isinstance(item, Unreadable):
+            return Entry(number, None, error=item.reason)
+        if isinstance(item, Mapping):
+            missing = [name for name in (column, *fields) if name not in item]
+            if missing:
+                raise ValueError(f"expected the columns {missing}, got {list(item)}")
+            kept = {name: _as_json(name, item[name]) for name in fields}
+            item = item[column]
+        elif fields:
+            raise ValueError(f"expected a row with the columns {list(fields)}, got a prompt alone")
+        entry = Entry(number, _as_prompt(item), kept)
+        entry.fingerprint()
+        return entry
+    except Exception as problem:
+        is_named = isinstance(problem, (TypeError, ValueError))
+        reason = str(problem) if is_named else f"{type(problem).__name__}: {problem}"
+        return Entry(number, None, kept, reason[:_LONGEST_REASON])
 
 
-def _as_plain(value: Any) -> Any:
-    """Return tensors, arrays and tuples as lists, and other values as JSON returns them."""
-    value = value.tolist() if hasattr(value, "tolist") else value
+def _as_prompt(value: Any) -> Any:
+    """Return a prompt as a string, a pair of strings, a list of tokens, or chat messages.
+
+    Raises:
+        TypeError: If it is not a prompt.
+        ValueError: If it is text or tokens that no model can read.
+    """
+    plain = as_text("prompt", value)
+    if isinstance(plain, str):
+        return plain
+    if isinstance(plain, torch.Tensor):
+        check_dense_tensor("tokens", plain)
+    if isinstance(plain, torch.Tensor) or (isinstance(plain, np.ndarray) and plain.dtype.kind in "iufbUSO"):
+        plain = plain[0] if plain.ndim == 2 and len(plain) == 1 else plain
+        plain = plain.tolist()
+    if isinstance(plain, (list, tuple)) and plain:
+        items = [as_text("prompt", item) for item in plain]
+        if len(items) == 2 and all(isinstance(item, str) for item in items):
+            return tuple(items)
+        if all(isinstance(item, Mapping) and "role" in item for item in items):
+            return [_as_json("prompt", item) for item in items]
+        if all(isinstance(item, numbers.Number) or getattr(item, "ndim", 1) == 0 for item in items):
+            return [check_whole_number("tokens", item, 0, 2**63 - 1) for item in items]
+    missing = " (a missing value)" if _is_missing(plain) else ""
+    raise TypeError(
+        f"expected a text, a pair of texts, tokens, or messages, got {describe_value(plain)}{missing}"
+        f"{advise(plain)}"
+    )
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a value is None, NaN, or what pandas has for a missing value or time."""
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return value is None or is_nan or type(value).__name__ in ("NAType", "NaTType")
+
+
+def _as_json(name: str, value: Any, depth: int = 0) -> Any:
+    """Return a field as JSON represents it. Dates and decimal numbers become text.
+
+    Raises:
+        TypeError: If JSON does not represent such a value.
+        ValueError: If text is not valid, or the value is nested too deeply.
+    """
+    value = as_text(name, value)
+    if isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind == "M":
+        # The items of these are whole numbers, if the unit is a nanosecond.
+        value = np.where(np.isnat(value), None, np.datetime_as_string(value)).tolist()
+    elif isinstance(value, torch.Tensor):
+        value = check_dense_tensor(name, value).tolist()
+    elif isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in "iufbUSO":
+        value = value.tolist()
+    if depth > _DEEPEST:
+        raise ValueError(f"{name}: expected at most {_DEEPEST} values inside each other, got more")
+    if _is_missing(value) and not isinstance(value, float):
+        return None
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise ValueError(f"{name}: expected numbers of at most 64 bits, got a longer one")
+    if isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return format(value)
     if isinstance(value, (list, tuple)):
-        return [_as_plain(one) for one in value]
-    # Bytes and dates of a dataset have no form in JSON.
-    return value if isinstance(value, (str, int, float, bool, dict, type(None))) else str(value)
+        return [_as_json(name, item, depth + 1) for item in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {as_text(name, key): _as_json(name, item, depth + 1) for key, item in value.items()}
+    raise TypeError(
+        f"{name}: expected text, numbers, dates, lists or mappings with names, got {describe_value(value)}"
+    )

@@ -227,7 +227,7 @@ def writing_maps(path: Path, dtype: str) -> Iterator[MapsWriter]:
         "compression": "zstd",
         "use_byte_stream_split": numbers,
         # A column is either split into streams of bytes or has a dictionary.
-        "use_dictionary": ["method", "error", "fields", "tokens.list.element", "record"],
+        "use_dictionary": ["method", "text", "error", "fields", "tokens.list.element", "record"],
         "write_statistics": ["prompt"],
         # A lazy dataset reads single pages, whose damage the digest of the file cannot show.
         "write_page_checksum": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_items, check_whole_number
-from lens_mix.corpus.entries import Shard, check_corpus, count_prompts, read_shards
+from lens_mix.corpus.entries import Shard, read_shards
 from lens_mix.corpus.files import (
     FORMAT,
     RECORDED,
@@ -31,6 +32,7 @@ from lens_mix.corpus.reductions import Mean, check_reductions
 from lens_mix.corpus.rows import DTYPES
 from lens_mix.corpus.work import Work
 from lens_mix.evaluation.identity import identity, identity_of_model
+from lens_mix.inputs import check_several, count_items
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.runner import MethodLike, read_methods
 
@@ -90,14 +92,18 @@ def run(
 
     Args:
         model_factory: A function without arguments that loads the model, or the model itself.
-        prompts: The path of a file: `.jsonl` or `.ndjson`, `.parquet`, or text with a prompt on each line,
-            where blank lines do not count. Or an iterable of strings, pairs of strings, tokens, or rows with
-            columns, such as a Hugging Face dataset. An iterator must yield the same prompts in every run.
+        prompts: The path of a file, whose ending says what it is: `.txt` or no ending (a prompt on each line;
+            blank lines do not count), `.jsonl` or `.ndjson` (a prompt or a row on each line), `.json` (an
+            array of these), `.csv`, `.tsv` or `.parquet`; also with `.gz`. Or an open file, which is read in
+            the same way; a data frame, a table of pyarrow or a Hugging Face dataset; or an iterable of
+            prompts or rows. A prompt is a string or bytes in UTF-8, a pair of strings, tokens, or chat
+            messages. An iterator must yield the same prompts in every run. A pipe is read once.
         methods: The methods, as in `lens_mix.run`.
         reduce: Means in groups, by name: `{"kinds": lm.corpus.Mean(by=("layer", "key_kind"))}`.
         out: The folder. It is created if it does not exist.
         column: The column with the prompt, for rows.
-        fields: Columns to keep with each prompt, for rows. They can be groups of a reduction.
+        fields: Columns to keep with each prompt, for rows: text, numbers, dates, lists or structs. They can
+            be groups of a reduction.
         keep_maps: Whether the files have the maps. False: only the tokens of each prompt, or the reason why
             it failed.
         dtype: The type of scores in the files: "float32", "float64" or "float16". Reductions are computed
@@ -125,7 +131,7 @@ def run(
     Raises:
         TypeError: If an argument has a wrong type.
         ValueError: If an argument has a wrong value, or the folder is of a run with another model, other
-            prompts, methods or options. The message shows the difference.
+            prompts, methods or options; the message shows the difference. Or if there are no prompts.
         ImportError: If `actors` is given, and Ray is not installed.
         FileNotFoundError: If the file of prompts does not exist.
         OSError: If a file cannot be written, because the disk is full, for example. Finished shards remain.
@@ -151,10 +157,18 @@ def run(
     check_flags(retry=retry, allow_versions=allow_versions, progress=progress)
     check_cluster(actors, resources)
     process = read_rank(rank)
+    # The first shard is read before the model is loaded, because that takes long.
+    shards = job.shards()
+    first = next(shards)
     job.start(allow_versions)
     done, sent = 0, []
-    with tqdm(total=_count_own(job, process), disable=not progress, desc="prompts", unit=" prompts") as bar:
-        for shard in job.shards():
+    with tqdm(
+        total=_count_own(job, process) if progress else None,
+        disable=not progress,
+        desc="prompts",
+        unit=" prompts",
+    ) as bar:
+        for shard in itertools.chain([first], shards):
             if not process.computes(shard.number):
                 continue
             done += len(shard.entries)
@@ -331,7 +345,7 @@ def _make_job(
     **options: Any,
 ) -> Job:
     """Return the job of the arguments of `run`, after checking them."""
-    check_corpus(prompts)
+    check_several(prompts)
     check_instance("model_factory", model_factory, Callable, "a function that loads a model, or a model")
     check_instance("column", column, str, "the name of a column")
     check_choice("dtype", dtype, tuple(DTYPES))
@@ -339,8 +353,11 @@ def _make_job(
     kept = tuple(check_items("fields", fields, "names of columns", kind=str))
     reductions = check_reductions(reduce, kept)
     folder = check_instance("out", out, str | os.PathLike, "the path of a folder")
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise ValueError(f"out: expected a folder, got the file {folder}")
+    if not os.fspath(folder):
+        raise ValueError("out: expected the path of a folder, got an empty one")
+    if os.path.lexists(folder) and not Path(folder).is_dir():
+        kind = "the file" if Path(folder).exists() else "a link to nothing,"
+        raise ValueError(f"out: expected a folder, got {kind} {folder}")
     size = check_whole_number("shard_size", shard_size, 1)
     batch_size = check_whole_number("batch_size", batch_size, 1)
     for name in options:
@@ -390,8 +407,8 @@ def _skip(bar: tqdm, count: int) -> None:
 
 def _count_own(job: Job, process: Rank) -> int | None:
     """Return the number of prompts in the shards of a process; None if it is not known."""
-    prompts, size = job.read[:2]
-    total = count_prompts(prompts)
+    prompts, size, column, _ = job.read
+    total = count_items(prompts, column)
     if total is None:
         return None
     shards = range(process.index, -(-total // size), process.count)

@@ -162,7 +162,8 @@ class Mean:
             unique, places = np.unique(offsets, return_inverse=True)
             return unique.tolist(), np.broadcast_to(places.reshape(offsets.shape), shape)
         if group == "cue":
-            cue = find_positions(mixing.key_labels, str(fields["cue"]), "cue")
+            text = check_instance("cue", fields["cue"], str, "a text, whose keys are the group")
+            cue = find_positions(mixing.key_labels, text, "cue")
             return [False, True], _along(np.isin(keys, cue).astype(np.int64), -1, shape)
         axis, _, what = group.partition("_")
         texts = mixing.query_labels if axis == "query" else mixing.key_labels
@@ -244,7 +245,25 @@ def _along(places: np.ndarray, axis: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _field_label(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    """Return the text of a field in a file: the field as JSON, or text that is not JSON of another value."""
+    is_unlike_json = isinstance(value, str) and _read_label(value) is value
+    return value if is_unlike_json else json.dumps(value)
+
+
+def _read_label(text: str) -> Any:
+    """Return the field that `_field_label` wrote. Lists and mappings stay text, as groups need a name."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, (list, dict)) else value
+
+
+def read_labels(table: pandas.DataFrame) -> pandas.DataFrame:
+    """Return a table whose groups by fields have the fields' values, so that 1 and "1" are told apart."""
+    fields = [name for name in table.columns if name not in ("method", *_AXES, *_MOMENTS, "spread")]
+    read = {name: table[name].astype(object).map(_read_label, na_action="ignore") for name in fields}
+    return table.assign(**{name: values.astype(object).infer_objects() for name, values in read.items()})
 
 
 def _to_frame(

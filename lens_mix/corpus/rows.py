@@ -38,6 +38,7 @@ def make_schema(dtype: str) -> pyarrow.Schema:
         [
             ("prompt", pa.int64()),
             ("method", pa.string()),
+            ("text", pa.string()),
             ("error", pa.string()),
             ("fields", pa.string()),
             ("tokens", pa.list_(pa.string())),

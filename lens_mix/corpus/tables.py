@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lens_mix.arguments import check_choice, check_flags, check_instance, describe_value
 from lens_mix.corpus.files import FORMAT, Folder, digest_manifest, read_json
-from lens_mix.corpus.reductions import finish_moments, merge_moments
+from lens_mix.corpus.reductions import finish_moments, merge_moments, read_labels
 from lens_mix.corpus.rows import read_maps
 from lens_mix.maps import MixingMap
 
@@ -24,8 +24,9 @@ def load(folder: str | os.PathLike[str], table: str = "maps", *, lazy: bool = Fa
     Args:
         folder: The folder.
         table: "maps": one row for each prompt and method, in the order of the prompts, with the columns
-            prompt, method, error, tokens, shape, scores and the fields of the prompts. Or the name of a
-            reduction: one row for each group, with count, mean and spread (the standard deviation).
+            prompt, method, text (None if the prompt was not given as one text), error, tokens, shape, scores
+            and the fields of the prompts. Or the name of a reduction: one row for each group, with count,
+            mean and spread (the standard deviation).
         lazy: Whether to return a `pyarrow.dataset.Dataset` of the files, which reads only what is asked
             for. The rows of a shard are then in the order in which they were computed, and the parts of a
             reduction are not merged.
@@ -165,7 +166,8 @@ def _read_rows(paths: Sequence[Any]) -> pandas.DataFrame:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.concat_tables([pq.read_table(path) for path in paths])
+    # Files of older releases lack the column `text`.
+    table = pa.concat_tables([pq.read_table(path) for path in paths], promote_options="default")
     frame = table.to_pandas().sort_values("prompt", kind="stable", ignore_index=True)
     texts = frame.pop("fields")
     if texts.notna().any():
@@ -191,4 +193,4 @@ def _read_reduction(paths: Sequence[Any]) -> pandas.DataFrame:
             merged = part if merged is None else merge_moments([merged, part], by)
     if merged is None:
         return pq.read_table(paths[0]).to_pandas().drop(columns="m2")
-    return finish_moments(merged)
+    return read_labels(finish_moments(merged))

@@ -134,6 +134,7 @@ class Work:
 
     def _compute(self, shard: Shard, report: Callable[[int], Any] | None) -> int:
         folder, fields = Folder(self.out), {entry.number: entry.fields for entry in shard.entries}
+        texts = {entry.number: entry.prompt for entry in shard.entries if isinstance(entry.prompt, str)}
         observed: dict[str, dict[tuple[int, int], Any]] = {name: {} for name in self.reduce}
         reasons: dict[int, str] = {}
         rounding = 0.0
@@ -163,7 +164,7 @@ class Work:
                     ]
                     parts = {}
                 for row in rows:
-                    writer.add(row)
+                    writer.add({**row, "text": texts.get(number)})
                 for name, tables in parts.items():
                     observed[name] |= tables
                 if report is not None:
@@ -234,7 +235,8 @@ class Work:
         )
         try:
             return session.read(prompt, prepend_bos=self.prepend_bos)
-        except (TypeError, ValueError) as problem:
+        # Tokenizers and chat templates raise errors of other classes too.
+        except Exception as problem:
             return _describe(problem)
 
     def _plan(self, session: Session, prompts: Sequence[Prompt]) -> Iterator[list[int]]:

@@ -46,7 +46,7 @@ def blimp_cases(
     if not is_causal_model(model, model_class_of(model)):
         raise ValueError("model: expected a causal decoder, which predicts the word after a prefix")
     cases = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             try:
                 pair = json.loads(line)

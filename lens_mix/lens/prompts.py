@@ -14,6 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lens_mix.arguments import check_dense_tensor, check_flags, check_whole_number
+from lens_mix.inputs import advise, as_text
 from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.features import read_features, reads_features
@@ -93,10 +94,11 @@ def read_prompt(
 
     A prompt is one of these:
 
-    - A string, or a pair of strings for an encoder (BERT: `[CLS] a [SEP] b [SEP]`, with token types). For a
-      causal decoder, the tokens are those of TransformerLens (`to_tokens`, `prepend_bos`), with a note if the
-      tokenizer's own differ. For other models they are those of `model.tokenizer(text)` or
-      `model.tokenizer(a, b)`, with the special tokens of the tokenizer's files (`own_template`).
+    - A string, or a pair of strings for an encoder (BERT: `[CLS] a [SEP] b [SEP]`, with token types). Bytes
+      are text in UTF-8. For a causal decoder, the tokens are those of TransformerLens (`to_tokens`,
+      `prepend_bos`), with a note if the tokenizer's own differ. For other models they are those of
+      `model.tokenizer(text)` or `model.tokenizer(a, b)`, with the special tokens of the tokenizer's files
+      (`own_template`).
     - Tokens [pos] or [1, pos]: a tensor, a NumPy array or a list of whole numbers.
     - What a tokenizer of Hugging Face returns: a `BatchEncoding` with its mask and token types.
     - Chat messages, `[{"role": "user", "content": "..."}]`, which the tokenizer's chat template converts.
@@ -129,6 +131,7 @@ def read_prompt(
         if prepend_bos is not None:
             raise ValueError(f"prepend_bos: expected None for a model without tokens, got {prepend_bos}")
         return read_features(model, prompt, device_of(model), attention_mask, inputs)
+    prompt = read_plain("prompt", prompt)
     text = _as_text(prompt)
     given = dict(inputs or {})
     if prepend_bos is not None:
@@ -182,6 +185,18 @@ def read_prompt(
         )
     grid = only_grid(pictures)
     return Prompt(tokens, target, extra, text, notes, pictures, picture_inputs, grid=grid)
+
+
+def read_plain(name: str, prompt: Any) -> Any:
+    """Return a prompt in which bytes, and text of NumPy or pyarrow, are strings.
+
+    Raises:
+        ValueError: If bytes are not UTF-8, or text has a half of a surrogate pair.
+    """
+    if not isinstance(prompt, (tuple, list)) or len(prompt) != 2:
+        return as_text(name, prompt)
+    pair = [as_text(name, one) for one in prompt]
+    return pair if isinstance(prompt, list) else tuple(pair)
 
 
 def _picture_inputs(
@@ -371,6 +386,7 @@ def _tokens(
     if not torch.is_tensor(prompt):
         hint = "" if name == "prompt" else " (labels of a tokenizer are not what the decoder reads)"
         hint *= isinstance(prompt, Mapping)
+        hint += advise(prompt)
         raise TypeError(f"{name}: expected a string or a tensor of tokens, got {type(prompt).__name__}{hint}")
     check_dense_tensor(name, prompt)
     if not prompt.numel():

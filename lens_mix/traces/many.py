@@ -9,6 +9,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from lens_mix.arguments import check_flags, describe_value
+from lens_mix.inputs import read_several
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.traces.documents import Documents
 from lens_mix.traces.trace import Trace, trace
@@ -44,10 +45,9 @@ def trace_many(
         ValueError: In the same way, or if there are more or fewer answers than prompts.
         UnsupportedModelError: As in `lens_mix.trace`.
     """
-    if isinstance(prompts, (str, bytes, Mapping, Documents)) or not isinstance(prompts, Iterable):
-        raise TypeError(
-            f"prompts: expected several prompts, got {describe_value(prompts)}; use lm.trace for one prompt"
-        )
+    if isinstance(prompts, Documents):
+        raise TypeError("prompts: expected several prompts, got Documents; use lm.trace for one prompt")
+    prompts = read_several(prompts, "lm.trace")
     if isinstance(answers, (str, bytes, Mapping)) or not isinstance(answers, Iterable | None):
         raise TypeError(f"answers: expected one answer per prompt, got {describe_value(answers)}")
     check_flags(progress=progress)

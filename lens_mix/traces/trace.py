@@ -22,11 +22,12 @@ from lens_mix.arguments import (
     describe_value,
 )
 from lens_mix.evaluation.candidates import Aggregation
+from lens_mix.inputs import as_text
 from lens_mix.lens.changes import Changes
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.model_names import strip_path
-from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder
+from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder, read_plain
 from lens_mix.lens.provenance import model_name, of_run
 from lens_mix.lens.verification.kept import read_state
 from lens_mix.maps import MixingMap
@@ -531,6 +532,7 @@ def trace(
     check_whole_number("seed", seed, 0)
     # An exception of a signal handler is then not taken for an error of the prompt or of the model.
     with Changes([]):
+        prompt, answer = read_plain("prompt", prompt), as_text("answer", answer)
         text = read_prompt_text(model, prompt)
         alone = read_prompt_alone(model, prompt, text, prepend_bos)
         notes: list[str] = []

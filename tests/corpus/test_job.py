@@ -152,7 +152,7 @@ def test_a_prompt_that_fails_has_rows_with_its_reason(tmp_path):
     assert len(table) == 40
     failed = table[table["error"].notna()]
     assert failed["prompt"].tolist() == [3, 3, 12, 12]
-    assert "expected a text, a pair of texts, or tokens, got 5" in failed["error"].iloc[0]
+    assert "expected a text, a pair of texts, tokens, or messages, got 5" in failed["error"].iloc[0]
     assert "32" in failed["error"].iloc[2], "the length of the model's context"
     assert table["scores"].notna().sum() == 36
     assert len(list(corpus.maps(tmp_path))) == 36
