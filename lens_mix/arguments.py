@@ -93,6 +93,7 @@ def check_number(
     """
     start = f"above {least}" if above else f"{least} or more"
     bounds = f", {start}" if largest == math.inf else f" from {least} to {largest}"
+    bounds = f" above {least}, at most {largest}" if above and largest < math.inf else bounds
     bounds = "" if least == -math.inf else bounds
     expected = f"{name}: expected a {'finite ' if largest == math.inf else ''}number{bounds}"
     scalar = value.item() if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta else value
@@ -127,6 +128,19 @@ def check_instance(name: str, value: Any, kind: Any, expected: str) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected {expected}, got {describe_value(value)}")
     return value
+
+
+def check_unicode(name: str, text: str) -> str:
+    """Return a text that UTF-8 can encode; raise a ValueError if it has one half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        part = text[max(problem.start - 10, 0) : problem.start + 10]
+        raise ValueError(
+            f"{name}: expected text that UTF-8 can encode, got one half of a surrogate pair at character "
+            f"{problem.start} ({part!r}); remove it, or read the text again in its own encoding"
+        ) from None
+    return text
 
 
 def check_items(

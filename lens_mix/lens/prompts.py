@@ -537,13 +537,19 @@ def _checked_tokens(
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= d_vocab:
         raise ValueError(f"{name}: expected tokens in 0..{d_vocab - 1}, got tokens in {low}..{high}")
-    n_ctx = getattr(model.cfg, "n_ctx", None)
-    if n_ctx and len(tokens) > n_ctx and not _has_positions_beyond(model):
+    n_ctx = most_tokens(model)
+    if n_ctx is not None and len(tokens) > n_ctx:
         raise ValueError(
             f"{name}: expected at most n_ctx={n_ctx} tokens, got {len(tokens)}; shorten it, or load the "
             "model with a longer context"
         )
     return tokens
+
+
+def most_tokens(model: TransformerLensModel) -> int | None:
+    """Return the number of tokens that the model has positions for; None if it computes any position."""
+    n_ctx: int | None = getattr(model.cfg, "n_ctx", None)
+    return n_ctx if n_ctx and not _has_positions_beyond(model) else None
 
 
 def _notes_on_length(model: TransformerLensModel, tokens: Int[Tensor, " pos"], name: str) -> tuple[str, ...]:

@@ -221,16 +221,16 @@ def check_messages(tokenizer: Any, messages: Any) -> None:
             "prompt: expected a tokenizer with a chat template for chat messages, got one without; set "
             "model.tokenizer.chat_template, or give a string"
         )
-    if not all({"role", "content"} <= set(message) for message in messages):
+    # A message with tool calls, or with its reasoning alone, needs no content.
+    is_read = ("role" in each and ("content" in each or set(each) - {"role", "name"}) for each in messages)
+    if not all(is_read):
         raise ValueError(
             f'prompt: expected messages with "role" and "content", got {describe_value(messages)}'
         )
 
 
-def render_messages(tokenizer: Any, messages: Any) -> str:
-    """Return the text that the chat template makes of messages; see `chat_ids`."""
-    needs_answer = messages[-1]["role"] != "assistant"
-    text: str = tokenizer.apply_chat_template(
-        list(map(dict, messages)), tokenize=False, add_generation_prompt=needs_answer
-    )
+def render_messages(tokenizer: Any, messages: Any, options: Mapping[str, Any] | None = None) -> str:
+    """Return the text that the chat template makes of messages and of its options; see `chat_ids`."""
+    chosen = {"add_generation_prompt": messages[-1]["role"] != "assistant", **(options or {})}
+    text: str = tokenizer.apply_chat_template(list(map(dict, messages)), tokenize=False, **chosen)
     return text

@@ -1,14 +1,12 @@
-"""Write documents, a question and chat messages as one text, and keep where each of them is."""
+"""Write documents and a question as one text or as chat messages, and keep where each of them is."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from lens_mix.arguments import check_instance, describe_value
-from lens_mix.lens import texts
 
 # Sources of these kinds are not content that a reader could have given or left out.
 TEMPLATE, WRITTEN = "template", "written"
@@ -101,75 +99,6 @@ class Documents:
         return text + question, sections
 
 
-def _shift(section: Section, by: int, message: str | None = None) -> Section:
+def _shift(section: Section, by: int) -> Section:
     """Return a section at a later place of a text."""
-    return section._replace(start=section.start + by, stop=section.stop + by, message=message)
-
-
-def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], inside: Sequence[Sequence[Section]] | None = None
-) -> tuple[str, list[Section]]:
-    """Return the text that the chat template makes of messages, and the sections of their contents.
-
-    The places of the contents are found by rendering marks in their stead, and not by searching the text, in
-    which a content may occur twice.
-
-    Args:
-        tokenizer: The tokenizer with its chat template.
-        messages: The messages, each with "role" and "content".
-        inside: The sections of each message's content. None: each content is one section.
-
-    Raises:
-        TypeError: If a content is not text.
-        ValueError: If there is no template, a message has no role or content, or the template raises an
-            error, changes the contents, or repeats or leaves out one of them.
-    """
-    for message in messages:
-        check_instance("prompt", message.get("content", ""), str, "messages whose content is text")
-    contents = [message.get("content", "") for message in messages]
-    marks = [f"⟦{number}⟧" for number in range(len(messages))]
-    rendered = _render(tokenizer, messages)
-    filled = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
-    found = re.fullmatch(_make_pattern(_render(tokenizer, filled), marks, contents), rendered)
-    if found is None:
-        raise ValueError(
-            "prompt: expected a chat template that writes each message's content once and unchanged, got one "
-            "that does not; give the text of the template as a string"
-        )
-    sections = []
-    for index, (message, content) in enumerate(zip(messages, contents, strict=True)):
-        role, kept = str(message["role"]), found[index + 1]
-        own = inside[index] if inside is not None else [Section(role, role, 0, len(content))]
-        # A template that strips the contents moves their sections.
-        cut = content.find(kept)
-        for section in own:
-            start, stop = (min(max(end - cut, 0), len(kept)) for end in (section.start, section.stop))
-            moved = section._replace(start=start, stop=stop)
-            sections.append(_shift(moved, found.start(index + 1), f"{index + 1} {role}"))
-    return rendered, sections
-
-
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text that the chat template makes of messages.
-
-    Raises:
-        ValueError: If there is no template, a message has no role or content, or the template raises one.
-    """
-    texts.check_messages(tokenizer, messages)
-    try:
-        return texts.render_messages(tokenizer, messages)
-    except Exception as problem:
-        raise ValueError(
-            "prompt: expected messages that the tokenizer's chat template accepts, got "
-            f"{type(problem).__name__}: {problem}"
-        ) from problem
-
-
-def _make_pattern(marked: str, marks: Sequence[str], contents: Sequence[str]) -> str:
-    """Return a pattern of the text with the contents in place of the marks, white space stripped or not."""
-    pattern = ""
-    for mark, content in zip(marks, contents, strict=True):
-        before, _, marked = marked.partition(mark)
-        forms = dict.fromkeys([content, content.rstrip(), content.lstrip(), content.strip()])
-        pattern += f"{re.escape(before)}({'|'.join(map(re.escape, forms))})"
-    return pattern + re.escape(marked)
+    return section._replace(start=section.start + by, stop=section.stop + by)

@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lens_mix.arguments import describe_value
+from lens_mix.arguments import check_flags, check_number, check_whole_number, describe_value
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.pictures import join_inputs
-from lens_mix.lens.prompts import is_encoder_decoder
+from lens_mix.lens.prompts import context_length, is_encoder_decoder, most_tokens, vocabulary
 from lens_mix.lens.replay import is_out_of_memory
 from lens_mix.traces.attribution import Written, read_written, rounding_of
 from lens_mix.traces.reading import PromptText, Reading, add_answer
@@ -34,31 +34,74 @@ _MOST_PROBABLE = {
 }
 # These options have no effect unless tokens are drawn.
 _OF_DRAWS = ("temperature", "top_k", "top_p")
+# TransformerLens itself checks none of these, and ignores a frequency penalty below 0.
+_NUMBERS: dict[str, dict[str, Any]] = {
+    "temperature": {"least": 0},
+    "top_p": {"least": 0, "largest": 1, "above": True},
+    "freq_penalty": {"least": 0},
+    "repetition_penalty": {"least": 0, "above": True},
+}
+_FLAGS = {"do_sample", "stop_at_eos", "use_past_kv_cache", "verbose"}
+_TOKENS = ("eos_token_id", "forced_bos_token_id")
 # Before tokens are drawn, as many of the most probable ones are compared with the predictions of a pass.
 _TRIED = 8
+
+
+def find_options(model: TransformerLensModel) -> list[str]:
+    """Return the names of the options of the model's `generate` that `lm.trace` does not set itself."""
+    generate = getattr(model, "generate", None)
+    known = [] if generate is None else list(inspect.signature(generate).parameters)
+    return [name for name in known if name not in (*_OWN, *_OTHER_RESULTS)]
 
 
 def check_options(model: TransformerLensModel, options: Mapping[str, Any]) -> None:
     """Check the options of the model's `generate`.
 
     Raises:
-        TypeError: If `generate` has no option of a name, or `lm.trace` sets it itself.
-        ValueError: If an option has no effect, because no tokens are drawn.
+        TypeError: If an option has a wrong type.
+        ValueError: If it is out of range, or has no effect, because no tokens are drawn.
     """
-    generate = getattr(model, "generate", None)
-    known = [] if generate is None else list(inspect.signature(generate).parameters)
-    taken = [name for name in known if name not in (*_OWN, *_OTHER_RESULTS)]
-    for name, value in options.items():
-        if name not in taken:
-            raise TypeError(
-                f"{name}: expected an argument of lm.trace or an option of model.generate ({taken}), got "
-                f"{name}={describe_value(value)}"
-            )
-        if name in _OF_DRAWS and value is not None and not options.get("do_sample", False):
+    for name in _FLAGS & options.keys():
+        check_flags(**{name: options[name]})
+    for name, bounds in _NUMBERS.items():
+        if options.get(name) is not None:
+            check_number(name, options[name], **bounds)
+    if options.get("top_k") is not None:
+        check_whole_number("top_k", options["top_k"], 1)
+    for name in _TOKENS:
+        listed = options.get(name)
+        for token in listed if isinstance(listed, (list, tuple)) else [listed]:
+            if token is not None:
+                check_whole_number(name, token, 0, vocabulary(model, "target") - 1, what="a token")
+    for name in _OF_DRAWS:
+        if options.get(name) is not None and not options.get("do_sample", False):
             raise ValueError(
                 f"{name}: expected do_sample=True with it, because by default the most probable token is "
-                f"written, got {name}={describe_value(value)} alone"
+                f"written, got {name}={describe_value(options[name])} alone"
             )
+
+
+def _limit_count(model: TransformerLensModel, prompt: Prompt, count: int, part: str | None) -> int:
+    """Return how many tokens a model can write at most after a prompt, within its context.
+
+    Raises:
+        ValueError: If it cannot write any.
+    """
+    most = most_tokens(model)
+    longest = context_length(model, "prompt" if part is None else "target") if most is None else most
+    if longest is None:
+        return count
+    # A decoder reads its start token first.
+    before = 1 if part == "joint" else len(prompt.tokens)
+    if before < longest:
+        return min(count, longest - before)
+    if most is None:
+        # The prompt has a note that it is longer than any text of the training.
+        return min(count, longest)
+    raise ValueError(
+        f"generate: expected a prompt that leaves room in the n_ctx={longest} tokens that the model can "
+        f"read, got one of {before} tokens; shorten it"
+    )
 
 
 def write(
@@ -84,10 +127,12 @@ def write(
         options: Options of the model's `generate`.
 
     Raises:
+        ValueError: If the prompt leaves no room in the model's context.
         UnsupportedModelError: If the model cannot write, or its tokens are not those that the pass predicts.
     """
     part = "joint" if is_encoder_decoder(model, model_class_of(model)) else None
     allowed = rounding_of(Lens(model, part))
+    most = _limit_count(model, prompt, count, part)
 
     def attempt(count: int, options: Mapping[str, Any]) -> tuple[Reading, Written]:
         answer = _generate_tokens(model, prompt, count, part=part, seed=seed, options=options)
@@ -102,16 +147,18 @@ def write(
     reasons: list[str] = []
     is_checked = _takes_most_probable(options)
     if not is_checked and len(attempts) > 1:
-        _, tried = attempt(min(count, _TRIED), {"stop_at_eos": False})
+        _, tried = attempt(min(most, _TRIED), {"stop_at_eos": False})
         reason = _find_other_prediction(tried, allowed)
         if reason is not None:
             reasons.append(reason)
             del attempts[0]
     for given in attempts:
-        reading, written = attempt(count, given)
+        reading, written = attempt(most, given)
         reason = _find_other_prediction(written, allowed) if is_checked else None
         if reason is None:
             notes = [f"generate: written without the cache, because with it {each}" for each in reasons]
+            if reading.n_written == most < count:
+                notes.append(f"generate: the text ends after {most} tokens, where the model's context ends")
             return reading, written, notes
         reasons.append(reason)
     raise UnsupportedModelError(

@@ -11,14 +11,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lens_mix.arguments import check_dense_tensor, describe_value
+from lens_mix.arguments import check_dense_tensor, check_unicode, describe_value
 from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
 from lens_mix.lens.prompts import is_encoder_decoder, read_prompt, tensor_of, vocabulary
 from lens_mix.lens.state import reading
 from lens_mix.lens.token_strings import token_strings
-from lens_mix.traces.documents import PICTURE, Documents, Section, render_chat
+from lens_mix.traces.chat import render_chat
+from lens_mix.traces.documents import PICTURE, Documents, Section
 from lens_mix.traces.sources import PlacedText, Splitter, TextSource, find_sources
 
 
@@ -100,24 +101,31 @@ class PromptText:
         text: The text.
         sections: Its sections.
         is_template: Whether a chat template wrote it, with all special tokens.
+        notes: Sentences that a reader should know, such as which messages the template leaves out.
     """
 
     text: str
     sections: list[Section]
     is_template: bool
+    notes: tuple[str, ...] = ()
 
 
-def read_prompt_text(model: TransformerLensModel, prompt: Any) -> PromptText | None:
+def read_prompt_text(
+    model: TransformerLensModel, prompt: Any, options: Mapping[str, Any] | None = None
+) -> PromptText | None:
     """Return the text of a prompt and its sections; None for tokens.
+
+    Args:
+        model: The model.
+        prompt: The prompt.
+        options: What the chat template gets besides the messages, as in `render_chat`.
 
     Raises:
         TypeError: If a message's content is not text.
         ValueError: If chat messages have no template or an unusable one, or end with what was written.
     """
     tokenizer = getattr(model, "tokenizer", None)
-    is_chat = (
-        isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
-    )
+    is_chat = _is_chat(prompt)
     if not (isinstance(prompt, (str, Documents)) or is_chat):
         return None
     if tokenizer is None:
@@ -130,12 +138,24 @@ def read_prompt_text(model: TransformerLensModel, prompt: Any) -> PromptText | N
             "the last one, which the template ends; give its text as answer="
         )
     if isinstance(prompt, str):
+        check_unicode("prompt", prompt)
         kind = "source" if is_encoder_decoder(model, model_class_of(model)) else "prompt"
         return PromptText(prompt, [Section(kind, kind, 0, len(prompt))], False)
     if isinstance(prompt, Documents) and not getattr(tokenizer, "chat_template", None):
-        return PromptText(*prompt.to_text(), False)
+        text, sections = prompt.to_text()
+        return PromptText(check_unicode("prompt", text), sections, False)
     messages, inside = prompt.to_messages() if isinstance(prompt, Documents) else (prompt, None)
-    return PromptText(*render_chat(tokenizer, messages, inside), True)
+    text, sections, notes = render_chat(tokenizer, messages, inside, options)
+    return PromptText(check_unicode("prompt", text), sections, True, notes)
+
+
+def takes_template(prompt: Any) -> bool:
+    """Return whether a chat template writes the prompt, if the tokenizer has one."""
+    return isinstance(prompt, Documents) or _is_chat(prompt)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
 
 
 def read_prompt_alone(
@@ -151,7 +171,8 @@ def read_prompt_alone(
         given = torch.tensor(texts.token_ids(model.tokenizer, text.text), dtype=torch.long, device="cpu")
         prepend_bos = None
     with reading(model):
-        return read_prompt(model, model_class_of(model), given, prepend_bos=prepend_bos)
+        read = read_prompt(model, model_class_of(model), given, prepend_bos=prepend_bos)
+    return read if text is None else dataclasses.replace(read, notes=(*text.notes, *read.notes))
 
 
 def add_answer(model: TransformerLensModel, prompt: Prompt, text: PromptText | None, answer: Any) -> Reading:
@@ -168,6 +189,8 @@ def add_answer(model: TransformerLensModel, prompt: Prompt, text: PromptText | N
         TypeError: If the answer is neither text nor tokens.
         ValueError: If it is empty, or the prompt's last token merges with it.
     """
+    if isinstance(answer, str):
+        check_unicode("answer", answer)
     has_encoder = is_encoder_decoder(model, model_class_of(model))
     read = (_add_to_source if has_encoder else _add_to_prompt)(model, prompt, text, answer)
     notes = tuple(dict.fromkeys((*prompt.notes, *read.prompt.notes)))

@@ -44,9 +44,16 @@ from lens_mix.traces.attribution import (
     read_written,
     rounding_of,
 )
-from lens_mix.traces.generation import check_options, write
+from lens_mix.traces.chat import find_template_options
+from lens_mix.traces.generation import check_options, find_options, write
 from lens_mix.traces.paths import normalize, sum_paths
-from lens_mix.traces.reading import Reading, add_answer, read_prompt_alone, read_prompt_text
+from lens_mix.traces.reading import (
+    Reading,
+    add_answer,
+    read_prompt_alone,
+    read_prompt_text,
+    takes_template,
+)
 from lens_mix.traces.sources import (
     UNITS,
     Splitter,
@@ -298,9 +305,13 @@ class Trace:
             ValueError: If `hops` is below 0.
         """
         number = -1 if hops is None else check_whole_number("hops", hops, 0)
+        # No path has more written tokens than there are.
+        number = min(number, self.reading.n_written)
         if ("through", number) not in self._computed:
             rows = dataclasses.replace(self, hops=None)._steps()
-            self._computed["through", number] = sum_paths(rows, self.n_prompt, hops)
+            self._computed["through", number] = sum_paths(
+                rows, self.n_prompt, None if hops is None else number
+            )
         return dataclasses.replace(self, hops=number)
 
     def verify(self, k: int = 5) -> SourceScores:
@@ -494,7 +505,8 @@ def trace(
             what the processor of a model of pictures and text returned. Each picture is then a source.
         answer: What was written after the prompt: a string, which begins with its space if it needs one; or
             tokens (of an encoder-decoder: from the start token on).
-        generate: The largest number of tokens that the model writes itself. Either this or `answer`.
+        generate: The largest number of tokens that the model writes itself. It also stops at the end of its
+            context. Either this or `answer`.
         sources: The unit of the sources: "token", "word", "sentence", "message" or "document". Or a function
             that splits a text into pairs (first character, character after the last); or groups of the
             prompt's positions or texts, as in `lm.Occlusion`.
@@ -509,7 +521,8 @@ def trace(
         progress: As in `lm.run`: True shows bars, False warns before a method takes many passes. The scores
             of single tokens, and `verify`, show a bar after two seconds in any case.
         generation: Options of the model's `generate`: do_sample, temperature, top_k, top_p, …. By default the
-            most probable token is written.
+            most probable token is written. For chat messages, also what the chat template reads besides them:
+            tools, documents (each of which is a source), enable_thinking, ….
 
     Returns:
         The trace. The scores of everything that was written are computed; those of other spans are computed
@@ -520,6 +533,7 @@ def trace(
         ValueError: If an argument has a wrong value, or the prompt does not end between two tokens.
         UnsupportedModelError: If the model does not write text, or the method cannot run on it.
     """
+    template_options = _take_template_options(model, prompt, generation)
     _check_request(model, answer, generate, generation)
     unit, split, groups = _read_sources(sources, language)
     methods = _default_methods(model) if method is None else [_read_method(method)]
@@ -529,11 +543,11 @@ def trace(
     if progress is not None:
         check_flags(progress=progress)
     options = {"max_memory": max_memory, "progress": progress}
-    check_whole_number("seed", seed, 0)
+    check_whole_number("seed", seed, 0, 2**64 - 1)
     # An exception of a signal handler is then not taken for an error of the prompt or of the model.
     with Changes([]):
         prompt, answer = read_plain("prompt", prompt), as_text("answer", answer)
-        text = read_prompt_text(model, prompt)
+        text = read_prompt_text(model, prompt, template_options)
         alone = read_prompt_alone(model, prompt, text, prepend_bos)
         notes: list[str] = []
         written = None
@@ -576,6 +590,29 @@ def trace(
                 "state": read_state(lens),
             },
         )
+
+
+def _take_template_options(
+    model: TransformerLensModel, prompt: Any, generation: dict[str, Any]
+) -> dict[str, Any]:
+    """Take what the chat template reads out of the options, and return it.
+
+    Raises:
+        TypeError: If neither the chat template nor the model's `generate` reads one of the options.
+    """
+    own = find_options(model)
+    others = {name: value for name, value in generation.items() if name not in own}
+    is_template = takes_template(prompt)
+    taken = find_template_options(getattr(model, "tokenizer", None), others) if is_template else {}
+    for name, value in others.items():
+        if name not in taken:
+            template = ", or a variable that the chat template reads" * is_template
+            raise TypeError(
+                f"{name}: expected an argument of lm.trace, an option of model.generate ({own}){template}, "
+                f"got {name}={describe_value(value)}"
+            )
+        del generation[name]
+    return taken
 
 
 def _check_request(
