@@ -116,8 +116,8 @@ def main(folder: Path) -> None:
     occlusion = lm.Occlusion(target=likeness(pixels, model), by="blur")
     maps["occlusion"] = lm.run(model, pixels, occlusion, queries=[0], progress=None)
     for name, m in maps.items():
-        m.show(picture=picture).savefig(folder / f"{name}.png")
-    lm.page(maps, folder / "page.html", picture=picture)
+        m.show(picture=True).savefig(folder / f"{name}.png")
+    lm.page(maps, folder / "page.html", picture=True)
     print(f"Written to {folder}: {', '.join(maps)}, page.html")
 
 

@@ -41,7 +41,8 @@ def run_again(
         ValueError: If it does not come from a run, or if its record does not fully describe the method.
     """
     record = check_instance("mixing_map", mixing_map, MixingMap, "a MixingMap").provenance
-    if mixing_map.features is None and "token_ids" not in record:
+    reads_tokens = "token_ids" in record
+    if mixing_map.features is None and not reads_tokens:
         raise ValueError(
             "mixing_map: expected a map that lm.run made, with token_ids in its provenance, got a map of "
             f"method {mixing_map.method!r} without them; make it with lm.run(model, prompt, method)"
@@ -59,8 +60,7 @@ def run_again(
         )
     is_aggregated = mixing_map.kind == "input" and len(mixing_map) > 1
     reads_target = record.get("part") in ("decoder", "cross", "joint")
-    features = mixing_map.features
-    mapped = _read_numbers(record, "token_ids") if features is None else features
+    mapped: Any = _read_numbers(record, "token_ids") if reads_tokens else mixing_map.features
     prompt: Any = mapped
     if reads_target or "target_token_ids" in record:
         target = _read_numbers(record, "target_token_ids")

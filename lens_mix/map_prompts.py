@@ -283,7 +283,7 @@ class _Record:
             provenance={**self._provenance, **prompt_record, **provenance.details(blocks, index)},
             default_query=self._find_default_query(label, index, len(tokens)),
             explained=self._explain(label, index),
-            features=prompt.features,
+            features=prompt.pixels if prompt.features is None else prompt.features,
             grid=prompt.grid if groups is None else None,
             notes=(
                 *filter(None, (stack.gaps, self._note_classifier(method), clean.no_predictions)),

@@ -216,6 +216,35 @@ def changed_cell(name, row, column):
     return pixels
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_a_map_contains_the_pixels_of_its_only_picture(name, tmp_path):
+    """Compare the change of the pixels with the cell of the grid in which the picture changed."""
+    prompt = picture_prompt(name)
+    m = lm.run(model_of(name), prompt, "attention", layers=[0])
+    assert lm.run(model_of(name), picture_prompt(name, 2), "attention", layers=[0]).features is None
+    if GRIDS[name] is None:
+        assert m.features is None
+        return
+    assert m.features.shape == (3, *m.grid.size)
+    assert not torch.equal(m.features, torch.zeros_like(m.features))
+    for row, column in ((0, 0), (0, 1), (1, 0)):
+        changed = {**prompt, "pixel_values": changed_cell(name, row, column)}
+        moved = lm.run(model_of(name), changed, "attention", layers=[0]).features - m.features
+        top, left, bottom, right = m.grid.box(m.grid.positions[row * m.grid.columns + column])
+        expected = torch.zeros_like(moved)
+        expected[:, top:bottom, left:right] = 1
+        torch.testing.assert_close(moved, expected)
+    # A figure needs no picture, and one whose place is not known is not used.
+    figures = pytest.importorskip("lens_mix.view.images")
+    given = figures.read_image(m, torch.zeros(3, 30, 20))
+    assert (given.pixels == figures.read_image(m, True).pixels).all()
+    m.save(tmp_path / "map.safetensors")
+    loaded = lm.MixingMap.load(tmp_path / "map.safetensors")
+    assert torch.equal(loaded.features, m.features)
+    pixels = {key: value for key, value in prompt.items() if key in m.provenance["picture_inputs"]}
+    torch.testing.assert_close(lm.run_again(model_of(name), loaded, **pixels).scores, m.scores)
+
+
 # ------------------------------------------------------------------ which keys a query sees
 
 

@@ -57,14 +57,14 @@ print("pixels", list(pixels.shape))
 maps = lm.run(model, pixels, ["attention", "value_norm", "value_zeroing"], queries=[0])
 grid = maps["attention"].grid
 print(f"{grid.rows} x {grid.columns} patches of {grid.patch[0]} pixels")
-maps["attention"].show(picture=picture)
+maps["attention"].show(picture=True)
 
 # %% [markdown]
 # In layers 1 to 5, most of the row is [CLS] itself. Layer 0 reads one patch, layer 1 the meadow. From the
 # middle on, the house, the ball and the sun are darker than the sky and the meadow.
 
 # %%
-maps["value_zeroing"].show(picture=picture)
+maps["value_zeroing"].show(picture=True)
 
 # %% [markdown]
 # ## Region by region
@@ -99,7 +99,7 @@ print(f"{'patches':18s}", *(f"{(parts == name).mean():7.0%}" for name in names))
 target = pictures.likeness(pixels, model)
 blur = lm.Occlusion(target=target, by="blur")
 maps["occlusion"] = lm.run(model, pixels, blur, queries=[0], progress=None)
-maps["occlusion"].show(picture=picture)
+maps["occlusion"].show(picture=True)
 
 # %% [markdown]
 # Which map orders the patches as the blur does? Input gradients and the last layer's rollout describe the
@@ -161,7 +161,7 @@ for method, values in ratios.items():
 # what that patch used.
 
 # %%
-page = lm.page(lm.run(model, pixels, ["value_norm", "attention"]), picture=picture)
+page = lm.page(lm.run(model, pixels, ["value_norm", "attention"]), picture=True)
 page.save("pictures.html")
 
 # %% [markdown]

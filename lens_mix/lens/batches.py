@@ -14,6 +14,7 @@ from lens_mix.lens.pictures import (
     Picture,
     check_neighbours,
     drop_pictures,
+    find_pixels,
     is_picture,
     label_pictures,
     only_grid,
@@ -63,6 +64,11 @@ class Prompt:
     def is_picture(self) -> Bool[Tensor, " pos"]:
         """Return which of the tokens stand for patches of pictures."""
         return is_picture(self.pictures, len(self.tokens), self.tokens.device)
+
+    @property
+    def pixels(self) -> Tensor | None:
+        """Return the pixels of the only picture beside the tokens; None if there is none, or several."""
+        return find_pixels(self.pictures, self.picture_inputs)
 
     def label(self, strings: Sequence[str]) -> list[str]:
         """Return the strings of the tokens, with the labels of patches at their positions."""

@@ -6,6 +6,8 @@ frames of a waveform, and a few positions without a place, such as [CLS].
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from lens_mix.arguments import check_dense_tensor, describe_value
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.processor import is_pil_picture, process_picture
 from lens_mix.maps.grid import Grid
 
 # A position of a picture or of sound has no token. No vocabulary has this number, so it can't be read as one.
@@ -105,7 +108,18 @@ def read_features(
     name, kind = find_feature_name(model), _kind(model)
     if inputs:
         raise ValueError(f"model inputs: expected none besides {name}, got {sorted(inputs)}")
-    prompt = _process(model, prompt)
+    placed: dict[str, Any] = {}
+    notes: tuple[str, ...] = ()
+    if is_pil_picture(prompt):
+        _require_processor(model)
+        encoding, window, notes = process_picture(
+            model.processor,  # type: ignore[attr-defined]
+            prompt,
+            _config(model).num_channels,
+        )
+        if window is not None:
+            placed = {"picture_size": (prompt.height, prompt.width), "window": window}
+        prompt = encoding
     if isinstance(prompt, Mapping):
         if name not in prompt:
             raise TypeError(f"prompt: expected {name}, which the model reads, got {sorted(prompt)}")
@@ -125,7 +139,8 @@ def read_features(
     if not bool(torch.isfinite(features).all()):
         raise ValueError("prompt: expected finite numbers, got NaN or infinity")
     dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
-    return _make_prompt(model, features.detach().to(device, dtype))
+    made = _make_prompt(model, features.detach().to(device, dtype))
+    return dataclasses.replace(made, grid=dataclasses.replace(made.grid, **placed), notes=notes)  # type: ignore[type-var]
 
 
 def any_features(model: TransformerLensModel, device: torch.device) -> Tensor:
@@ -269,17 +284,13 @@ def _find_sampling_rate(model: TransformerLensModel) -> float:
     return float(getattr(processor, "sampling_rate", None) or _SAMPLING_RATE)
 
 
-def _process(model: TransformerLensModel, prompt: Any) -> Any:
-    """Return what the model's processor makes of a PIL picture, and everything else as it is."""
-    if not any(base.__module__.startswith("PIL.") for base in type(prompt).__mro__):
-        return prompt
-    processor = getattr(model, "processor", None)
-    if processor is None or _kind(model) != "picture":
+def _require_processor(model: TransformerLensModel) -> None:
+    """Raise a TypeError if the model has no processor that converts a PIL picture."""
+    if getattr(model, "processor", None) is None or _kind(model) != "picture":
         raise TypeError(
             f"prompt: expected {_AXES[_kind(model)]}, got a PIL picture and a model without a processor; set "
             "model.processor = AutoImageProcessor.from_pretrained(name), or give what it returns"
         )
-    return processor(images=prompt, return_tensors="pt")
 
 
 def _as_tensor(prompt: Any, kind: str) -> Tensor:
@@ -296,7 +307,7 @@ def _as_tensor(prompt: Any, kind: str) -> Tensor:
     if not torch.is_tensor(prompt):
         raise TypeError(
             f"prompt: expected {_AXES[kind]} as real numbers, because the model reads no tokens, got "
-            f"{describe_value(prompt)}; give what the model's processor returns"
+            f"{describe_value(prompt)}; give what the model's processor returns{_hint_path(prompt, kind)}"
         )
     check_dense_tensor("prompt", prompt)
     if not prompt.is_floating_point():
@@ -305,6 +316,11 @@ def _as_tensor(prompt: Any, kind: str) -> Tensor:
             "processor scales whole numbers"
         )
     return prompt
+
+
+def _hint_path(prompt: Any, kind: str) -> str:
+    is_path = isinstance(prompt, (str, os.PathLike)) and kind == "picture"
+    return ", or PIL.Image.open(path) with model.processor set" if is_path else ""
 
 
 def _without_padding(features: Tensor, attention_mask: Any, kind: str) -> Tensor:

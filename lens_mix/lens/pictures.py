@@ -240,6 +240,44 @@ def only_grid(pictures: Sequence[Picture]) -> Grid | None:
     return pictures[0].grid if len(pictures) == 1 else None
 
 
+def find_pixels(pictures: Sequence[Picture], inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the pixels [channel, height, width] that the only picture of a prompt was read as.
+
+    None if there are several pictures or none, if the places of the patches are not known, or if the inputs
+    have other axes.
+    """
+    grid, pixels = only_grid(pictures), inputs.get("pixel_values")
+    if grid is None or pixels is None:
+        return None
+    height, width = grid.size
+    if pixels.ndim == 2 and "image_grid_thw" in inputs:
+        return _join_patches(pixels, inputs["image_grid_thw"], grid)
+    if pixels.ndim < 4:
+        return None
+    tiles = pixels.flatten(0, -4)
+    # Padded tiles of Idefics 3 are zero.
+    filled = tiles[(tiles != 0).flatten(1).any(1)]
+    tile: Tensor = (filled if len(filled) else tiles)[0]
+    return tile[:, :height, :width] if tile.shape[1] >= height and tile.shape[2] >= width else None
+
+
+def _join_patches(patches: Tensor, grid_thw: Tensor, grid: Grid) -> Tensor | None:
+    """Return the pixels of patches [patch, number] in the order of Qwen-VL's processor.
+
+    A patch is [channel, time, row, column], and the patches of one group follow each other.
+    """
+    time, rows, columns = (int(number) for number in grid_thw[0])
+    side, group = grid.size[1] // columns, columns // grid.columns
+    count = 3 * side * side
+    if side == 0 or len(patches) != time * rows * columns or patches.shape[1] % count:
+        return None
+    shape = (time, rows // group, columns // group, group, group, 3, -1, side, side)
+    # A picture is repeated in time.
+    first = patches.reshape(shape)[:, :, :, :, :, :, 0]
+    pixels: Tensor = first.permute(5, 0, 1, 3, 6, 2, 4, 7).reshape(3, time * rows * side, columns * side)
+    return pixels
+
+
 def label_pictures(strings: Sequence[str], pictures: Sequence[Picture]) -> list[str]:
     """Return the strings of tokens, with the labels of pictures at the positions of their patches."""
     labels = list(strings)

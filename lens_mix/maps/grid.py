@@ -31,6 +31,10 @@ class Grid:
         step: The distance of neighbouring cells, down and to the right. It is smaller than `patch` if cells
             overlap.
         seconds: The time of one unit of the width. None: it is a picture.
+        picture_size: The height and width of the picture that was given, before the model's processor resized
+            and cropped it. None: not known.
+        window: What the cells cover of that picture: the top, left, bottom and right of `size`, in pixels of
+            the picture. Padding moves an edge outside of the picture. None: not known.
 
     Raises:
         TypeError: If a number has a wrong type.
@@ -44,12 +48,14 @@ class Grid:
     patch: tuple[int, int]
     step: tuple[int, int]
     seconds: float | None = None
+    picture_size: tuple[int, int] | None = None
+    window: tuple[float, float, float, float] | None = None
 
     def __post_init__(self) -> None:
         values: dict[str, Any] = {
             name: check_whole_number(name, getattr(self, name), 1) for name in ("rows", "columns")
         }
-        for name in ("size", "patch", "step"):
+        for name in ("size", "patch", "step", *(() if self.picture_size is None else ("picture_size",))):
             pair = check_items(name, getattr(self, name), "whole numbers", least=2)
             if len(pair) != 2:
                 raise ValueError(f"{name}: expected a height and a width, got {pair}")
@@ -64,6 +70,8 @@ class Grid:
             )
         if self.seconds is not None:
             values["seconds"] = check_number("seconds", self.seconds, 0)
+        if self.window is not None:
+            values["window"] = _check_window(self.window, self.picture_size)
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -130,6 +138,16 @@ class Grid:
     def record(self) -> dict[str, Any]:
         """Return the fields as values that JSON can represent."""
         return {name: _as_list(value) for name, value in vars(self).items()}
+
+
+def _check_window(window: Any, picture_size: Any) -> tuple[float, ...]:
+    edges = tuple(check_number("window", edge) for edge in check_items("window", window, "edges", least=4))
+    if picture_size is None or len(edges) != 4 or edges[0] >= edges[2] or edges[1] >= edges[3]:
+        raise ValueError(
+            "window: expected top, left, bottom and right, in this order, beside picture_size, got "
+            f"{list(edges)} and picture_size={picture_size}"
+        )
+    return edges
 
 
 def _as_list(value: Any) -> Any:

@@ -170,8 +170,9 @@ class MixingMap:
         explained: What the model predicts at the position of each row, and the target that the row explains,
             as `lens_mix.maps.explained.Explained`. A run fills it if the method has a target, and for
             every causal model. None: unknown.
-        features: The picture or sound that the model read instead of tokens: pixels `[channel, height,
-            width]`, a waveform `[sample]` or a spectrogram `[time, band]`. None for tokens.
+        features: The picture or sound that the model read: pixels `[channel, height, width]`, a waveform
+            `[sample]` or a spectrogram `[time, band]`. For a model that reads pictures beside tokens, the
+            pixels of the only picture. None without one.
         grid: Which keys are patches or frames, and where these are, as a `lens_mix.maps.Grid`. None for
             tokens.
 

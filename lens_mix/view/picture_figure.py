@@ -17,7 +17,7 @@ from lens_mix.maps.arithmetic import normalise_by_magnitude
 from lens_mix.maps.grid import Grid
 from lens_mix.view.colours import MARK
 from lens_mix.view.heat_maps import finish_bar, make_norm
-from lens_mix.view.images import read_image, require_grid
+from lens_mix.view.images import check_picture, read_image, require_grid
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, count_labels, name_map, name_model, quote
 from lens_mix.view.layers import name_layers
 from lens_mix.view.lazy import load_canvas
@@ -58,8 +58,9 @@ def show_picture(
 
     Args:
         mixing_map: A map of a picture or of sound, with a grid.
-        picture: True for what the model read, or the picture itself, as in `lens_mix.view.images.read_image`.
-            A waveform is always the one that the model read.
+        picture: True for what the model read, or the picture that was run, as in
+            `lens_mix.view.images.read_image`: the figure shows the part of it that the model's processor
+            kept, or what the model read if that part is not known. True for sound.
         query: The position (negative: from the end), or its label ("[CLS]"). None: the map's default row.
         layers: The labels of the layers to draw; None: all.
         layer: One layer, instead of `layers`.
@@ -71,11 +72,13 @@ def show_picture(
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: The map has no grid, or does not have the row, the layer or the head.
+        ValueError: The map has no grid, or does not have the row, the layer or the head; the picture has no
+            pixels, or is given for sound.
         ImportError: Matplotlib is not installed.
     """
     check_instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     require_grid(mixing_map)
+    check_picture(mixing_map, picture)
     columns = check_whole_number("columns", columns, 1)
     if layer is not None and layers is not None:
         raise ValueError(f"layer: expected None beside layers={layers!r}, got {layer!r}")
@@ -96,7 +99,9 @@ def show_picture(
     view = _View(chosen, scores, position, title, SHARE if is_share else RAW, cmap)
     if view.grid.noun == "frame":
         return _draw_waveform(view)
-    return _draw_pictures(view, read_image(mixing_map, picture), columns)
+    image = read_image(mixing_map, picture)
+    view.subtitle += f" · {image.words}"
+    return _draw_pictures(view, image.pixels, columns)
 
 
 class _View:
@@ -261,7 +266,9 @@ def _draw_waveform(view: _View) -> Figure:
 def _wrap(view: _View, width: float) -> tuple[str, str]:
     """Return the title and the subtitle in lines that fit a width in inches."""
     canvas = load_canvas()
-    return canvas.wrap(view.title, 11, (width - 0.24) / 1.15), canvas.wrap(view.subtitle, FONT, width - 0.24)
+    return canvas.wrap(view.title, 11, (width - 0.24) / 1.15), canvas.wrap(
+        view.subtitle, FONT, (width - 0.24) / 1.1
+    )
 
 
 def _measure_head(title: str, subtitle: str) -> float:

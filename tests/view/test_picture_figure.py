@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
+import pathlib
 import re
 
 import numpy as np
@@ -53,7 +55,7 @@ def overlays(figure):
 
 def texts(figure):
     found = figure.findobj(lambda artist: hasattr(artist, "get_text"))
-    return [artist.get_text() for artist in found if artist.get_text()]
+    return [artist.get_text().replace("\n", " ") for artist in found if artist.get_text()]
 
 
 def test_the_colour_of_a_patch_is_strongest_where_the_score_is_largest():
@@ -113,7 +115,7 @@ def test_the_lowest_band_of_a_spectrogram_is_at_the_bottom():
     m = picture_map(grid=grid, features=torch.rand(12, 8))
     (axes, *_) = [axes for axes in m.show(picture=True).axes if len(axes.images) == 2]
     assert axes.images[1].origin == "lower"
-    image = read_image(m, True)
+    image = read_image(m, True).pixels
     assert image.shape == (8, 12, 3)
     lowest = m.features[:, 0]
     assert np.corrcoef(image[-1, :, 0], lowest)[0, 1] > 0.999
@@ -137,17 +139,81 @@ def test_a_waveform_is_above_its_scores():
         np.zeros((8, 12)),
         torch.zeros(3, 8, 12),
         np.zeros((80, 120, 4), np.uint8),
+        np.zeros((8, 12), bool),
+        torch.zeros(3, 8, 12, dtype=torch.bfloat16),
     ],
 )
 def test_a_picture_can_be_an_array_or_a_tensor(picture):
-    m = picture_map()
+    m = picture_map(features=None)
     assert len(overlays(m.show(picture=picture))) == 2
-    assert (read_image(m, picture) == 0).all()
+    assert (read_image(m, picture).pixels == 0).all()
+    assert "as if nothing of it had been cropped" in " ".join(texts(m.show(picture=picture)))
 
 
 def test_a_picture_can_be_a_pil_picture():
     image = pytest.importorskip("PIL.Image").new("L", (12, 8), 77)
-    assert (read_image(picture_map(), image) == 77).all()
+    assert (read_image(picture_map(features=None), image).pixels == 77).all()
+
+
+# Of a picture of 40 x 30 pixels, the processor kept rows 10 to 30, and padded 5 columns on the left.
+PLACED = dataclasses.replace(GRID, picture_size=(40, 30), window=(10.0, -5.0, 30.0, 25.0))
+
+
+def numbered(scale=1):
+    """Return a picture whose pixels contain their row, and 200 more to the right of column 25."""
+    rows = np.repeat(np.arange(40)[:, None], 30, axis=1)
+    rows[:, 25:] += 200
+    return np.kron(rows, np.ones((scale, scale), int)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("scale", [1, 3])
+def test_the_grid_covers_what_the_processor_kept_of_a_picture(scale):
+    m = picture_map(grid=PLACED)
+    image = read_image(m, numbered(scale))
+    assert image.pixels.shape == (20 * scale, 30 * scale, 3)
+    assert image.pixels[:, 5 * scale :, 0].max() == 29
+    assert image.pixels[:, 5 * scale :, 0].min() == 10
+    assert (image.pixels[:, : 5 * scale] == 255).all()
+    figure = m.show(picture=numbered(scale))
+    assert "over the part of the picture that the model read" in " ".join(texts(figure))
+    grey = next(axes.images[0] for axes in figure.axes if len(axes.images) == 2)
+    assert grey.get_array().shape == image.pixels.shape
+    assert data_of(lm.page(m, picture=numbered(scale)))["pictures"] == [encode_png(image.pixels)]
+
+
+def test_a_picture_whose_place_is_not_known_is_replaced_by_what_the_model_read():
+    unplaced, placed = picture_map(), picture_map(grid=PLACED)
+    for m, picture, words in (
+        (unplaced, numbered(), "where it is in the picture is unknown"),
+        (placed, np.zeros((40, 40)), "because the picture has 40 x 40 pixels"),
+    ):
+        image = read_image(m, picture)
+        assert (image.pixels == read_image(m, True).pixels).all()
+        assert words in image.words
+        assert words in " ".join(texts(m.show(picture=picture)))
+        assert data_of(lm.page(m, picture=picture))["picture_words"] == [image.words]
+    with pytest.raises(ValueError, match="same aspect ratio"):
+        read_image(picture_map(grid=PLACED, features=None), np.zeros((40, 40)))
+    whole = dataclasses.replace(GRID, picture_size=(40, 30), window=(0, 0, 40, 30))
+    assert read_image(picture_map(grid=whole), numbered()).words == "over the picture"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"window": (0, 0, 4, 4)}, {"picture_size": (4, 4), "window": (4, 0, 0, 4)}, {"picture_size": (4,)}],
+)
+def test_a_window_that_does_not_fit_raises(changes):
+    with pytest.raises(ValueError, match=r"(window|picture_size): expected"):
+        dataclasses.replace(GRID, **changes)
+
+
+@pytest.mark.parametrize("picture", [5, b"x", "/nope.png", np.zeros((8, 12))])
+def test_a_map_of_sound_takes_no_picture(picture):
+    bands = dataclasses.replace(GRID, seconds=0.01)
+    for m in (wave_map(), picture_map(grid=bands, features=torch.rand(12, 8))):
+        for take in (lm.page, lm.MixingMap.show):
+            with pytest.raises(ValueError, match="take no picture"):
+                take(m, picture=picture)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +222,21 @@ def test_a_picture_can_be_a_pil_picture():
         ("file.png", TypeError, "a PIL picture"),
         (np.zeros((2, 2, 2)), ValueError, "height, width"),
         (np.full((2, 2), 7.0), ValueError, "from 0 to 1"),
+        (np.full((2, 2), np.nan), ValueError, "finite"),
+        (np.full((2, 2), np.inf), ValueError, "finite"),
+        (np.full((2, 2), 300, np.uint16), ValueError, "from 0 to 255"),
+        (np.full((2, 2), -1), ValueError, "from 0 to 255"),
+        (np.zeros((0, 0, 3)), ValueError, "at least one pixel"),
+        (torch.zeros(3, 0, 4), ValueError, "at least one pixel"),
+        (np.zeros((2, 2), complex), TypeError, "a PIL picture"),
+        (pathlib.Path("nope.png"), TypeError, r"PIL\.Image\.open"),
     ],
 )
 def test_other_pictures_raise(picture, error, words):
     with pytest.raises(error, match=words):
         picture_map().show(picture=picture)
+    with pytest.raises(error, match=words):
+        lm.page(picture_map(), picture=picture)
 
 
 def test_maps_without_a_grid_or_without_features_raise():
@@ -179,7 +255,7 @@ def data_of(page):
 
 def test_a_page_has_the_picture_and_the_grid():
     picture = np.random.default_rng(0).integers(0, 255, (8, 12, 3), dtype=np.uint8)
-    data = data_of(lm.page(picture_map(), picture=picture))
+    data = data_of(lm.page(picture_map(features=None), picture=picture))
     (address,) = data["pictures"]
     image = pytest.importorskip("PIL.Image").open(io.BytesIO(base64.b64decode(address.split(",")[1])))
     assert (np.asarray(image) == picture).all()
@@ -191,7 +267,7 @@ def test_a_page_has_the_picture_and_the_grid():
 
 def test_a_page_has_what_the_model_read_unless_it_gets_a_picture():
     m = picture_map()
-    assert data_of(lm.page(m))["pictures"] == [encode_png(read_image(m, True))]
+    assert data_of(lm.page(m))["pictures"] == [encode_png(read_image(m, True).pixels)]
     assert data_of(lm.page(m, picture=False))["pictures"] == [None]
     assert data_of(m.show("page", picture=False))["pictures"] == [None]
     sound = data_of(lm.page(wave_map()))

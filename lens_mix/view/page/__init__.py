@@ -122,8 +122,8 @@ def page(
             (`MixingMap.default_query_position`). The page computes these again for the token that is clicked.
             For a graph with more than 4,000 edges the page contains the largest ones, and says so.
         picture: For maps with a grid: the picture below a row, as in `lens_mix.view.show_picture`, or a list
-            with one per prompt. None or True: what the model read. False: none. A waveform is always the one
-            that the model read.
+            with one per prompt. None or True: what the model read. False: none. A page of sound shows the
+            sound that the model read, and takes no picture.
 
     Returns:
         The page; a notebook shows it as the result of a cell.
@@ -131,7 +131,7 @@ def page(
     Raises:
         TypeError: `maps` contains something else than maps, or `trees` something else than networkx graphs.
         ValueError: No map at all; a folder that does not exist; trees for another number of prompts, or
-            without levels, tokens and weights; a picture for maps without a grid.
+            without levels, tokens and weights; a picture for maps without a grid or for sound.
         OSError: The file cannot be written.
     """
     prompts = [_label_maps(entry) for entry in _list_prompts(maps)]

@@ -27,7 +27,7 @@ function cellBox(grid, cell, width, height) {
 // Draw a row over the picture, or below the waveform, and return the size.
 function paintPicture(context, m, image, row, most, width, wave) {
   const { grid } = m, isWave = grid.noun === "frame";
-  const height = heightOf(grid, width, wave);
+  const height = heightOf(grid, image, width, wave);
   context.clearRect(0, 0, width, height);
   if (wave) paintWave(context, DATA.waves[state.prompt], width);
   if (!isWave && image) {
@@ -66,10 +66,12 @@ function paintWave(context, wave, width) {
     context.fillRect(i * width / wave.length, top, Math.max(1, width / wave.length), Math.max(1, bottom - top));
   });
 }
-const heightOf = (grid, width, wave) => grid.noun === "frame" ? wave + STRIP : Math.min(PICTURE, width * grid.size[0] / grid.size[1]);
+// What the model read may have other proportions than the part of the picture that was resized to it.
+const heightOf = (grid, image, width, wave) => grid.noun === "frame" ? wave + STRIP
+  : Math.min(PICTURE, width * (image ? image.naturalHeight / image.naturalWidth : grid.size[0] / grid.size[1]));
 // Return a canvas with a row; a click on a cell chooses its position. `wave` is the height of a waveform, 0 for none.
 function pictureCanvas(m, image, row, most, width, wave, name) {
-  const { grid } = m, height = heightOf(grid, width, wave), { canvas, context } = canvasOf(width, height, { role: "img", "aria-label": name });
+  const { grid } = m, height = heightOf(grid, image, width, wave), { canvas, context } = canvasOf(width, height, { role: "img", "aria-label": name });
   paintPicture(context, m, image, row, most, width, wave);
   const isWave = grid.noun === "frame", top = isWave ? wave : 0;
   const find = (x, y) => {
@@ -89,6 +91,7 @@ async function drawPicture(found, row, pale, most) {
   if (!m.grid || !found) return box.replaceChildren();
   const image = await imageOf(state.prompt), width = Math.min(m.grid.noun === "frame" ? 720 : PICTURE, $("answer").clientWidth - 8);
   const parts = [pictureCanvas(m, image, row, most, width, m.grid.noun === "frame" ? WAVE : 0, `${found.name}, over the picture`)];
+  if (image) parts.push(make("p", { class: "caption", text: `The row is drawn ${DATA.picture_words[state.prompt]}.` }));
   if (found.m.kind === "layer" && found.m.names.length > 1) {
     const rows = (await rowsOf(found.m, headShown(found.m), state.query)).map(sharesOf), strip = make("div", { class: "layers-of-picture" });
     rows.forEach((each, place) => {
