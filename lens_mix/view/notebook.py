@@ -13,6 +13,7 @@ from lens_mix.maps.exchange import describe
 from lens_mix.traces.documents import TEMPLATE
 from lens_mix.view.position import PositionView
 from lens_mix.view.position_svg import draw_svg
+from lens_mix.view.strongest import MOSTLY, NOISE
 
 if TYPE_CHECKING:
     from lens_mix.traces.spans import SourceScore
@@ -41,7 +42,9 @@ def describe_html(mixing_map: MixingMap) -> str:
     """
     view = PositionView.from_maps(mixing_map)
     image = base64.b64encode(draw_svg(view).encode("utf-8", "replace")).decode("ascii")
-    line, title, sentence = map(html.escape, (describe(mixing_map), view.title, view.sentence))
+    noise = view.describe_noise(view.panels[0])
+    said = f"{view.sentence} {noise[0].upper()}{noise[1:]}." if noise else view.sentence
+    line, title, sentence = map(html.escape, (describe(mixing_map), view.title, said))
     return (
         f"<div><code>{line}</code></div><div><strong>{title}</strong></div><div>{sentence}</div>"
         f'<img alt="{title}. {sentence}" src="data:image/svg+xml;base64,{image}">'
@@ -59,6 +62,9 @@ def describe_trace_html(trace: Trace) -> str:
     scored = sorted(span.top(len(trace.tokens), everything=True), key=lambda each: each.source.positions)
     shown = [each for each in scored if each.source.kind != TEMPLATE]
     most = max((abs(each.share) for each in shown), default=0.0) or 1.0
+    if most < NOISE and sum(abs(each.share) for each in scored if each.source.kind == TEMPLATE) > MOSTLY:
+        # Beside a template that has nearly everything, the rest is noise, which must not look like a finding.
+        most = 1.0
     # Words and tokens have their spaces, and pieces of text have none around them.
     space = "" if trace.unit in ("token", "word") else " "
     parts = []

@@ -22,6 +22,7 @@ from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, count_labels, name
 from lens_mix.view.layers import name_layers
 from lens_mix.view.lazy import load_canvas
 from lens_mix.view.position import RAW, SHARE
+from lens_mix.view.strongest import find_noise, find_sinks
 
 if TYPE_CHECKING:
     from matplotlib.colors import Colormap
@@ -111,6 +112,7 @@ class _View:
         cells: The scores at the places of the grid, [layer, row, column]: as they are for a waveform, else as
             shares of the layer's largest.
         largest: The largest magnitude of a cell, by layer.
+        noise: For pictures, whether a layer has no colours (`lens_mix.view.strongest.find_noise`).
         norm: The colour scale.
     """
 
@@ -128,10 +130,13 @@ class _View:
         self.grid: Grid = mixing_map.grid
         self.unit, self.names = unit, name_layers(mixing_map)
         self.cells = self.grid.lay_out(scores)
-        # Pictures show shares of each layer's largest score.
+        # Pictures show shares of each layer's largest score, or of the whole row if that is noise.
         self.largest = self.cells.abs().flatten(1).amax(1)
         if self.grid.noun != "frame":
-            self.cells = self.cells / self.largest.clamp_min(1e-300)[:, None, None]
+            sinks = {*find_sinks(mixing_map), *([position] if mixing_map.keys_are_tokens else [])}
+            self.noise = find_noise(scores, sinks)
+            ends = torch.where(self.noise, scores.abs().sum(-1), self.largest)
+            self.cells = self.cells / ends.clamp_min(1e-300)[:, None, None]
         self.norm = make_norm([self.cells], logarithmic=False)
         self.colours = load_canvas().choose_colour_map(self.norm.vmin < 0, cmap)
         parts = (name_map(mixing_map), name_model(mixing_map.provenance), unit)
@@ -178,6 +183,7 @@ def _draw_pictures(view: _View, image: np.ndarray, columns: int) -> Figure:
         axes.set(xticks=[], yticks=[])
         canvas.draw_thin_frame(axes, ticks=0)
         name = f"{name}, a patch ≤ {view.write(float(view.largest[place]))}"
+        name += ", not coloured" if view.noise[place] else ""
         axes.set_title(name, size=NAME_FONT, color=INK, loc="left", pad=11, parse_math=False)
         look = {"size": FONT - 0.5, "color": QUIET, "va": "bottom", "annotation_clip": False}
         above = {"xycoords": "axes fraction", "xytext": (0, 2), "textcoords": "offset points"}

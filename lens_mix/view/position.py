@@ -17,7 +17,7 @@ from lens_mix.maps.positions import Queries, as_position, as_positions
 from lens_mix.maps.words import merge_axis, resolve_groups
 from lens_mix.view.labels import make_subtitle, name_map, quote
 from lens_mix.view.layers import name_layers
-from lens_mix.view.strongest import Strongest, find_sinks, find_strongest
+from lens_mix.view.strongest import Strongest, find_noise, find_sinks, find_strongest
 
 Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap]
 
@@ -153,6 +153,28 @@ class PositionView:
     ) -> tuple[Float[Tensor, "layer column"], Bool[Tensor, "layer column"]]:
         """Return the scores of the columns, and which of them are visible."""
         return panel.scores[:, self.columns], panel.visible[:, self.columns]
+
+    def is_noise(self, panel: Panel) -> bool:
+        """Return whether the keys that are coloured have next to nothing in any layer; see `find_noise`."""
+        return bool(find_noise(panel.scores, self.number_keys).all())
+
+    def read_scaled(self, panels: Sequence[Panel]) -> list[Float[Tensor, "layer column"]]:
+        """Return the scores whose largest one ends the scale of some maps: the columns, or whole rows."""
+        whole = all(map(self.is_noise, panels))
+        return [
+            panel.scores.abs().sum(-1, keepdim=True) if whole else self.read_columns(panel)[0]
+            for panel in panels
+        ]
+
+    def describe_noise(self, panel: Panel) -> str:
+        """Return why a map has no colours; "" if it has."""
+        if not self.is_noise(panel):
+            return ""
+        others = [key for key in range(len(self.keys)) if key not in self.number_keys]
+        largest = float(panel.scores[:, others].abs().max()) if others else 0.0
+        written = f"{100 * largest:.2g} %" if panel.is_share else f"{largest:.2g}"
+        noun = "position" if self.has_grid else "token"
+        return f"no other {noun} has more than {written}, so none is coloured"
 
     def rank_columns(self, panels: Iterable[Panel] | None = None) -> list[int]:
         """Return the indices of the columns, the one with the largest score in any layer first.

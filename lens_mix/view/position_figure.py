@@ -67,8 +67,10 @@ def show_position(
 
     The first token of a decoder, and the special tokens of an encoder, often have most of a row, because they
     are sinks of attention. Many methods also give the position itself a large share. These are numbers beside
-    each layer, and the colours are for the others. Tokens are labelled from the strongest to the weakest,
-    each if there is space beside the labels before it. Keys that the position cannot see are left out.
+    each layer, and the colours are for the others. If these numbers are more than 90 % of every row and no
+    other token has 1 %, nothing is coloured. Tokens are labelled from the strongest to the weakest, each if
+    there is space beside the labels before it, and the same ones in every heat map. Keys that the position
+    cannot see are left out.
 
     Args:
         maps: A map, a dict of maps by name, or a list of maps, all over the same tokens. Maps with more than
@@ -141,11 +143,12 @@ def _are_comparable(view: PositionView) -> bool:
 
 def _make_norms(view: PositionView, common_scale: bool, logarithmic: bool) -> list[Any]:
     """Return the colour scale of each map."""
-    columns = [view.read_columns(panel)[0] for panel in view.panels]
-    grid = [scores for panel, scores in zip(view.panels, columns, strict=True) if not panel.has_one_layer]
+    grid = [panel for panel in view.panels if not panel.has_one_layer]
     return [
-        make_norm(grid if common_scale and not panel.has_one_layer else [scores], logarithmic)
-        for panel, scores in zip(view.panels, columns, strict=True)
+        make_norm(
+            view.read_scaled(grid if common_scale and not panel.has_one_layer else [panel]), logarithmic
+        )
+        for panel in view.panels
     ]
 
 
@@ -158,6 +161,7 @@ class _Frame:
         size: The width and height of the figure.
         panel: The width and height of a heat map.
         numbers: The width of the numbers beside a heat map.
+        ranked: The columns from the strongest to the weakest of all heat maps, which label the same columns.
     """
 
     def __init__(
@@ -218,7 +222,13 @@ class _Frame:
         canvas, inner = load_canvas(), whole - 0.24
         self.title = canvas.wrap(title, TITLE_FONT, inner / 1.15)
         self.sentence = canvas.wrap(self.view.sentence, _SENTENCE_FONT, inner / 1.1)
-        subtitle = " · ".join(filter(None, (self.view.subtitle, _explain_numbers(self.view))))
+        noise = [
+            (panel.name, self.view.describe_noise(panel))
+            for panel in self.view.panels
+            if not panel.has_one_layer
+        ]
+        pale = [f"{name}: {words}" for name, words in noise if words]
+        subtitle = " · ".join(filter(None, (self.view.subtitle, _explain_numbers(self.view), *pale)))
         self.subtitle = canvas.wrap(subtitle, FONT, inner / 1.1)
         self.title_height = 0.17 + (self.measure_height(self.title, TITLE_FONT) if title else 0)
         head = self.title_height + self.measure_height(self.sentence, _SENTENCE_FONT)
@@ -231,11 +241,8 @@ class _Frame:
         """Return the height of the name above a heat map, and of the tokens below it."""
         self.above = 0.32 if self.view.numbers else 0.24
         limit, count = count_labels(width, FONT), len(self.key_labels)
-        panels = [self.view.panels[index] for index in self.grid]
-        chosen = {
-            key for panel in panels for key in place_labels(count, limit, self.view.rank_columns([panel]))
-        }
-        labels = [self.key_labels[key] for key in chosen]
+        self.ranked = self.view.rank_columns([self.view.panels[index] for index in self.grid])
+        labels = [self.key_labels[key] for key in place_labels(count, limit, self.ranked)]
         self.below = 0.16 + float(load_canvas().measure_longest(labels, FONT))
         return float(self.above + self.below)
 
@@ -248,6 +255,7 @@ class _Frame:
         largest = view.columns[view.rank_columns([panel])[0]]
         numbers.append(f"{quote(view.keys[largest])} {panel.write_score(scores[largest])}")
         heading = f"{panel.name}, {panel.unit}: {', '.join(numbers)}"
+        heading = "; ".join(filter(None, (heading, view.describe_noise(panel))))
         shown = sorted([*view.columns, *view.number_keys])
         tokens = [view.keys[key] for key in shown]
         outlined = {shown.index(key) for key in view.number_keys}
@@ -300,8 +308,7 @@ def _draw_panels(picture: Any, frame: _Frame, norms: Sequence[Any], cmap: Any) -
             canvas.label_ticks(axes.yaxis, panel.layer_labels, count_labels(height, FONT))
             axes.set_ylabel("layer", size=FONT, color=QUIET, labelpad=2)
         limit = count_labels(width, FONT)
-        ranked = view.rank_columns([panel])
-        canvas.label_ticks(axes.xaxis, frame.key_labels, limit, rotation=90, strongest=ranked)
+        canvas.label_ticks(axes.xaxis, frame.key_labels, limit, rotation=90, strongest=frame.ranked)
         _write_numbers(axes, view, panel, width, height)
         _mark_best(axes, view, index)
         if not frame.common:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import itertools
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from lens_mix.view.colours import BLUES, HIDDEN, MARK, SIGNED, colour_step
 from lens_mix.view.labels import INK, QUIET, make_visible, place_labels, space_evenly
@@ -40,7 +40,7 @@ def _draw_cells(view: PositionView, panel: Panel) -> tuple[str, float, float]:
     """Return the heat map with its labels, the width and the height."""
     scores, visible = view.read_columns(panel)
     layers, columns = scores.shape
-    low, high = _find_scale(scores.flatten().tolist())
+    low, high = _find_scale(view, panel)
     left = _MARGIN + 12 + max(_estimate(label, _LABEL) for label in panel.layer_labels)
     written = {
         name: [panel.write_score(score).replace(" %", "%") for score in panel.total(keys).tolist()]
@@ -118,7 +118,7 @@ def _draw_runs(steps: Sequence[Sequence[int]], colours: Sequence[str], backgroun
 def _draw_text(view: PositionView, panel: Panel) -> tuple[str, float, float]:
     """Return the tokens in boxes with their colours, the width and the height."""
     scores = panel.scores[0]
-    low, high = _find_scale(scores[view.columns].tolist())
+    low, high = _find_scale(view, panel)
     colours = SIGNED if low < 0 else BLUES
     numbers = [
         f"{name} {panel.write_score(panel.total(keys)[0].item())}" for name, keys in view.numbers.items()
@@ -171,11 +171,12 @@ def _draw_scale(right: float, base: float, low: float, high: float, colours: Seq
     return boxes + low_end + _text(end, base, text, f'fill="{QUIET}"')
 
 
-def _find_scale(scores: Iterable[float]) -> tuple[float, float]:
+def _find_scale(view: PositionView, panel: Panel) -> tuple[float, float]:
     """Return the ends of a scale from 0 to the largest score, or around 0 if there are scores below it."""
-    values = list(scores)
-    high = max(map(abs, values)) or 1.0
-    return (-high if min(values) < 0 else 0.0), high
+    columns, _ = view.read_columns(panel)
+    (scaled,) = view.read_scaled([panel])
+    high = float(scaled.abs().max()) or 1.0
+    return (-high if bool((columns < 0).any()) else 0.0), high
 
 
 def _text(x: float, y: float, text: str, look: str = "") -> str:

@@ -11,6 +11,9 @@ from torch import Tensor
 from lens_mix.maps import MixingMap
 from lens_mix.maps.words import is_special
 
+# lens_mix/view/page/drawing.js has the same two shares of a row.
+MOSTLY, NOISE = 0.9, 0.01
+
 
 class Strongest(NamedTuple):
     """The largest score of one position.
@@ -35,6 +38,24 @@ def find_sinks(mixing_map: MixingMap) -> list[int]:
         return [0]
     special = [key for key, token in enumerate(mixing_map.key_labels) if is_special(token)]
     return special if 2 * len(special) <= len(mixing_map.key_labels) else []
+
+
+def find_noise(scores: Float[Tensor, "layer key"], left_out: Collection[int]) -> Bool[Tensor, " layer"]:
+    """Return which rows have next to nothing for the keys that are coloured.
+
+    The keys that are left out have more than 90 % of such a row, and no other key has 1 %. On a scale up to
+    its largest other score, noise would be as dark as a finding, so its scale ends at the sum of the row.
+
+    Args:
+        scores: The scores of one position in each layer.
+        left_out: The keys that have numbers instead of colours.
+    """
+    sizes = scores.abs()
+    total, left = sizes.sum(-1), sizes[:, list(left_out)].sum(-1)
+    others = sizes.clone()
+    others[:, list(left_out)] = 0
+    noise: Tensor = (left > MOSTLY * total) & (others.amax(-1) < NOISE * total)
+    return noise
 
 
 def find_strongest(

@@ -294,3 +294,17 @@ def test_a_colour_map_of_the_user_is_used():
     red = colors.ListedColormap(["#ff0000"])
     first, _ = overlays(picture_map().show(picture=True, cmap=red))
     assert (first[..., :3] == (1, 0, 0)).all()
+
+
+def test_a_layer_whose_patches_are_noise_is_not_coloured():
+    scores = torch.zeros(2, 7, 7)
+    scores[:, :, 0] = 1
+    scores[0, 0, :3] = torch.tensor([0.9990, 0.0006, 0.0004])
+    scores[1, 0, :3] = torch.tensor([0.9, 0.06, 0.04])
+    figure = picture_map(scores=scores).show(picture=True)
+    noise, finding = overlays(figure)
+    assert noise[..., 3].max() < 0.03
+    assert finding[..., 3].max() == pytest.approx(0.9)
+    written = texts(figure)
+    assert "layer 0, a patch ≤ 0.06 %, not coloured" in written
+    assert "layer 1, a patch ≤ 6 %" in written

@@ -14,7 +14,7 @@ from lens_mix.maps.explained import Explained
 from lens_mix.method import RESIDUAL_KEY
 from lens_mix.view import show_position
 from lens_mix.view.position import PositionView
-from tests.random_maps import map_of
+from tests.random_maps import map_of, random_attention
 from tests.view.test_figures import RAW_TOKENS, heat_maps, inside, overlaps, raw_map, tick_labels, written
 
 ITALIAN = Explained(" Italian", 0.66, (), "log probability of ' Italian'", -0.42)
@@ -297,3 +297,49 @@ def test_a_map_of_the_whole_model_has_no_layer_in_its_sentence() -> None:
     one = raw_map(kind="input", method="gim").layer(-1)
     assert PositionView.from_maps(one).sentence.split(" of the GIM row")[0].endswith(" %")
     assert PositionView.from_maps(raw_map(kind="input")).sentence.startswith("Up to layer ")
+
+
+def sink_map(share: float, layers: int = 2, name: str = "attention") -> lm.MixingMap:
+    """Return a map whose last row has a share for one token, half of it for two, and the rest for the first."""
+    scores = torch.zeros(layers, 6, 6, dtype=torch.float64)
+    scores[:, range(6), range(6)] = 1
+    scores[:, -1] = torch.tensor([0, share / 2, share, share / 2, 0, 0], dtype=torch.float64)
+    scores[:, -1, 0] = 1 - 2 * share
+    return lm.MixingMap(scores=scores, tokens=list("abcdef"), causal=True, method=name)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_noise_beside_a_first_token_with_nearly_everything_is_not_coloured(layers: int) -> None:
+    def drawn(share: float) -> tuple[float, str]:
+        figure = show_position(sink_map(share, layers))
+        text = " ".join(written(figure)).replace("\n", " ")
+        if layers > 1:
+            (axes,) = heat_maps(figure)
+            return axes.images[0].norm(data(axes)).max(), text
+        boxes = figure.findobj(matplotlib.patches.FancyBboxPatch)
+        return max(1 - min(box.get_facecolor()[:3]) for box in boxes), text
+
+    strength, text = drawn(0.0005)
+    assert strength < 0.03
+    assert "no other token has more than 0.05 %, so none is coloured" in text
+    strength, text = drawn(0.02)
+    assert strength > 0.9
+    assert "none is coloured" not in text
+
+
+def test_noise_has_a_scale_of_its_own_beside_a_map_with_findings() -> None:
+    maps = {"noise": sink_map(0.0005), "finding": sink_map(0.3)}
+    noise, finding = heat_maps(show_position(maps))
+    assert noise.images[0].norm.vmax == pytest.approx(1)
+    assert finding.images[0].norm.vmax == pytest.approx(0.3)
+
+
+def test_heat_maps_beside_each_other_label_the_same_tokens() -> None:
+    one, two = (map_of(random_attention(layers=3, heads=None, size=90, seed=seed)) for seed in (1, 2))
+    first, second = heat_maps(show_position({"one": one, "two": two}))
+    assert tick_labels(first.xaxis) == tick_labels(second.xaxis)
+    assert 5 < len(tick_labels(first.xaxis)) < 60
+    # The strongest token of each map is among them.
+    for m in (one, two):
+        column = int(m.scores[:, -1, 1:-1].amax(0).argmax()) + 1
+        assert any(m.tokens[column].strip() in label for label in tick_labels(first.xaxis))

@@ -174,3 +174,15 @@ def test_a_sandboxed_frame_with_a_strict_policy_shows_it(browser, tmp_path, poli
     assert drawn.getpixel((drawn.width - 12, drawn.height // 2)) > 240
     assert drawn.getextrema()[0] < 80
     browser.switch_to.default_content()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_noise_beside_the_first_token_is_not_coloured_and_says_so(layers: int) -> None:
+    row = torch.tensor([0.9985, 0.0005, 0.0005, 0.0003, 0.0002])
+    m = lm.MixingMap(scores=row.expand(layers, 5, 5).tril(), tokens=list("abcde"), causal=True)
+    image = read_image(m._repr_html_())
+    assert "no other token has more than 0.05 %" in m._repr_html_().lower()
+    scale = [float(number) for number in re.findall(r">([\d.]+) share of the row<", image)]
+    assert scale == [1.0]
+    dark = set(BLUES[3:])
+    assert not dark & set(re.findall(r'<path fill="(#\w+)"', image))

@@ -152,7 +152,7 @@ async function drawText() {
   const parts = buildText(), m = map(), found = await textRow(), pale = found ? asNumbers(found.m, state.query) : new Set();
   // The position itself keeps its colour here: it is one token of many, and it has a frame.
   pale.delete(state.query);
-  const keys = found && keysOf(found.m), ownMost = found ? largestOf(found.row, new Set([...pale, ownKey(found.m, state.query)])) : 0;
+  const keys = found && keysOf(found.m), ownMost = found ? scaleEnd([found.row], new Set([...pale, ownKey(found.m, state.query)])) : 0;
   const most = ownMost || (found ? largestOf(found.row, pale) : 0);
   parts.values = found && !found.m.keys ? found.row : null;
   await drawPicture(found, parts.values, pale, most);
@@ -196,7 +196,8 @@ function writeTextLegend(found, keys, most, pale) {
   const strongest = order.map(key => `${quotedToken(keys[key])} ${percent(found.row[key])}`).join(", ");
   const left = [...pale].filter(key => found.row[key]), sink = percent(totalOf(found.row, left));
   const unitName = `of the row${largestOf(found.row, pale) > most ? "; the position itself has more" : ""}`;
+  const noise = tellNoise(found.m, [found.row], new Set([...pale, ownKey(found.m, state.query)]), percent);
   box.replaceChildren(legend(most, found.m.signed, unitName, percent), " · ",
     make("span", { text: found.name, title: found.m.provenance.input_map?.figures || found.m.line }),
-    ` · most: ${strongest}`, left.length ? ` · ${sinkName(found.m)} ${sink}, not coloured` : "", whyOther());
+    ` · most: ${strongest}`, left.length ? ` · ${sinkName(found.m)} ${sink}, not coloured` : "", noise, whyOther());
 }

@@ -19,6 +19,9 @@ const SCALES = { root: Math.sqrt, linear: x => x, log: x => Math.max(0, 1 + Math
 const strength = x => x <= 0 ? 0 : x >= 1 ? 1 : SCALES[state.scale](x);
 // Return the number that has a strength.
 const ofStrength = s => state.scale === "log" ? 10 ** (4 * (s - 1)) : state.scale === "root" ? s * s : s;
+// Return whether the keys that are coloured have next to nothing: less than 1 % each, where those without a colour have more
+// than 90 % (as in lens_mix/view/strongest.py). The scale then ends at the whole row, so that noise is not drawn as a finding.
+const isNoise = (most, left, total) => most < .01 * total && left > .9 * total;
 function rgb(x, most) {
   const { up, down, hidden } = findRamps();
   if (Number.isNaN(x)) return hidden;

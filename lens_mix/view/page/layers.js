@@ -105,7 +105,7 @@ async function layersView(view) {
       : "Click a cell to read it by every method, or move to it with the arrow keys.";
     // The columns may be others now, so a column is marked again only when the pointer moves.
     linkPanels(null);
-    for (const panel of panels) drawPanel(panel, found.find(one => one.m === panel.m), best, layer, same(keysOf(panel.m), keys) ? key : null);
+    for (const panel of panels) drawPanel(panel, found.find(one => one.m === panel.m), found, best, layer, same(keysOf(panel.m), keys) ? key : null);
     exported = () => ({ rows: found.flatMap(({ m, rows, shares }) => rows.flatMap((row, place) => [...row].map((x, key) => ({
       map: m.label, layer: m.names[place], head: headShown(m), query: state.query, query_token: m.tokens[state.query], key, token: keysOf(m)[key],
       value: Number.isNaN(x) ? null : x, share: Number.isNaN(x) ? null : shares[place][key] })))) });
@@ -134,14 +134,14 @@ function moveCell(event, panel) {
 // The sizes of a panel in pixels: the labels of the layers at the left, one column of numbers at the right, and the widest cell.
 const EDGE = 26, NUMBER = 40, WIDEST_CELL = 64;
 // Draw one map: the cells, the numbers of the left-out keys at the right, and labels of the strongest keys below.
-function drawPanel(panel, one, best, layer, key) {
+function drawPanel(panel, one, found, best, layer, key) {
   const { m, canvas } = panel;
   // A map without the row of this position is not shown.
   panel.box.hidden = !one;
   if (!one) return;
   const values = state.unit === "share" ? one.shares : one.rows, left = asNumbers(m, state.query);
-  const most = values.reduce((most, row) => Math.max(most, largestOf(row, left)), 0);
-  const place = placePanel(m, values, left, m.names.indexOf(layer), key, Math.max(220, Math.floor(canvas.parentElement.clientWidth || 360)));
+  const most = scaleEnd(values, left);
+  const place = placePanel(m, largestShares(found, m), left, m.names.indexOf(layer), key, Math.max(220, Math.floor(canvas.parentElement.clientWidth || 360)));
   const { keys, top, across, down, bottom } = place, wide = across * keys.length;
   const context = sizeCanvas(canvas, place.width, place.height);
   heat(context, [EDGE, top, wide, bottom - top], m.names.length, keys.length, (row, i) => values[row][keys[i]], most);
@@ -160,12 +160,22 @@ function drawPanel(panel, one, best, layer, key) {
   };
   panel.tell = cell => `${m.layer_names[cell.place]}${m.heads ? `, ${headName(m)}` : ""}\n${named(keysOf(m), cell.key)}\n`
     + `${shown(one.rows[cell.place][cell.key])} raw score\n${percent(one.shares[cell.place][cell.key])} share of the row`;
-  panel.scale.replaceChildren(legend(most, m.signed, state.unit === "share" ? "of the row" : "raw score"));
+  panel.scale.replaceChildren(legend(most, m.signed, state.unit === "share" ? "of the row" : "raw score"), tellNoise(m, values, left, shownUnit));
   describePanel(panel, one, place, key, left);
+}
+// Return the largest share of each key in any layer of the maps with these keys. A map counts by its own largest, so that all
+// maps side by side label the same columns, each map's strongest among them.
+function largestShares(found, m) {
+  const out = new Float32Array(keysOf(m).length);
+  for (const one of found.filter(other => same(keysOf(other.m), keysOf(m)))) {
+    const left = asNumbers(one.m, state.query), most = one.shares.reduce((most, row) => Math.max(most, largestOf(row, left)), 0) || 1;
+    out.forEach((_, key) => { for (const row of one.shares) if (!left.has(key)) out[key] = Math.max(out[key], Math.abs(row[key]) / most || 0); });
+  }
+  return out;
 }
 // Return where the parts of a panel are. A key that is shown as a number has no column; in a causal map the keys after the
 // position have none either.
-function placePanel(m, values, left, chosenRow, key, width) {
+function placePanel(m, largest, left, chosenRow, key, width) {
   const tokens = keysOf(m), layers = m.names.length, sinks = sinkKeys(m, state.query), own = ownKey(m, state.query);
   const numbers = [...(sinks.length && !state.first ? [{ name: sinkName(m) === "first token" ? "first" : "special", keys: sinks }] : []),
     ...(own >= 0 && !state.diagonal ? [{ name: "own", keys: [own] }] : [])];
@@ -173,8 +183,8 @@ function placePanel(m, values, left, chosenRow, key, width) {
   const keys = Array.from({ length: end }, (_, i) => i).filter(i => !left.has(i)), chosenColumn = keys.indexOf(key);
   const down = layers > 60 ? 8 : layers > 36 ? 11 : layers > 8 ? 13 : 18, top = numbers.length ? 15 : 3, bottom = top + layers * down;
   const across = Math.min((width - EDGE - numbers.length * NUMBER - 2) / Math.max(1, keys.length), WIDEST_CELL), isWide = across >= 46;
-  const largest = key => values.reduce((most, row) => Math.max(most, Math.abs(row[key]) || 0), 0), count = Math.floor(across * keys.length / 22);
-  const sizes = Float32Array.from(keys, (key, i) => i === chosenColumn ? Infinity : largest(key));
+  const count = Math.floor(across * keys.length / 22);
+  const sizes = Float32Array.from(keys, (key, i) => i === chosenColumn ? Infinity : largest[key]);
   const labelled = isWide ? keys.map((_, i) => i) : spaced(sizes, across, keys.length, Math.max(6, Math.min(24, count)));
   const labels = labelled.map(i => ({ i, text: shortened(plain(tokens[keys[i]]), isWide ? Math.max(5, Math.floor(across / 7)) : 12) }));
   return { width, keys, numbers, top, bottom, across, down, isWide, labels, chosenRow, chosenColumn,

@@ -33,6 +33,7 @@ async function textView(view) {
     const own = m.keys || state.diagonal ? [] : units.find(positions => positions.includes(state.query));
     const values = row && inUnit(summed(row, units)), each = new Float32Array(keys.length).fill(NaN);
     if (values) units.forEach((positions, i) => positions.forEach(key => { each[key] = values[i]; }));
+    const left = new Set([...units.keys()].filter(i => units[i] === own || units[i].some(key => sinks.has(key))));
     const title = make("h3", {}, make("b", { text: m.title }),
       ` · ${m.layer_names[place]}${m.kind === "input" ? ", input map" : ""}${m.heads ? ` · ${headName(m)}` : ""}`);
     const isCut = of.length < whole.length, hasUnits = state.by === "token" || (m.key_words || m.words)[state.by];
@@ -44,7 +45,7 @@ async function textView(view) {
     units.forEach(positions => positions.forEach(key => { placed[key] = positions; }));
     const { line, boxes } = tokenLine(keys, m.key_words || m.words, { role: "group", "aria-label": `${m.title}: the tokens` },
       { tell: i => spelled(keys, placed[i]) + score(i), choose: m.keys ? null : choosePosition });
-    const pale = new Set([...sinks, ...own]), most = row ? largestOf(each, pale) : 0;
+    const pale = new Set([...sinks, ...own]), most = row ? scaleEnd([values], left) : 0;
     colourBoxes(boxes, row && each, pale, most);
     if (!row) boxes.forEach(box => box.classList.remove("hidden"));
     boxes.forEach((box, i) => box.classList.toggle("chosen", !m.keys && of.includes(i)));
@@ -53,6 +54,7 @@ async function textView(view) {
     const besides = [...[...sinks].map(key => [quotedToken(keys[key]), each[key]]),
       [`the ${own.length > 1 ? state.by : "position"} itself`, own.length ? each[own[0]] : 0]];
     for (const [name, x] of besides) if (row && x) below.append(` · ${name} ${shownUnit(x)}, not coloured`);
+    if (row) below.append(tellNoise(m, [values], left, shownUnit));
     view.append(make("div", { class: "row", "data-map": m.label }, title, line, below));
     if (row) units.forEach((positions, i) => table.push({ map: m.label, layer: m.names[place], head,
       query: of[0], last_query: of[of.length - 1], key: positions[0], last_key: positions[positions.length - 1],
@@ -71,14 +73,16 @@ const cellOf = (m, scores, keys) => {
   return (row, key) => sinks.has(key) || (!isOwnDrawn && key === m.queries[row]) ? null : scores[row * keys + key];
 };
 function mostOf(m, scores, keys, whole) {
-  const at = cellOf(m, scores, keys), ofRow = row => {
-    let most = 0;
-    for (let key = 0; key < keys; key++) { const x = Math.abs(at(row, key)); if (x > most) most = x; }
-    return most;
-  };
-  if (state.range === "row") { const rows = m.queries.map((_, row) => ofRow(row)); return row => rows[row]; }
   if (state.range === "all" && whole) return whole;
-  return m.queries.reduce((most, _, row) => Math.max(most, ofRow(row)), 0);
+  const at = cellOf(m, scores, keys), rows = m.queries.map((_, row) => {
+    let most = 0, drawn = 0;
+    for (let key = 0; key < keys; key++) { const x = Math.abs(at(row, key)) || 0; drawn += x; if (x > most) most = x; }
+    const total = size(scores.subarray(row * keys, (row + 1) * keys));
+    return { most, total, isPale: isNoise(most, total - drawn, total) };
+  });
+  const end = Math.max(0, ...rows.filter(row => !row.isPale).map(row => row.most));
+  if (state.range === "row") return Object.assign(row => rows[row].isPale ? rows[row].total : rows[row].most, { end, pale: rows.filter(row => row.isPale && row.most).length });
+  return end || Math.max(0, ...rows.map(row => row.total));
 }
 const inUnits = (scores, keys) => {
   if (state.unit !== "share") return scores;
@@ -154,8 +158,8 @@ function drawLarge(one, { canvas, caption, below, words }) {
   const layer = `${m.layer_names[place]}${m.heads ? `, ${headName(m)}` : ""}`, stored = m.mean && headShown(m) < 0 ? m.mean : m;
   caption.textContent = `${m.title} · ${layer}. Rows are positions, columns the ${nounsOf(m)} that they read.`
     + ` Stored with an error of at most ${shown(stored.layers[place].error)}.`;
-  below.replaceChildren(legend(typeof most === "function" ? Math.max(...m.queries.map((_, row) => most(row))) : most, m.signed,
-    `${state.unit === "share" ? "of the row" : "raw score"}${state.range === "row" ? " (each row has its own largest)" : ""}`),
+  below.replaceChildren(legend(typeof most === "function" ? most.end || 1 : most, m.signed,
+    `${state.unit === "share" ? "of the row" : "raw score"}${state.range === "row" ? ` (each row has its own largest${most.pale ? `; not coloured where no ${nounOf(m)} has 1 %` : ""})` : ""}`),
   make("p", { class: "caption", text: describeLeftOut(m, raw, keys) }));
   canvas.setAttribute("aria-label", `${m.title}, ${layer}: ${rows} positions by ${keys} ${nounsOf(m)}. Chosen: position ${state.query}.`);
   const lines = m.queries.map((_, row) => Float32Array.from({ length: keys }, (_, key) => at(row, key) ?? 0));
@@ -319,13 +323,13 @@ async function methodsView(view) {
     const theirs = there < 0 ? null : await rowOf(m, there, -1, state.query);
     if (!mine || !theirs) continue;
     const [a, b] = [sharesOf(mine), sharesOf(theirs)], difference = a.map((x, i) => x - b[i]), pale = asNumbers(base, state.query);
-    const most = largestOf(difference, pale), label = `difference of ${base.title} and ${m.title}`;
+    const arePale = isNoiseRow(a, pale) && isNoiseRow(b, pale), most = arePale ? 1 : largestOf(difference, pale), label = `difference of ${base.title} and ${m.title}`;
     const { line, boxes } = tokenLine(keysOf(base), base.key_words || base.words, { role: "group", "aria-label": label },
       { tell: i => `${named(keysOf(base), i)}\n${shown(difference[i])} difference of shares`, choose: base.keys ? null : choosePosition });
     colourBoxes(boxes, difference, pale, most);
     boxes.forEach((box, i) => box.classList.toggle("chosen", !base.keys && i === state.query));
     view.append(make("div", { class: "row" }, make("h3", {}, make("b", { text: `${base.title} − ${m.title}` }),
-      ` · difference of shares · ${base.layer_names[place]}`), line, make("p", { class: "below" }, legend(most, true, "difference of shares", percent))));
+      ` · difference of shares · ${base.layer_names[place]}`), line, make("p", { class: "below" }, legend(most, true, "difference of shares", percent), arePale ? tellNoise(base, [a], pale, percent) : "")));
   }
   exported = () => ({ rows });
 }

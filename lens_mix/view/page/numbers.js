@@ -150,6 +150,13 @@ async function rowOf(m, place, head, query) {
 const rowsOf = (m, head, query) => Promise.all(m.names.map((_, place) => rowOf(m, place, head, query)));
 const size = row => row.reduce((sum, x) => sum + (Number.isNaN(x) ? 0 : Math.abs(x)), 0);
 const sharesOf = row => { const total = size(row) || 1; return row.map(x => x / total); };
+const isNoiseRow = (row, without) => isNoise(largestOf(row, without), [...without].reduce((sum, key) => sum + (Math.abs(row[key]) || 0), 0), size(row));
+const areNoise = (rows, without) => rows.length > 0 && rows.every(row => isNoiseRow(row, without));
+// Return the end of the colour scale of rows, of which some keys have no colour.
+const scaleEnd = (rows, without) => Math.max(0, ...rows.map(row => areNoise(rows, without) ? size(row) : largestOf(row, without)));
+// Return why rows have no colours; "" if they have.
+const tellNoise = (m, rows, without, format) => !areNoise(rows, without) ? ""
+  : ` · no other ${nounOf(m)} has more than ${format(Math.max(...rows.map(row => largestOf(row, without))))}, so none is coloured`;
 const inUnit = row => state.unit === "share" ? sharesOf(row) : row;
 // Return the words or sentences as lists of positions, or single tokens if the map has no such units.
 function unitsOf(starts, count) {

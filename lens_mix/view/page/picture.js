@@ -96,9 +96,9 @@ async function drawPicture(found, row, pale, most) {
     const rows = (await rowsOf(found.m, headShown(found.m), state.query)).map(sharesOf), strip = make("div", { class: "layers-of-picture" });
     rows.forEach((each, place) => {
       const own = m.keys ? -1 : state.query, cells = m.grid.positions.filter(key => key !== own && !Number.isNaN(each[key]));
-      const largest = Math.max(0, ...cells.map(key => Math.abs(each[key]))), small = m.grid.noun === "frame" ? width : SMALL_PICTURE;
-      strip.append(make("figure", {}, make("figcaption", { text: `${found.m.layer_names[place]}, a ${nounOf(m)} ≤ ${percent(largest)}` }),
-        pictureCanvas(m, image, each, largest, small, 0, `${found.m.title}, ${found.m.layer_names[place]}`)));
+      const largest = Math.max(0, ...cells.map(key => Math.abs(each[key]))), isPale = isNoiseRow(each, new Set([...m.sinks, own])), small = m.grid.noun === "frame" ? width : SMALL_PICTURE;
+      strip.append(make("figure", {}, make("figcaption", { text: `${found.m.layer_names[place]}, a ${nounOf(m)} ≤ ${percent(largest)}${isPale ? ", not coloured" : ""}` }),
+        pictureCanvas(m, image, each, isPale ? size(each) : largest, small, 0, `${found.m.title}, ${found.m.layer_names[place]}`)));
     });
     parts.push(make("details", { open: pictureDetails(), ontoggle: event => { isOpen = event.target.open; } },
       make("summary", { text: `${found.m.title}, layer by layer: each on its own scale` }), strip));

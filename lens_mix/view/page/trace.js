@@ -144,7 +144,8 @@ function openTemplate({ text, button }, isOpen) {
 let shares = new Map();
 function colourText(scored) {
   const { owner } = sourcesOf(state.unit), last = DATA.n_prompt + state.stop - 1;
-  const coloured = scored.filter(source => source.kind !== TEMPLATE), most = coloured.reduce((most, { share }) => Math.max(most, Math.abs(share)), 0);
+  const coloured = scored.filter(source => source.kind !== TEMPLATE), largest = coloured.reduce((most, { share }) => Math.max(most, Math.abs(share)), 0);
+  const left = scored.filter(source => source.kind === TEMPLATE).reduce((sum, { share }) => sum + Math.abs(share), 0), isPale = isNoise(largest, left, 1), most = isPale ? 1 : largest;
   shares = new Map(scored.map(source => [source.index, source]));
   DATA.boxes.forEach(([start, stop], index) => {
     const piece = pieces[index], source = start < last ? shares.get(owner[start]) : undefined, token = start - DATA.n_prompt;
@@ -164,7 +165,7 @@ function colourText(scored) {
     // By sentence or document the template is one source, whose share is in the line below the explained text.
     else button.textContent = [TEMPLATE, `${stop - start} ${stop - start === 1 ? "token" : "tokens"}`, ["token", "word"].includes(state.unit) && text].filter(Boolean).join(" · ");
   }
-  $("text-legend").replaceChildren(legend(most, scored.some(({ share }) => share < 0), `of the span's scores, by ${unitName(state.unit)}; the template is not coloured`, percent));
+  $("text-legend").replaceChildren(legend(most, scored.some(({ share }) => share < 0), `of the span's scores, by ${unitName(state.unit)}; the template is not coloured${isPale ? `: it has ${percent(left)}, and no other source more than ${percent(largest)}` : ""}`, percent));
 }
 const KINDS = { [TEMPLATE]: "template", [OWN]: "own text", document: "documents", prompt: "prompt", source: "source", given: "given groups" };
 const quoted = (text, count) => `“${shortened(visible(text.replace(/\s+/g, " ").trim()), count)}”`;

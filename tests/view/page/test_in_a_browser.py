@@ -632,3 +632,65 @@ def test_names_that_every_object_has_are_names(opened, view):
     assert browser.execute_script("return typeof state.constructor") == "function"
     doing(browser, lambda: browser.execute_script("set({ view: 'methods', map: 1 })"))
     assert browser.execute_script("return map().label") == tokens[1]
+
+
+# ------------------------------------------------------------------ noise
+
+
+def noise_map(largest, layers=2, **fields):
+    """Return a map whose last row has at most `largest` for a token, and the rest for the first token."""
+    scores = torch.zeros(layers, 8, 8)
+    scores[:, :, 0] = 1
+    scores[:, -1] = largest * torch.tensor([0, 1, 0.5, 0.2, 0.2, 0.1, 0.1, 0.0])
+    scores[:, -1, 0] = 1 - scores[:, -1, 1:].sum(-1)
+    tokens = ["<s>", *(f" {letter}" for letter in "abcdefg")]
+    return lm.MixingMap(scores=scores, tokens=tokens, causal=True, **fields)
+
+
+BOXES = """
+const colours = [...document.querySelectorAll(arguments[0])]
+  .map(box => getComputedStyle(box).backgroundColor.match(/[\\d.]+/g).map(Number));
+return Math.max(...colours.filter(([r, g, b, a]) => a !== 0).map(([r, g, b]) => b - r), 0);
+"""
+
+
+@pytest.mark.parametrize("view", ["layers", "text", "grid", "methods"])
+def test_noise_is_not_coloured_and_the_page_says_so(opened, view):
+    maps = {"noise": noise_map(0.0005), "again": noise_map(0.0004)}
+    browser = opened(maps, f"view={view}&range=row&layer=1")
+    text = browser.find_element("css selector", "body").text
+    assert "no other token has more than 0.05 %, so none is coloured" in text
+    assert browser.execute_script(BOXES, "#tokens .token") < 15
+    assert browser.execute_script(BOXES, "#view .token") < 15
+    if view in ("layers", "grid"):
+        canvas = all_of(browser, "#view canvas[data-geometry]")[0]
+        edge, rows = json.loads(canvas.get_attribute("data-geometry")), 2 if view == "layers" else 8
+        colours = browser.execute_script(
+            "const [canvas, g, rows] = arguments, k = canvas.width / parseFloat(canvas.style.width);"
+            "const y = Math.floor((g.top + (rows - .5) * g.down) * k), x = Math.floor(g.left * k) + 3;"
+            "const { data } = canvas.getContext('2d').getImageData(x, y, Math.floor(3 * g.across * k), 1);"
+            "const blue = (_, i) => data[4 * i + 2] - data[4 * i];"
+            "return Math.max(...Array.from({ length: data.length / 4 }, blue))",
+            canvas,
+            edge,
+            rows,
+        )
+        assert colours < 60
+
+
+def test_a_finding_beside_the_first_token_is_coloured(opened):
+    browser = opened({"finding": noise_map(0.05)}, "view=text&layer=1")
+    assert "none is coloured" not in browser.find_element("css selector", "body").text
+    assert browser.execute_script(BOXES, "#tokens .token") > 80
+    assert browser.execute_script(BOXES, "#view .token") > 80
+
+
+def test_panels_beside_each_other_label_the_same_tokens(opened):
+    one, two = (map_of(random_attention(layers=3, heads=None, size=120, seed=seed)) for seed in (1, 2))
+    browser = opened({"one": one, "two": two}, "view=layers")
+    labels = browser.execute_script(
+        "return comparedRows().then(rows => compared().map(m => placePanel(m, largestShares(rows, m),"
+        "asNumbers(m, state.query), -1, null, 500).labels.map(label => label.text)))"
+    )
+    assert labels[0] == labels[1]
+    assert len(labels[0]) > 5
