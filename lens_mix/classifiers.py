@@ -124,6 +124,12 @@ def name_label(model: PreTrainedModel, number: int) -> str:
     return next((label for label, own in names.items() if own == number), str(number))
 
 
+def describe_label(model: PreTrainedModel, number: int) -> str:
+    """Return the name of a label in quotation marks with its number, which alone says which class it is."""
+    name = name_label(model, number)
+    return f"class {number}" if name == str(number) else f"{name!r} (class {number})"
+
+
 def _list_labels(model: PreTrainedModel) -> tuple[dict[str, int], int]:
     """Return the numbers of the labels by their names, and the number of labels."""
     kind, config = find_kind(model), model.config

@@ -76,11 +76,12 @@ def input_map(
         model: As in `lm.run`.
         prompt: As in `lm.run`.
         queries: The positions of the rows to compute, as in `lm.run`. Each row takes a backward pass.
-            "default": the last position; in a bidirectional model the position that the target reads, else
+            "default": the position that the target states, else the last one; in a bidirectional model
             that of the only mask, else 0, the position of [CLS].
-        target: What is explained, at the position of each row: the text of a token (" Paris": its
-            probability), one of `lm.targets`, or a function of the logits. None: the log probability of the
-            model's own prediction there. `decompx` explains the representation of the position instead.
+        target: What is explained, at the position of each row if it states none: the text of a token
+            (" Paris": its probability), one of `lm.targets`, or a function of the logits. None: the log
+            probability of the model's own prediction there. `decompx` explains the representation of the
+            position instead.
         exact: How many scores of each row are measured, by replacing the token in whole passes, instead of
             estimated. This is for `attribution_patching` only. The strongest ones are measured, and the
             query's own. "auto": as many as make the map take about twice the time of the estimate alone.
@@ -170,8 +171,8 @@ def find_default_row(
 ) -> int:
     """Return the position of the row that says most about a prompt.
 
-    It is the last one of a decoder, also with an encoder. In a bidirectional model it is the one that the
-    target reads, else that of the only mask, else 0, the position of [CLS].
+    It is the one that the target states, else the last one of a decoder, also with an encoder. In a
+    bidirectional model it is that of the only mask, else 0, the position of [CLS].
 
     Args:
         model: As in `lm.run`.
@@ -180,11 +181,12 @@ def find_default_row(
         options: As in `lm.run`.
     """
     model_class = model_class_of(model)
+    position = getattr(target, "position", None)
+    # The positions of a target are not those of an encoder that a decoder reads.
+    if isinstance(position, int) and options.get("part") != "encoder":
+        return position
     if is_causal_model(model, model_class) or is_encoder_decoder(model, model_class):
         return -1
-    position = getattr(target, "position", None)
-    if isinstance(position, int):
-        return position
     reading = {name: options.get(name) for name in ("prepend_bos", "attention_mask")}
     taken = further_inputs(model, model_class)
     inputs = {name: value for name, value in options.items() if name in taken}

@@ -201,9 +201,17 @@ class Target:
         """Return a description of the target, such as "log probability of ' Italian'"."""
         return type(self).__name__.lstrip("_")
 
-    def explain(self, context: Context, value: float) -> Explained:
-        """Return the target, its value, and the model's prediction at the position that it reads."""
-        return self.predict(context)._replace(target=self.in_words(context), value=value)
+    def explain(self, context: Context, value: float, *, names_position: bool = True) -> Explained:
+        """Return the target, its value, and the model's prediction at the position that it reads.
+
+        Args:
+            context: The prompt.
+            value: The value.
+            names_position: Whether to name the position. The target of a row is read at the row's own.
+        """
+        position = self.reads_position(context) if names_position else None
+        where = "" if position is None else f" at position {position}"
+        return self.predict(context)._replace(target=f"{self.in_words(context)}{where}", value=value)
 
     def predict(self, context: Context) -> Explained:
         """Return the prediction at the position that the target reads; an empty entry if it is unknown."""
@@ -214,24 +222,48 @@ class Target:
         return read_predictions(logits, lambda token: name_token(context.tokenizer, token))[0]
 
     def at_row(self, position: int, context: Context) -> Target | None:
-        """Return the target read at another position, or None if it is one number of the whole prompt."""
-        reads_one = self.reads_position(context) is not None
-        if reads_one and isinstance(getattr(self, "position", None), int):
-            return dataclasses.replace(self, position=position)  # type: ignore[call-arg]
+        """Return the target read at a row's position, or None if the row does not choose what is read."""
         return None
+
+    def own_position(self, context: Context) -> int | None:
+        """Return the only position whose row the target explains, from 0; None: it states no position."""
+        return self.reads_position(context)
 
 
 # A string is the text of a token, and a callable that is not a `Target` is a function logits -> [copy].
 TargetLike = Target | TargetFunction | str
 
 
+class _AtPosition(Target):
+    """The base of the targets that are read at one position of the logits.
+
+    Attributes:
+        position: The position. None: that of the row, or `unstated` in a method that has one number for all
+            rows.
+        unstated: The position in such a method.
+    """
+
+    unstated: ClassVar[int] = -1
+
+    position: int | None
+
+    def reads_position(self, context: Context) -> int | None:
+        if context.output.ndim != 3:
+            return None
+        return context.position(self.unstated if self.position is None else self.position)
+
+    def at_row(self, position: int, context: Context) -> Target | None:
+        follows = self.position is None and self.reads_position(context) is not None
+        return dataclasses.replace(self, position=position) if follows else None  # type: ignore[type-var]
+
+
 @dataclasses.dataclass(frozen=True)
-class _Token(Target):
+class _Token(_AtPosition):
     """One token at one position, or one class.
 
     Attributes:
         token: The token or class; None: the one that the clean pass predicts.
-        position: The position; None: that of the only mask.
+        position: As in `_AtPosition`.
         of: The measure.
     """
 
@@ -242,16 +274,13 @@ class _Token(Target):
     of: Measure
 
     def of_prompt(self, context: Context) -> TargetFunction:
-        position, token = _find_position(context, self.position), self._resolve_token(context)
+        position, token = self.reads_position(context), self._resolve_token(context)
         return lambda logits: _measure(_select_position(logits, position), self.of)[:, token]
 
     def _resolve_token(self, context: Context) -> int:
         if self.token is not None:
             return _find_token(context, self.token)
-        return int(_select_position(context.output, _find_position(context, self.position))[0].argmax())
-
-    def reads_position(self, context: Context) -> int | None:
-        return _find_position(context, self.position)
+        return int(_select_position(context.output, self.reads_position(context))[0].argmax())
 
     def in_words(self, context: Context) -> str:
         token, measure = self._resolve_token(context), self.of.replace("_", " ")
@@ -262,24 +291,21 @@ class _Token(Target):
 
 
 @dataclasses.dataclass(frozen=True)
-class _LogitDifference(Target):
+class _LogitDifference(_AtPosition):
     reads_row_alone: ClassVar[bool] = True
 
     good: str | int
     bad: str | int
-    position: int
+    position: int | None
 
     def of_prompt(self, context: Context) -> TargetFunction:
-        position = _find_position(context, self.position)
+        position = self.reads_position(context)
         good, bad = _find_token(context, self.good, "good"), _find_token(context, self.bad, "bad")
         if good == bad:
             raise ValueError(f"good, bad: expected two different tokens, got {self.good!r} and {self.bad!r}")
         return lambda logits: (
             _select_position(logits, position)[:, good] - _select_position(logits, position)[:, bad]
         )
-
-    def reads_position(self, context: Context) -> int | None:
-        return _find_position(context, self.position)
 
     def in_words(self, context: Context) -> str:
         return f"logit of {context.token_text(self.good)} minus that of {context.token_text(self.bad)}"
@@ -329,13 +355,24 @@ class _ClassDifference(Target):
 
 @dataclasses.dataclass(frozen=True)
 class _MaskedToken(_Token):
-    """A `_Token` under another name, by which `from_record` finds it."""
+    """A token at a mask.
+
+    Attributes:
+        position: The position; None: that of the only mask.
+    """
+
+    def reads_position(self, context: Context) -> int | None:
+        position = _find_mask(context) if self.position is None else self.position
+        return context.position(position) if context.output.ndim == 3 else None
+
+    def at_row(self, position: int, context: Context) -> Target | None:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loss(Target):
+class _Loss(_AtPosition):
     label: str | int | None
-    position: int
+    position: int | None
 
     def of_prompt(self, context: Context) -> TargetFunction:
         if self.label is not None:
@@ -359,7 +396,7 @@ class _Loss(Target):
         return compute_loss
 
     def reads_position(self, context: Context) -> int | None:
-        return None if self.label is None else _find_position(context, self.position)
+        return None if self.label is None else super().reads_position(context)
 
     def in_words(self, context: Context) -> str:
         if self.label is None:
@@ -369,27 +406,26 @@ class _Loss(Target):
 
 
 @dataclasses.dataclass(frozen=True)
-class _NextToken(Target):
+class _NextToken(_AtPosition):
     reads_row_alone: ClassVar[bool] = True
+    unstated: ClassVar[int] = -2
 
-    position: int
+    position: int | None
 
     def of_prompt(self, context: Context) -> TargetFunction:
-        position, token = context.position(self.position), self._find_token(context)
+        token = self._find_token(context)
+        position = self.reads_position(context)
         return lambda logits: _measure(_select_position(logits, position), "log_probability")[:, token]
 
     def _find_token(self, context: Context) -> int:
-        position = _require_tokens(context, "next_token").position(self.position)
-        if position == len(context.tokens) - 1:
+        position = self.reads_position(_require_tokens(context, "next_token"))
+        if position is None or position == len(context.tokens) - 1:
             raise ValueError(
                 "next_token: expected a position that a token of the prompt follows, got "
                 f"{self.position}, the last of {len(context.tokens)}; targets.predicted explains what the "
                 "model predicts there"
             )
         return int(context.tokens[position + 1])
-
-    def reads_position(self, context: Context) -> int:
-        return context.position(self.position)
 
     def in_words(self, context: Context) -> str:
         return f"log probability of {context.token_text(self._find_token(context))}"
@@ -508,16 +544,20 @@ class _HfClassifier(Target):
         return own.position if position is None else position
 
     def at_row(self, position: int, context: Context) -> Target | None:
-        is_predicted = self.position is None and self._answers_questions
-        is_one_number = self._find_own_pass(context).own.ndim == 2 or is_predicted
-        return None if is_one_number else dataclasses.replace(self, position=position)
+        follows = self._find_own_pass(context).own.ndim == 3 and not self._answers_questions
+        return dataclasses.replace(self, position=position) if follows and self.position is None else None
+
+    def own_position(self, context: Context) -> int | None:
+        return None if self.position is None else self._find_position(self._find_own_pass(context), context)
 
     def in_words(self, context: Context) -> str:
-        name = functools.partial(classifiers.name_label, self.hf_model)
-        index = self._find_index(context)
+        describe_label = functools.partial(classifiers.describe_label, self.hf_model)
+        position = self._find_position(self._find_own_pass(context), context)
+        where = "" if position is None else f" at position {position}"
+        label = describe_label(self._find_index(context))
         if self.minus is not None:
-            return f"logit of {name(index)!r} minus that of {name(self.minus)!r}"
-        return f"{self.of.replace('_', ' ')} of {name(index)!r}"
+            return f"logit of {label} minus that of {describe_label(self.minus)}{where}"
+        return f"{self.of.replace('_', ' ')} of {label}{where}"
 
     def predict(self, context: Context) -> Explained:
         if self._answers_questions or classifiers.gives_values(self.hf_model):
@@ -573,62 +613,61 @@ class _HfClassifier(Target):
 # ------------------------------------------------------------------ public functions
 
 
-def predicted(position: int = -1, of: Measure = "probability") -> Target:
+def predicted(position: int | None = None, of: Measure = "probability") -> Target:
     """Return the target for the token or class that the model predicts in the clean pass.
 
     Args:
-        position: The position of the prediction (negative: from the end). It is ignored if the output is
-            `[batch, class]`.
+        position: As in `token`. It is ignored if the output is `[batch, class]`.
         of: The measure: "probability" (0 to 1), "log_probability" or "logit".
     """
-    return _Token(None, check_whole_number("position", position), _check_measure(of))
+    return _Token(None, _check_position(position), _check_measure(of))
 
 
-def token(token: str | int, position: int = -1, of: Measure = "probability") -> Target:
+def token(token: str | int, position: int | None = None, of: Measure = "probability") -> Target:
     """Return the target for a given token.
 
     A run raises a ValueError if the text is several tokens on its prompt, or if the model has no tokenizer.
 
     Args:
         token: The text of the token, with its leading space, or its number.
-        position: The position of the prediction (negative: from the end).
+        position: The position of the prediction (negative: from the end). A map has no other row than that of
+            this position if its method reads the target at rows. None: the position of each row, or the last
+            position in methods with one number for all rows (`AttentionAttribution`, `GradientAttention`).
         of: The measure: "probability" (0 to 1), "log_probability" or "logit".
     """
-    return _Token(_check_token("token", token), check_whole_number("position", position), _check_measure(of))
+    return _Token(_check_token("token", token), _check_position(position), _check_measure(of))
 
 
-def probability(token: str | int | None = None, position: int = -1) -> Target:
+def probability(token: str | int | None = None, position: int | None = None) -> Target:
     """Return the target for the probability of a token, 0 to 1.
 
     Args:
         token: The text of the token, with its leading space, or its number. None: the predicted token.
-        position: The position of the prediction (negative: from the end).
+        position: As in `token`.
     """
-    return _Token(
-        _check_optional_token("token", token), check_whole_number("position", position), "probability"
-    )
+    return _Token(_check_optional_token("token", token), _check_position(position), "probability")
 
 
-def logit(token: str | int | None = None, position: int = -1) -> Target:
+def logit(token: str | int | None = None, position: int | None = None) -> Target:
     """Return the target for the logit of a token.
 
     Args:
         token: The text of the token, with its leading space, or its number. None: the predicted token.
-        position: The position of the prediction (negative: from the end).
+        position: As in `token`.
     """
-    return _Token(_check_optional_token("token", token), check_whole_number("position", position), "logit")
+    return _Token(_check_optional_token("token", token), _check_position(position), "logit")
 
 
-def logit_difference(good: str | int, bad: str | int, position: int = -1) -> Target:
+def logit_difference(good: str | int, bad: str | int, position: int | None = None) -> Target:
     """Return the target logit(good) - logit(bad), which is positive if the model prefers `good`.
 
     Args:
         good: The text of a token, with its leading space, or its number.
         bad: Another token, in the same form.
-        position: The position of the prediction (negative: from the end).
+        position: As in `token`.
     """
-    position = check_whole_number("position", position)
-    return _LogitDifference(_check_token("good", good), _check_token("bad", bad), position)
+    good, bad = _check_token("good", good), _check_token("bad", bad)
+    return _LogitDifference(good, bad, _check_position(position))
 
 
 def class_(k: int | None = None, of: Measure = "probability") -> Target:
@@ -641,28 +680,27 @@ def class_(k: int | None = None, of: Measure = "probability") -> Target:
     return _Class(None if k is None else check_whole_number("k", k, 0), _check_measure(of))
 
 
-def loss(label: str | int | None = None, position: int = -1) -> Target:
+def loss(label: str | int | None = None, position: int | None = None) -> Target:
     """Return the target for the cross-entropy, 0 or more, in nats.
 
     Args:
         label: The correct token at `position`, or the correct class. None: the prompt's own next tokens,
             averaged over its positions, for causal models and decoders.
-        position: The position of the prediction. It is ignored if `label` is None, or if the output is
-            `[batch, class]`.
+        position: As in `token`. It is ignored if `label` is None, or if the output is `[batch, class]`.
     """
-    return _Loss(_check_optional_token("label", label), check_whole_number("position", position))
+    return _Loss(_check_optional_token("label", label), _check_position(position))
 
 
-def next_token(position: int = -2) -> Target:
+def next_token(position: int | None = None) -> Target:
     """Return the target for the token that the prompt itself has next, as its log probability in nats.
 
-    It is read at `position`, so it explains the token at `position + 1`. A row of a map explains the token
-    after the row's position in the same way.
+    It is read at `position`, so it explains the token at `position + 1`.
 
     Args:
-        position: The position before the token (negative: from the end).
+        position: As in `token`, but the position before the token. In methods with one number for all rows,
+            None is the last position but one.
     """
-    return _NextToken(check_whole_number("position", position))
+    return _NextToken(_check_position(position))
 
 
 def span(start: int, stop: int | None = None) -> Target:
@@ -689,8 +727,7 @@ def masked_token(
         position: The position. None: that of the only mask.
         of: The measure: "probability" (0 to 1), "log_probability" or "logit".
     """
-    checked_position = None if position is None else check_whole_number("position", position)
-    return _MaskedToken(_check_optional_token("token", token), checked_position, _check_measure(of))
+    return _MaskedToken(_check_optional_token("token", token), _check_position(position), _check_measure(of))
 
 
 def head(function: TargetFunction, after_final_norm: bool = False) -> Target:
@@ -734,9 +771,10 @@ def hf_classifier(
     - A single label without a problem type (rerankers, reward models), a regression, or multiple choice: the
       value itself is explained, whatever `of` is.
     - `problem_type="multi_label_classification"`: a probability is the sigmoid of a label's logit.
-    - Token classification: `position` is that of the token. An input map reads the row's position instead.
+    - Token classification: `position` is that of the token. None: the position of each row, in methods that
+      read the target at rows.
     - Question answering: `class_` is "start" or "end", and `position` is that of the token. None: the
-      position that the classifier predicts. A probability is a softmax over positions.
+      position that the classifier predicts, whatever the row. A probability is a softmax over positions.
     - Multiple choice: each prompt is one choice, and the target is its score.
     - T5 and BART classifiers read the decoder, at the position of the source's last end-of-sequence token.
       Map part="decoder", "cross" or "joint", with the target that they read: the source shifted right by one
@@ -767,8 +805,7 @@ def hf_classifier(
     of = _check_measure(of)
     of = "logit" if classifiers.gives_values(hf_model) else of
     is_multi_label = classifiers.takes_several(hf_model)
-    checked_position = None if position is None else check_whole_number("position", position)
-    return _HfClassifier(hf_model, index, None, of, checked_position, is_multi_label)
+    return _HfClassifier(hf_model, index, None, of, _check_position(position), is_multi_label)
 
 
 def class_difference(
@@ -803,8 +840,7 @@ def class_difference(
                 "the end of an answer; explain one of them with lm.targets.hf_classifier"
             )
         numbers = (_find_class(hf_model, good, "good"), _find_class(hf_model, bad, "bad"))
-        checked_position = None if position is None else check_whole_number("position", position)
-        difference = _HfClassifier(hf_model, *numbers, "logit", checked_position)
+        difference = _HfClassifier(hf_model, *numbers, "logit", _check_position(position))
     if numbers[0] == numbers[1]:
         raise ValueError(
             f"good, bad: expected two different classes, got {describe_value(good)} and {describe_value(bad)}"
@@ -866,7 +902,12 @@ def from_record(record: Mapping[str, Any]) -> Target:
         raise ValueError(
             f"target: expected one of {sorted(known)}, which a record fully describes, got {name!r}"
         )
-    return known[name](**fields)
+    target_class = known[name]
+    # Records of older releases have this number where no position was given.
+    if issubclass(target_class, _AtPosition) and target_class is not _MaskedToken:
+        position = fields.get("position")
+        fields["position"] = None if position == target_class.unstated else position
+    return target_class(**fields)
 
 
 def _require_classes(context: Context, name: str) -> None:
@@ -899,28 +940,20 @@ def _find_token(context: Context, token: str | int, name: str = "token") -> int:
     return found
 
 
-def _find_position(context: Context, position: int | None) -> int | None:
-    """Return a position of the output, from 0, or None if the output has no positions.
-
-    Args:
-        context: The prompt.
-        position: The position (negative: from the end). None: that of the only mask.
-    """
-    if position is None:
-        mask = getattr(context.tokenizer, "mask_token_id", None)
-        if mask is None:
-            raise ValueError(
-                "position: expected the masked position, because the model's tokenizer has no mask token, "
-                "got None"
-            )
-        mask_positions = (context.tokens == mask).nonzero()[:, 0].tolist()
-        if len(mask_positions) != 1:
-            raise ValueError(
-                f"position: expected a prompt with one mask token, got {len(mask_positions)}; "
-                "give the position"
-            )
-        position = mask_positions[0]
-    return context.position(position) if context.output.ndim == 3 else None
+def _find_mask(context: Context) -> int:
+    """Return the position of the only mask of a prompt."""
+    mask = getattr(context.tokenizer, "mask_token_id", None)
+    if mask is None:
+        raise ValueError(
+            "position: expected the masked position, because the model's tokenizer has no mask token, "
+            "got None"
+        )
+    mask_positions: list[int] = (context.tokens == mask).nonzero()[:, 0].tolist()
+    if len(mask_positions) != 1:
+        raise ValueError(
+            f"position: expected a prompt with one mask token, got {len(mask_positions)}; give the position"
+        )
+    return mask_positions[0]
 
 
 def _select_position(logits: Tensor, position: int | None) -> Float[Tensor, "copy d_vocab"]:
@@ -934,6 +967,10 @@ def _measure(logits: Float[Tensor, "copy *pos d_vocab"], of: Measure) -> Float[T
     if of == "logit":
         return logits
     return logits.softmax(-1) if of == "probability" else logits.log_softmax(-1)
+
+
+def _check_position(position: int | None) -> int | None:
+    return None if position is None else check_whole_number("position", position)
 
 
 def _check_measure(of: Measure) -> Measure:

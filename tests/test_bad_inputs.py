@@ -262,11 +262,10 @@ def explained() -> Iterator[Case]:
         targets.logit,
         targets.masked_token,
         targets.loss,
+        targets.next_token,
     ):
-        values = NO_WHOLE if function is targets.masked_token else (*NO_WHOLE, None)
         given = {"label": 3} if function is targets.loss else {}
-        yield from each(function, "position", values, **given)
-    yield from each(targets.next_token, "position", (*NO_WHOLE, None))
+        yield from each(function, "position", NO_WHOLE, **given)
     yield from each(targets.span, "start", (*NO_WHOLE, None))
     yield from each(targets.span, "stop", NO_WHOLE, start=1)
     for function in (targets.predicted, targets.class_, targets.masked_token):
@@ -290,7 +289,8 @@ def explained() -> Iterator[Case]:
         targets.token(3, position=9),
         targets.masked_token(3),
     ):
-        word = "position" if getattr(wrong, "position", -1) != -1 else "token"
+        is_mask = isinstance(wrong, type(targets.masked_token(3)))
+        word = "position" if is_mask or wrong.position is not None else "token"
         yield Case(
             f"run({wrong})", functools.partial(attribute, methods=lm.GradientAttention(target=wrong)), word
         )

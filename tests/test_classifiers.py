@@ -403,17 +403,17 @@ def test_cut_contexts_of_an_answer():
 def test_rows_of_a_classifier_of_tokens():
     classifier, model = pair("bert", "TokenClassification")
     logits = own_output(classifier, TOKENS).logits[0]
-    # The target is read at each row's own position.
-    for position in (None, 2):
+    # Without a position, the target is read at each row's own.
+    for position, queries in ((None, list(range(6))), (2, [2])):
         target = lm.targets.hf_classifier(classifier, 1, of="logit", position=position)
         method = lm.Occlusion(target=target, replacements=[11])
-        found = lm.run(model, TOKENS, method)
+        found = lm.run(model, TOKENS, method, queries=queries)
         for place in range(6):
             changed = TOKENS.clone()
             changed[place] = 11
-            lost = logits[:, 1] - own_output(classifier, changed).logits[0, :, 1]
+            lost = (logits[:, 1] - own_output(classifier, changed).logits[0, :, 1])[queries]
             assert found.scores[0, :, place].tolist() == pytest.approx(lost.tolist(), abs=2e-6)
-        assert found.default_query == (0 if position is None else position)
+        assert found.default_query_position == (0 if position is None else position)
     with pytest.raises(ValueError, match="position: expected the position of a token, which Bert"):
         value_of(model, lm.targets.hf_classifier(classifier, 1), TOKENS)
     with pytest.raises(ValueError, match=r"position: expected .* from -6 to 5, got 6"):

@@ -76,7 +76,7 @@ def test_a_target_of_the_whole_prompt_is_in_every_row():
     one = lm.run(model, prompt, lm.GradientAttention(target=lm.targets.token(5)))
     own = lm.run(model, prompt, "attention").explained
     assert [entry.prediction for entry in one.explained] == [entry.prediction for entry in own]
-    assert {entry.target for entry in one.explained} == {"probability of 5"}
+    assert {entry.target for entry in one.explained} == {"probability of 5 at position 6"}
     assert [entry.value for entry in mixing_map.explained] == pytest.approx([loss] * 7)
 
 
@@ -89,7 +89,7 @@ def test_a_target_of_one_position_leaves_the_other_rows_their_own_predictions(qu
     assert len(set(best)) > 1
     for entry, position in zip(mixing_map.explained, mixing_map.query_positions, strict=True):
         assert entry.prediction == str(best[position])
-        assert entry.target == "probability of 5"
+        assert entry.target == "probability of 5 at position 3"
         assert entry.value == pytest.approx(logits[3].softmax(-1)[5].item())
 
 
@@ -100,7 +100,7 @@ def test_a_row_of_an_encoder_that_the_target_does_not_read_predicts_nothing():
     mixing_map = lm.run(model, TOKENS, lm.GradientAttention(target=target))
     predicts = [entry.prediction is not None for entry in mixing_map.explained]
     assert predicts == [position == 3 for position in range(len(TOKENS))]
-    assert {entry.target for entry in mixing_map.explained} == {"logit of 4"}
+    assert {entry.target for entry in mixing_map.explained} == {"logit of 4 at position 3"}
 
 
 def test_a_target_of_the_decoder_predicts_nothing_at_the_encoders_rows():
@@ -158,7 +158,7 @@ def test_a_classifier_names_its_class():
     entry = mixing_map.explained[0]
     assert entry.prediction == best
     assert entry.probability == pytest.approx(logits.softmax(-1).max().item(), rel=1e-6)
-    assert entry.target == "probability of 'fear'"
+    assert entry.target == "probability of 'fear' (class 1)"
     assert entry.value == pytest.approx(logits.softmax(-1)[1].item(), rel=1e-6)
 
 

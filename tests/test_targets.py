@@ -59,7 +59,12 @@ def test_a_string_is_the_target_for_that_token(model, logits):
     method = lm.Occlusion(target="w17")
     assert method == lm.Occlusion(target=lm.targets.token("w17"))
     m = lm.run(model, TOKENS, method, queries=[-1])
-    assert m.parameters["target"] == {"target": "Token", "token": "w17", "position": -1, "of": "probability"}
+    assert m.parameters["target"] == {
+        "target": "Token",
+        "token": "w17",
+        "position": None,
+        "of": "probability",
+    }
     assert torch.equal(lm.run_again(model, m).scores, m.scores)
 
 
@@ -303,8 +308,8 @@ def test_the_targets_row_is_the_one_that_is_meant(model):
         found = lm.run(model, TOKENS, lm.GradientAttention(target=target))
         assert found.default_query == expected
         assert found.default_query_position == (5 if expected is None else expected)
-    rows = lm.run(model, TOKENS, lm.InputGradients(target=targets.token("w9", position=2)))
-    assert (rows.default_query, rows.select_queries([4]).default_query_position) == (2, 4)
+    rows = lm.run(model, TOKENS, lm.InputGradients(target=targets.token("w9")))
+    assert (rows.default_query, rows.select_queries([4]).default_query_position) == (5, 4)
     assert lm.run(model, TOKENS, "attention").default_query is None
     assert lm.rollout(lm.run(model, TOKENS, "attention"), drop_bos=True).default_query_position == 4
 
@@ -400,11 +405,11 @@ def test_own_tokens_of_a_decoder(name):
     for given, expected in (
         (lm.targets.span(1, 3), following[:2].sum()),
         (lm.targets.span(-1), following[-1]),
-        (lm.targets.next_token(0), following[0]),
+        (lm.targets.next_token(), following[2]),
+        (lm.targets.next_token(2), following[2]),
     ):
         found = lm.run(model, (source, target), lm.InputGradients(given), part="joint", queries=[2])
-        wanted = following[2] if given == lm.targets.next_token(0) else expected
-        assert found.explained[0].value == pytest.approx(wanted.item(), abs=1e-6)
+        assert found.explained[0].value == pytest.approx(expected.item(), abs=1e-6)
     layers = lm.run(model, (source, target), lm.GradientAttention(target=lm.targets.span(1)), part="decoder")
     assert layers.provenance["details"]["target_value"][0] == pytest.approx(following.sum().item(), abs=1e-9)
 
@@ -448,16 +453,29 @@ def test_the_last_token_has_no_next_one(model):
 
 def test_own_tokens_are_recorded(model):
     for target, record in (
-        (lm.targets.next_token(), {"target": "NextToken", "position": -2}),
+        (lm.targets.next_token(), {"target": "NextToken", "position": None}),
         (lm.targets.next_token(3), {"target": "NextToken", "position": 3}),
         (lm.targets.span(2), {"target": "Span", "start": 2, "stop": None}),
         (lm.targets.span(-3, -1), {"target": "Span", "start": -3, "stop": -1}),
     ):
         assert lm.targets.describe(target) == record
         assert lm.targets.from_record(record) == target
-        made = lm.run(model, TOKENS, lm.InputGradients(target), queries=[4])
+        queries = [4] if getattr(target, "position", None) is None else [3]
+        made = lm.run(model, TOKENS, lm.InputGradients(target), queries=queries)
         assert made.parameters["target"] == record
         assert torch.equal(lm.run_again(model, made).scores, made.scores)
+
+
+def test_a_record_of_an_older_release_has_a_number_where_no_position_was_given():
+    for record, target in (
+        ({"target": "Token", "token": 3, "position": -1, "of": "logit"}, lm.targets.logit(3)),
+        ({"target": "NextToken", "position": -2}, lm.targets.next_token()),
+        (
+            {"target": "LogitDifference", "good": 3, "bad": 4, "position": 2},
+            lm.targets.logit_difference(3, 4, 2),
+        ),
+    ):
+        assert lm.targets.from_record(record) == target
 
 
 def test_own_tokens_in_words(model):
@@ -467,4 +485,4 @@ def test_own_tokens_in_words(model):
     found = lm.run(without, TOKENS, lm.GradientAttention(target=lm.targets.span(2, 5)))
     assert {entry.target for entry in found.explained} == {"log probability of the tokens [12, 7, 30]"}
     found = lm.run(without, TOKENS, lm.GradientAttention(target=lm.targets.next_token(1)))
-    assert found.explained[0].target == "log probability of 12"
+    assert found.explained[0].target == "log probability of 12 at position 1"

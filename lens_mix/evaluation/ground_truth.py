@@ -204,11 +204,15 @@ def _compute_areas(
 
 
 def _explain_answer(method: Method, answer: int) -> Method:
-    """Return the method with its target at the answer, if its target has a position."""
+    """Return the method with its target at the answer, if its target has a position.
+
+    A method of the whole model has a row for every position, and reads the target at each.
+    """
     target: Any = getattr(method, "target", None)
     if not hasattr(target, "position"):
         return method
-    changed: dict[str, Any] = {"target": dataclasses.replace(target, position=answer)}
+    position = None if method.scope == "model" else answer
+    changed: dict[str, Any] = {"target": dataclasses.replace(target, position=position)}
     return dataclasses.replace(method, **changed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ _EXPECTED = "one lens_mix.maps.explained.Explained (or a dict of its fields) per
 
 # A target that is one of these measures of the prediction is not named beside it.
 _MEASURES = ("probability", "log probability", "logit")
+# The prediction has the name of the class alone.
+_CLASS_NUMBER = re.compile(r" \(class \d+\)$")
 
 
 class Explained(NamedTuple):
@@ -41,7 +44,8 @@ class Explained(NamedTuple):
         """Return the prediction, and the target if it is about another token: `' Italian' 0.66`."""
         prediction = "" if self.prediction is None else f"{self.prediction!r} {self.probability:.2f}"
         names = (repr(self.prediction), self.prediction)
-        is_same = self.target in {f"{measure} of {name}" for measure in _MEASURES for name in names}
+        target = None if self.target is None else _CLASS_NUMBER.sub("", self.target)
+        is_same = target in {f"{measure} of {name}" for measure in _MEASURES for name in names}
         if self.target is None or is_same:
             return prediction
         target = f"{self.target} = {self.value:.3g}"

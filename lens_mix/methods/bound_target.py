@@ -294,10 +294,10 @@ def bind(blocks: Sequence[Block], target: TargetLike) -> BoundTarget:
 
 
 def bind_rows(blocks: Sequence[Block], target: TargetLike) -> BoundRows:
-    """Bind a target to the rows of the last block, at whose positions it is read instead of its own.
+    """Bind a target to the rows of the last block, at whose positions it is read if it states none.
 
-    A target without a position (a class, a loss of the whole prompt, a callable) is one number of the prompt,
-    so only a single row may be requested.
+    If it states a position, only the row of this position may be requested. A target of the whole prompt (a
+    class, a loss, a callable) is one number, so only a single row may be requested.
 
     Args:
         blocks: As in `bind`.
@@ -344,7 +344,9 @@ def _bound(
         for within, placed in targets_of(read, context, prompt, span.start).items():
             functions.append(placed.of_prompt(context))
             clean.append(evaluate(functions[-1], context.output))
-            blocks[-1].record.explained[prompt][within] = placed.explain(context, float(clean[-1]))
+            blocks[-1].record.explained[prompt][within] = placed.explain(
+                context, float(clean[-1]), names_position=placed is read
+            )
             position = placed.reads_position(context)
             positions += [] if position is None else [position + span.start]
             index.append((prompt, within))
@@ -431,11 +433,13 @@ def _targets_at_rows(
     places = [int(last.queries[prompt, index]) - start for index in query_index]
     at_rows = {}
     for index, place in zip(query_index, places, strict=True):
-        at_rows[index] = _target_at(target, place, context, len(set(places)))
-        if at_rows[index] is target:
+        placed = target.at_row(place, context)
+        if placed is None:
+            _require_own_row(target, places, context, last)
             last.record.rows_read[prompt] = _find_rows_of(target, context)
-        if at_rows[index] is target and place < len(context.tokens) - 1:
-            _require_whole_prompt(target, context, last, (prompt, index))
+            if place < len(context.tokens) - 1:
+                _require_whole_prompt(target, context, last, (prompt, index))
+        at_rows[index] = target if placed is None else placed
     return at_rows
 
 
@@ -447,22 +451,34 @@ def _find_rows_of(target: Target, context: Context) -> range | None:
     return range(len(context.tokens)) if rows is None else rows
 
 
-def _target_at(target: Target, place: int, context: Context, rows: int) -> Target:
-    """Return the target at the position of a row."""
-    placed, reads = target.at_row(place, context), target.reads_position(context)
-    if placed is not None:
-        return placed
-    if rows > 1 or reads not in (None, place):
-        # A classifier of pictures reads [CLS], which is the first position.
-        last = 0 if bool((context.tokens < 0).any()) else -1
-        where = (
-            f"one row (queries=[{last}])" if reads is None else f"the row of the position it reads ({reads})"
-        )
+def _require_own_row(target: Target, places: Sequence[int], context: Context, last: Block) -> None:
+    """Raise a ValueError if rows ask for another position than the target's, or for one number repeatedly."""
+    name, own, asked = type(target).__name__.lstrip("_"), target.own_position(context), sorted(set(places))
+    others = [place for place in asked if place != own]
+    if own is not None and others:
+        shown = ", ".join(map(str, others[:5])) + (", ..." if len(others) > 5 else "")
+        plural = "" if len(others) == 1 else "s"
+        unstated: dict[str, Any] = {"position": None} if hasattr(target, "position") else {}
+        follows = dataclasses.replace(target, **unstated).at_row(asked[0], context) is not None
+        advice = "; or leave out the target's position to explain that of each row"
         raise ValueError(
-            f"target: {type(target).__name__.lstrip('_')} explains one number of the prompt, whatever the "
-            f"row; expected {where}, got {rows} rows{'' if rows > 1 else f', of position {place}'}"
+            f"target: {name} explains position {own}; expected the row of this position (queries=[{own}]), "
+            f"got the row{plural} of position{plural} {shown}{advice if follows else ''}"
         )
-    return target
+    if len(asked) > 1:
+        raise ValueError(
+            f"target: {name} explains one number of the prompt, whatever the row; expected one row "
+            f"(queries=[{_find_usual_row(target, context, last)}]), got {len(asked)} rows"
+        )
+
+
+def _find_usual_row(target: Target, context: Context, last: Block) -> int:
+    """Return the row to recommend for one number of a prompt: that which `lm.input_map` computes."""
+    if last.verification.causal or last.stack.reads_target:
+        return -1
+    mask = getattr(context.tokenizer, "mask_token_id", None)
+    masked = [] if mask is None else (context.tokens == mask).nonzero()[:, 0].tolist()
+    return masked[0] if len(masked) == 1 else 0
 
 
 def _require_whole_prompt(target: Target, context: Context, last: Block, row: tuple[int, int]) -> None:
@@ -476,7 +492,7 @@ def _require_whole_prompt(target: Target, context: Context, last: Block, row: tu
         last: The last block.
         row: The prompt's index, and the row's index on the query axis.
     """
-    if target.reads_position(context) is not None or target.default_row(context) is None:
+    if target.own_position(context) is not None or target.default_row(context) is None:
         return
     query = int(last.queries[row])
     if not bool(last.attended[row][query + 1 :].any()):

@@ -168,7 +168,7 @@ class Explainer:
         if not hasattr(self.method, "target"):
             return self._sum_rows(self._run(self.method, rows), rows)
         if isinstance(self.method, _OF_ONE_POSITION):
-            return self._sum_rows(self._run(self._with_target(targets.next_token(rows[-1])), rows), rows)
+            return self._sum_rows(self._run(self._with_target(targets.next_token()), rows), rows)
         target = _SpanRead(first + start, first + stop, [] if logits is None else logits)
         method = self._with_target(target)
         if self.method.scope == "model":
@@ -199,7 +199,7 @@ class Explainer:
             return torch.stack(
                 [self.explain_span(start + each, start + each + 1) for each in range(len(rows))]
             )
-        return self._select(self._run(self._with_target(targets.next_token(rows[-1])), rows), rows)
+        return self._select(self._run(self._with_target(targets.next_token()), rows), rows)
 
     def _with_target(self, target: targets.Target) -> Method:
         return dataclasses.replace(self.method, target=target)  # type: ignore[call-arg]

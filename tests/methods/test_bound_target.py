@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -9,9 +11,11 @@ import torch
 
 import lens_mix as lm
 from lens_mix.lens.clean_pass import CleanPass
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods import bound_target
 from lens_mix.targets import Context
-from tests.tiny_models import gpt2_like, tokens
+from tests.test_classifiers import classifier_of
+from tests.tiny_models import available, bridge, gpt2_like, tokens
 
 TARGETS = [
     lm.targets.predicted(position=2),
@@ -20,6 +24,7 @@ TARGETS = [
     lm.targets.next_token(position=3),
     lm.targets.loss(label=4, position=0),
 ]
+UNPLACED = [dataclasses.replace(target, position=None) for target in TARGETS[:4]]
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: type(target).__name__)
@@ -31,7 +36,7 @@ def test_the_logits_of_one_position_are_enough(target: Any) -> None:
     assert torch.equal(function(logits[:, position, None]), function(logits))
 
 
-@pytest.mark.parametrize("target", TARGETS[:4], ids=lambda target: type(target).__name__)
+@pytest.mark.parametrize("target", UNPLACED, ids=lambda target: type(target).__name__)
 @pytest.mark.parametrize("queries", [[3], [-2]])
 def test_a_single_row_reads_the_logits_of_the_clean_pass(
     monkeypatch: pytest.MonkeyPatch, target: Any, queries: list[int]
@@ -59,6 +64,95 @@ def test_a_single_row_reads_the_logits_of_the_clean_pass(
             assert (row.target, row.prediction) == (expected_row.target, expected_row.prediction)
             assert row.value == pytest.approx(expected_row.value, abs=1e-10)
     assert len(made) - with_kept > with_kept
+
+
+def methods_with(target: Any) -> list[Any]:
+    """Return every built-in method that has a target, with this one; by hidden tokens, if it removes any."""
+    others = {"attention_attribution": {"n_steps": 2}, "occlusion": {"by": "mask"}}
+    classes = [each for each in lm.METHODS.values() if issubclass(each, bound_target.TargetMethod)]
+    return [each(target=target, **others.get(each.name, {})) for each in classes]
+
+
+def require_own_position(
+    model: Any, prompt: torch.Tensor, target: Any, position: int, value: float, expect_all: bool
+) -> None:
+    """Require that every method explains the target's position, or says that another row was asked."""
+    for method in methods_with(target):
+        try:
+            (entry,) = lm.run(model, prompt, method, queries=[position], progress=None).explained
+        except UnsupportedModelError:
+            assert not expect_all
+            continue
+        assert entry.value == pytest.approx(value, abs=1e-6)
+        assert entry.target is not None
+        assert entry.target.endswith(f" at position {position}")
+        try:
+            entries = lm.run(model, prompt, method, queries=[1, 2], progress=None).explained
+        except ValueError as problem:
+            expected = rf"{position}.*\(queries=\[{position}\]\), got the rows of positions 1, 2"
+            assert re.search(rf"explains position {expected}", str(problem)), problem
+            assert isinstance(method, bound_target.RowTargetMethod)
+        else:
+            assert not isinstance(method, bound_target.RowTargetMethod)
+            assert [entry.value for entry in entries] == pytest.approx([value] * 2, abs=1e-6)
+            assert all(f"at position {position}" in entry.target for entry in entries)
+
+
+@pytest.mark.parametrize("position", [3, -2])
+def test_every_method_explains_the_position_of_a_token_target(position: int) -> None:
+    model = gpt2_like(torch.float64)
+    prompt = tokens(model, 1, 7)[0]
+    with torch.no_grad():
+        logits = model(prompt[None])[0, position]
+    place, best = position % 7, float(logits.max())
+    targets = lm.targets
+    for target, value in (
+        (targets.logit(5, position), float(logits[5])),
+        (targets.predicted(position, "logit"), best),
+        (targets.logit_difference(5, 6, position), float(logits[5] - logits[6])),
+        (targets.loss(4, position), -float(logits.log_softmax(-1)[4])),
+        (targets.next_token(position), float(logits.log_softmax(-1)[prompt[place + 1]])),
+        (targets.masked_token(5, position, "logit"), float(logits[5])),
+    ):
+        require_own_position(model, prompt, target, place, value, expect_all=True)
+
+
+@pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")
+@pytest.mark.parametrize("position", [3, -2])
+@pytest.mark.parametrize("kind", ["TokenClassification", "QuestionAnswering"])
+def test_every_method_explains_the_position_of_a_classifiers_target(kind: str, position: int) -> None:
+    classifier = classifier_of("bert", f"BertFor{kind}", labels=2 if kind == "QuestionAnswering" else 5)
+    model, prompt = bridge("bert", torch.float64), torch.tensor([5, 9, 12, 7, 30, 21])
+    with torch.no_grad():
+        output = classifier(prompt[None])
+    if kind == "QuestionAnswering":
+        target = lm.targets.hf_classifier(classifier, "end", "logit", position)
+        pairs = [(target, output.end_logits[0, position], "'end' (class 1)")]
+    else:
+        logits = output.logits[0, position]
+        named = lm.targets.hf_classifier(classifier, 2, "logit", position)
+        difference = lm.targets.class_difference(2, 1, classifier, position)
+        pairs = [(named, logits[2], "'LABEL_2' (class 2)")]
+        pairs += [(difference, logits[2] - logits[1], "(class 2) minus that of 'LABEL_1' (class 1)")]
+    for target, value, label in pairs:
+        require_own_position(model, prompt, target, position % 6, float(value), expect_all=False)
+        found = lm.run(model, prompt, lm.Gim(target=target), queries=[position], progress=None)
+        assert f"{label} at position {position % 6}" in found.explained[0].target
+
+
+@pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")
+def test_without_a_position_an_answer_is_explained_where_the_classifier_finds_it() -> None:
+    classifier = classifier_of("bert", "BertForQuestionAnswering", labels=2)
+    model, prompt = bridge("bert", torch.float64), torch.tensor([5, 9, 12, 7, 30, 21])
+    with torch.no_grad():
+        logits = classifier(prompt[None]).start_logits[0]
+    target, best = lm.targets.hf_classifier(classifier, "start", "logit"), int(logits.argmax())
+    (entry,) = lm.run(model, prompt, lm.InputGradients(target), queries=[(best + 1) % 6]).explained
+    assert entry.value == pytest.approx(float(logits.max()), abs=1e-6)
+    assert entry.target == f"logit of 'start' (class 0) at position {best}"
+    stated = lm.targets.hf_classifier(classifier, "start", "logit", position=2)
+    with pytest.raises(ValueError, match=r"position 2; expected .*, got the row of position 0$"):
+        lm.run(model, prompt, lm.InputGradients(stated), queries=[0])
 
 
 @pytest.mark.parametrize(
