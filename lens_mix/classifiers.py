@@ -103,9 +103,15 @@ def find_label(model: PreTrainedModel, label: Any, name: str) -> int | None:
 
     Raises:
         TypeError: If the label is neither a number nor a name.
-        ValueError: If the label does not exist.
+        ValueError: If the label does not exist, or if several classes have this name.
     """
     names, count = _list_labels(model)
+    if isinstance(label, str) and len(names.get(label, ())) > 1:
+        numbers = " and ".join(map(str, names[label]))
+        raise ValueError(
+            f"{name}: expected the name of one class, got {label!r}, the name of the classes {numbers}; "
+            "give the number"
+        )
     if label is None and find_kind(model) != "question answering":
         return None
     if label is None or (isinstance(label, str) and label not in names):
@@ -115,33 +121,39 @@ def find_label(model: PreTrainedModel, label: Any, name: str) -> int | None:
         shortener.maxlist = 20
         expected = shortener.repr(list(names))
         raise ValueError(f"{name}: expected one of {expected}, got {describe_value(label)}{suggestion}")
-    return names[label] if isinstance(label, str) else check_whole_number(name, label, 0, count - 1)
+    return names[label][0] if isinstance(label, str) else check_whole_number(name, label, 0, count - 1)
 
 
 def name_label(model: PreTrainedModel, number: int) -> str:
-    """Return the name of a label, or its number as a string if it has no name."""
+    """Return the name of a label, with its number if others have the same name; the number if it has none."""
     names, _ = _list_labels(model)
-    return next((label for label, own in names.items() if own == number), str(number))
+    # The first name is that of `config.id2label`.
+    name = next((label for label, numbers in names.items() if number in numbers), str(number))
+    return name if len(names.get(name, ())) < 2 else f"{name} (class {number})"
 
 
 def describe_label(model: PreTrainedModel, number: int) -> str:
     """Return the name of a label in quotation marks with its number, which alone says which class it is."""
-    name = name_label(model, number)
+    name = name_label(model, number).removesuffix(f" (class {number})")
     return f"class {number}" if name == str(number) else f"{name!r} (class {number})"
 
 
-def _list_labels(model: PreTrainedModel) -> tuple[dict[str, int], int]:
+def _list_labels(model: PreTrainedModel) -> tuple[dict[str, list[int]], int]:
     """Return the numbers of the labels by their names, and the number of labels."""
     kind, config = find_kind(model), model.config
     if kind == "question answering":
-        return {"start": 0, "end": 1}, 2
+        return {"start": [0], "end": [1]}, 2
     if kind == "multiple choice":
         return {}, 1
-    # A configuration may set only one of the two tables and leave the other at its default.
-    by_number = {str(label): int(number) for number, label in (config.id2label or {}).items()}
-    by_name = {str(label): int(number) for label, number in (config.label2id or {}).items()}
-    names = {**by_number, **{label: number for label, number in by_name.items() if label not in by_number}}
-    return {label: number for label, number in names.items() if number < config.num_labels}, config.num_labels
+    # A configuration may set only one of the two tables and leave the other at its default, and the tables
+    # may contradict each other.
+    pairs = [(str(label), int(number)) for number, label in (config.id2label or {}).items()]
+    pairs += [(str(label), int(number)) for label, number in (config.label2id or {}).items()]
+    names: dict[str, list[int]] = {}
+    for label, number in pairs:
+        if number < config.num_labels and number not in names.setdefault(label, []):
+            names[label].append(number)
+    return {label: numbers for label, numbers in names.items() if numbers}, config.num_labels
 
 
 class ClassifierPass:

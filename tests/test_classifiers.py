@@ -550,6 +550,33 @@ def test_names_of_labels():
         lm.targets.class_difference("positive", "spam", classifier)
 
 
+@pytest.mark.parametrize(
+    ("settings", "both"),
+    [
+        ({"id2label": {0: "negative", 1: "positive", 2: "negative"}}, "0 and 2"),
+        (
+            {"id2label": {0: "negative", 1: "x", 2: "y"}, "label2id": {"x": 0, "negative": 1, "y": 2}},
+            "0 and 1",
+        ),
+    ],
+)
+def test_a_name_of_two_classes_is_an_error_with_both_numbers(settings, both):
+    classifier = classifier_of("bert", "BertForSequenceClassification", 3, settings=settings)
+    message = (
+        f"expected the name of one class, got 'negative', the name of the classes {both}; give the number"
+    )
+    for argument, ask in (
+        ("class_", lambda: lm.targets.hf_classifier(classifier, "negative")),
+        ("good", lambda: lm.targets.class_difference("negative", 2, classifier)),
+        ("bad", lambda: lm.targets.class_difference(2, "negative", classifier)),
+    ):
+        with pytest.raises(ValueError, match=f"{argument}: {message}"):
+            ask()
+    target = lm.targets.hf_classifier(classifier, 0, of="logit")
+    context = Context(TOKENS, classifier.base_model(TOKENS[None])[0].detach())
+    assert target.in_words(context) == "logit of 'negative' (class 0)"
+
+
 def test_models_that_are_no_classifiers():
     with pytest.raises(TypeError, match=r"BertForMaskedLM, a language model; .* lm.targets.token"):
         lm.targets.hf_classifier(wrapped_model("bert"), 2)

@@ -120,8 +120,10 @@ def find_missing_logits(model: object) -> str | None:
     original, has_logits = getattr(model, "__dict__", {}).get(_ORIGINAL, (None, True))
     if has_logits:
         return None
+    output = original.get_output_embeddings()
+    known = "no masked-language head" if output is None else "a head that lm.wrap does not know"
     return (
-        f"{type(original).__name__} has no masked-language head, so there are no logits of tokens; explain a "
+        f"{type(original).__name__} has {known}, so there are no logits of tokens; explain a "
         "class with target=lm.targets.hf_classifier(model, class_), or a function of the last hidden states "
         "with target=lm.targets.head(function)"
     )

@@ -8,7 +8,7 @@ compute what a BERT's do is not assumed here: `lens_mix.lens.wrap` compares the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -58,14 +58,16 @@ class Head:
     Attributes:
         dense: The dense layer.
         norm: The norm after it.
-        decoder: The unembedding.
+        decoder: The unembedding, or the embeddings whose weight it is.
         activation: The function between the dense layer and the norm; None: it is the GELU.
+        bias: The bias of the unembedding, if the unembedding is not a module of its own.
     """
 
     dense: str
     norm: str
     decoder: str
     activation: str | None
+    bias: str | None = None
 
 
 _ROBERTA_HEAD = Head("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", None)
@@ -86,11 +88,11 @@ class Family:
         others: The names of further weights of a layer, which `attention` reads.
         skips_padding: Whether positions are counted from the padding token's number plus one, and only over
             tokens that are not padding.
-        head: The masked-language head.
+        heads: The masked-language heads that a model of the family may have.
     """
 
     find_layers: Callable[[nn.Module], list[nn.Module]]
-    head: Head
+    heads: tuple[Head, ...]
     layer: Mapping[str, str] = dataclasses.field(default_factory=lambda: _BERT_LAYER)
     embeddings: str = "embeddings"
     projection: str | None = None
@@ -115,10 +117,13 @@ def _unroll_albert(base: Any) -> list[nn.Module]:
     ]
 
 
-def _bert(prefix: str = "cls.predictions.transform", **options: Any) -> Family:
+def _bert(
+    prefix: str = "cls.predictions.transform", other_heads: tuple[Head, ...] = (), **options: Any
+) -> Family:
     head = Head(f"{prefix}.dense", f"{prefix}.LayerNorm", "cls.predictions.decoder", None)
     activation = f"{prefix}.transform_act_fn" if prefix.endswith("transform") else f"{prefix}.activation"
-    return Family(_list_layers("encoder.layer"), dataclasses.replace(head, activation=activation), **options)
+    heads = (dataclasses.replace(head, activation=activation), *other_heads)
+    return Family(_list_layers("encoder.layer"), heads, **options)
 
 
 def _disentangle(base: nn.Module, layer: nn.Module, copies: Copies) -> nn.Module:
@@ -128,7 +133,15 @@ def _disentangle(base: nn.Module, layer: nn.Module, copies: Copies) -> nn.Module
     return DisentangledAttention(base, layer, copies)
 
 
-_ROBERTA = Family(_list_layers("encoder.layer"), _ROBERTA_HEAD, skips_padding=True)
+_ROBERTA = Family(_list_layers("encoder.layer"), (_ROBERTA_HEAD,), skips_padding=True)
+# The head of a DeBERTa with `legacy=False`.
+_DEBERTA_HEAD = Head(
+    "lm_predictions.lm_head.dense",
+    "lm_predictions.lm_head.LayerNorm",
+    "deberta.embeddings.word_embeddings",
+    "lm_predictions.lm_head.transform_act_fn",
+    "lm_predictions.lm_head.bias",
+)
 # The families by the `model_type` of their configuration.
 FAMILIES: dict[str, Family] = {
     "bert": _bert(),
@@ -140,6 +153,7 @@ FAMILIES: dict[str, Family] = {
     "camembert": _ROBERTA,
     "data2vec-text": _ROBERTA,
     "deberta-v2": _bert(
+        other_heads=(_DEBERTA_HEAD,),
         layer={name: own for name, own in _BERT_LAYER.items() if ".self." not in name},
         attention=_disentangle,
         others=tuple(
@@ -148,22 +162,28 @@ FAMILIES: dict[str, Family] = {
     ),
     "electra": Family(
         _list_layers("encoder.layer"),
-        Head(
-            "generator_predictions.dense",
-            "generator_predictions.LayerNorm",
-            "generator_lm_head",
-            "generator_predictions.activation",
+        (
+            Head(
+                "generator_predictions.dense",
+                "generator_predictions.LayerNorm",
+                "generator_lm_head",
+                "generator_predictions.activation",
+            ),
         ),
         projection="embeddings_project",
     ),
     "distilbert": Family(
         _list_layers("transformer.layer"),
-        Head("vocab_transform", "vocab_layer_norm", "vocab_projector", "activation"),
+        (Head("vocab_transform", "vocab_layer_norm", "vocab_projector", "activation"),),
         layer=_DISTILBERT_LAYER,
     ),
     "albert": Family(
         _unroll_albert,
-        Head("predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.activation"),
+        (
+            Head(
+                "predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.activation"
+            ),
+        ),
         layer=_ALBERT_LAYER,
         projection="encoder.embedding_hidden_mapping_in",
     ),
@@ -295,7 +315,7 @@ def rename(hf_model: PreTrainedModel) -> tuple[Any, bool]:
         for name, own_name in family.layer.items():
             layer.set_submodule(name, copies.of(own, own_name))
         _require_nothing_else(own, family)
-    has_head = _rename_head(hf_model, family.head, renamed, copies)
+    has_head = _rename_head(hf_model, family.heads, renamed, copies)
     return renamed.eval(), has_head
 
 
@@ -363,14 +383,17 @@ def _rename_embeddings(hf_model: Any, family: Family, copies: Copies) -> _Embedd
     return _Embeddings(parts, tasks, project, padding)
 
 
-def _rename_head(hf_model: Any, head: Head, renamed: Any, copies: Copies) -> bool:
+def _rename_head(hf_model: Any, heads: Sequence[Head], renamed: Any, copies: Copies) -> bool:
     """Give the BERT the masked-language head; without one, a narrow head whose logits are NaN."""
     predictions = renamed.cls.predictions
     transform = predictions.transform
-    has_head = all(_has(hf_model, name) for name in (head.dense, head.norm, head.decoder))
-    if has_head:
+    present = (
+        head for head in heads if all(_has(hf_model, name) for name in (head.dense, head.norm, head.decoder))
+    )
+    head = next(present, None)
+    if head is not None:
         transform.dense, transform.LayerNorm = copies.of(hf_model, head.dense), copies.of(hf_model, head.norm)
-        predictions.decoder = copies.of(hf_model, head.decoder)
+        predictions.decoder = copies.unembedding(hf_model, head)
         transform.transform_act_fn = (
             nn.GELU() if head.activation is None else hf_model.get_submodule(head.activation)
         )
@@ -387,7 +410,7 @@ def _rename_head(hf_model: Any, head: Head, renamed: Any, copies: Copies) -> boo
         nn.init.constant_(predictions.decoder.bias, float("nan"))
     if hasattr(predictions, "bias"):
         predictions.bias = predictions.decoder.bias
-    return has_head
+    return head is not None
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -434,6 +457,18 @@ class Copies:
                 "model on one device"
             )
         return made
+
+    def unembedding(self, owner: nn.Module, head: Head) -> nn.Linear:
+        """Return a copy of the linear map from a head to the logits."""
+        made: nn.Linear | nn.Embedding = self.of(owner, head.decoder)
+        if head.bias is None:
+            assert isinstance(made, nn.Linear)
+            return made
+        count, width = made.weight.shape
+        linear = nn.Linear(width, count, device="meta")
+        bias = owner.get_parameter(head.bias)
+        linear.weight, linear.bias = made.weight, self._weights.setdefault(id(bias), _copy(bias))
+        return linear
 
 
 def _copy(parameter: nn.Parameter) -> nn.Parameter:

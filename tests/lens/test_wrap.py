@@ -108,6 +108,28 @@ class Plain:
             return maps
 
 
+@NEEDS_BRIDGE
+def test_a_deberta_whose_head_multiplies_by_the_embeddings():
+    own = encoder("DebertaV2", "ForMaskedLM", legacy=False)
+    with torch.no_grad():
+        own.lm_predictions.lm_head.bias.normal_()
+        expected = own(TOKENS).logits
+        torch.testing.assert_close(lm.wrap(own)(TOKENS), expected, rtol=0, atol=1e-10)
+    model = lm.wrap(own)
+    target = lm.targets.masked_token(9, position=3, of="logit")
+    (entry,) = lm.run(model, TOKENS, lm.InputGradients(target=target), queries=[3]).explained
+    assert entry.value == pytest.approx(float(expected[0, 3, 9]), abs=1e-9)
+
+
+@NEEDS_BRIDGE
+def test_a_head_under_other_names_is_not_said_to_be_missing():
+    own = encoder("Bert", "ForMaskedLM")
+    own.cls.predictions.transform.other = own.cls.predictions.transform.dense
+    del own.cls.predictions.transform.dense
+    with pytest.raises(lm.UnsupportedModelError, match="BertForMaskedLM has a head that"):
+        lm.run(lm.wrap(own), TOKENS, lm.InputGradients(), queries=[0])
+
+
 def without(values, key):
     values = values.clone()
     values[:, :, key] = 0
