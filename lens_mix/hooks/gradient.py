@@ -130,19 +130,21 @@ def hold_activation_ratio(
     act: Callable[[Tensor], Tensor],
     *,
     gated: bool = False,
+    gate_up: float = 0.5,
     bias: Float[Tensor, " d_mlp"] | None = None,
 ) -> list[HookPair]:
     """Treat the ratio act(z) / z of one feed-forward's activation as a constant in the backward pass.
 
     The backward pass uses act(z) = (act(z) / z) · z with the ratio constant, so that the feed-forward is
     linear (DecompX, Modarressi et al., ACL 2023). In a gated feed-forward, act(gate) · up, each of the two
-    factors gets half of the gradient.
+    factors gets half of the gradient, or the share `gate_up`.
 
     Args:
         mlp: The name of the feed-forward, as `"blocks.0.mlp"`.
         act: Its activation function; the pass checks that its result is what `hook_post` shows.
         gated: Whether the feed-forward has a gate. `hook_pre` then shows the gate's pre-activation, and
             `hook_pre_linear` the vector that the gate multiplies.
+        gate_up: The factor of the gradients of gate and up; any finite number.
         bias: A bias that is added after the activation and before the last matrix, if there is one.
 
     Returns:
@@ -168,7 +170,7 @@ def hold_activation_ratio(
     check_flags(gated=gated)
     if bias is not None:
         check_instance("bias", bias, Tensor, "a tensor [d_mlp]")
-    post = _HoldActivationRatio(f"{mlp}.hook_post", act, bias)
+    post = _HoldActivationRatio(f"{mlp}.hook_post", act, check_number("gate_up", gate_up), bias)
     names = [f"{mlp}.hook_pre", *[f"{mlp}.hook_pre_linear"] * gated]
     return [*((name, _ActivationInput(name, post)) for name in names), (post.name, post)]
 
@@ -297,9 +299,11 @@ class _FreezeScale(GradientCounter, HookFunction):
 
 
 class _HoldActivationRatio(GradientCounter, HookFunction):
-    def __init__(self, name: str, act: Callable[[Tensor], Tensor], bias: Tensor | None) -> None:
+    def __init__(
+        self, name: str, act: Callable[[Tensor], Tensor], gate_up: float, bias: Tensor | None
+    ) -> None:
         super().__init__(name)
-        self._act, self._bias = act, bias
+        self._act, self._gate_up, self._bias = act, gate_up, bias
         # The tensors that `_ActivationInput` got earlier in this pass, by the name of their hook point.
         self.factors: dict[str, Tensor] = {}
 
@@ -313,7 +317,7 @@ class _HoldActivationRatio(GradientCounter, HookFunction):
         self._check_activation(product, tensor.detach())
         linear = _compute_activation_ratio(self._act, z.detach()) * z
         if up is not None:
-            linear = (linear * up.detach() + linear.detach() * up) / 2
+            linear = (linear * up.detach() + linear.detach() * up) * self._gate_up
         return self.follow(replace_gradient(linear, tensor))
 
     def _check_activation(self, product: Tensor, shown: Tensor) -> None:

@@ -461,6 +461,54 @@ def _read_feed_forward(mlp: nn.Module | None, activation: str) -> tuple[FeedForw
     return FeedForward(activation, W_in, W_out, W_gate, b_out=b_out, **biases), "gated"
 
 
+# The names of the weights, or of the modules with them, that compute gate and up.
+_GATE_UP = (
+    {"gate", "in"},  # a TransformerBridge
+    {"W_gate", "W_in"},  # the hooked classes
+    {"gate_proj", "up_proj"},
+    {"gate_up_proj"},
+    {"w1", "w3"},
+    {"wi_0", "wi_1"},
+    {"input_linear"},  # Granite
+    {"Wi", "Wo"},  # ModernBERT
+)
+# The names of the first and the last matrix without a gate.
+_PLAIN = (
+    {"in", "out"},
+    {"W_in", "W_out"},
+    {"up_proj", "down_proj"},
+    {"fc1", "fc2"},
+    {"w1", "w2"},
+    {"wi", "wo"},
+)
+
+
+def find_gated(mlp: nn.Module) -> list[nn.Module] | None:
+    """Return the modules of a feed-forward that compute gate and up from their input: itself, or its experts.
+
+    They are recognized by the names of weights. The result is None if there are matrices, other than those of
+    a mixture's router, that are not recognized.
+    """
+    found: dict[int, nn.Module] = {}
+    known: set[int] = set()
+    for module in mlp.modules():  # Containers come before their modules.
+        names = {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
+        gate_up = next((pair for pair in _GATE_UP if pair <= names), None)
+        if id(module) in known or not (gate_up or any(pair <= names for pair in _PLAIN)):
+            continue
+        if gate_up and "router" in names:  # The router reads the same input, and has no part in the rule.
+            found |= {id(each): each for name, each in module.named_children() if name in gate_up}
+        elif gate_up:
+            found[id(module)] = module
+        known |= {id(each) for each in module.modules()}
+    for name, module in mlp.named_modules():
+        is_router = any(word in name for word in ("gate", "router"))
+        own = module.named_parameters(recurse=False)
+        if id(module) not in known and not is_router and any(weight.ndim > 1 for _, weight in own):
+            return None
+    return list(found.values())
+
+
 def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: float) -> Iterator[BlockAnatomy]:
     """Yield every anatomy that the block's modules allow, the likeliest first.
 

@@ -17,10 +17,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lens_mix.hooks import HookFunction, HookName, HookPair, hold_activation_ratio, scale_pattern_gradient
+from lens_mix.hooks import (
+    HookFunction,
+    HookName,
+    HookPair,
+    hold_activation_ratio,
+    scale_gradient,
+    scale_pattern_gradient,
+)
 from lens_mix.hooks.gradient import Constant, GradientCounter, beside, is_differentiated, replace_gradient
 from lens_mix.hooks.mixing import tolerance
-from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward, Norm, read_norm, read_value_path
+from lens_mix.lens.anatomy import (
+    ACTIVATIONS,
+    BlockAnatomy,
+    FeedForward,
+    Norm,
+    find_gated,
+    read_norm,
+    read_value_path,
+)
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
@@ -38,6 +53,10 @@ class BackwardRules(Protocol):
     def activations(self) -> Activations:
         """The activations' rule: "gradient", or "ratio" for `lens_mix.hooks.hold_activation_ratio`."""
 
+    @property
+    def gate_up(self) -> float:
+        """The factor of the gradients of gate and up, the two factors of a gated feed-forward."""
+
     def interventions(self, layer: int, *, attention: str) -> Sequence[HookPair]:
         """Return the hooks on one attention module."""
 
@@ -50,6 +69,11 @@ class Rules:
     scores: float = 1.0
     activations: Activations = "gradient"
 
+    @property
+    def gate_up(self) -> float:
+        """Half of the gradient with the ratio rule, which is linear only then; else all of it."""
+        return 0.5 if self.activations == "ratio" else 1.0
+
     def interventions(self, layer: int, *, attention: str) -> list[HookPair]:
         """Return the hooks on one attention module."""
         return [scale_pattern_gradient(layer, self.scores, temperature=self.temperature, attention=attention)]
@@ -60,6 +84,7 @@ class PlainRules:
     """No changed rules: the backward pass is the model's own."""
 
     activations: Activations = "gradient"
+    gate_up: float = 1.0
 
     def interventions(self, layer: int, *, attention: str) -> list[HookPair]:
         """Return no hooks."""
@@ -215,6 +240,8 @@ class ChangedRules:
                 self._output(module, cross, "o", None if path is None else path.b_O)
         if anatomy.feed_forward is not None and self._rules.activations == "ratio":
             self._feed_forward(module, f"{block}.mlp", anatomy.feed_forward)
+        elif self._rules.gate_up != 1:
+            self._gate_up(module, f"{block}.mlp", anatomy)
 
     def _norms(self, logits: bool) -> None:
         """Add the rules of every norm of the model, including norms on queries and keys and the final one."""
@@ -256,10 +283,31 @@ class ChangedRules:
         if gated:
             self._constant(f"{mlp}.hook_pre_linear", feed_forward.b_in)
         act, b_hidden = ACTIVATIONS[feed_forward.activation], feed_forward.b_hidden
-        for name, rule in hold_activation_ratio(mlp, act, gated=gated, bias=b_hidden):
+        share = self._rules.gate_up
+        for name, rule in hold_activation_ratio(mlp, act, gated=gated, gate_up=share, bias=b_hidden):
             self._point(name, rule)
         self._constant(f"{mlp}.hook_post", b_hidden)
         self._output(block, mlp, "out", feed_forward.b_out)
+
+    def _gate_up(self, block: nn.Module, mlp: str, anatomy: BlockAnatomy) -> None:
+        """Add the rule of gate and up: at their hook points, or at the input of what computes both.
+
+        The input's gradient is the sum of those through gate and up, so one factor for it is the same rule.
+        Experts run many or no tokens and show neither gate nor up; one of them at least has a gradient.
+        """
+        if anatomy.feed_forward_kind == "gated":
+            for point in ("hook_pre", "hook_pre_linear"):
+                self._point(*scale_gradient(f"{mlp}.{point}", self._rules.gate_up))
+        elif anatomy.feed_forward_kind not in ("plain", "none"):
+            found = find_gated(block.get_submodule("mlp"))
+            if found is None:
+                raise UnsupportedModelError(
+                    f"gate_up: expected to find gate and up in the feed-forward {mlp}, or that it has none, "
+                    "and could not read it; gate_up=1 computes without the rule for gated feed-forwards"
+                )
+            rule = _InputRule(f"the input of gate and up in {mlp}", self._rules.gate_up)
+            self._changes += [forward_pre_hook(each, rule.on_module, with_kwargs=True) for each in found]
+            self._required += [rule] * bool(found)
 
     def _constant(self, name: str, bias: Tensor | None) -> None:
         if self._constants is not None and bias is not None:
@@ -278,6 +326,22 @@ class ChangedRules:
 
 # Norms have their rules on modules, because not all have a hook point for their scale, and a hook there
 # changes the rounding of a TransformerBridge. Biases do if they are visible in a module's output only.
+
+
+class _InputRule(GradientCounter):
+    """A module whose gradient with respect to its first input is multiplied by a factor."""
+
+    def __init__(self, name: str, factor: float) -> None:
+        super().__init__(name)
+        self._factor = factor
+
+    def on_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        name = next(iter(kwargs), None)
+        x = args[0] if args else kwargs[name]
+        if not is_differentiated(x):
+            return None
+        changed = self.follow(replace_gradient(self._factor * x, x))
+        return ((changed, *args[1:]), kwargs) if args else (args, {**kwargs, name: changed})
 
 
 class _NormRule(GradientCounter):

@@ -54,6 +54,11 @@ class ChangedGradients(RowTargetMethod):
         """Return whether the rules distribute all of the target, so that conservation can be checked."""
         return False
 
+    @property
+    def gate_up(self) -> float:
+        """Return the factor of the gradients of gate and up: half with the ratio rule, which conserves."""
+        return 0.5 if self.activations == "ratio" else 1.0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("readout", self.readout, ("signed_sum", "absolute"))

@@ -24,12 +24,14 @@ class Gim(ChangedGradients):
 
     x is the residual stream that enters the first block, at the position of the key. g is the gradient of the
     target F with respect to x, where F is read at the row's position. The forward pass is the model's own,
-    and the backward pass has three changed rules:
+    and the backward pass has four changed rules:
 
     - The softmax of attention is differentiated at `temperature` T. With P_T = softmax(scores / T), the
       gradient with respect to the scores is P_T ⊙ (g_P − Σ_k P_T g_P). As in the authors' code, it lacks the
       factor 1/T of a derivative.
     - Gradients of queries and keys are multiplied by `queries_keys`, and those of values by `values`.
+    - In a gated feed-forward, act(gate) ⊙ up, the gradients of gate and up are multiplied by `gate_up`. In a
+      mixture, this is the rule of each gated expert. Releases of the authors' package up to 0.1.4 lack it.
     - Norms are linear maps at the scale of the forward pass: those of the blocks, those on queries and keys,
       and the final norm.
 
@@ -44,12 +46,14 @@ class Gim(ChangedGradients):
         after_blocks: The residual streams at which relevance is read. A number n: the embeddings and the
             streams after each of the first n blocks. A list names the streams, where 0 is the embeddings. If
             there are several, each row is scaled to Σ|scores| = 1 and their mean is returned.
-        activations: "gradient" (as in the paper), or "ratio": act'(z) is replaced by the constant act(z)/z,
-            and each factor of a gated feed-forward gets half of the gradient. "ratio" needs feed-forwards
+        activations: "gradient" (as in the paper), or "ratio": act'(z) is replaced by the constant act(z)/z.
+            Gradients of gate and up are multiplied by `gate_up` once, with both. "ratio" needs feed-forwards
             whose formula is known.
         temperature: T, above 0.
         queries_keys: The factor of the gradients of queries and keys, at least 0.
         values: The factor of the gradients of values, at least 0.
+        gate_up: The factor of the gradients of gate and up, at least 0. 1 leaves out the rule for gated
+            feed-forwards, as in releases of the authors' package up to 0.1.4.
         internal_batch_size: The largest number of rows in one pass. None: as many as `max_memory` allows.
 
     Raises:
@@ -65,12 +69,14 @@ class Gim(ChangedGradients):
     temperature: float = 2.0
     queries_keys: float = 0.25
     values: float = 0.5
+    gate_up: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("temperature", self.temperature, 0, above=True)
         check_number("queries_keys", self.queries_keys, 0)
         check_number("values", self.values, 0)
+        check_number("gate_up", self.gate_up, 0)
 
     def interventions(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
         """Return the hooks that change the gradient at one layer's attention.
@@ -81,6 +87,8 @@ class Gim(ChangedGradients):
             hooks = [record(store, "blocks.0.hook_resid_pre", detach=False)]
             hooks += [pair for layer in layers for pair in method.interventions(layer)]
             hooks += [freeze_scale(f"blocks.{layer}.{norm}") for layer in layers for norm in ("ln1", "ln2")]
+            for point in ("hook_pre", "hook_pre_linear") if model.cfg.gated_mlp else ():
+                hooks += [scale_gradient(f"blocks.{layer}.mlp.{point}", method.gate_up) for layer in layers]
             logits = model.run_with_hooks(tokens, fwd_hooks=[*hooks, freeze_scale("ln_final")])
             x = store["blocks.0.hook_resid_pre"]
             (gradient,) = torch.autograd.grad(logits[0, position].max(), x)
@@ -91,9 +99,14 @@ class Gim(ChangedGradients):
         norms have no hook point for their scale: those of a T5's TransformerBridge, and those that are inside
         transformers. For these the method uses torch's own hooks.
 
+        The hooks do not include the rule of gated feed-forwards either, because others have no gate: as above,
+        it is one factor for the gradients at `hook_pre`, the gate, and at `hook_pre_linear`, what it multiplies.
+        Experts of a mixture have no such hook points, so the method changes the gradient of an expert's input,
+        which is the same.
+
         Attention by a fused kernel has no pattern to hook. Ask for eager attention, as `lm.run` does, and run
-        the forward and the backward pass inside `must_fire`. `activations="ratio"` also needs
-        `lens_mix.hooks.hold_activation_ratio` in every layer.
+        the forward and the backward pass inside `must_fire`. `activations="ratio"` needs
+        `lens_mix.hooks.hold_activation_ratio` in every layer, which has the factor `gate_up` itself.
 
         Args:
             layer: The number of the block.

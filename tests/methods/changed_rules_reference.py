@@ -1,5 +1,8 @@
 """Provide three small transformers written by hand, by the formulas in the files of the papers.
 
+GIM is that of release 0.1.5 of its authors' package or later, where gate_scale = up_scale = 0.5. Without a gated
+feed-forward, releases before have the same numbers.
+
 They are slow and plain: GPT-2 (LayerNorm, biases, learned positions), Llama (RMSNorm, rotary positions,
 shared values, a gated feed-forward) and T5 (an encoder and a decoder). Their weights are those of models of
 transformers, in float64.
@@ -24,6 +27,8 @@ from lens_mix.methods.gim import modified_attention
 METHODS = [
     lm.Gim(),
     lm.Gim(activations="ratio"),
+    lm.Gim(gate_up=1),
+    lm.Gim(activations="ratio", gate_up=0.75),
     lm.Gim(temperature=1, queries_keys=0.5, values=1),
     lm.Gim(temperature=3.0, queries_keys=1.0, values=0.0),
     lm.FrozenGradients(),
@@ -45,18 +50,17 @@ class Ratio(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0], None
 
 
-class SharedProduct(torch.autograd.Function):
-    """a b, whose backward pass gives half of the gradient to each factor."""
+class Scaled(torch.autograd.Function):
+    """z, whose gradient is multiplied by a factor."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return a * b
+    def forward(ctx: Any, z: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return z.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        a, b = ctx.saved_tensors
-        return gradient * b / 2, gradient * a / 2
+        return gradient * ctx.factor, None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, method: Method) -> Tensor:
@@ -81,8 +85,10 @@ def activated(z: Tensor, act: Any, method: Method) -> Tensor:
     return Ratio.apply(z, act) if method.activations == "ratio" else act(z)
 
 
-def multiplied(gate: Tensor, up: Tensor, method: Method) -> Tensor:
-    return SharedProduct.apply(gate, up) if method.activations == "ratio" else gate * up
+def gated(gate: Tensor, up: Tensor, act: Any, method: Method) -> Tensor:
+    """Return act(gate) ⊙ up. GIM and the ratio rule multiply the gradients of gate and up by a factor."""
+    factor = method.gate_up if isinstance(method, lm.Gim) else 0.5 if method.activations == "ratio" else 1
+    return activated(Scaled.apply(gate, factor), act, method) * Scaled.apply(up, factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +164,8 @@ class Llama:
             name = f"layers.{layer}"
             x = x + self._attention(self._norm(x, f"{name}.input_layernorm"), f"{name}.self_attn", method)
             read = self._norm(x, f"{name}.post_attention_layernorm")
-            gate = activated(self._linear(read, f"{name}.mlp.gate_proj"), functional.silu, method)
-            up = self._linear(read, f"{name}.mlp.up_proj")
-            x = x + self._linear(multiplied(gate, up, method), f"{name}.mlp.down_proj")
+            gate, up = (self._linear(read, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
+            x = x + self._linear(gated(gate, up, functional.silu, method), f"{name}.mlp.down_proj")
             states.append(x)
         return states
 
@@ -235,9 +240,8 @@ class T5:
         read, dense = self._norm(x, layer.layer_norm), layer.DenseReluDense
         if not hasattr(dense, "wi_0"):
             return activated(read @ dense.wi.weight.T, torch.relu, method) @ dense.wo.weight.T
-        gate = activated(read @ dense.wi_0.weight.T, dense.act, method)
-        up = read @ dense.wi_1.weight.T
-        return multiplied(gate, up, method) @ dense.wo.weight.T
+        gate, up = read @ dense.wi_0.weight.T, read @ dense.wi_1.weight.T
+        return gated(gate, up, dense.act, method) @ dense.wo.weight.T
 
     def _norm(self, x: Tensor, norm: Any) -> Tensor:
         return frozen_norm(x, norm.variance_epsilon, False) * norm.weight

@@ -55,14 +55,16 @@ def test_equals_the_papers_formulas(name, method):
 
 
 @pytest.mark.parametrize("method", [lm.Gim(), lm.Gim(temperature=1.5, values=2), lm.FrozenGradients()])
-@pytest.mark.parametrize("name", ["hooked LN", "hooked grouped", "bridge gpt2", "bridge llama"])
+@pytest.mark.parametrize(
+    "name", ["hooked LN", "hooked grouped", "hooked gated", "bridge gpt2", "bridge llama"]
+)
 def test_edits_on_a_run_of_ones_own(name, method):
     """The example of `Gim.interventions` runs unchanged."""
     factory, model_name = {"hooked": hooked_transformer, "bridge": bridge}[name.split()[0]], name.split()[1]
     model = build_or_skip(factory, model_name, torch.float64)
     (example,) = re.findall(r"row:\n\n(.*?)\n\n", lm.Gim.interventions.__doc__, re.DOTALL)
     names = {"model": model, "tokens": tokens(model, 1), "method": method, "position": 4, "torch": torch}
-    names |= {"record": record, "freeze_scale": freeze_scale}
+    names |= {"record": record, "freeze_scale": freeze_scale, "scale_gradient": scale_gradient}
     exec(textwrap.dedent(example), names)
     m = lm.run(model, names["tokens"], method, queries=[4])
     torch.testing.assert_close(names["row"][0], m.scores[0, 0], atol=1e-10, rtol=0)
@@ -188,6 +190,7 @@ def test_chunks_of_rows_and_memory_change_nothing():
     [
         ("gim", {"temperature": 0}, "temperature: expected a finite number, above 0, got 0"),
         ("gim", {"values": -1}, "values: expected a finite number, 0 or more, got -1"),
+        ("gim", {"gate_up": -0.5}, "gate_up: expected a finite number, 0 or more, got -0.5"),
         ("gim", {"readout": "sum"}, "readout: expected 'signed_sum' or 'absolute', got 'sum'"),
         (
             "frozen_gradients",
