@@ -4,6 +4,8 @@
     python -m benchmarks.leaderboard --tables                  all finished tables as Markdown
     python -m benchmarks.leaderboard --record smollm2-importance   a finished table into LEADERBOARD.md, then:
     python -m benchmarks.leaderboard --facts                   what is quoted of recorded tables (facts.py)
+    python -m benchmarks.leaderboard smollm2 importance 40 gim     only the rows of one method, and then:
+    python -m benchmarks.leaderboard --merge smollm2-importance gim     these rows into LEADERBOARD.md
 
 Models: smollm2, gemma3, minilm. Tasks: importance, planted, removals, cells (for minilm: removals). Each
 table also has the same methods on shuffled weights. Finished cases are stored in outputs/leaderboard/, one
@@ -45,6 +47,7 @@ INPUT_METHODS: list[Any] = [
     lm.InputGradients(score="integrated", n_steps=8, baseline="mean"),
     "frozen_gradients",
     "gim",
+    lm.Gim(readout="absolute"),
     lm.Gim(activations="ratio", readout="absolute"),
     lm.AttributionPatching(replacements=(" thing", " green")),
     "context_length",
@@ -105,19 +108,22 @@ def task_of(name: str, model_name: str, model: Any, count: int | None = None) ->
     return evaluation.Cells(short_prompts(count or 12, 70), "zero" if name == "cells" else "mean")
 
 
-def main(model_name: str, task_name: str, count: str | None = None) -> None:
+def main(model_name: str, task_name: str, count: str | None = None, only: str = "") -> None:
     """Run one table as far as it is not finished.
 
     Args:
         model_name: "smollm2", "gemma3" or "minilm".
         task_name: "importance", "planted", "removals" or "cells".
         count: The largest number of prompts.
+        only: The name of one method, whose forms alone are run.
     """
     import models
 
     model = {"smollm2": models.smollm2, "gemma3": models.gemma3, "minilm": models.minilm}[model_name]()
     task = task_of(task_name, model_name, model, int(count) if count else None)
     methods = LAYER_METHODS if task.layer_maps else [*LAYER_METHODS, *INPUT_METHODS]
+    methods = [each for each in methods if only in ("", each, getattr(each, "name", ""))]
+    name = f"{model_name}-{task_name}" + (f"-{only}" if only else "")
     start = time.time()
     board = lm.evaluate(
         model,
@@ -125,10 +131,10 @@ def main(model_name: str, task_name: str, count: str | None = None) -> None:
         methods,
         AGGREGATIONS,
         randomised_model=True,
-        resume=FOLDER / f"{model_name}-{task_name}.jsonl",
+        resume=FOLDER / f"{name}.jsonl",
         progress=True,
     )
-    (FOLDER / f"{model_name}-{task_name}.md").write_text(board.to_markdown("position") + "\n")
+    (FOLDER / f"{name}.md").write_text(board.to_markdown("position") + "\n")
     print(board.to_markdown("position"))
     print(f"{time.time() - start:.0f} s; not defined on this model: {board.refused}")
 

@@ -18,6 +18,7 @@ METHODS: dict[str, Any] = {
     "attribution_patching": lm.AttributionPatching(replacements=(" thing", " green")),
     "gim, ratio": lm.Gim(activations="ratio"),
     "gim, ratio, absolute": lm.Gim(activations="ratio", readout="absolute"),
+    "gim, absolute": lm.Gim(readout="absolute"),
     "gim": lm.Gim(),
 }
 

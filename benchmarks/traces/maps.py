@@ -120,6 +120,7 @@ def recommended(models: Models, record: Record) -> Rows:
 
 CHANGED: dict[str, Callable[[Target], lm.Method]] = {
     "gim": lm.Gim,
+    "gim, absolute": lambda target: lm.Gim(target, readout="absolute"),
     "gim, ratio, absolute": lambda target: lm.Gim(target, activations="ratio", readout="absolute"),
     "frozen_gradients": lm.FrozenGradients,
 }
@@ -268,6 +269,7 @@ GROUPS: dict[str, Callable[[Models, Record], Rows]] = {
     "shuffled": shuffled,
     "default": span_group("gim, ratio, absolute"),
     "gim": span_group("gim"),
+    "gim_absolute": span_group("gim, absolute"),
     "alti": mean_group("alti"),
     "value_zeroing": mean_group("value_zeroing"),
 }

@@ -99,10 +99,10 @@ class Gim(ChangedGradients):
         norms have no hook point for their scale: those of a T5's TransformerBridge, and those that are inside
         transformers. For these the method uses torch's own hooks.
 
-        The hooks do not include the rule of gated feed-forwards either, because others have no gate: as above,
-        it is one factor for the gradients at `hook_pre`, the gate, and at `hook_pre_linear`, what it multiplies.
-        Experts of a mixture have no such hook points, so the method changes the gradient of an expert's input,
-        which is the same.
+        Nor do they include gated feed-forwards, because others have no gate. As above, their rule is one
+        factor for the gradients at `hook_pre`, the gate, and at `hook_pre_linear`, which it multiplies.
+        Experts of a mixture have no such hook points. There the method changes the gradient with respect to
+        an expert's input, which is the same rule.
 
         Attention by a fused kernel has no pattern to hook. Ask for eager attention, as `lm.run` does, and run
         the forward and the backward pass inside `must_fire`. `activations="ratio"` needs

@@ -1,7 +1,7 @@
 """Provide three small transformers written by hand, by the formulas in the files of the papers.
 
-GIM is that of release 0.1.5 of its authors' package or later, where gate_scale = up_scale = 0.5. Without a gated
-feed-forward, releases before have the same numbers.
+GIM is that of the authors' package after release 0.1.4: gate_scale = up_scale = 0.5. Models without a gated
+feed-forward have the same numbers with earlier releases.
 
 They are slow and plain: GPT-2 (LayerNorm, biases, learned positions), Llama (RMSNorm, rotary positions,
 shared values, a gated feed-forward) and T5 (an encoder and a decoder). Their weights are those of models of
