@@ -466,42 +466,60 @@ _GATE_UP = (
     {"gate", "in"},  # a TransformerBridge
     {"W_gate", "W_in"},  # the hooked classes
     {"gate_proj", "up_proj"},
-    {"gate_up_proj"},
     {"w1", "w3"},
     {"wi_0", "wi_1"},
-    {"input_linear"},  # Granite
-    {"Wi", "Wo"},  # ModernBERT
 )
-# The names of the first and the last matrix without a gate.
-_PLAIN = (
-    {"in", "out"},
-    {"W_in", "W_out"},
-    {"up_proj", "down_proj"},
-    {"fc1", "fc2"},
-    {"w1", "w2"},
-    {"wi", "wo"},
+# The names of the first and the last matrix. If the first has twice as many weights, it computes gate and up.
+_FIRST_AND_LAST = (
+    ("in", "out"),
+    ("W_in", "W_out"),
+    ("up_proj", "down_proj"),
+    ("gate_up_proj", "down_proj"),
+    ("input_linear", "output_linear"),
+    ("fc1", "fc2"),
+    ("w1", "w2"),
+    ("wi", "wo"),
+    ("Wi", "Wo"),
 )
 
 
-def find_gated(mlp: nn.Module) -> list[nn.Module] | None:
-    """Return the modules of a feed-forward that compute gate and up from their input: itself, or its experts.
+def _find_gate_up(module: nn.Module) -> set[str] | None:
+    """Return the names of what computes gate and up: none without a gate, None if nothing is recognized."""
+    sizes = {
+        name: sum(weight.numel() for weight in child.parameters() if weight.ndim > 1)
+        for name, child in module.named_children()
+    }
+    sizes |= {name: weight.numel() for name, weight in module.named_parameters(recurse=False)}
+    pair = next((pair for pair in _GATE_UP if pair <= set(sizes)), None)
+    if pair is not None:
+        return pair
+    for first, last in _FIRST_AND_LAST:
+        if sizes.get(last) and sizes.get(first) in (sizes[last], 2 * sizes[last]):
+            return {first} if sizes[first] > sizes[last] else set()
+    return None
 
-    They are recognized by the names of weights. The result is None if there are matrices, other than those of
-    a mixture's router, that are not recognized.
+
+def find_gated(block: nn.Module) -> list[nn.Module] | None:
+    """Return the modules of a block that compute gate and up from their input: its feed-forward or experts.
+
+    They are recognized by the names of weights. The result is None if the feed-forward has matrices that are
+    not recognized, other than those of a mixture's router.
     """
+    mlp = getattr(block, "mlp", None)
     found: dict[int, nn.Module] = {}
     known: set[int] = set()
-    for module in mlp.modules():  # Containers come before their modules.
-        names = {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
-        gate_up = next((pair for pair in _GATE_UP if pair <= names), None)
-        if id(module) in known or not (gate_up or any(pair <= names for pair in _PLAIN)):
+    # A block whose feed-forward has another name is searched whole. Containers come before their modules.
+    for module in (block if mlp is None else mlp).modules():
+        gate_up = None if id(module) in known else _find_gate_up(module)
+        if gate_up is None:
             continue
-        if gate_up and "router" in names:  # The router reads the same input, and has no part in the rule.
-            found |= {id(each): each for name, each in module.named_children() if name in gate_up}
+        children = dict(module.named_children())
+        if gate_up and "router" in children:  # The router reads the same input, and has no part in the rule.
+            found |= {id(children[name]): children[name] for name in gate_up}
         elif gate_up:
             found[id(module)] = module
         known |= {id(each) for each in module.modules()}
-    for name, module in mlp.named_modules():
+    for name, module in () if mlp is None else mlp.named_modules():
         is_router = any(word in name for word in ("gate", "router"))
         own = module.named_parameters(recurse=False)
         if id(module) not in known and not is_router and any(weight.ndim > 1 for _, weight in own):

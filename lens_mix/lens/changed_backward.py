@@ -298,8 +298,8 @@ class ChangedRules:
         if anatomy.feed_forward_kind == "gated":
             for point in ("hook_pre", "hook_pre_linear"):
                 self._point(*scale_gradient(f"{mlp}.{point}", self._rules.gate_up))
-        elif anatomy.feed_forward_kind not in ("plain", "none"):
-            found = find_gated(block.get_submodule("mlp"))
+        elif anatomy.feed_forward_kind != "plain":
+            found = find_gated(block)
             if found is None:
                 raise UnsupportedModelError(
                     f"gate_up: expected to find gate and up in the feed-forward {mlp}, or that it has none, "

@@ -10,8 +10,8 @@ from lens_mix.hooks import record
 from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.changed_backward import ChangedRules, Rules, changed_backward
 from lens_mix.lens.model import Lens
-from tests.matrix import build_or_skip
-from tests.tiny_models import bridge, gpt2_like, tokens
+from tests.matrix import build_or_skip, prompt_of
+from tests.tiny_models import bridge, gpt2_like, hooked_transformer, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -73,3 +73,74 @@ def test_a_norm_that_is_not_as_it_was_read_is_refused(monkeypatch):
         lm.run(model, ids, "gim", queries=[-1])
     monkeypatch.undo()
     torch.testing.assert_close(lm.run(model, ids, "gim", queries=[-1]).scores, before)
+
+
+def _share_of_input(module, factor):
+    """Replace forward so that a share of the output, 1 − factor, does not depend on the module's input."""
+    forward = module.forward
+
+    def shared(x, *args, **kwargs):
+        moving, fixed = forward(x, *args, **kwargs), forward(x.detach(), *args, **kwargs)
+        return factor * moving + (1 - factor) * fixed
+
+    vars(module)["forward"] = shared
+
+
+# The classes of the modules that compute gate and up.
+GATED = {
+    "mixtral": {"MixtralExperts"},
+    "gpt_oss": {"GptOssExperts"},
+    "qwen2_moe": {"Qwen2MoeExperts", "Qwen2MoeMLP"},
+    "llama4": {"Llama4TextExperts", "Llama4TextMLP"},
+    "glm4_moe": {"Glm4MoeExperts", "Glm4MoeMLP"},
+    "lfm2_moe": {"Lfm2MoeExperts", "Lfm2MoeMLP"},
+    "granite_moe": {"GraniteMoeExperts"},
+    "llama": {"LlamaMLP"},
+    "phi3": {"JointGateUpMLPBridge"},
+    "modernbert_decoder": {"ModernBertMLP"},
+    "t5_gated decoder": {"T5DenseGatedActDense"},
+}
+
+
+@pytest.mark.parametrize("label", GATED)
+def test_gate_and_up_get_a_share_in_every_kind_of_gated_feed_forward(label):
+    """A share of the gradients of gate and up is that of their input. A router has all of its own."""
+    name, _, part = label.partition(" ")
+    model, expected = (build_or_skip(bridge, name, torch.float64) for _ in range(2))
+    ids, where = prompt_of(model), {"part": part or None, "queries": [-1]}
+    modules = [each for each in expected.modules() if type(each).__name__ in GATED[label]]
+    assert modules
+    for module in modules:
+        _share_of_input(module, 0.3)
+    found = lm.run(model, ids, lm.Gim(gate_up=0.3), **where).scores
+    by_definition = lm.run(expected, ids, lm.Gim(gate_up=1), **where).scores
+    # The router of a mixture is float32.
+    torch.testing.assert_close(found, by_definition, atol=1e-7, rtol=0)
+    assert float((found - lm.run(model, ids, lm.Gim(gate_up=1), **where).scores).abs().max()) > 1e-5
+
+
+def test_experts_that_are_modules_get_a_share():
+    model, expected = (build_or_skip(hooked_transformer, "mixture", torch.float64) for _ in range(2))
+    ids = tokens(model, 1)
+    for block in expected.blocks:
+        for expert in block.mlp.experts:
+            _share_of_input(expert, 0.3)
+    found = lm.run(model, ids, lm.Gim(gate_up=0.3), queries=[-1]).scores
+    by_definition = lm.run(expected, ids, lm.Gim(gate_up=1), queries=[-1]).scores
+    torch.testing.assert_close(found, by_definition, atol=1e-7, rtol=0)
+
+
+def test_a_feed_forward_without_a_gate_has_no_rule():
+    for name in ("gpt2", "apertus"):
+        model = build_or_skip(bridge, name, torch.float64)
+        first, second = (lm.run(model, tokens(model, 1), lm.Gim(gate_up=x)).scores for x in (0.5, 1))
+        assert torch.equal(first, second)
+
+
+def test_a_feed_forward_that_cannot_be_read_is_an_error():
+    model = build_or_skip(bridge, "mixtral")
+    model.blocks[1].mlp.original_component.another = torch.nn.Linear(4, 4)
+    ids = tokens(model, 1)
+    with pytest.raises(lm.UnsupportedModelError, match=r"gate_up: expected .*blocks.1.mlp.*; gate_up=1"):
+        lm.run(model, ids, lm.Gim(), queries=[-1])
+    assert bool(torch.isfinite(lm.run(model, ids, lm.Gim(gate_up=1), queries=[-1]).scores).all())
