@@ -668,7 +668,7 @@ def _default_methods(model: TransformerLensModel) -> list[Method]:
     """Return the methods to try, the best one first (docs/evidence/traces.md)."""
     if is_encoder_decoder(model, model_class_of(model)):
         return [InputGradients()]
-    return [Gim(readout="absolute", activations="ratio"), Gim(readout="absolute")]
+    return [Gim(readout="absolute")]
 
 
 def _read_method(method: MethodLike) -> Method:

@@ -63,7 +63,7 @@ def require_close(found, expected, **options):
     ids=str,
 )
 def test_one_backward_pass_explains_a_span(method):
-    default = lm.Gim(readout="absolute", activations="ratio")
+    default = lm.Gim(readout="absolute")
     method = {"gim": lm.Gim(), "input_gradients": lm.InputGradients(), "occlusion": lm.Occlusion()}.get(
         method, method
     )
