@@ -1,6 +1,7 @@
 """Store rows of the library's own maps of the whole model, for the table.
 
 python -m benchmarks.input_map.library smollm2 held_out       (or gemma3, choose)
+python -m benchmarks.input_map.library smollm2 held_out gim   only the forms of gim
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ METHODS: dict[str, Any] = {
 }
 
 
-def main(model_name: str, half: str) -> None:
-    """Store the rows of all prompts of one half."""
+def main(model_name: str, half: str, only: str = "") -> None:
+    """Store the rows of all prompts of one half; `only` limits the methods to one."""
     import models
 
     torch.set_num_threads(1)
-    model, kept = getattr(models, model_name)(), folder(f"{model_name} library")
+    methods = {name: method for name, method in METHODS.items() if only in ("", name.split(",")[0])}
+    model, kept = getattr(models, model_name)(), folder(f"{model_name} library {only}".strip())
     for prompt in make():
         measured = file_of(model_name, prompt)
         path = kept / measured.name
         if prompt.half != half or not measured.exists() or path.exists():
             continue
         tokens = torch.load(measured)["tokens"]
-        maps = {name: lm.run(model, tokens, method, queries=[-1]) for name, method in METHODS.items()}
+        maps = {name: lm.run(model, tokens, method, queries=[-1]) for name, method in methods.items()}
         torch.save({name: m.scores[0, 0].abs() for name, m in maps.items()}, path)
 
 

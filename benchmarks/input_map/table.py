@@ -1,6 +1,7 @@
 """Print the table of all rows against measured replacement, with intervals.
 
 python -m benchmarks.input_map.table smollm2 choose        (or gemma3, held_out)
+python -m benchmarks.input_map.table smollm2 held_out gim  only the forms of gim; differences are to its ratio form
 """
 
 from __future__ import annotations
@@ -37,22 +38,25 @@ def agreement(row: np.ndarray, other: np.ndarray, position: np.ndarray) -> tuple
     return partial, xy, float(row[:-1].argmax() == other[:-1].argmax())
 
 
-def collect(model_name: str, half: str, target: str = "importance") -> tuple[dict[str, dict], list]:
-    """Return the agreement of each candidate by prompt number, and the prompts."""
+def collect(
+    model_name: str, half: str, target: str = "importance", only: str = ""
+) -> tuple[dict[str, dict], list]:
+    """Return the agreement of each candidate by prompt number, and the prompts; `only` names one method."""
     found: dict[str, dict[int, tuple[float, float, float]]] = {}
     used = []
     for prompt in make():
         path = file_of(model_name, prompt)
         recipe = folder(f"{model_name} recipe") / path.name
-        if prompt.half != half or not path.exists() or not recipe.exists():
+        if prompt.half != half or not path.exists() or not (recipe.exists() or only):
             continue
         record = torch.load(path)
         positions = record["positions"]
         if len(positions) < 4 or target not in record:
             continue
         rows = {"position": torch.arange(len(record["tokens"]))}
-        rows |= {f"ours: {name}": row for name, row in torch.load(recipe).items()}
-        for made in ("published", "library"):
+        if not only:
+            rows |= {f"ours: {name}": row for name, row in torch.load(recipe).items()}
+        for made in (f"library {only}",) if only else ("published", "library"):
             more = folder(f"{model_name} {made}") / path.name
             if more.exists():
                 rows |= torch.load(more)
@@ -72,12 +76,13 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def main(model_name: str, half: str, main_row: str = "ours: copies, root of squares + direct") -> None:
+def main(model_name: str, half: str, only: str = "") -> None:
     """Print the table, and the recipe by kind, by length and against other measures."""
-    found, used = collect(model_name, half)
+    main_row = f"{only}, ratio, absolute" if only else "ours: copies, root of squares + direct"
+    found, used = collect(model_name, half, only=only)
     against = found[main_row]
     print(f"{model_name}, {half}: {len(used)} prompts\n")
-    print("| map | n | partial | 95 % | Spearman | top 1 | partial of the recipe less this, 95 % |")
+    print(f"| map | n | partial | 95 % | Spearman | top 1 | partial of {main_row} less this, 95 % |")
     print("|---|---|---|---|---|---|---|")
     means = {name: np.mean(list(rows.values()), axis=0) for name, rows in found.items()}
     for name in sorted(found, key=lambda name: -means[name][0]):
@@ -90,6 +95,8 @@ def main(model_name: str, half: str, main_row: str = "ours: copies, root of squa
             f"| {name} | {len(values)} | {partial:.2f} | {low:.2f} to {high:.2f} | {plain:.2f} | {top:.2f} "
             f"| {paired.mean():.2f} ({less:.2f} to {more:.2f}) |"
         )
+    if only:
+        return
     print("\nThe recipe by kind, and by length: partial / Spearman / Spearman of the position (prompts)")
     groups: dict[str, list[int]] = {}
     for number, (prompt, count) in enumerate(used):

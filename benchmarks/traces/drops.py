@@ -25,7 +25,13 @@ FEW_SENTENCES = 12
 FEATURES = "features: "
 # Maps without negative scores give every token something, so long sentences have large sums. These are also
 # scored above the prompt's median, a variant that was found on the half to choose on.
-ABOVE_MEDIAN = ("gim, ratio, absolute", "gradient_attention, mean", "value_zeroing, mean", "alti, mean")
+ABOVE_MEDIAN = (
+    "gim, absolute",
+    "gim, ratio, absolute",
+    "gradient_attention, mean",
+    "value_zeroing, mean",
+    "alti, mean",
+)
 
 
 def rows_of(path: Path) -> dict[str, Float[Tensor, " prompt"]]:

@@ -2,15 +2,17 @@
 
 python -m benchmarks.traces.table choose          writes results/choose_smollm2.md and choose_gemma3.md
 python -m benchmarks.traces.table held_out        writes results/held_out_*.md, long.md and summary.md
+python -m benchmarks.traces.table held_out gim    replaces the rows of gim in these pages, and no others
 """
 
 from __future__ import annotations
 
 import importlib.metadata as metadata
 import math
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from datetime import date
 from pathlib import Path
 
@@ -26,8 +28,11 @@ from benchmarks.traces.scores import score
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
-# The map that the half to choose on recommends; the paired differences are to it.
-RECOMMENDED = "gim, ratio, absolute"
+# The map that the half to choose on recommends.
+RECOMMENDED = "gim, absolute"
+# The map that paired differences are to. It was the recommended one when most maps were measured.
+REFERENCE = "gim, ratio, absolute"
+LESS_THIS = f"{REFERENCE} less this"
 CEILING = "removal of each sentence (ceiling)"
 # What the README compares, with the names that it gives them.
 COMPARED = {
@@ -138,7 +143,7 @@ def difference(better: dict[Key, float], other: dict[Key, float]) -> str:
     return f"{values.mean():.2f} [{low:.2f}, {high:.2f}]"
 
 
-def make_table(scores: Scores, metric: str, models: tuple[str, ...], against: str) -> str:
+def make_table(scores: Scores, metric: str, models: tuple[str, ...]) -> str:
     """Return the table of one metric, the best map of all families first."""
 
     def chosen(name: str) -> dict[Key, float]:
@@ -150,12 +155,13 @@ def make_table(scores: Scores, metric: str, models: tuple[str, ...], against: st
     rows = []
     for name in names:
         values = chosen(name)
-        row = {"map": f"**{name}**" if name == against else name, "n": str(len(values))}
+        row = {"map": f"**{name}**" if name == RECOMMENDED else name, "n": str(len(values))}
         row["all, 95 %"] = cell(list(values.values()))
         if len(families) > 1:
             for family in families:
                 row[family] = cell([value for key, value in values.items() if key[1] == family])
-        row["recommended less this, 95 %"] = "" if name == against else difference(chosen(against), values)
+        is_own = name == REFERENCE
+        row[f"{LESS_THIS}, 95 %"] = "" if is_own else difference(chosen(REFERENCE), values)
         rows.append(row)
     return markdown_table(rows)
 
@@ -187,9 +193,9 @@ def page(scores: Scores, half: str, models: tuple[str, ...], title: str) -> str:
     ]
     for metric, (name, meaning) in TITLES.items():
         lines += ["", f"## {name[0].upper()}{name[1:]} of {title}, {halves[half]}", "", meaning, ""]
-        lines.append(make_table(scores, metric, models, RECOMMENDED))
+        lines.append(make_table(scores, metric, models))
     lines += ["", f"## Needles and conflicts of {title}, {halves[half]}", ""]
-    lines += ["Recovery, and paired differences: the recommended map less this one.", ""]
+    lines += [f"Recovery, and paired differences: `{REFERENCE}` less this map.", ""]
     lines.append(retrieval_table(scores, models))
     shuffled = shuffled_table(scores, models)
     if shuffled:
@@ -212,7 +218,7 @@ def retrieval_table(scores: Scores, models: tuple[str, ...]) -> str:
             row = {"map": name, "n": str(len(values)), "recovery, 95 %": cell(list(values.values()))}
             for metric, title in (("recovery", "recovery"), ("right", "right source")):
                 own = chosen(name, metric)
-                row[f"{title}, difference"] = difference(chosen(RECOMMENDED, metric), own)
+                row[f"{title}, difference"] = difference(chosen(REFERENCE, metric), own)
             rows.append((-np.mean(list(values.values())), row))
     return markdown_table([row for _, row in sorted(rows, key=lambda pair: pair[0])])
 
@@ -248,9 +254,8 @@ def length_table(scores: Scores, metric: str, models: tuple[str, ...]) -> str:
         for title, families in BY_LENGTH.items():
             values = list(chosen(name, families).values())
             row |= {f"n, {title}": str(len(values)), title: cell(values)}
-        is_own = name == RECOMMENDED
-        row["recommended less this, all lengths"] = (
-            "" if is_own else difference(chosen(RECOMMENDED, LENGTHS), chosen(name, LENGTHS))
+        row[f"{LESS_THIS}, all lengths"] = (
+            "" if name == REFERENCE else difference(chosen(REFERENCE, LENGTHS), chosen(name, LENGTHS))
         )
         rows.append(row)
     return markdown_table(rows)
@@ -330,8 +335,99 @@ def summary(scores: Scores) -> str:
     return "\n".join([*lines, markdown_table(rows)]) + "\n"
 
 
-def main(half: str) -> None:
-    """Write the pages of one half."""
+# ------------------------------------------------------------------ rows of one method
+
+
+def merge_page(recorded: str, fresh: str, method: str) -> str:
+    """Return a recorded page with the rows of one method's maps of a fresh page; other rows stay.
+
+    The line of the date names the method. A recorded row of the method that the fresh page lacks is left out.
+    The row of `REFERENCE` must be the same in both: then both were measured in one way on the same prompts.
+
+    Raises:
+        ValueError: It is not.
+    """
+    tables = {heading: rows for heading, _, rows in _sections(fresh)}
+    for heading, text, rows in _sections(recorded):
+        if not rows or rows[0][0] != "map":
+            continue
+        header, new = rows[0], tables.get(heading) or [rows[0]]
+        if new[0] != header:
+            raise ValueError(f"{heading}: expected the columns {header}, got {new[0]}")
+        before, after = ({_plain(row[0]): row[1:] for row in each[1:]} for each in (rows, new))
+        if REFERENCE in after and after[REFERENCE] != before[REFERENCE]:
+            raise ValueError(f"{heading}: {REFERENCE} was {before[REFERENCE]}, is {after[REFERENCE]}")
+        own = {name for name in {**before, **after} if name.split(",")[0] == method}
+        own -= {name for name in own if name.startswith(REFERENCE)}
+        merged = [[_plain(row[0]), *row[1:]] for row in rows[1:] if _plain(row[0]) not in own]
+        for row in new[1:]:
+            if _plain(row[0]) in own:
+                lower = (i for i, each in enumerate(merged) if _first_score(each) < _first_score(row))
+                merged.insert(next(lower, len(merged)), row)
+        recorded = recorded.replace(
+            text, markdown_table([dict(zip(header, row, strict=True)) for row in merged])
+        )
+    return re.sub(
+        r"^(Measured [\d-]+)(?: \([^)]*\))?",
+        rf"\1 ({method}: {date.today().isoformat()})",
+        recorded,
+        flags=re.MULTILINE,
+    )
+
+
+def merge_summary(recorded: str, scores: Scores) -> str:
+    """Return the recorded table of the README with the recommended map's scores on the same prompts.
+
+    Raises:
+        ValueError: There are more or fewer prompts.
+    """
+    ((_, text, (header, *rows)),) = _sections(recorded)
+    merged = [dict(zip(header, row, strict=True)) for row in rows]
+    for row, (models, _) in zip(merged, GROUPS_OF_MODELS.values(), strict=True):
+        found = scores[RECOMMENDED]["right"].items()
+        values = [v for key, v in sorted(found) if key[0] in models and key[1] in FAMILIES]
+        if str(len(values)) != row["n"]:
+            raise ValueError(f"summary: expected {row['n']} prompts, got {len(values)}")
+        label = COMPARED[RECOMMENDED]
+        row |= {label: cell(values), f"{label}, %": percent(values)}
+    named = re.sub(r"The recommended map is `[^`]*`", f"The recommended map is `{RECOMMENDED}`", recorded)
+    return named.replace(text, markdown_table(merged))
+
+
+def _sections(page: str) -> Iterator[tuple[str, str, list[list[str]]]]:
+    """Yield the heading, the text and the rows (without the line below the header) of each table."""
+    for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        found = re.search(r"(?:^\|.*\n?)+", section, re.MULTILINE)
+        lines = found[0].strip().split("\n") if found else []
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        yield section.split("\n")[0], "\n".join(lines), rows[:1] + rows[2:]
+
+
+def _plain(name: str) -> str:
+    return name.replace("*", "")
+
+
+def _first_score(row: list[str]) -> float:
+    """Return the score that a table is sorted by: the first with an interval."""
+    return next(float(cell.split()[0]) for cell in row if "[" in cell)
+
+
+def merge(half: str, method: str) -> None:
+    """Replace the rows of one method's maps in the pages of one half."""
+    scores = collect(half)
+    pages = {f"{half}_{name}": page(scores, half, *of) for name, of in GROUPS_OF_MODELS.items()}
+    for name, fresh in pages.items():
+        file = RESULTS / f"{name}.md"
+        file.write_text(merge_page(file.read_text(encoding="utf-8"), fresh, method), encoding="utf-8")
+    if half == "held_out":
+        file = RESULTS / "summary.md"
+        file.write_text(merge_summary(file.read_text(encoding="utf-8"), scores), encoding="utf-8")
+
+
+def main(half: str, method: str = "") -> None:
+    """Write the pages of one half, or the rows of one method in them."""
+    if method:
+        return merge(half, method)
     RESULTS.mkdir(exist_ok=True)
     scores = collect(half)
     for name, (models, title) in GROUPS_OF_MODELS.items():

@@ -327,21 +327,53 @@ def test_long_prompts_and_shuffled_weights_have_their_own_tables() -> None:
     keys = [("smollm2", family, f"{i}.record.pt") for i, family in enumerate((*prompts.LENGTHS, "needle"))]
     values = dict(zip(keys, (1.0, 0.0, 1.0, 1.0), strict=True))
     found: Any = defaultdict(lambda: defaultdict(dict))
-    found[table.RECOMMENDED]["right"] = values
+    found[table.RECOMMENDED]["right"] = found[table.REFERENCE]["right"] = values
     found["gim"]["right"] = {keys[1]: 0.0}
     found["gim, shuffled weights"]["right"] = {keys[3]: 0.0}
     found[f"{table.RECOMMENDED}, shuffled weights"]["right"] = {keys[3]: 0.0}
     long = table.length_table(found, "right", ("smollm2",))
-    assert f"| **{table.RECOMMENDED}** | 2 | 0.50 [0.09, 0.91] | 1 | 1.00 [0.21, 1.00] |  |" in long
+    assert (
+        f"| **{table.RECOMMENDED}** | 2 | 0.50 [0.09, 0.91] | 1 | 1.00 [0.21, 1.00] | 0.00 [0.00, 0.00] |"
+        in long
+    )
+    assert f"| {table.REFERENCE} | 2 | 0.50 [0.09, 0.91] | 1 | 1.00 [0.21, 1.00] |  |" in long
     assert "| gim | 1 | 0.00 [0.00, 0.79] | 0 |  | 0.00 [0.00, 0.00] |" in long
     assert "shuffled" not in long
-    short = table.make_table(found, "right", ("smollm2",), table.RECOMMENDED)
+    short = table.make_table(found, "right", ("smollm2",))
     assert "shuffled" not in short
     assert "| 1 | 1.00 [0.21, 1.00] |" in short
     shuffled = table.shuffled_table(found, ("smollm2",))
     assert f"| {table.RECOMMENDED} | 1 | 1.00 [0.21, 1.00] | 0.00 [0.00, 0.79] |" in shuffled
     # The map `gim` has no prompt with and without shuffled weights.
     assert "| gim |" not in shuffled
+
+
+def test_the_rows_of_one_method_are_replaced_and_no_others() -> None:
+    header = f"| map | n | all, 95 % | {table.LESS_THIS}, 95 % |\n| --- | --- | --- | --- |\n"
+    rows = {
+        table.REFERENCE: "2 | 0.50 [0.09, 0.91] |  |",
+        "gim": "2 | 0.40 [0.09, 0.91] | 0.10 [0.00, 0.20] |",
+        "alti": "2 | 0.30 [0.09, 0.91] | 0.20 [0.00, 0.20] |",
+    }
+
+    def page(rows: dict[str, str]) -> str:
+        lines = "".join(f"| {name} | {cells}\n" for name, cells in rows.items())
+        return f"# Page\n\nMeasured 2026-11-26 with torch 2.\n\n## Score\n\n{header}{lines}"
+
+    fresh = {
+        "gim, absolute": "2 | 0.60 [0.09, 0.91] | -0.10 [0.00, 0.20] |",
+        table.REFERENCE: rows[table.REFERENCE],
+        "gim": "2 | 0.20 [0.09, 0.91] | 0.30 [0.00, 0.20] |",
+    }
+    merged = table.merge_page(page(rows), page(fresh), "gim")
+    order = ("gim, absolute", table.REFERENCE, "alti", "gim")
+    expected = page({name: {**rows, **fresh}[name] for name in order})
+    assert re.sub(r" \(gim: [\d-]+\)", "", merged) == expected
+    assert "Measured 2026-11-26 (gim: " in merged
+    assert "alti" in table.merge_page(merged, page(fresh), "gim")
+    fresh[table.REFERENCE] = "2 | 0.90 [0.09, 0.91] |  |"
+    with pytest.raises(ValueError, match="Score: gim, ratio, absolute was"):
+        table.merge_page(page(rows), page(fresh), "gim")
 
 
 def test_records_are_stored_and_read_back(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

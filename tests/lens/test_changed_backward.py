@@ -97,7 +97,7 @@ GATED = {
     "granite_moe": {"GraniteMoeExperts"},
     "llama": {"LlamaMLP"},
     "phi3": {"JointGateUpMLPBridge"},
-    "modernbert_decoder": {"ModernBertMLP"},
+    "modernbert_decoder": {"ModernBertDecoderMLP"},
     "t5_gated decoder": {"T5DenseGatedActDense"},
 }
 
