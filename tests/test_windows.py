@@ -187,3 +187,45 @@ def test_layer_maps_and_gradients_agree_with_transformers(name):
             assert_agree(found["gradient_attention"].scores[layer], expected)
             expected = attention_attribution(reference, layer, steps=5)
             assert_agree(found["attention_attribution"].scores[layer], expected)
+
+
+def span_by_replacement(name, tokens, start):
+    """Return the change of the log probability of the tokens from `start` on without each token."""
+
+    @torch.no_grad()
+    def compute(copy):
+        logits = plain(name, everywhere=True)(input_ids=copy[None], use_cache=False).logits[0]
+        rows = logits[start - 1 : -1].log_softmax(-1)
+        return rows.gather(-1, tokens[start:, None]).sum()
+
+    copies = tokens.repeat(LENGTH, 1)
+    copies[range(LENGTH), range(LENGTH)] = torch.where(tokens == REPLACEMENTS[0], tokens + 1, REPLACEMENTS[0])
+    return compute(tokens) - torch.stack([compute(copy) for copy in copies])
+
+
+def test_a_span_is_explained_by_the_keys_that_its_rows_see():
+    """The last row sees none of the first tokens, but the first tokens of the span depend on them."""
+    model, tokens, start = model_of("mistral", everywhere=True), prompt(), 8
+    target = lm.targets.span(start, LENGTH)
+    methods = [lm.Occlusion(target, replacements=REPLACEMENTS[:1]), lm.InputGradients(target), lm.Gim(target)]
+    found = lm.run(model, tokens, methods, queries=[-1], progress=None)
+    assert_agree(found["occlusion"].scores[0, 0], span_by_replacement("mistral", tokens, start))
+    first = start - 1 - (2 * WINDOW - 2)
+    for row in found.values():
+        seen = row.mask[0]
+        assert seen.tolist() == [key >= first for key in range(LENGTH)]
+        assert bool((row.scores[0, 0, ~seen] == 0).all())
+        assert bool((row.scores[0, 0, first:-1] != 0).all())
+    traced = lm.trace(
+        model, tokens[:start], answer=tokens[start:], sources="token", method=lm.InputGradients()
+    )
+    spanned = traced.scores_of(0, LENGTH - start)
+    torch.testing.assert_close(spanned, found["input_gradients"].scores[0, 0].to(spanned), rtol=0, atol=1e-8)
+
+
+def test_a_function_of_the_logits_may_read_any_row_up_to_the_asked_one():
+    model, tokens = model_of("mistral", everywhere=True), prompt()
+    method = lm.InputGradients(lambda logits: logits[:, 2, 5] + logits[:, -1, 7])
+    found = lm.run(model, tokens, method, queries=[-1])
+    assert bool((found.scores[0, 0, :3] > 0).all())
+    assert found.mask is None

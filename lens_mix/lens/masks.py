@@ -86,7 +86,7 @@ class PromptMask:
     cross: bool = False
 
     def with_rows(self, others: PromptMask) -> PromptMask:
-        """Return this mask with the keys that other rows may see; if causal, up to each row itself."""
+        """Return this mask with the keys that other rows may see; in a causal model, up to each row."""
         seen = others.allowed.any(1, keepdim=True)
         seen = seen & (self.keys <= self.positions[:, None]) if self.causal_model else seen
         return dataclasses.replace(self, allowed=self.allowed | seen)
