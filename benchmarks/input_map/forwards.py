@@ -11,17 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 import lens_mix as lm
 from benchmarks.common import describe_machine, describe_measurement, markdown_table
-from lens_mix.methods import occlusion
 
 REPEATS = 9
-# Occlusion takes longer, so it is measured on a short prompt and less often.
-OCCLUDED, OCCLUSION_REPEATS = 20, 3
 
 
 def draw_tokens(count: int) -> torch.Tensor:
@@ -49,24 +45,6 @@ def ways_of(model: Any, count: int) -> dict[str, Callable[[], Any]]:
         "`gim`, ratio, absolute": lambda: lm.run(model, tokens, gim, queries=[-1]),
         "`lm.input_map(exact=False)`": lambda: lm.input_map(model, tokens, exact=False),
         "`lm.input_map`": lambda: lm.input_map(model, tokens),
-    }
-
-
-def occlusions_of(model: Any) -> dict[str, Callable[[], Any]]:
-    """Return the two ways to run the copies of `lm.Occlusion`, by name."""
-    tokens, method = draw_tokens(OCCLUDED), lm.Occlusion()
-
-    def shared() -> None:
-        lm.run(model, tokens, method, queries=[-1], progress=None)
-
-    def whole() -> None:
-        with mock.patch.object(occlusion, "rows_beside_copies", return_value=[]):
-            shared()
-
-    return {
-        "forward": forward_of(model, tokens),
-        "every copy in a whole pass": whole,
-        "copies from the replaced token on": shared,
     }
 
 
@@ -102,16 +80,6 @@ def main(model_name: str, *counts: str) -> None:
             }
             for name, taken in seconds.items()
         ]
-    seconds = processor_seconds(occlusions_of(model), OCCLUSION_REPEATS)
-    forward, whole = seconds.pop("forward"), seconds["every copy in a whole pass"]
-    occlusions = [
-        {
-            "`lm.Occlusion()`": name,
-            "forward passes": f"{taken / forward:.1f}",
-            "share of the time of whole passes": f"{taken / whole:.2f}",
-        }
-        for name, taken in seconds.items()
-    ]
     command = f"python -m benchmarks.input_map.forwards {' '.join([model_name, *counts])}"
     page = (
         f"# Cost of input maps\n\nWritten by `PYTHONPATH=.:demos {command}`; "
@@ -119,8 +87,6 @@ def main(model_name: str, *counts: str) -> None:
         f"{REPEATS} runs in turns.\n\n"
         f"Machine: {describe_machine()}.\n\n## Forward passes of {model_name}\n\n"
         f"{describe_measurement()}\n\n{markdown_table(rows)}\n"
-        f"## Occlusion of {model_name}\n\n{OCCLUDED} tokens, four replacements of each, one row; medians of "
-        f"{OCCLUSION_REPEATS} runs in turns.\n\n{describe_measurement()}\n\n{markdown_table(occlusions)}\n"
     )
     (Path(__file__).parent / "results" / "forwards.md").write_text(page, encoding="utf-8")
     print(page)
