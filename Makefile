@@ -1,6 +1,7 @@
 # make demo     the main job on a real model: prints the result and the path of the picture
 # make test     the suite on TransformerLens 4.x and on 3.9, without its slowest cases (.ci/run has all of them)
 # make test-oldest   a smoke test with the oldest release of every dependency that pyproject.toml allows
+# make test-newest   the same and a call of every public name, with the newest releases that pyproject.toml allows
 # make docs     the site in outputs/site, with the generated reference and the executed pages
 # make test-space    tests of the Hugging Face Space, with gradio in an environment of its own
 # make test-ray      tests of a corpus on a Ray cluster, with Ray in an environment of its own
@@ -14,6 +15,7 @@ TL4 := $(ENVIRONMENTS)/tl4
 TL3 := $(ENVIRONMENTS)/tl3
 TL2 := $(ENVIRONMENTS)/tl2
 OLDEST := $(ENVIRONMENTS)/oldest
+NEWEST := $(ENVIRONMENTS)/newest
 SPACE := $(ENVIRONMENTS)/space
 RAY := $(ENVIRONMENTS)/ray
 DOCS := $(ENVIRONMENTS)/docs
@@ -32,8 +34,8 @@ UNCHECKED = JAXTYPING_DISABLE=1
 # Nor is anything found twice by the tests marked `once` (tests/conftest.py); CASES= runs these too.
 test-tl3 test-tl2: CASES = -m "not slow and not once"
 
-.PHONY: help demo docs environments test test-tl4 test-tl3 test-tl2 test-oldest test-space test-ray test-wheel \
-	browser lint format types stub wheel clean bench peers
+.PHONY: help demo docs environments test test-tl4 test-tl3 test-tl2 test-oldest test-newest test-space test-ray \
+	test-wheel look-for-newer browser lint format types stub wheel clean bench peers
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -67,6 +69,13 @@ SMOKE = tests/test_oldest.py tests/test_package.py tests/test_cli.py tests/test_
 test-oldest: $(OLDEST)/.ready
 	@echo "== smoke test with the oldest dependencies"
 	@$(UNCHECKED) $(call RUN_TESTS,$(OLDEST)) $(SMOKE)
+
+# What new releases can break: the same, encoders of transformers, and a call of every public name.
+test-newest: $(NEWEST)/.ready
+	@echo "== smoke test with the newest dependencies"
+	@$(NEWEST)/bin/python -m pip list --disable-pip-version-check --format freeze | \
+		grep -E '^(torch|transformers|transformer-lens|numpy|pandas|pyarrow)=='
+	@$(call RUN_TESTS,$(NEWEST)) $(SMOKE) tests/test_public_calls.py tests/lens/test_wrap.py
 
 # The Space's app needs gradio, which is large and no dependency of the library.
 test-space: $(SPACE)/.ready
@@ -151,6 +160,10 @@ $(ENVIRONMENTS)/%/.ready: constraints/%.txt constraints/common.txt constraints/t
 	@$(@D)/bin/python -m pip install -qq --no-compile --disable-pip-version-check \
 		--constraint constraints/$*.txt $(or $(PACKAGES),--editable '.[dev]')
 	@touch $@
+
+# Newer releases may have appeared since the last time.
+$(NEWEST)/.ready: PACKAGES = --upgrade --upgrade-strategy eager --editable '.[dev]'
+$(NEWEST)/.ready: look-for-newer
 
 # Added to the packages of TransformerLens 4.x, instead of installing these a second time.
 $(SPACE)/.ready: ADDED = --constraint constraints/space.txt gradio

@@ -159,6 +159,18 @@ def test_the_workflow_has_the_stages_of_ci_and_the_pythons_of_the_classifiers() 
 
 
 @needs_github
+def test_the_newest_releases_are_tried_weekly_and_before_a_release() -> None:
+    workflow = read_yaml(GITHUB / "workflows" / "ci.yml")
+    (weekly,) = workflow["on"]["schedule"]
+    assert re.fullmatch(r"\d+ \d+ \* \* [0-6]", weekly["cron"])
+    newest = workflow["jobs"]["newest"]
+    assert newest["if"] == "github.event_name == 'schedule'"
+    assert newest["steps"][-1]["run"].endswith(" test-newest")
+    assert "`make test-newest`" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert (ROOT / "constraints" / "newest.txt").read_text().splitlines()[1:] == ["-c torch.txt"]
+
+
+@needs_github
 def test_issue_forms_have_what_the_site_of_the_repository_needs() -> None:
     forms = [path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
     assert len(forms) == 2

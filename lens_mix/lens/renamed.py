@@ -401,7 +401,7 @@ def _rename_head(hf_model: Any, heads: Sequence[Head], renamed: Any, copies: Cop
         like = renamed.bert.embeddings.LayerNorm.weight
         options: Any = {"dtype": like.dtype, "device": like.device}
         # The first weights of a module would be drawn from the user's random numbers.
-        make = nn.utils.skip_init
+        make: Any = nn.utils.skip_init
         transform.dense = make(nn.Linear, renamed.config.hidden_size, 1, **options)
         transform.LayerNorm = make(nn.LayerNorm, 1, **options)
         predictions.decoder = make(nn.Linear, 1, renamed.config.vocab_size, **options)
