@@ -7,7 +7,7 @@ import math
 import numbers
 from typing import TYPE_CHECKING, Any
 
-from lens_mix.arguments import check_columns, describe_value
+from lens_mix.arguments import check_columns, check_instance, check_whole_number, describe_value
 
 if TYPE_CHECKING:
     import pandas
@@ -94,10 +94,17 @@ def _to_numbers(column: pandas.Series, name: str) -> pandas.Series:
 
     try:
         numbers = pd.to_numeric(column)
-        plain = "float64" if name == "score" else "int64"
-        return numbers if isinstance(numbers.dtype, np.dtype) else numbers.astype(plain)
-    except (ValueError, TypeError) as problem:
+        if name == "score":
+            numbers = numbers if isinstance(numbers.dtype, np.dtype) else numbers.astype("float64")
+            return numbers if numbers.dtype.kind in "iuf" else numbers.astype("float64")
+        # A column of whole numbers with a missing one is read as floats.
+        whole = numbers.astype("int64")
+    except (ValueError, TypeError, OverflowError) as problem:
         raise ValueError(f"table: expected numbers in {name}, got {problem}") from problem
+    wrong = (whole != numbers).to_numpy(dtype=bool, na_value=True)
+    if wrong.any():
+        raise ValueError(f"table: expected whole numbers in {name}, got {numbers[wrong].iloc[0]!r}")
+    return whole
 
 
 def _read_tokens(table: pandas.DataFrame, axis: str, positions: list[int]) -> dict[int, str]:
@@ -141,10 +148,35 @@ def from_xarray(cls: type[MixingMap], /, array: xarray.DataArray, **fields: Any)
         raise ValueError(f"array: expected one of MixingMap.to_xarray, with its tokens, got {got}")
     axes: list[str] = [axis for axis in ("layer", "head", "query", "key") if axis in array.dims]
     array = array.transpose(*axes)
-    labels = {axis: [int(label) for label in array[axis].values] for axis in axes}
+    if array.dtype.kind not in "iufb":
+        raise ValueError(f"array: expected numbers, got {array.dtype}")
+    labels = {
+        axis: [check_whole_number(f"array[{axis!r}]", label, 0) for label in array[axis].values]
+        for axis in axes
+    }
+    for axis in ("query", "key"):
+        if array[f"{axis}_token"].dims != (axis,):
+            raise ValueError(
+                f"array: expected a token for each {axis} in {axis}_token, got one for each of "
+                f"{array[f'{axis}_token'].dims}"
+            )
+    keys = labels["key"]
+    if keys != list(range(len(keys))):
+        raise ValueError(f"array: expected keys 0 to {len(keys) - 1} in order, got {describe_value(keys)}")
     tokens = {axis: [str(token) for token in array[f"{axis}_token"].values] for axis in ("query", "key")}
-    queries, keys = (dict(zip(labels[axis], tokens[axis], strict=True)) for axis in ("query", "key"))
-    return cls(**{**_make_fields(array.values, labels, queries, keys, array.attrs), **fields})
+    by_query, by_key = (dict(zip(labels[axis], tokens[axis], strict=True)) for axis in ("query", "key"))
+    return cls(**{**_make_fields(array.values, labels, by_query, by_key, array.attrs), **fields})
+
+
+def _read_json(name: str, text: Any) -> Any:
+    """Return the value of an entry of `attrs`; raise a ValueError that names the entry if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise ValueError(
+            f"attrs[{name!r}]: expected JSON as MixingMap.to_dataframe and to_xarray write it, got "
+            f"{describe_value(text)}; delete this entry, or give {name}= yourself"
+        ) from problem
 
 
 def _make_fields(
@@ -155,10 +187,13 @@ def _make_fields(
 
     hidden = np.isnan(scores)
     fields: dict[str, Any] = {name: attrs[name] for name in ("method", "kind") if name in attrs}
-    fields |= {name: json.loads(attrs[name]) for name in _JSON_FIELDS if name in attrs}
+    fields |= {name: _read_json(name, attrs[name]) for name in _JSON_FIELDS if name in attrs}
     fields = {name: value for name, value in fields.items() if value is not None}
     if "explained" in fields:
-        fields["explained"] = [fields["explained"].get(str(position)) for position in labels["query"]]
+        by_position = check_instance(
+            "attrs['explained']", fields["explained"], dict, "a JSON object with the positions of rows"
+        )
+        fields["explained"] = [by_position.get(str(position)) for position in labels["query"]]
     names = list(keys.values())
     have_same_tokens = all(keys.get(position) == token for position, token in queries.items())
     keys_are_tokens = bool(attrs.get("keys_are_tokens", have_same_tokens))
