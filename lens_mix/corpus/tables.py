@@ -126,14 +126,15 @@ def _open(folder: str | os.PathLike[str]) -> tuple[Folder, dict[str, Any], list[
             f"folder: expected a folder of the format {FORMAT!r}, got {manifest.get('format')!r} in "
             f"{place.manifest_file}; another release of lens_mix may have written it"
         )
-    files = manifest.get("files")
+    files: Any = manifest.get("files")
     is_complete = all(isinstance(manifest.get(name), dict) for name in ("methods", "reduce", "files"))
     if not is_complete or type(files.get("shard_size")) is not int or files["shard_size"] < 1:
         raise ValueError(
             f"folder: expected a manifest with methods, reduce and files, got {place.manifest_file}, which "
             "was changed after it was written"
         )
-    shards, finished = place.shards(), 0
+    shards = place.shards()
+    finished: Any = 0
     if place.finished_file.exists():
         finished = read_json(place.finished_file, "folder").get("shards")
         if type(finished) is not int:

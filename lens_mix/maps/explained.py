@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lens_mix.arguments import check_items, check_number, describe_value
+from lens_mix.arguments import check_instance, check_items, check_number, check_pairs, describe_value
 
 _EXPECTED = "one lens_mix.maps.explained.Explained (or a dict of its fields) per row"
 
@@ -73,7 +73,13 @@ def as_explained(value: object, rows: int) -> tuple[Explained, ...] | None:
 
 def _as_entry(entry: Any) -> Explained:
     if isinstance(entry, Mapping) and set(entry) <= set(Explained._fields):
-        others = tuple((str(token), float(number)) for token, number in entry.get("others", ()))
+        pairs = check_pairs("explained", entry.get("others", ()), "pairs of a token and its probability")
+        others = tuple((str(token), check_number("explained", number)) for token, number in pairs)
+        for name, kind in (("prediction", str), ("target", str), ("value", (float, int))):
+            if entry.get(name) is not None:
+                check_instance(
+                    "explained", entry[name], kind, f"{name} as text" if kind is str else "a number"
+                )
         entry = Explained(**{**entry, "others": others})
     if entry is None:
         return Explained()
