@@ -676,8 +676,10 @@ def _without_nan(value: Any) -> Any:
 
 def _read_prompts(path: Path) -> list[str]:
     """Return the texts of a file: its lines without blank ones, or those of its rows."""
+    from lens_mix.arguments import check_file_path
     from lens_mix.corpus.entries import read_shards
 
+    check_file_path("--prompts", path)
     texts: list[str] = []
     for shard in read_shards(path, 256, "text", ()):
         for entry in shard.entries:

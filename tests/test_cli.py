@@ -338,6 +338,7 @@ def test_arguments_that_are_wrong():
 def test_files_that_are_wrong(loaded, tmp_path):
     (tmp_path / "blank.txt").write_text(" \n\n")
     (tmp_path / "binary.bin").write_bytes(bytes(range(256)))
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
     (tmp_path / "list.jsonl").write_text("[1, 2]\n")
     (tmp_path / "other.jsonl").write_text('{"UID": "other"}\n')
     (tmp_path / "half.jsonl").write_text('{"UID": "a", "one_prefix_method": true}\n')
@@ -365,8 +366,9 @@ def test_files_that_are_wrong(loaded, tmp_path):
         ): "different names, got 'prompts' twice",
         (*evaluate, "--prompts", none): f"got {none}",
         (*evaluate, "--prompts", tmp_path): "the folder",
-        (*evaluate, "--prompts", tmp_path / "blank.txt"): "a prompt on each line",
-        (*evaluate, "--prompts", tmp_path / "binary.bin"): "UTF-8",
+        (*evaluate, "--prompts", tmp_path / "blank.txt"): "at least one prompt, got none in",
+        (*evaluate, "--prompts", tmp_path / "binary.bin"): "expected a file that ends in .txt",
+        (*evaluate, "--prompts", tmp_path / "binary.txt"): "--prompts: prompt 0",
         (*evaluate, "--blimp", none): f"got {none}",
         (*evaluate, "--blimp", tmp_path): "the folder",
         (*evaluate, "--blimp", tmp_path / "blank.txt"): "whose line 1",

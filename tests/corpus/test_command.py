@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
@@ -88,3 +89,21 @@ def test_actors_need_ray(folder, tmp_path, monkeypatch):
     found = called("corpus", folder, prompts, "--out", tmp_path / "out", "--actors", 2)
     assert found.exit_code == 2, found.output
     assert "actors= needs Ray: pip install 'lens_mix[ray]'" in found.output
+
+
+def test_a_pipe_is_read_once_and_no_prompts_are_an_error(folder, tmp_path):
+    def piped(data):
+        reader, writer = os.pipe()
+        os.write(writer, data)
+        os.close(writer)
+        return called("corpus", folder, f"/dev/fd/{reader}", "--out", tmp_path / "out")
+
+    nothing = piped(b"\n")
+    assert nothing.exit_code == 2, nothing.output
+    assert "prompts: expected at least one prompt, got none in /dev/fd" in " ".join(nothing.output.split())
+    assert not (tmp_path / "out").exists()
+    found = piped("She left the country\r\nall her life\r\n".encode("utf-16"))
+    assert found.exit_code == 0, found.output
+    assert corpus.load(tmp_path / "out")["text"].tolist() == ["She left the country", "all her life"]
+    empty = called("corpus", folder, tmp_path / "none.txt", "--out", "")
+    assert empty.exit_code == 2, empty.output

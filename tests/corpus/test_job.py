@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import json
 import os
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -306,3 +308,56 @@ def test_the_manifest_says_what_was_run(tmp_path):
     finished = json.loads((tmp_path / "finished.json").read_text())
     assert finished == {"prompts": 8, "shards": 1, "failed": 0}
     assert job._make_job(build, [], "attention", None, tmp_path).manifest["files"]["shard_size"] == 256
+
+
+def test_the_table_has_the_text_of_prompts(tmp_path):
+    texts, tokens = draw_texts(2), [[3, 4], [5, 6]]
+    run([texts[0], tokens[0], texts[1].encode(), 7], tmp_path / "new")
+    table = corpus.load(tmp_path / "new")
+    assert table["text"].tolist() == [*2 * texts[:1], None, None, *2 * texts[1:], None, None]
+    assert corpus.load(tmp_path / "new", lazy=True).schema.field("text").type == "string"
+    # An older release wrote files without the column.
+    for path in (tmp_path / "new" / "maps").iterdir():
+        old = pq.read_table(path)
+        pq.write_table(old.drop_columns(["text"]), path)
+    assert "text" not in corpus.load(tmp_path / "new")
+    maps = list(corpus.maps(tmp_path / "new"))
+    assert len(maps) == 6
+
+
+def test_one_bad_prompt_or_field_never_ends_a_run(tmp_path):
+    prompts = draw_texts(3)
+    bad = [[2**70, 1], [10**6], {1}, b"\xff", None, np.array([2**63 + 1], np.uint64), "\ud800"]
+    rows = [{"text": prompt, "when": datetime.date(2020, 1, 1)} for prompt in [*prompts, *bad]]
+    rows += [{"text": prompts[0], "when": {1}}, {"text": prompts[0]}]
+    reduce = {"days": corpus.Mean(by=("when",))}
+    done = corpus.run(build, rows, "attention", reduce, tmp_path, fields=["when"], shard_size=4)
+    assert (done.prompts, done.failed, done.is_finished) == (12, 9, True)
+    table = corpus.load(tmp_path)
+    assert table["error"].notna().tolist() == [False] * 3 + [True] * 9
+    assert table["when"].tolist()[:3] == ["2020-01-01"] * 3
+    assert corpus.load(tmp_path, "days")["when"].tolist() == ["2020-01-01"]
+
+
+def test_a_field_and_its_text_are_different_groups(tmp_path):
+    values = [1, "1", True, "true", None, "null", 1.5, "a", '"a"', [1], "01"]
+    rows = [{"text": "w3 w4 w5", "kind": value} for value in values]
+    reduce = {"kinds": corpus.Mean(by=("kind",))}
+    corpus.run(build, [*rows, *rows], "attention", reduce, tmp_path, fields=["kind"], shard_size=7)
+    found = corpus.load(tmp_path, "kinds")
+    assert found["count"].nunique() == 1
+    expected = [1, "1", True, "true", None, "null", 1.5, "a", '"a"', "[1]", "01"]
+    assert sorted(map(repr, found["kind"])) == sorted(map(repr, expected))
+
+
+def test_no_prompts_and_no_folder_are_errors(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    for prompts, out, message in (
+        ([], tmp_path / "new", "prompts: expected at least one prompt, got none"),
+        (["w3 w4"], "", "out: expected the path of a folder, got an empty one"),
+        (["w3 w4"], tmp_path / "link", "out: expected a folder, got a link to nothing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            corpus.run(lambda: pytest.fail("loaded"), prompts, "attention", out=out)
+    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "nothing").exists()

@@ -1,5 +1,11 @@
 """Test kinds of prompts: pairs of strings, what tokenizers return, chat messages."""
 
+import io
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
@@ -92,3 +98,52 @@ def test_chat_messages():
         lm.run(model, [{"role": "user", "text": "w7"}], "attention")
     maps = list(lm.run_many(model, [messages, answered], "attention"))
     assert [len(each.tokens) for each in maps] == [5, 7]
+
+
+@pytest.mark.once
+def test_text_of_any_library_is_the_same_prompt():
+    model = gpt2_like(torch.float32, tokenizer=toy_tokenizer())
+    expected = lm.run(model, "w3 w4", "attention")
+    same = [b"w3 w4", b"\xef\xbb\xbfw3 w4", "w3 w4".encode("utf-16"), bytearray(b"w3 w4"), np.str_("w3 w4")]
+    same += [np.bytes_(b"w3 w4"), np.array("w3 w4"), pa.scalar("w3 w4"), pa.scalar(b"w3 w4")]
+    for prompt in same:
+        found = lm.run(model, prompt, "attention")
+        assert found.tokens == expected.tokens
+        assert torch.equal(found.scores, expected.scores)
+        assert found.provenance["prompt"] == "w3 w4"
+    for prompts in (io.StringIO("w3 w4\r\n\nw3 w4"), io.BytesIO(b"w3 w4\rw3 w4"), pd.Series(["w3 w4"] * 2)):
+        assert [found.tokens for found in lm.run_many(model, prompts, "attention")] == [expected.tokens] * 2
+    traces = [lm.trace(model, prompt, answer=b" w5", sources="word") for prompt in (b"w3 w4", "w3 w4")]
+    assert traces[0].tokens == traces[1].tokens
+    (many,) = lm.trace_many(model, io.StringIO("w3 w4\n"), answers=[" w5"], sources="word")
+    assert many.tokens == traces[0].tokens
+
+
+@pytest.mark.once
+def test_what_is_not_a_prompt_is_an_error():
+    model = gpt2_like(torch.float32, tokenizer=toy_tokenizer())
+    frame = pd.DataFrame({"text": ["w3 w4"]})
+    for prompt, message in (
+        (Path("a.txt"), r"prompt: expected a string .*, got \w+Path; give the text of the file"),
+        (frame, "prompt: expected a string .*, got DataFrame; give one text of a column"),
+        (frame["text"], "prompt: expected a string .*, got Series"),
+        (pd.NA, "prompt: expected a string .*, got NAType"),
+        (None, "prompt: expected a string .*, got NoneType"),
+        (float("nan"), "prompt: expected a string .*, got float"),
+        ({"w3"}, "prompt: expected a string .*, got set"),
+    ):
+        for call in (
+            lambda prompt: lm.run(model, prompt, "attention"),
+            lambda prompt: list(lm.run_many(model, [prompt], "attention")),
+            lambda prompt: lm.trace(model, prompt, answer=[3]),
+        ):
+            with pytest.raises(TypeError, match=message):
+                call(prompt)
+    for prompt in (b"\xff", "w3 \ud800"):
+        with pytest.raises(ValueError, match="prompt: expected text"):
+            lm.run(model, prompt, "attention")
+        with pytest.raises(ValueError, match="prompt 0: prompt: expected text"):
+            list(lm.run_many(model, [prompt], "attention"))
+    for many in (lm.run_many, lm.trace_many):
+        with pytest.raises(TypeError, match="got DataFrame; give one of its columns"):
+            many(model, frame, "attention") if many is lm.run_many else many(model, frame)
