@@ -24,7 +24,7 @@ def load(folder: str | os.PathLike[str], table: str = "maps", *, lazy: bool = Fa
     Args:
         folder: The folder.
         table: "maps": one row for each prompt and method, in the order of the prompts, with the columns
-            prompt, method, text (None if the prompt was not given as one text), error, tokens, shape, scores
+            prompt, method, text (missing for tokens, pairs and messages), error, tokens, shape, scores
             and the fields of the prompts. Or the name of a reduction: one row for each group, with count,
             mean and spread (the standard deviation).
         lazy: Whether to return a `pyarrow.dataset.Dataset` of the files, which reads only what is asked

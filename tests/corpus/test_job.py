@@ -314,7 +314,7 @@ def test_the_table_has_the_text_of_prompts(tmp_path):
     texts, tokens = draw_texts(2), [[3, 4], [5, 6]]
     run([texts[0], tokens[0], texts[1].encode(), 7], tmp_path / "new")
     table = corpus.load(tmp_path / "new")
-    assert table["text"].tolist() == [*2 * texts[:1], None, None, *2 * texts[1:], None, None]
+    assert table["text"].fillna("").tolist() == [*2 * texts[:1], "", "", *2 * texts[1:], "", ""]
     assert corpus.load(tmp_path / "new", lazy=True).schema.field("text").type == "string"
     # An older release wrote files without the column.
     for path in (tmp_path / "new" / "maps").iterdir():
