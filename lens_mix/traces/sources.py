@@ -18,6 +18,16 @@ Unit = Literal["token", "word", "sentence", "message", "document", "given"]
 UNITS: tuple[str, ...] = get_args(Unit)
 
 _WORD = re.compile(r"\S+")
+# A sentence by a simple rule: up to a stop before white space.
+_SENTENCE = re.compile(r".+?(?:[.!?…。！？]+[\"'”’»)\]]*(?=\s|$)|$)\s*|\s+", re.DOTALL)
+# A shorter line is not taken for one of a wrapped paragraph.
+_WRAPPED = 24
+_WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")
+_HEADLINE = re.compile(r"\s*#{1,6}\s")
+_ITEM = re.compile(r"\s*([-*+•‣◦▪·]|\d{1,3}[.)]|[a-zA-Z][)])\s")
+# What divides the columns of a table: a tab, a bar, or a comma or semicolon of a file of values.
+_BAR = re.compile(r"\S.*\t|\s\|(\s|$)|^\s*\||\|$")
+_DIVISION = re.compile(r"[,;](?!\s)")
 # A function from a text to its pieces, as pairs of the first character and the one after the last.
 Splitter = Callable[[str], Iterable[tuple[int, int]]]
 
@@ -77,23 +87,92 @@ class PlacedText(NamedTuple):
 
 
 def split_sentences(language: str = "en") -> Splitter:
-    """Return the function that splits a text into sentences, by the package sentencex.
+    """Return the function that splits a text into sentences, by the package sentencex and by lines.
+
+    A line break ends a sentence in a list or a table, and not in a paragraph that is wrapped at a width. It
+    does in these cases:
+
+    - The line before or after it is empty, or is a headline (`# `).
+    - The line after it begins with a mark (`- `, `* `, `• `, `1. `, `a) `), as another line of the paragraph.
+    - Both lines are rows of a table: they have tabs, or bars with spaces around them or at an end, or are
+      divided by as many commas or semicolons without a space after them, at least two.
+    - The next line's first word would have had room on the line. The room is the longest line of the
+      paragraph, or 40 characters if that is more. It is not 40 in a paragraph with a line of at least 24 and
+      a later one that begins with a lower-case letter, because such a text is wrapped. For the same reason no
+      sentence ends between such two lines.
 
     Args:
         language: The code of the language, as in ISO 639-1.
     """
 
     def split(text: str) -> list[tuple[int, int]]:
-        import sentencex
-
-        # The indices of `sentencex.get_sentence_boundaries` are wrong after some characters in old releases.
-        ends, end = [0], 0
-        for sentence in sentencex.segment(language, text):
-            end = text.index(sentence, end) + len(sentence)
-            ends.append(end)
+        ends = [0]
+        for block in _split_lines(text):
+            start = ends[-1]
+            ends += [start + end for end in _find_ends(language, block)]
         return list(itertools.pairwise(ends))
 
     return split
+
+
+def _find_ends(language: str, text: str) -> list[int]:
+    """Return the characters after the sentences of a text that no line break divides."""
+    import sentencex
+
+    mark = _ITEM.match(text)
+    start = mark.end() if mark else 0
+    # Some releases of the package panic at a wide space between a letter and a full stop. The error of a
+    # panic is a BaseException.
+    plain = _WIDE_SPACE.sub(" ", text[start:])
+    try:
+        sentences = list(sentencex.segment(language, plain))
+    except BaseException as problem:
+        if type(problem).__name__ != "PanicException":
+            raise
+        return [start + match.end() for match in _SENTENCE.finditer(plain)]
+    # The indices of `sentencex.get_sentence_boundaries` are wrong after some characters in old releases.
+    ends, end = [], 0
+    for sentence in sentences:
+        end = plain.index(sentence, end) + len(sentence)
+        ends.append(start + end)
+    return ends or [len(text)]
+
+
+def _split_lines(text: str) -> list[str]:
+    """Return the blocks of a text that line breaks divide, as `split_sentences` says."""
+    lines = text.splitlines(keepends=True)
+    blocks: list[str] = []
+    is_empty = [not line.strip() for line in lines]
+    for _, numbers in itertools.groupby(range(len(lines)), lambda number: is_empty[number]):
+        paragraph = [lines[number] for number in numbers]
+        width = max(len(line.rstrip()) for line in paragraph)
+        is_wrapped = width >= _WRAPPED and any(line.lstrip()[:1].islower() for line in paragraph[1:])
+        width = width if is_wrapped else max(width, 40)
+        has_marks = sum(_ITEM.match(line) is not None for line in paragraph) > 1
+        for number, line in enumerate(paragraph):
+            # An empty line belongs to what is before it.
+            starts_block = not blocks or (number == 0 and bool(line.strip()))
+            if number and line.strip():
+                starts_block = _ends_sentence(paragraph[number - 1].rstrip(), line.rstrip(), width, has_marks)
+            if starts_block:
+                blocks.append(line)
+            else:
+                blocks[-1] += line
+    return blocks
+
+
+def _ends_sentence(line: str, following: str, width: int, has_marks: bool) -> bool:
+    """Return whether the break between two lines of a paragraph ends a sentence; see `split_sentences`."""
+    if _HEADLINE.match(line) or _HEADLINE.match(following) or (has_marks and _ITEM.match(following)):
+        return True
+    if _BAR.search(line) and _BAR.search(following):
+        return True
+    commas = [len(_DIVISION.findall(each)) for each in (line, following)]
+    if min(commas) >= 2 and commas[0] == commas[1]:
+        return True
+    words = following.split(maxsplit=1)
+    has_room = len(line) + 1 + len(words[0]) <= width
+    return has_room and not (len(line) >= _WRAPPED and words[0][0].islower())
 
 
 def find_sources(

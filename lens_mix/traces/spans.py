@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix.arguments import check_flags, check_whole_number
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.traces.attribution import read_written
@@ -31,13 +32,15 @@ class SourceScore(NamedTuple):
         score: The sum of its tokens' scores, in the unit of the method.
         share: The magnitude of the score, divided by the sum of magnitudes over all sources.
         loss: The log probability in nats that the span loses without the source; negative if it gains. None:
-            `verify` has not measured it, or the prompt has no other tokens.
+            `verify` has not measured it, or cannot.
+        reason: Why `verify` cannot measure the loss; "" if it can.
     """
 
     source: TextSource
     score: float
     share: float
     loss: float | None = None
+    reason: str = ""
 
 
 class SourceScores(list[SourceScore]):
@@ -59,6 +62,7 @@ class SourceScores(list[SourceScore]):
             f"{each.share:>6.0%}  "
             + (f"{each.loss:>+8.2f} nats  " if each.loss is not None else blank)
             + str(each.source)
+            + (f" (cannot be removed: {each.reason})" if each.reason else "")
             for each in self
         ]
         return "\n".join([self.explanation, *lines])
@@ -160,24 +164,33 @@ class WrittenSpan:
         A source is removed by deleting its tokens from the prompt, so that the text after it moves up. What
         was written stays the same. It takes one forward pass per source that was not measured before; the log
         probability with all sources is that of the trace. `top`, the page and a saved trace have the losses.
+        A source that cannot be removed, such as a part of a picture, has the loss None and the reason.
 
         Args:
             k: The number of sources, 1 or more.
 
         Raises:
             ValueError: If `k` is below 1, or the trace was loaded from a file and has no model.
-            UnsupportedModelError: If a source is a part of a picture, which the model reads as a whole.
         """
         listed = self.top(k)
-        reading = self.trace.reading
         missing = [each.source.positions for each in listed if each.loss is None]
+        model = self.trace.require_model() if missing else None
+        reasons: dict[tuple[int, ...], str] = {}
         for positions in tqdm(missing, desc="passes without a source", delay=2, leave=False):
-            rest = reading.without(positions)
-            if rest is not None:
-                without = read_written(self.trace.require_model(), reading, rest).log_probabilities
+            try:
+                rest = self.trace.reading.without(positions)
+            except (UnsupportedModelError, ValueError) as problem:
+                reasons[positions] = str(problem)
+                continue
+            if rest is None:
+                reasons[positions] = "the prompt has no other token"
+            elif model is not None:
+                without = read_written(model, self.trace.reading, rest).log_probabilities
                 lost = self.log_probability - float(without[self.start : self.stop].double().sum())
                 self.trace.keep_loss(self.start, self.stop, positions, lost)
-        return self.top(k)
+        measured = self.top(k)
+        measured[:] = [each._replace(reason=reasons.get(each.source.positions, "")) for each in measured]
+        return measured
 
     def _explain(self, everything: bool) -> str:
         """Return the span with its probability, and the shares of what is not listed."""
