@@ -54,8 +54,8 @@ def _text_or_bytes(tokenizer: Any, token: int, piece: object) -> str | bytes:
         return text
     data = _bytes_of(piece)
     # The bytes are correct if the tokenizer decodes the same text. It replaces bytes that are not text, or
-    # (ByT5) drops them.
-    if data is None or data.decode("utf-8", "ignore") != text.replace("\ufffd", ""):
+    # (ByT5) drops them. A replacement character may also be what the bytes spell.
+    if data is None or data.decode("utf-8", "ignore").replace("\ufffd", "") != text.replace("\ufffd", ""):
         return text
     return data
 

@@ -286,15 +286,15 @@ def _follow(
         before = rendered[anchors[first - 1][2] if first else 0 : start]
         after = rendered[stop : anchors[last + 1][2] if last + 1 < len(anchors) else len(rendered)]
         # A template may cut a content between two marks.
-        back = _count_equal(earlier[::-1], before[::-1])
-        ahead = _count_equal(later, after)
+        back = count_equal(earlier[::-1], before[::-1])
+        ahead = count_equal(later, after)
         inner = [(own[place], at) for _, (_, place, at) in listed]
         ends = ((own[low] - back, start - back), (own[high] + ahead, stop + ahead))
         pieces.append(_Piece(index, [ends[0], *inner, ends[1]]))
     return pieces
 
 
-def _count_equal(first: str, second: str) -> int:
+def count_equal(first: str, second: str) -> int:
     """Return the number of characters that two texts begin with together."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

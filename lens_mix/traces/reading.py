@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
 from lens_mix.lens.prompts import is_encoder_decoder, read_prompt, tensor_of, vocabulary
 from lens_mix.lens.state import reading
 from lens_mix.lens.token_strings import token_strings
-from lens_mix.traces.chat import render_chat
+from lens_mix.traces.chat import count_equal, render_chat
 from lens_mix.traces.documents import PICTURE, Documents, Section
 from lens_mix.traces.sources import PlacedText, Splitter, TextSource, find_sources
 
@@ -355,20 +356,55 @@ def _place_written(
     Encoding the text again may give other tokens than the model wrote, so the offsets are not those of an
     encoding. Each token is decoded with all tokens before it, because its text may depend on them.
     """
-    before, own = tokens.tolist(), written.tolist()
-    decoded = [
-        tokenizer.decode([*before, *own[:count]], clean_up_tokenization_spaces=False)
-        for count in range(len(own) + 1)
-    ]
-    text, offsets, start = decoded[-1][len(decoded[0]) :], [], 0
-    for each in decoded[1:]:
-        # The first bytes of a character are decoded as a replacement character. All of the character's
-        # tokens have its offsets, as in an encoding.
-        whole = each.rstrip("\ufffd")
-        end = max(start, len(whole) - len(decoded[0]))
-        offsets.append((start, min(end + (whole != each), len(text))))
-        start = end
-    return PlacedText(text, (), len(tokens), offsets)
+    own = written.tolist()
+
+    def decode(ids: list[int]) -> str:
+        text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return text
+
+    # The token before them decides whether the first space is kept. The bytes of a character need all others.
+    before = tokens.tolist()[-1:]
+    before = tokens.tolist() if before and "\ufffd" in decode(before) else before
+    start = decode(before) if before else ""
+    if not decode([*before, *own]).startswith(start):
+        # The first token changes the character before it.
+        before, start = [], ""
+    decoded = [decode([*before, *own[:count]])[len(start) :] for count in range(1, len(own) + 1)]
+    # Bytes of a character that is not complete are decoded as replacement characters. Later tokens change them.
+    settled = [count_equal(each, decoded[-1]) for each in decoded]
+    settled = list(itertools.accumulate(reversed(settled), min))[::-1]
+    return PlacedText(decoded[-1], (), len(tokens), _find_offsets(decoded, settled))
+
+
+def _find_offsets(decoded: Sequence[str], settled: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the offsets of tokens: the characters that their bytes belong to, as in an encoding.
+
+    Args:
+        decoded: The text up to each token.
+        settled: For each of them, how many of its characters no later token changes.
+    """
+    text, end, waiting = decoded[-1], 0, 0
+    offsets: list[tuple[int, int]] = []
+    for each, stop in zip(decoded, settled, strict=True):
+        waiting += 1
+        is_whole, characters = len(each) == stop, text[end:stop]
+        if not characters and not is_whole:
+            continue
+        owners = [end + index for index, one in enumerate(characters) for _ in one.encode()]
+        if not characters:
+            # They are further bytes of the same replacement character.
+            first = end - 1 if text[end - 1 : end] == "\ufffd" else end
+            offsets += [(first, end)] * waiting
+        elif is_whole and set(characters) == {"\ufffd"} and waiting == len(characters):
+            # Some tokenizers decode each byte of a broken character by itself.
+            offsets += [(place, place + 1) for place in range(end, stop)]
+        elif is_whole and waiting == len(owners):
+            offsets += [(place, place + 1) for place in owners]
+        else:
+            offsets += [(end, end + 1)] * (waiting - 1)
+            offsets.append((end, stop if is_whole else min(stop + 1, len(text))))
+        end, waiting = stop, 0
+    return offsets
 
 
 def _as_tokens(answer: Any, like: Int[Tensor, " pos"], d_vocab: int) -> Int[Tensor, " written"]:

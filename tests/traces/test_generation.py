@@ -11,7 +11,7 @@ import lens_mix as lm
 from lens_mix.lens.model_classes import transformer_lens_version
 from tests.matrix import build_or_skip, cases, model_of, prompt_of
 from tests.tiny_models import available, bridge, gpt2_like, hooked_transformer, llama_like, toy_tokenizer
-from tests.traces.readers import PLAIN, reader
+from tests.traces.readers import PLAIN, reader, tokenizer_of
 from tests.traces.test_trace import one_part
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -315,3 +315,69 @@ def test_out_of_memory_stays_what_it_is():
     model.generate = generate
     with pytest.raises(torch.OutOfMemoryError):
         lm.trace(model, torch.tensor([5, 9]), generate=2, sources="token")
+
+
+WRONG_OPTIONS = [
+    ({"temperature": -1.0}, ValueError, "temperature: expected a finite number, 0 or more, got -1.0"),
+    ({"temperature": float("nan")}, ValueError, "temperature: expected a finite number"),
+    ({"temperature": "hot"}, TypeError, "temperature: expected a finite number"),
+    ({"top_p": 0}, ValueError, "top_p: expected a number above 0, at most 1, got 0"),
+    ({"top_p": 1.5}, ValueError, "top_p: expected a number above 0, at most 1, got 1.5"),
+    ({"top_k": 0}, ValueError, "top_k: expected a whole number, 1 or more, got 0"),
+    ({"top_k": 2.5}, TypeError, "top_k: expected a whole number"),
+    (
+        {"freq_penalty": float("nan")},
+        ValueError,
+        "freq_penalty: expected a finite number, 0 or more, got nan",
+    ),
+    ({"freq_penalty": -1}, ValueError, "freq_penalty: expected a finite number, 0 or more"),
+    ({"do_sample": "no"}, TypeError, "do_sample: expected True or False"),
+    ({"eos_token_id": 10**6}, ValueError, "eos_token_id: expected a token from 0 to"),
+    ({"eos_token_id": ["x"]}, TypeError, "eos_token_id: expected a token from 0 to"),
+    ({"seed": 2**70}, ValueError, "seed: expected a whole number from 0 to 18446744073709551615"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG_OPTIONS)
+def test_options_out_of_range(options, error, message):
+    with pytest.raises(error, match=message):
+        lm.trace(reader(), "The company", generate=1, **{"do_sample": True, **options})
+
+
+@pytest.mark.parametrize("is_bridge", [False, True])
+def test_the_text_ends_where_the_context_ends(is_bridge):
+    tokenizer = tokenizer_of()
+    size = {"vocab_size": len(tokenizer), "max_position_embeddings": 12}
+    own = {"tokenizer": tokenizer, "d_vocab": len(tokenizer), "n_ctx": 12}
+    model = (
+        build_or_skip(bridge, "llama", torch.float64, tokenizer=tokenizer, **size)
+        if is_bridge
+        else hooked_transformer("grouped", torch.float64, **own)
+    )
+    t = lm.trace(model, "The company", generate=10**9, stop_at_eos=False)
+    assert len(t.tokens) == 12
+    assert any("where the model's context ends" in note for note in t.notes)
+    if not is_bridge:
+        with pytest.raises(ValueError, match=r"generate: expected a prompt that leaves room in the n_ctx=12"):
+            lm.trace(model, torch.arange(12) + 3, generate=1, sources="token")
+
+
+def test_paths_are_no_longer_than_what_was_written():
+    t = lm.trace(reader(), "The company", answer=" has trains", method="attention")
+    assert t.through(10**9).hops == t.reading.n_written
+    torch.testing.assert_close(t.through(10**9).scores_of(0, 2), t.through().scores_of(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "name"),
+    [
+        ("a \ud800", " x", "prompt"),
+        ("a", " \udfff", "answer"),
+        (lm.Documents({"a": "b \ud800"}), " x", "prompt"),
+        ([{"role": "user", "content": "b \ud800 c"}], "x", "prompt"),
+    ],
+)
+def test_half_of_a_surrogate_pair(prompt, answer, name):
+    model = reader(template=PLAIN if isinstance(prompt, list) else None)
+    with pytest.raises(ValueError, match=f"{name}: expected text that UTF-8 can encode, got one half"):
+        lm.trace(model, prompt, answer=answer)

@@ -310,3 +310,83 @@ def test_labels_and_sources_are_of_one_mind():
         assert {labels[position] for position in source.positions} == {(source.kind, source.name)}
     again = reading.find_sources("document", split_sentences())
     assert again == t.sources("document")
+
+
+# ------------------------------------------------------------------ sentences and lines
+
+WRAPPED = (
+    "The company was founded in Oslo in the year 1998 by three engineers, and\nit has 120 employees today, most "
+    "of whom work in the main office in Oslo,\nwhich is the capital of Norway.",
+    "The company was founded in Oslo\nby three engineers, who still own\nmost of it, and plans to open\nan office.",
+    "The company was founded in Oslo,\nwhich is the capital of Norway.",
+    "> The company was founded in Oslo in the year 1998 by three engineers and it\n> has 120 employees today.",
+)
+LINES = (
+    ["Offices:", "- Oslo", "- Bergen", f"- Trondheim, {'a very long line, ' * 6}and\n  so on", "- Rome"],
+    ["1. Oslo. It is large.", "2. Bergen", "3. Rome"],
+    ["Oslo", "Bergen", "Rome"],
+    ["apples", "pears", "plums"],
+    ["| city | people |", "| Oslo | 700,000 |", "| Rome | 2,800,000 |"],
+    ["city\tpeople", "Oslo\t700000", "Rome\t2800000"],
+    ["2023-01-01,Oslo,120 employees,main office,founded", "2023-01-02,Rome,130 employees,second office,open"],
+    ["# Report", "The company was founded in Oslo.", "## Offices", "Oslo"],
+    ["Name: Ann Smith", "Born: 1970 in Oslo", "Role: engineer"],
+    ["東京", "大阪", "京都"],
+)
+
+
+def sentences_of(text):
+    pieces = split_sentences()(text)
+    assert "".join(text[start:stop] for start, stop in pieces) == text
+    return [text[start:stop].strip() for start, stop in pieces if text[start:stop].strip()]
+
+
+@pytest.mark.parametrize("text", WRAPPED)
+def test_a_wrapped_paragraph_is_not_cut(text):
+    assert sentences_of(text) == [text]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", " \n"])
+@pytest.mark.parametrize("lines", LINES)
+def test_lines_of_lists_and_tables_are_sentences(lines, end):
+    found = sentences_of(end.join(lines))
+    if "It is large" in lines[0]:
+        lines = ["1. Oslo.", "It is large.", *lines[1:]]
+    assert found == lines
+
+
+def test_lines_are_sources_and_spans():
+    t = trace("Offices:\n- Oslo\n- Bergen", answer="\n- Oslo\n- Trains", sources="sentence")
+    assert [each.text for each in t.sources() if each.is_content] == ["Offices:", "- Oslo", "- Bergen"]
+    assert [span.text.strip() for span in t.spans] == ["- Oslo", "- Trains"]
+
+
+@pytest.mark.parametrize("space", ["\xa0", "\u3000", "\u2009"])
+def test_a_wide_space_before_a_full_stop(space):
+    text = f"The office is on plan A{space}. It is big."
+    assert sentences_of(text) == [f"The office is on plan A{space}.", "It is big."]
+
+
+def test_a_panic_of_the_splitter(monkeypatch):
+    import sentencex
+
+    class PanicException(BaseException):
+        """The name of the error of a panic in Rust."""
+
+    def fail(kind):
+        def segment(language, text):
+            raise kind
+
+        return segment
+
+    monkeypatch.setattr(sentencex, "segment", fail(PanicException))
+    assert sentences_of("Is it so? It is (big.) Yes 3.5! No") == [
+        "Is it so?",
+        "It is (big.)",
+        "Yes 3.5!",
+        "No",
+    ]
+    assert sentences_of("1. Oslo. Yes.\n2. Rome") == ["1. Oslo.", "Yes.", "2. Rome"]
+    monkeypatch.setattr(sentencex, "segment", fail(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        split_sentences()("It is.")

@@ -290,3 +290,36 @@ def test_verify_of_documents_of_a_chat():
     text = model.tokenizer.decode(without.tokens.tolist())
     assert text.startswith("<|user|>system\nUse the documents.<|end|>\n<|user|>user\nreport:\n")
     assert "employees" not in text
+
+
+def test_a_source_that_cannot_be_removed(monkeypatch):
+    t = lm.trace(reader(), PROMPT, answer=ANSWER)
+    cannot = next(each.positions for each in t.sources() if "employees" in each.text)
+    without = type(t.reading).without
+
+    def refuse(self, positions):
+        if tuple(positions) == cannot:
+            raise lm.UnsupportedModelError("a part of a picture")
+        return without(self, positions)
+
+    monkeypatch.setattr(type(t.reading), "without", refuse)
+    found = t.verify(9)
+    assert len(found) == 3
+    for each in found:
+        is_cannot = each.source.positions == cannot
+        assert (each.loss is None) == is_cannot
+        assert each.reason == ("a part of a picture" if is_cannot else "")
+    assert "(cannot be removed: a part of a picture)" in repr(found)
+    alone = lm.trace(reader(), "Oslo", answer=" is", prepend_bos=False).verify(1)
+    assert (alone[0].loss, alone[0].reason) == (None, "the prompt has no other token")
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3_pictures"])
+def test_the_text_between_two_pictures(name):
+    from tests.pictured_models import picture_prompt, pictured
+
+    model = build_or_skip(pictured, name, tokenizer=tokenizer_of())
+    t = lm.trace(model, picture_prompt(name, 2), answer=torch.tensor([10, 11]))
+    found = t.verify(9)
+    assert sum(each.loss is not None for each in found) >= 2
+    assert all(bool(each.reason) == (each.loss is None) for each in found)
