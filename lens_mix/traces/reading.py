@@ -370,7 +370,7 @@ def _place_written(
         # The first token changes the character before it.
         before, start = [], ""
     decoded = [decode([*before, *own[:count]])[len(start) :] for count in range(1, len(own) + 1)]
-    # Bytes of a character that is not complete are decoded as replacement characters. Later tokens change them.
+    # Bytes of an incomplete character are decoded as replacement characters, which later tokens change.
     settled = [count_equal(each, decoded[-1]) for each in decoded]
     settled = list(itertools.accumulate(reversed(settled), min))[::-1]
     return PlacedText(decoded[-1], (), len(tokens), _find_offsets(decoded, settled))

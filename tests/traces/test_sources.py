@@ -315,11 +315,12 @@ def test_labels_and_sources_are_of_one_mind():
 # ------------------------------------------------------------------ sentences and lines
 
 WRAPPED = (
-    "The company was founded in Oslo in the year 1998 by three engineers, and\nit has 120 employees today, most "
-    "of whom work in the main office in Oslo,\nwhich is the capital of Norway.",
-    "The company was founded in Oslo\nby three engineers, who still own\nmost of it, and plans to open\nan office.",
+    "The company was founded in Oslo in the year 1998 by three engineers, and\nit has 120 employees, most "
+    "of whom work in the main office in Oslo, which\nis the capital of Norway.",
+    "The company was founded in Oslo\nby three engineers, who still own\nmost of it, and plans to open\n"
+    "an office.",
     "The company was founded in Oslo,\nwhich is the capital of Norway.",
-    "> The company was founded in Oslo in the year 1998 by three engineers and it\n> has 120 employees today.",
+    "> The company was founded in Oslo in the year 1998 by three engineers and\n> has 120 employees today.",
 )
 LINES = (
     ["Offices:", "- Oslo", "- Bergen", f"- Trondheim, {'a very long line, ' * 6}and\n  so on", "- Rome"],
