@@ -385,6 +385,7 @@ def _find_offsets(decoded: Sequence[str], settled: Sequence[int]) -> list[tuple[
     """
     text, end, waiting = decoded[-1], 0, 0
     offsets: list[tuple[int, int]] = []
+    wholes = [stop for each, stop in zip(decoded, settled, strict=True) if len(each) == stop]
     for each, stop in zip(decoded, settled, strict=True):
         waiting += 1
         is_whole, characters = len(each) == stop, text[end:stop]
@@ -402,7 +403,9 @@ def _find_offsets(decoded: Sequence[str], settled: Sequence[int]) -> list[tuple[
             offsets += [(place, place + 1) for place in owners]
         else:
             offsets += [(end, end + 1)] * (waiting - 1)
-            offsets.append((end, stop if is_whole else min(stop + 1, len(text))))
+            # The next token after which all characters are complete ends the one that this token begins.
+            limit = next(whole for whole in wholes if whole >= stop)
+            offsets.append((end, stop if is_whole else min(stop + 1, limit)))
         end, waiting = stop, 0
     return offsets
 
