@@ -606,10 +606,10 @@ def _take_template_options(
     taken = find_template_options(getattr(model, "tokenizer", None), others) if is_template else {}
     for name, value in others.items():
         if name not in taken:
-            template = ", or a variable that the chat template reads" * is_template
+            template = "an argument of lm.trace, a variable of the chat template," if is_template else ""
             raise TypeError(
-                f"{name}: expected an argument of lm.trace, an option of model.generate ({own}){template}, "
-                f"got {name}={describe_value(value)}"
+                f"{name}: expected {template or 'an argument of lm.trace'} or an option of model.generate "
+                f"({own}), got {name}={describe_value(value)}"
             )
         del generation[name]
     return taken

@@ -111,7 +111,7 @@ def test_broken_characters_among_whole_ones(kind):
     for data in (
         b"\xf0\x9fa.",
         "東".encode() + b"\xf0.",
-        b"a\xe6\x9d\xe6b",
+        b"a\xe6\x9d\xe6a",
         b"\xef\xbfa",
     ):
         placed = _place_written(
@@ -124,7 +124,7 @@ def test_broken_characters_among_whole_ones(kind):
             elif placed.text.count("\ufffd") == len(data) - sum(byte < 0x80 for byte in data):
                 assert (start, stop) == (index, index + 1), (data, placed)
             else:
-                assert not set(placed.text[start:stop]) & set("ab."), (data, index, placed)
+                assert not set(placed.text[start:stop]) & set("a."), (data, index, placed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
