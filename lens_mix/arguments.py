@@ -35,6 +35,11 @@ def describe_value(value: object) -> str:
         return f"{type(value).__name__} with a very long number"
 
 
+def write_count(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 note", "2 notes"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def check_whole_number(
     name: str, value: Any, least: int | None = None, largest: int | None = None, what: str = "a whole number"
 ) -> int:

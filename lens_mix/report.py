@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix import registry
+from lens_mix.arguments import write_count
 from lens_mix.evaluation.candidates import AS_IT_IS, candidate_rows
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import normalise_by_magnitude
@@ -30,7 +31,7 @@ def describe_maps(maps: Mapping[str, MixingMap], every_row: bool) -> str:
     """
     first = next(iter(maps.values()))
     explanation = next(filter(None, (m.explanation() for m in maps.values())), "")
-    lines = [f"{name_model(first.provenance)}, {len(first.tokens)} tokens"]
+    lines = [f"{name_model(first.provenance)}, {write_count(len(first.tokens), 'token')}"]
     lines += [explanation] if explanation and not every_row else []
     for label, m in maps.items():
         title = label if label == m.method else f"{label}, by {m.method}"
@@ -148,12 +149,12 @@ def describe_trace(trace: Trace, spans: Sequence[WrittenSpan], k: int) -> str:
         spans: The parts.
         k: The number of sources for each part.
     """
-    count = f"{trace.n_prompt} prompt tokens, {trace.reading.n_written} written"
+    count = f"{write_count(trace.n_prompt, 'prompt token')}, {trace.reading.n_written} written"
     listed = [span.top(k) for span in spans]
     lines = [f"{name_model(trace.provenance)}, {count}: {trace.text.strip()}"]
     lines += [f"the strongest sources by {trace.unit}, as shares of the scores of {trace.method_name}"]
     if any(each.loss is not None for scores in listed for each in scores):
-        lines += ["nats: the log probability that the part loses without the source, measured"]
+        lines += ["nats: the loss, the log probability that the part loses without the source, measured"]
     for scores in listed:
         lines += ["", repr(scores)]
     lines += ["", *(f"note: {note}" for note in trace.notes)] if trace.notes else []

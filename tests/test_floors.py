@@ -83,6 +83,7 @@ STORES = {
     "view.fonts._tried": "files of fonts that were added to matplotlib's list, or that it cannot read",
     "view.fonts._warned": "scripts without a font, which are warned of once",
     "view.window._said": "the advice where no window can open, which is printed once",
+    "view.window._waiting": "figures that were shown where no window can open, and not written yet",
 }
 
 

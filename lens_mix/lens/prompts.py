@@ -315,7 +315,13 @@ def _causal_tokens(
         return tokens
 
     tokens = read(prepend_bos)
-    notes = texts.notes_on_string(model.tokenizer, text, tokens.tolist(), lambda value: read(value).tolist())
+    notes = texts.notes_on_string(
+        model.tokenizer,
+        text,
+        tokens.tolist(),
+        lambda value: read(value).tolist(),
+        prepend_bos is not None,
+    )
     return tokens, notes
 
 

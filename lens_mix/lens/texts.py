@@ -97,7 +97,11 @@ def encoded(tokenizer: Any, text: str | Sequence[str]) -> Mapping[str, Any]:
 
 
 def notes_on_string(
-    tokenizer: Any, text: str, tokens: Sequence[int], read: Callable[[bool], Sequence[int]]
+    tokenizer: Any,
+    text: str,
+    tokens: Sequence[int],
+    read: Callable[[bool], Sequence[int]],
+    is_chosen: bool,
 ) -> tuple[str, ...]:
     """Return the notes on a string whose tokens TransformerLens made.
 
@@ -106,14 +110,18 @@ def notes_on_string(
         text: The string.
         tokens: TransformerLens's tokens of the string.
         read: A function of `prepend_bos` that returns TransformerLens's tokens of the string.
+        is_chosen: Whether the user chose `prepend_bos`.
     """
     notes, own, bos = [], list(encoded(tokenizer, text)["input_ids"]), tokenizer.bos_token_id
     tokens = list(tokens)
-    if own != tokens:
+    # A user who chose prepend_bos knows what a tokenizer adds that adds a start itself.
+    adds_nothing = own == token_ids(tokenizer, text)
+    if own != tokens and (adds_nothing or not is_chosen):
         same = [value for value in (False, True) if list(read(value)) == own]
         hint = f"use prepend_bos={same[0]} for those" if same else "for those give tokens instead of a string"
+        name = "prepend_bos" if adds_nothing else "strings"
         notes.append(
-            f"prepend_bos: the model read {_shorten(tokenizer, tokens)}, which TransformerLens makes of the "
+            f"{name}: the model read {_shorten(tokenizer, tokens)}, which TransformerLens makes of the "
             f"string; the tokenizer itself makes {_shorten(tokenizer, own)} ({hint})"
         )
     if bos is not None and tokens[:2] == [bos, bos]:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import check_file_path, describe_value
+from lens_mix.arguments import check_file_path, describe_value, write_count
 from lens_mix.maps.explained import as_records
 from lens_mix.maps.positions import shorten
 from lens_mix.maps.tensor_files import read_tensors, write_tensors
@@ -287,8 +287,8 @@ def describe(mixing_map: MixingMap) -> str:
     extras = [str(mixing_map.scores.dtype).removeprefix("torch.")]
     extras += ["causal"] if mixing_map.causal else []
     if mixing_map.queries is not None:
-        extras.append(f"queries {shorten(mixing_map.queries)} of {len(tokens)} positions")
-    extras += [f"{len(mixing_map.notes)} notes"] if mixing_map.notes else []
+        extras.append(f"queries {shorten(mixing_map.queries)} of {write_count(len(tokens), 'position')}")
+    extras += [write_count(len(mixing_map.notes), "note")] if mixing_map.notes else []
     details = f"{mixing_map.kind} map, {shape}, {', '.join(extras)}, tokens=[{first_tokens}]"
     explanation = mixing_map.explanation()
     details += f"; {explanation}" if explanation else ""

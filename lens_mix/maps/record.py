@@ -18,6 +18,7 @@ from lens_mix.arguments import (
     check_items,
     check_number,
     check_whole_number,
+    write_count,
 )
 from lens_mix.maps import arithmetic, checks, difference, exchange, read_back, words
 from lens_mix.maps.explained import Explained, as_explained, label_row
@@ -70,16 +71,18 @@ class Sources(list[Source]):
 
     Attributes:
         explanation: What the row explains, as `MixingMap.explanation` returns it.
+        read: Which layer and head the scores are of: "layer 29 of 0 to 29, mean of 9 heads".
     """
 
-    def __init__(self, sources: Iterable[Source], explanation: str = "") -> None:
+    def __init__(self, sources: Iterable[Source], explanation: str = "", read: str = "") -> None:
         super().__init__(sources)
-        self.explanation = explanation
+        self.explanation, self.read = explanation, read
 
     def __repr__(self) -> str:
-        """Return the explanation and one line per source: its score, its token and its position."""
+        """Return what was read, the explanation, and one line per source: score, token and position."""
         lines = [f"{source.score:>9.4g}  {source.token!r} ({source.position})" for source in self]
-        return "\n".join([self.explanation, *lines] if self.explanation else lines)
+        head = "; ".join(filter(None, (self.read, self.explanation)))
+        return "\n".join([head, *lines] if head else lines)
 
 
 class HeadScore(NamedTuple):
@@ -670,8 +673,8 @@ class MixingMap:
     ) -> Sources:
         """Return the `k` keys with the largest scores among those that the query could see, largest first.
 
-        Scores are compared by magnitude, and keep their signs. The list prints what the row explains, and a
-        line per key.
+        Scores are compared by magnitude, and keep their signs. The list prints the layer and the head that
+        were read, what the row explains, and a line per key.
 
         Args:
             k: The number of keys, 1 or more.
@@ -694,7 +697,23 @@ class MixingMap:
         # A stable sort puts the first of equal keys first.
         best = visible[torch.sort(scores[visible].abs(), descending=True, stable=True).indices[:k]].tolist()
         found = (Source(self.key_labels[key], key, scores[key].item()) for key in best)
-        return Sources(found, self.explanation(query))
+        return Sources(found, self.explanation(query), self._describe_read(index, head))
+
+    def _describe_read(self, index: int, head: int | None) -> str:
+        """Return which of its layers, heads and parts a list of the map is of."""
+        labels = self.layer_labels
+        is_run = labels == list(range(labels[0], labels[-1] + 1))
+        several = f"{labels[0]} to {labels[-1]}" if is_run else ", ".join(map(str, labels))
+        layer = f"layer {labels[index]}" + (f" of {several}" if len(labels) > 1 else "")
+        read = layer if self.kind == "layer" else f"input map, {layer}" if len(labels) > 1 else "input map"
+        # Only the maps of an encoder-decoder have more than one part to tell apart.
+        if "target_token_ids" in self.provenance and self.provenance.get("part"):
+            read = f"{self.provenance['part']}, {read}"
+        if not self.has_heads:
+            return read
+        count = self.scores.shape[1]
+        heads = f"head {head}" if head is not None else f"mean of {write_count(count, 'head')}"
+        return f"{read}, {heads}"
 
     def top_heads(
         self,
@@ -800,7 +819,7 @@ class MixingMap:
         """Show a figure and return it: in a notebook below the cell, in a script in a window.
 
         A window opens if matplotlib has an interactive backend and the program runs in a terminal. Otherwise
-        one line on stderr says how to write the figure to a file or open the page.
+        one line on stderr says how to write the figure to a file or open the page, unless it was written.
 
         Args:
             kind: "position": what one position used in each layer (`lm.show_position`). "layers": all rows of

@@ -24,6 +24,7 @@ from lens_mix.files import replacing
 from lens_mix.view.colours import BLUES, HIDDEN, SIGNED
 from lens_mix.view.fonts import list_families, make_readable
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, place_labels
+from lens_mix.view.window import note_written
 
 _LINE = "#cccccc"
 DARK = BLUES[10]
@@ -73,6 +74,7 @@ class Picture(Figure):
 
     def savefig(self, fname: Any, **options: Any) -> Any:
         """Save the figure as matplotlib does, but replace an old file only once the new one is complete."""
+        note_written(self)
         if not isinstance(fname, (str, os.PathLike)):
             return super().savefig(fname, **options)
         path = str(os.fspath(fname))

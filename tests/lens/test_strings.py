@@ -230,11 +230,25 @@ def test_causal_decoders_keep_the_habit_and_note_it():
     [note] = found.notes
     assert "3 tokens ('<bos>' 'w5' 'w6')" in note
     assert "2 tokens ('w5' 'w6') (use prepend_bos=False for those)" in note
+    assert note.startswith("prepend_bos: ")
     assert not lm.run(model, "w5 w6", "attention", prepend_bos=False).notes
+    assert not lm.run(model, [1, 5, 6], "attention").notes
     twice = lm.run(model, "<bos> w5 w6", "attention")
     assert read(twice) == [1, 1, 5, 6]
     assert any("begins with <bos> twice" in note for note in twice.notes)
     assert not lm.run(model, [1, 1, 5], "attention").notes
+
+
+def test_a_tokenizer_that_adds_a_start_needs_no_note_on_a_choice():
+    tokenizer = toy_tokenizer()
+    tokenizer.add_bos_token = True
+    model = gpt2_like()
+    model.tokenizer, model.cfg.tokenizer_prepends_bos = tokenizer, True
+    own = tokenizer("w5 w6")["input_ids"]
+    if own != [1, 5, 6]:
+        pytest.skip("this tokenizer adds no start")
+    for chosen in (None, True, False):
+        assert not lm.run(model, "w5 w6", "attention", prepend_bos=chosen).notes
 
 
 def test_a_target_without_a_language_says_so(tmp_path):

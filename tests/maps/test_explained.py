@@ -48,10 +48,42 @@ def test_top_says_what_it_explains():
     top = explained_map().top(2, query=2)
     assert top == [Source(TOKENS[each.position], each.position, each.score) for each in top]
     assert [each.score for each in top] == explained_map().scores[-1, 2].topk(2).values.tolist()
-    assert str(top).splitlines()[0] == "after ',': ' which' 0.75"
+    assert str(top).splitlines()[0] == "layer 1 of 0 to 1; after ',': ' which' 0.75"
     assert str(top).splitlines()[1].split()[0] == f"{top[0].score:.4g}"
     assert len(str(top).splitlines()) == 3
-    assert len(str(explained_map(explained=None).top(2)).splitlines()) == 2
+    assert str(explained_map(explained=None).top(2)).splitlines()[0] == "layer 1 of 0 to 1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "read"),
+    [
+        ({}, {"layer": 0}, "layer 0 of 0 to 1"),
+        ({"layers": [3, 7]}, {"layer": 3}, "layer 3 of 3, 7"),
+        ({"scores": random_attention(1, None, 4), "layers": [5]}, {}, "layer 5"),
+        ({"scores": random_attention(2, 3, 4)}, {}, "layer 1 of 0 to 1, mean of 3 heads"),
+        ({"scores": random_attention(2, 3, 4)}, {"head": 2}, "layer 1 of 0 to 1, head 2"),
+        ({"scores": random_attention(2, 1, 4)}, {}, "layer 1 of 0 to 1, mean of 1 head"),
+        ({"kind": "input"}, {}, "input map, layer 1 of 0 to 1"),
+        ({"scores": random_attention(1, None, 4), "kind": "input"}, {}, "input map"),
+        (
+            {"provenance": {"part": "cross", "target_token_ids": [1, 2]}},
+            {},
+            "cross, layer 1 of 0 to 1",
+        ),
+        ({"provenance": {"part": "decoder"}}, {}, "layer 1 of 0 to 1"),
+    ],
+)
+def test_top_names_the_layer_the_heads_and_the_part_that_it_reads(changes, options, read):
+    top = explained_map(explained=None, **changes).top(2, **options)
+    assert top.read == read
+    assert str(top).splitlines()[0] == read
+    explained = explained_map(**changes).top(2, **options)
+    assert str(explained).splitlines()[0] == f"{read}; {explained.explanation}"
+
+
+def test_one_note_is_singular():
+    assert ", 1 note, " in repr(explained_map(notes=("one",)))
+    assert ", 2 notes, " in repr(explained_map(notes=("one", "two")))
 
 
 def test_rows_keep_their_entries():

@@ -300,7 +300,7 @@ def test_a_map_of_the_whole_model_has_no_layer_in_its_sentence() -> None:
 
 
 def sink_map(share: float, layers: int = 2, name: str = "attention") -> lm.MixingMap:
-    """Return a map whose last row has a share for one token, half of it for two, and the rest for the first."""
+    """Return a map whose last row has a share for a token, half of it for two, and the rest for the first."""
     scores = torch.zeros(layers, 6, 6, dtype=torch.float64)
     scores[:, range(6), range(6)] = 1
     scores[:, -1] = torch.tensor([0, share / 2, share, share / 2, 0, 0], dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import types
@@ -119,6 +120,7 @@ def test_without_windows_one_line_says_what_to_call(opened, monkeypatch, capsys,
     monkeypatch.setattr(matplotlib, "get_backend", lambda: backend)
     assert isinstance(map_of().show(), Figure)
     map_of().show()
+    gc.collect()
     assert opened == []
     (line,) = capsys.readouterr().err.splitlines()
     assert "savefig('map.png')" in line
@@ -135,6 +137,26 @@ def test_a_program_without_a_terminal_never_waits_and_imports_no_ipython() -> No
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stderr.count("savefig") == 1
+
+
+def run_script(lines: str) -> str:
+    """Return what a program without a terminal prints to stderr."""
+    code = (
+        "import sys, io, torch, lens_mix as lm\n"
+        "m = lm.MixingMap(scores=torch.eye(3)[None], tokens=list('abc'), causal=True)\n" + lines
+    )
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr
+
+
+def test_a_figure_that_is_written_needs_no_advice(opened, monkeypatch, capsys):
+    assert run_script("m.show(layer=0).savefig(io.BytesIO())\nf = m.show()\nf.savefig(io.BytesIO())") == ""
+    assert run_script("m.show().savefig(io.BytesIO())\nm.show()").count("savefig") == 1
+    assert run_script("f = m.show()").count("savefig") == 1
+    monkeypatch.setattr(matplotlib, "get_backend", lambda: "agg")
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    kept = map_of().show()
+    assert "savefig" in capsys.readouterr().err
+    assert isinstance(kept, Figure)
 
 
 def test_axes_of_a_user_are_shown_by_the_user(opened) -> None:

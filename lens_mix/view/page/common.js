@@ -107,6 +107,14 @@ function tip(event, text) {
   box.style.top = `${Math.max(4, y)}px`;
 }
 
+const writeCount = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+// A note on how the prompt was read is no warning, and has the colour of the text.
+const isCalm = note => /^(prepend_bos: the model read|picture: )/.test(note);
+function writeNotes(notes) {
+  const written = notes.map((note, i) => make("span", { class: isCalm(note) ? "" : "warning", text: `${i ? "; " : ""}${note}` }));
+  $("notes").replaceChildren(...(notes.length ? [notes.length === 1 ? "Note: " : "Notes: ", ...written] : []));
+}
+
 // ------------------------------------------------------------------ around the page
 // Buttons of which one is pressed.
 function press(key, names, label) {

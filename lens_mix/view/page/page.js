@@ -183,7 +183,7 @@ function writeHeader() {
   prompt.value = String(current);
   const layers = Math.max(0, ...ofText().map(one => Math.max(...one.names) + 1)), isKnown = ofText().some(layered);
   const verified = record.verification_error;
-  $("model").textContent = [record.model, isKnown && `${layers} ${layers === 1 ? "layer" : "layers"}`, m.grid ? `${m.grid.rows > 1 ? `${m.grid.rows} × ` : ""}${m.grid.columns} ${nounsOf(m)}` : `${m.tokens.length} tokens`,
+  $("model").textContent = [record.model, isKnown && `${layers} ${layers === 1 ? "layer" : "layers"}`, m.grid ? `${m.grid.rows > 1 ? `${m.grid.rows} × ` : ""}${m.grid.columns} ${nounsOf(m)}` : writeCount(m.tokens.length, "token"),
     verified && `verified to ${typeof verified === "number" ? verified.toExponential(0) : verified}`].filter(Boolean).join(" · ");
   const offered = views();
   for (const button of $("views").children) {
@@ -203,7 +203,7 @@ function writeHeader() {
   const which = some.length > 1 ? [some.map(one => one.label).join(", ")] : [m.label, m.kind === "input" ? "input map" : "layer map", `method ${m.method}`];
   $("about").textContent = [...which, record.model && `model ${record.model}`, record.dtype && `dtype ${record.dtype}`,
     record.engine && `engine ${record.engine}`, record.date, `stored with an error of at most ${shown(error)}`, `lens_mix ${DATA.version}`].filter(Boolean).join(" · ");
-  $("notes").textContent = m.notes.length ? `Notes: ${m.notes.join("; ")}` : "";
+  writeNotes(m.notes);
 }
 
 // List the keys that do something on this page.

@@ -163,7 +163,7 @@ function colourText(scored) {
     const text = own.length ? percent(own.reduce((sum, source) => sum + Math.abs(source.share), 0)) : "";
     if (share) share.textContent = text;
     // By sentence or document the template is one source, whose share is in the line below the explained text.
-    else button.textContent = [TEMPLATE, `${stop - start} ${stop - start === 1 ? "token" : "tokens"}`, ["token", "word"].includes(state.unit) && text].filter(Boolean).join(" · ");
+    else button.textContent = [TEMPLATE, writeCount(stop - start, "token"), ["token", "word"].includes(state.unit) && text].filter(Boolean).join(" · ");
   }
   $("text-legend").replaceChildren(legend(most, scored.some(({ share }) => share < 0), `of the span's scores, by ${unitName(state.unit)}; the template is not coloured${isPale ? `: it has ${percent(left)}, and no other source more than ${percent(largest)}` : ""}`, percent));
 }
@@ -196,7 +196,7 @@ function writeList(scored) {
     const parts = [make("span", { class: "share", text: percent(source.share) }),
       make("span", {}, isNamed || !source.isContent ? make("span", { class: "name", text: name }) : "", isNamed || !source.isContent ? " " : "", quoted(source.text, 140)), bar];
     if (source.loss !== undefined && source.loss !== null) parts.push(make("span", { class: "loss",
-      text: `measured without it: log probability ${source.loss > 0 ? "−" : "+"}${Math.abs(source.loss).toFixed(2)} nats` }));
+      text: `loss without it: ${source.loss < 0 ? "−" : "+"}${Math.abs(source.loss).toFixed(2)} nats` }));
     return make("li", {}, make("button", { type: "button", "data-source": source.index, title: "show it in the text", onclick: () => goTo(source) }, ...parts));
   }));
   if (!listed.length) $("strongest").append(make("li", { class: "caption", text: "No source is before the span." }));
@@ -205,7 +205,7 @@ function writeList(scored) {
   $("list-title").textContent = `Strongest sources, by ${unitName(state.unit)}`;
   const span = spanAt(state.start, state.stop), place = span && span.kind !== "everything" ? `t[${span.start}:${span.stop}]` : "t";
   $("measured").textContent = listed.some(source => source.loss !== undefined && source.loss !== null)
-    ? "Measured: the source's tokens were deleted from the prompt, in a forward pass."
+    ? "Loss: the log probability that the span loses without the source, measured in a forward pass without its tokens."
     : span ? `Shares are those of the map. ${place}.verify() measures what the span loses without its strongest sources; t.show() then has it.` : "Shares are those of the map.";
 }
 const isStill = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
@@ -338,12 +338,12 @@ function start() {
     $("parts").append(make("button", { type: "button", "data-part": `${span.start}:${span.stop}`, text, onclick: () => set({ start: span.start, stop: span.stop }) }));
   }
   $("token-hint").textContent = DATA.steps ? "" : "Single tokens cannot be chosen: they are computed by t.steps. Read it, and call t.show() again.";
-  $("model").textContent = [DATA.model, `${DATA.n_prompt} prompt tokens`, `${count} written`].filter(Boolean).join(" · ");
+  $("model").textContent = [DATA.model, writeCount(DATA.n_prompt, "prompt token"), `${count} written`].filter(Boolean).join(" · ");
   const keys = [sentences.length > 1 || DATA.steps ? "← → another sentence or token" : "", DATA.steps ? "Shift+← → several" : "", others.some(span => span.kind === "everything") ? "e everything" : "", UNITS.length > 1 ? `1–${UNITS.length} unit of the sources` : ""];
   $("keys").textContent = `Keys: ${keys.filter(Boolean).join(" · ")}`;
   const hops = DATA.hops === null ? "" : DATA.hops < 0 ? "through all written text" : `through ${DATA.hops} steps of written text`;
   $("about").textContent = [`${DATA.method}${DATA.line ? `: ${DATA.line}` : ""}`, hops, DATA.model && `model ${DATA.model}`, `lens_mix ${DATA.version}`].filter(Boolean).join(" · ");
-  $("notes").textContent = DATA.notes.length ? `Notes: ${DATA.notes.join("; ")}` : "";
+  writeNotes(DATA.notes);
   buildPrompt();
   readHash();
   render();

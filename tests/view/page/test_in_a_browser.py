@@ -634,6 +634,31 @@ def test_names_that_every_object_has_are_names(opened, view):
     assert browser.execute_script("return map().label") == tokens[1]
 
 
+# ------------------------------------------------------------------ notes
+
+
+COLOUR = "return getComputedStyle(document.querySelector(arguments[0])).color"
+
+
+def test_a_note_on_the_tokens_is_no_warning_and_one_note_is_singular(opened):
+    calm = "prepend_bos: the model read 3 tokens"
+    browser = opened(map_of(notes=(calm,)))
+    assert browser.find_element("id", "notes").text == f"Note: {calm}"
+    assert "6 tokens" in browser.find_element("id", "model").text
+    text, note = (browser.execute_script(COLOUR, at) for at in ("#about", "#notes span"))
+    assert note == text
+    browser = opened(map_of(notes=(calm, "the rows collapsed")))
+    assert browser.find_element("id", "notes").text == f"Notes: {calm}; the rows collapsed"
+    assert browser.execute_script(COLOUR, "#notes span") == text
+    assert browser.execute_script(COLOUR, "#notes span.warning") != text
+
+
+def test_one_token_is_singular(opened):
+    browser = opened(map_of(torch.ones(2, 1, 1)))
+    assert "1 token" in browser.find_element("id", "model").text
+    assert "1 tokens" not in browser.find_element("id", "model").text
+
+
 # ------------------------------------------------------------------ noise
 
 

@@ -173,7 +173,9 @@ def test_a_part_and_its_measured_losses(opened, t):
     # It opens on the part that the user asked for.
     check_list(browser, part)
     found = [item.text for item in all_of(browser, "#strongest .loss")]
-    assert [text.split("log probability ")[1] for text in found] == ["−2.50 nats", "+0.25 nats"]
+    # The page has the sign and the word of the console and of the JSON.
+    assert found == ["loss without it: +2.50 nats", "loss without it: −0.25 nats"]
+    assert "log probability that the span loses" in browser.find_element("id", "measured").text
     assert "deleted" in browser.find_element("id", "measured").text
     clicked(browser, "#sentence-0")
     assert not all_of(browser, "#strongest .loss")
