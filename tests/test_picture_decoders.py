@@ -350,6 +350,10 @@ def test_pictures_that_cannot_be_read_raise_errors():
         lm.run(model, prompt["input_ids"], "attention", image_sizes=torch.tensor([[16, 16]]))
     with pytest.raises(TypeError, match="expected real numbers"):
         lm.run(model, prompt["input_ids"], "attention", pixel_values=prompt["pixel_values"].long())
+    for number in (torch.nan, torch.inf):
+        broken = torch.full_like(prompt["pixel_values"], number)
+        with pytest.raises(ValueError, match="pixel_values: expected finite numbers"):
+            lm.run(model, prompt["input_ids"], "attention", pixel_values=broken)
     with pytest.raises(ValueError, match="do not match"):
         lm.run(model, prompt["input_ids"][:, :-8], "attention", pixel_values=prompt["pixel_values"])
 

@@ -206,7 +206,7 @@ def _picture_inputs(
 
     Raises:
         TypeError: If they are not tensors of numbers.
-        ValueError: If pixels are missing.
+        ValueError: If pixels are missing, NaN or infinite.
         UnsupportedModelError: If TransformerLens is known to run the model wrongly on pictures.
     """
     names = PICTURE_INPUTS & given.keys() & set(further_inputs(model, model_class))
@@ -229,6 +229,8 @@ def _picture_inputs(
         raise TypeError(
             f"pixel_values: expected real numbers, as the model's processor returns, got {pixels.dtype}"
         )
+    if not bool(torch.isfinite(pixels).all()):
+        raise ValueError("pixel_values: expected finite numbers, got NaN or infinity")
     if pixels.ndim == 3:
         # One picture without a batch axis.
         inputs["pixel_values"] = pixels[None]

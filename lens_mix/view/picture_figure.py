@@ -166,7 +166,9 @@ def _draw_pictures(view: _View, image: np.ndarray, columns: int) -> Figure:
     rows = math.ceil(count / columns)
     columns = math.ceil(count / rows)
     width = _LARGE if count == 1 else _SMALL
-    height = min(width * image.shape[0] / image.shape[1], 2 * width)
+    ratio = image.shape[0] / image.shape[1]
+    # A picture that is more than twice as high as it is wide is narrower than its place.
+    height = min(width * ratio, 2 * width)
     canvas = load_canvas()
     size = (0.24 + columns * (width + 0.12) + _BESIDE, rows * (height + _HEADING) + 0.1)
     title, subtitle = _wrap(view, size[0])
@@ -177,7 +179,7 @@ def _draw_pictures(view: _View, image: np.ndarray, columns: int) -> Figure:
     for place, (name, cells) in enumerate(zip(view.names, view.cells, strict=True)):
         row, column = divmod(place, columns)
         left, bottom = 0.14 + column * (width + 0.12), 0.1 + (rows - 1 - row) * (height + _HEADING)
-        axes = drawn.add_box(left, bottom, width, height)
+        axes = drawn.add_box(left, bottom, height / ratio, height)
         axes.imshow(grey, extent=(0, view.grid.size[1], view.grid.size[0], 0), aspect="auto")
         shown = _draw_cells(axes, view, cells)
         axes.set(xticks=[], yticks=[])

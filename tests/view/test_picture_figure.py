@@ -181,6 +181,16 @@ def test_the_grid_covers_what_the_processor_kept_of_a_picture(scale):
     assert data_of(lm.page(m, picture=numbered(scale)))["pictures"] == [encode_png(image.pixels)]
 
 
+@pytest.mark.parametrize("size", [(40, 30), (30, 40), (90, 20)])
+def test_a_figure_keeps_the_proportions_of_what_was_read(size):
+    grid = dataclasses.replace(GRID, picture_size=size, window=(0, 0, *size))
+    figure = picture_map(grid=grid).show(picture=np.zeros(size))
+    width, height = figure.get_size_inches()
+    for axes in (axes for axes in figure.axes if len(axes.images) == 2):
+        box = axes.get_position()
+        assert box.height * height / (box.width * width) == pytest.approx(size[0] / size[1], rel=1e-3)
+
+
 def test_a_picture_whose_place_is_not_known_is_replaced_by_what_the_model_read():
     unplaced, placed = picture_map(), picture_map(grid=PLACED)
     for m, picture, words in (

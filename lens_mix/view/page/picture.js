@@ -67,8 +67,10 @@ function paintWave(context, wave, width) {
   });
 }
 // What the model read may have other proportions than the part of the picture that was resized to it.
-const heightOf = (grid, image, width, wave) => grid.noun === "frame" ? wave + STRIP
-  : Math.min(PICTURE, width * (image ? image.naturalHeight / image.naturalWidth : grid.size[0] / grid.size[1]));
+const ratioOf = (grid, image) => image ? image.naturalHeight / image.naturalWidth : grid.size[0] / grid.size[1];
+const heightOf = (grid, image, width, wave) => grid.noun === "frame" ? wave + STRIP : width * ratioOf(grid, image);
+// Return the largest width at which neither side of a picture is longer than this.
+const widthOf = (grid, image, side) => Math.min(side, side / ratioOf(grid, image));
 // Return a canvas with a row; a click on a cell chooses its position. `wave` is the height of a waveform, 0 for none.
 function pictureCanvas(m, image, row, most, width, wave, name) {
   const { grid } = m, height = heightOf(grid, image, width, wave), { canvas, context } = canvasOf(width, height, { role: "img", "aria-label": name });
@@ -89,14 +91,15 @@ async function drawPicture(found, row, pale, most) {
   const box = $("picture"), m = map(), version = ++pictureDraws;
   box.hidden = !m.grid;
   if (!m.grid || !found) return box.replaceChildren();
-  const image = await imageOf(state.prompt), width = Math.min(m.grid.noun === "frame" ? 720 : PICTURE, $("answer").clientWidth - 8);
+  const image = await imageOf(state.prompt), inner = $("answer").clientWidth - 8;
+  const width = m.grid.noun === "frame" ? Math.min(720, inner) : widthOf(m.grid, image, Math.min(PICTURE, inner));
   const parts = [pictureCanvas(m, image, row, most, width, m.grid.noun === "frame" ? WAVE : 0, `${found.name}, over the picture`)];
   if (image) parts.push(make("p", { class: "caption", text: `The row is drawn ${DATA.picture_words[state.prompt]}.` }));
   if (found.m.kind === "layer" && found.m.names.length > 1) {
     const rows = (await rowsOf(found.m, headShown(found.m), state.query)).map(sharesOf), strip = make("div", { class: "layers-of-picture" });
     rows.forEach((each, place) => {
       const own = m.keys ? -1 : state.query, cells = m.grid.positions.filter(key => key !== own && !Number.isNaN(each[key]));
-      const largest = Math.max(0, ...cells.map(key => Math.abs(each[key]))), isPale = isNoiseRow(each, new Set([...m.sinks, own])), small = m.grid.noun === "frame" ? width : SMALL_PICTURE;
+      const largest = Math.max(0, ...cells.map(key => Math.abs(each[key]))), isPale = isNoiseRow(each, new Set([...m.sinks, own])), small = m.grid.noun === "frame" ? width : widthOf(m.grid, image, SMALL_PICTURE);
       strip.append(make("figure", {}, make("figcaption", { text: `${found.m.layer_names[place]}, a ${nounOf(m)} ≤ ${percent(largest)}${isPale ? ", not coloured" : ""}` }),
         pictureCanvas(m, image, each, isPale ? size(each) : largest, small, 0, `${found.m.title}, ${found.m.layer_names[place]}`)));
     });

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ import lens_mix as lm
 from lens_mix.maps import Grid
 from tests.browser import NEEDS_CHROMIUM, chromium  # noqa: F401
 from tests.view.page.test_in_a_browser import all_of, doing, open_pages, percent, tip_of  # noqa: F401
-from tests.view.test_picture_figure import picture_map, wave_map
+from tests.view.test_picture_figure import GRID, picture_map, wave_map
 
 pytestmark = NEEDS_CHROMIUM
 
@@ -52,6 +55,22 @@ def test_the_row_lies_over_the_picture(opened):
     strength = [max(colour) - min(colour) for colour in colours]
     assert colours[2] == colours[3] == colours[5]
     assert strength[4] > strength[1] > strength[0] > strength[2] > 0
+
+
+@pytest.mark.parametrize("size", [(60, 40), (40, 60), (90, 20)])
+def test_the_grid_covers_what_was_read_in_its_own_proportions(opened, size):
+    # The processor kept all of the picture but its ten upper rows, and stretched the rest to 8 x 12.
+    grid = dataclasses.replace(GRID, picture_size=size, window=(10, 0, *size))
+    m = picture_map(grid=grid)
+    browser = opened(m, "", picture=np.zeros((*size, 3), np.uint8))
+    for canvas in all_of(browser, "#picture canvas"):
+        expected = (size[0] - 10) / size[1]
+        assert canvas.size["height"] / canvas.size["width"] == pytest.approx(expected, rel=0.05)
+        assert max(canvas.size["height"], canvas.size["width"]) <= 400
+    canvas = all_of(browser, "#picture canvas")[0]
+    assert "patch 1,2" in tip_of(browser, canvas, *middle_of_cell(canvas, 1, 2))
+    caption = browser.find_element("css selector", "#picture .caption").text
+    assert caption == "The row is drawn over the part of the picture that the model read."
 
 
 def test_a_click_on_a_patch_explains_it(opened):
