@@ -119,10 +119,14 @@ def notes_on_string(
     if own != tokens and (adds_nothing or not is_chosen):
         same = [value for value in (False, True) if list(read(value)) == own]
         hint = f"use prepend_bos={same[0]} for those" if same else "for those give tokens instead of a string"
-        name = "prepend_bos" if adds_nothing else "strings"
+        read_and_own = (
+            f"{_shorten(tokenizer, tokens)}, which TransformerLens makes of the string; the tokenizer itself "
+            f"makes {_shorten(tokenizer, own)} ({hint})"
+        )
         notes.append(
-            f"{name}: the model read {_shorten(tokenizer, tokens)}, which TransformerLens makes of the "
-            f"string; the tokenizer itself makes {_shorten(tokenizer, own)} ({hint})"
+            f"prepend_bos: the model read {read_and_own}"
+            if adds_nothing
+            else f"strings: the model read {read_and_own}"
         )
     if bos is not None and tokens[:2] == [bos, bos]:
         notes.append(
