@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lens_mix.arguments import describe_value
+from lens_mix.arguments import describe_value, write_count
 from lens_mix.lens.changes import Changes, replace_attributes
 from lens_mix.lens.token_strings import strings_of
 
@@ -140,7 +140,7 @@ def _shorten(tokenizer: Any, ids: Sequence[int]) -> str:
     """Describe tokens by their number, the first two tokens and the last one."""
     written = [repr(token) for token in strings_of(tokenizer, ids)]
     shortened = written if len(written) < 5 else [*written[:2], "…", written[-1]]
-    return f"{len(written)} tokens ({' '.join(shortened)})"
+    return f"{write_count(len(written), 'token')} ({' '.join(shortened)})"
 
 
 def decoder_input(
