@@ -18,7 +18,7 @@ _ADVICE = (
 _WITHOUT_WINDOWS = ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template")
 _said: set[str] = set()
 # The advice of each figure that was shown where no window can open, and not written to a file yet.
-_waiting: weakref.WeakKeyDictionary[Figure, weakref.finalize[Any, Figure]] = weakref.WeakKeyDictionary()
+_waiting: weakref.WeakKeyDictionary[Figure, weakref.finalize[..., Figure]] = weakref.WeakKeyDictionary()
 
 
 def show_figure(figure: Figure) -> None:
