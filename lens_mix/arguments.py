@@ -12,7 +12,7 @@ import numbers
 import operator
 import os
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,34 @@ def check_whole_number(
     if (least is not None and whole < least) or (largest is not None and whole > largest):
         raise ValueError(f"{expected}, got {describe_value(whole)}")
     return whole
+
+
+def check_layer(name: str, layer: Any, layers: Sequence[int], what: str = "a whole number") -> int:
+    """Return the index of a layer among those that exist, of which a negative number counts from the end.
+
+    Args:
+        name: The name of the argument.
+        layer: The number of the layer.
+        layers: The numbers of the layers that exist.
+        what: What `layer` should be, for errors.
+
+    Raises:
+        TypeError: If `layer` is not a whole number.
+        ValueError: If the layer does not exist.
+    """
+    number, count = check_whole_number(name, layer, what=what), len(layers)
+    if -count <= number < 0:
+        return count + number
+    if number not in layers:
+        first, last = layers[0], layers[-1]
+        is_range = list(layers) == list(range(first, last + 1))
+        known = f"{first} to {last}" if is_range else ", ".join(map(str, layers))
+        raise ValueError(
+            f"{name}: layer {number} does not exist: {known}, or -{count} to -1 from the end"
+            if count > 1
+            else f"{name}: layer {number} does not exist: only {first}, or -1"
+        )
+    return list(layers).index(number)
 
 
 def check_slice(name: str, value: slice) -> slice:

@@ -111,7 +111,7 @@ def find_method(name: str, argument: str = "methods") -> type[Method]:
         argument: The name of the argument, for errors.
 
     Raises:
-        ValueError: If the method does not exist. The error names the closest one.
+        ValueError: If the method does not exist. The error names the closest one first.
     """
     known = all_methods()
     if name in known:
@@ -120,7 +120,7 @@ def find_method(name: str, argument: str = "methods") -> type[Method]:
     for method in known.values():
         if wanted in (_simplify(method.name), _simplify(method.__name__)):
             return method
-    raise ValueError(f"{argument}: expected one of {sorted(known)}, got {name!r}{_suggest(name, known)}")
+    raise ValueError(f"{argument}: {_suggest(name, known)}expected one of {sorted(known)}, got {name!r}")
 
 
 def _find_closest(name: str, known: Mapping[str, type[Method]]) -> type[Method] | None:
@@ -135,10 +135,11 @@ def _find_closest(name: str, known: Mapping[str, type[Method]]) -> type[Method] 
 
 
 def _suggest(name: str, known: Mapping[str, type[Method]]) -> str:
+    """Return what to write instead of an unknown name, for the beginning of an error."""
     if name in _CALLS:
-        return f"; {name} is not a method: write {_CALLS[name]}"
+        return f"{name} is not a method, write {_CALLS[name]}; "
     close = _find_closest(name, known)
-    return "" if close is None else f"; did you mean {close.name!r}?"
+    return "" if close is None else f"did you mean {close.name!r}? "
 
 
 def _simplify(name: str) -> str:

@@ -20,7 +20,9 @@ from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.parts import parts_of
 from lens_mix.lens.prompts import further_inputs, is_causal_model, read_encoding
+from lens_mix.lens.raw_errors import LibraryErrors
 from lens_mix.lens.rows import Selection
+from lens_mix.lens.stacks import choose_stack
 from lens_mix.lens.verification.support import Support, any_tokens, support_table
 from lens_mix.map_prompts import find_measuring_method, map_prompts
 from lens_mix.maps import MixingMap
@@ -286,6 +288,9 @@ def _make_session(
     selection: dict[str, Any],
 ) -> tuple[Session, bool]:
     """Return the session of a run, and whether a single method was given."""
+    if part is not None:
+        with LibraryErrors(model):
+            choose_stack(model, part, others=("all",))
     labelled, is_single = read_methods(methods)
     # The measured residual has an engine of its own, whatever engine is asked for.
     selection["engine"] = dict.fromkeys(labelled, selection["engine"])

@@ -403,6 +403,21 @@ def test_what_judges_maps_takes_the_part_by_either_name():
 # ------------------------------------------------------------------ errors
 
 
+def test_an_unknown_part_is_an_error_with_all_parts():
+    model = build_or_skip(bridge, "t5", torch.float64)
+    known = r"part: expected one of \['cross', 'decoder', 'encoder', 'joint'"
+    for run in (lm.run, lm.run_many):
+        with pytest.raises(ValueError, match=known + r", 'all'\] .*got 'cros'; did you mean 'cross'\?"):
+            run(
+                model,
+                [prompt_of(model)] if run is lm.run_many else prompt_of(model),
+                "attention",
+                part="cros",
+            )
+    with pytest.raises(ValueError, match=known + r"\] for .*, got 'all'$"):
+        lm.Lens(model, "all")
+
+
 def test_what_can_not_be_asked_is_an_error_in_words():
     model = any_pair_model()
     source = torch.arange(3, 10)

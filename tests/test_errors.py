@@ -73,7 +73,7 @@ def test_bad_prompts(model, prompt, error, message):
         (
             {"methods": "atention"},
             ValueError,
-            r"methods: expected one of \[.*'attention'.*\], got 'atention'",
+            r"methods: did you mean 'attention'\? expected one of \[.*'attention'.*\], got 'atention'",
         ),
         ({"methods": []}, ValueError, "expected at least one method, got none"),
         ({"methods": 3}, TypeError, "methods: expected a name, a method"),
@@ -85,6 +85,8 @@ def test_bad_prompts(model, prompt, error, message):
         ({"max_memory": 0}, ValueError, "max_memory: expected a number of bytes, 1 or more, got 0"),
         ({"max_memory": 100}, ValueError, r"max_memory: expected at least \d+ bytes"),
         ({"part": "decoder"}, ValueError, r"part: expected one of \['blocks'\]"),
+        ({"layers": [7]}, ValueError, "layers: layer 7 does not exist: 0 to 1, or -2 to -1 from the end"),
+        ({"layers": [0, -3]}, ValueError, "layers: layer -3 does not exist: 0 to 1, or -2 to -1"),
         ({"prepend_bos": True}, ValueError, "prepend_bos: expected None for tokens"),
         (
             {"attention_mask": torch.ones(1, 3)},
@@ -202,11 +204,17 @@ def test_unknown_attribute_of_the_package():
 
 def test_layers_that_are_not_there(model):
     lens = lm.Lens(model)
-    with pytest.raises(ValueError, match=r"layer: expected a whole number from -2 to 1, got 2"):
+    with pytest.raises(ValueError, match="layer: layer 2 does not exist: 0 to 1, or -2 to -1 from the end"):
         lens.layer_index(2)
     m = lm.run(model, GOOD, "attention")
-    with pytest.raises(ValueError, match="layer: expected"):
+    with pytest.raises(ValueError, match="layer: layer 5 does not exist: 0 to 1"):
         lm.rollout(m, from_layer=5)
+    with pytest.raises(ValueError, match="layers: layer 4 does not exist: 0 to 1"):
+        m.select_layers([0, 4])
+    with pytest.raises(ValueError, match=r"layer -2 does not exist: only 1, or -1$"):
+        m.select_layers([1]).layer(-2)
+    with pytest.raises(ValueError, match="heads: layer 3 does not exist: 0 to 1"):
+        lm.run(model, GOOD, lm.ValueZeroing(heads={3: [0]}))
 
 
 def test_a_hook_point_that_is_not_there(model):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from lens_mix.arguments import check_whole_number
+from lens_mix.arguments import check_layer
 from lens_mix.hooks import AttentionHook, HookName, HookPair
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens import known_faults
@@ -33,7 +33,7 @@ from lens_mix.lens.prompts import (
     is_encoder_decoder,
     wrapped_config,
 )
-from lens_mix.lens.stacks import Stack, stacks_of
+from lens_mix.lens.stacks import Stack, choose_stack, stacks_of
 from lens_mix.lens.state import all_modules, evaluation_mode
 
 
@@ -67,17 +67,8 @@ class Lens:
         self.model = cast(Any, model)
         require_known_features(self.model)
         stacks = stacks_of(self.model)
-        name = next(iter(stacks)) if part is None else part
-        if not isinstance(name, str) or name not in stacks:
-            reason = " (only encoder-decoders have parts)" * ("blocks" in stacks)
-            if name in ("cross", "joint") and "decoder" in stacks:
-                reason = (
-                    " (its decoder has no separate cross-attention; T5Gemma 2 merges it with self-attention)"
-                )
-            raise ValueError(
-                f"part: expected one of {sorted(stacks)} for {self.model_class.value}{reason}, got {part!r}"
-            )
-        self.stack: Stack = stacks[name]
+        self.stack: Stack = choose_stack(self.model, part)
+        name = self.stack.name
         if self.device.type == "meta":
             raise UnsupportedModelError(
                 "model: expected weights, got a model on 'meta', which has only their shapes"
@@ -160,7 +151,7 @@ class Lens:
             TypeError: If it is not a whole number.
             ValueError: If the layer does not exist.
         """
-        return check_whole_number("layer", layer, -self.n_layers, self.n_layers - 1) % self.n_layers
+        return check_layer("layer", layer, range(self.n_layers))
 
     def final_norm(self) -> nn.Module | None:
         """Return the norm after the last block; None if it has no hook points, or if there is none."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.arguments import check_items, check_slice, check_whole_number
+from lens_mix.arguments import check_items, check_layer, check_slice, check_whole_number
 
 # A selection is a number, several numbers in any form, or a slice. Negative numbers count from the end.
 Selection = int | slice | Iterable[int] | Tensor
@@ -38,7 +38,10 @@ def read_selection(selection: Selection | None, count: int, name: str) -> list[i
     else:
         what = "whole numbers or a slice"
         listed = check_items(name, selection, what, alone=True)
-        chosen = [check_whole_number(name, number, -count, count - 1, what) % count for number in listed]
+        if name == "layers":
+            chosen = [check_layer(name, number, range(count), what) for number in listed]
+        else:
+            chosen = [check_whole_number(name, number, -count, count - 1, what) % count for number in listed]
     if not chosen:
         raise ValueError(f"{name}: expected at least one of 0..{count - 1}, got none ({selection!r})")
     if len(set(chosen)) != len(chosen):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -125,6 +127,32 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
             stacks["cross"] = cross
             stacks["joint"] = dataclasses.replace(decoder, name="joint", source=stacks["encoder"])
     return stacks
+
+
+def choose_stack(model: nn.Module, part: Any, others: tuple[str, ...] = ()) -> Stack:
+    """Return the stack that an argument `part` names; None: the first.
+
+    Args:
+        model: The model.
+        part: The name of the stack.
+        others: Other values that the argument may have for an encoder-decoder, for the error.
+
+    Raises:
+        ValueError: If the model has no such stack.
+    """
+    stacks = stacks_of(model)
+    name = next(iter(stacks)) if part is None else part
+    if isinstance(name, str) and name in stacks:
+        return stacks[name]
+    reason = " (only encoder-decoders have parts)" * ("blocks" in stacks)
+    if name in ("cross", "joint") and "decoder" in stacks:
+        reason = " (its decoder has no separate cross-attention; T5Gemma 2 merges it with self-attention)"
+    known = [*sorted(stacks), *(others if "cross" in stacks else ())]
+    close = difflib.get_close_matches(str(part), known, 1)
+    raise ValueError(
+        f"part: expected one of {known} for {model_class_of(model).value}{reason}, got {part!r}"
+        + "".join(f"; did you mean {word!r}?" for word in close if word != part)
+    )
 
 
 def _require_attention(stack: Stack) -> None:

@@ -16,6 +16,7 @@ from lens_mix.arguments import (
     check_flags,
     check_instance,
     check_items,
+    check_layer,
     check_number,
     check_whole_number,
     write_count,
@@ -400,12 +401,7 @@ class MixingMap:
             TypeError: If `layer` is not a whole number.
             ValueError: If the layer does not exist.
         """
-        layer, labels = check_whole_number(argument, layer), self.layer_labels
-        if -len(labels) <= layer < 0:
-            return len(labels) + layer
-        if layer not in labels:
-            raise ValueError(f"{argument}: expected one of {labels}, or -{len(labels)} to -1, got {layer}")
-        return labels.index(layer)
+        return check_layer(argument, layer, self.layer_labels)
 
     def replace(self, **changes: Any) -> MixingMap:
         """Return the map with some fields changed. Keys that are the tokens stay the tokens."""

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lens_mix.algebra.distances import distance
 from lens_mix.algebra.value_zeroing import value_zeroing_maps
 from lens_mix.algebra.value_zeroing_pairs import find_zeroed_groups
-from lens_mix.arguments import check_choice, check_heads, check_number
+from lens_mix.arguments import check_choice, check_heads, check_layer, check_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.effort import Passes, pair_passes
@@ -98,8 +98,8 @@ class ValueZeroing(Method):
     @override
     def check(self, n_heads: int, n_layers: int, layers: Sequence[int]) -> None:
         named = sorted(self.heads) if isinstance(self.heads, Mapping) else []
-        if named and named[-1] >= n_layers:
-            raise ValueError(f"heads: expected layers 0..{n_layers - 1}, got layer {named[-1]}")
+        for layer in named:
+            check_layer("heads", layer, range(n_layers))
         if not set(named) <= set(layers):
             raise ValueError(f"heads: expected some of the layers with attention {list(layers)}, got {named}")
         for layer in range(n_layers):

@@ -178,7 +178,7 @@ def test_the_text_is_not_displayed_in_a_notebook(monkeypatch):
         ({"order": "random"}, "order: expected 'score' or 'position'"),
         ({"root": 9}, "root: expected a position"),
         ({"special": [9]}, "9"),
-        ({"top_layer": 7}, "layer: expected one of"),
+        ({"top_layer": 7}, "layer: layer 7 does not exist"),
     ],
 )
 def test_bad_options(options, message):

@@ -103,7 +103,7 @@ def test_no_words() -> None:
         ([[1]], [[0]], {}, "target_words: expected a whole number, 1 or more, got 0"),
         ([[1]], [[1]], {"null_keys": [1]}, r"null_keys: expected keys of no source word, got \[1\]"),
         ([[1]], [[1]], {"rows": "input"}, "rows: expected 'AWI' or 'AWO'"),
-        ([[1]], [[1]], {"layer": 3}, "layer: expected one of"),
+        ([[1]], [[1]], {"layer": 3}, "layer: layer 3 does not exist"),
     ],
 )
 def test_words_that_the_map_does_not_have_are_refused(source, target, options, says) -> None:
