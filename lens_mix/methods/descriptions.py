@@ -25,8 +25,9 @@ GROUPS = (_RECOMMENDED, _ATTENTION, _LAYER, _INPUT, _ANSWER_BY_LAYER, _ANSWER_BY
 class Cost(NamedTuple):
     """Estimate the cost of a method in forward passes of the same prompt.
 
-    The numbers are rounded from benchmarks/RESULTS.md ("Every method") and docs/evidence/input_map.md. They
-    differ between models, by a factor of 2 and more.
+    The numbers are within a factor of 2 of benchmarks/RESULTS.md: of the rows of "What calls cost", and for
+    methods that have none there, of those of "Every method, gpt2-like". They differ between models, by a
+    factor of 2 and more.
 
     Attributes:
         base: The passes that every map needs, the clean pass included.
@@ -76,7 +77,7 @@ class Description(NamedTuple):
 
 
 _ONE_PASS, _NORMS, _PAIRS = Cost(1), Cost(1.5), Cost(1.5, per_row=0.15)
-_GRADIENTS = Cost(2, per_row=1.6)
+_GRADIENTS = Cost(1.5, per_row=0.42)
 
 # The order within a group is the order in which the methods are listed. `input_map` is `lm.input_map`.
 DESCRIPTIONS: dict[str, Description] = {
@@ -136,7 +137,7 @@ DESCRIPTIONS: dict[str, Description] = {
         Cost(1.5, per_token=0.4),
     ),
     "gradient_attention": Description(
-        _ANSWER_BY_LAYER, "attention weights times their gradient: what raises the answer's score", Cost(5)
+        _ANSWER_BY_LAYER, "attention weights times their gradient: what raises the answer's score", Cost(3)
     ),
     "alti_logit": Description(
         _ANSWER_BY_LAYER, "what each input token adds to the answer's logit through attention", Cost(3)
@@ -170,7 +171,7 @@ DESCRIPTIONS: dict[str, Description] = {
     "context_length": Description(
         _ANSWER_BY_TOKEN,
         "what the answer's score gains from one more token at the start of the context",
-        Cost(1, per_token=0.55),
+        Cost(1, per_token=0.35),
     ),
 }
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -68,6 +69,37 @@ def test_a_registered_method_is_described_by_its_docstring():
 )
 def test_the_cost_in_words(cost, text):
     assert str(cost) == text
+
+
+def read_records() -> dict[tuple[str, int, str], tuple[int, float]]:
+    """Return the layers of the model and the recorded forward passes, by method, tokens and rows."""
+    text = (Path(__file__).parents[2] / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    found = {}
+    for section, layers, first in (("Every method, gpt2-like", 3, 2), ("What calls cost", 30, 0)):
+        lines = text.partition(f"## {section}\n")[2].partition("\n## ")[0].splitlines()
+        header, _, *rows = (
+            [cell.strip() for cell in line[1:-1].split("|")] for line in lines if line[:1] == "|"
+        )
+        tokens, passes = (
+            header.index(name) for name in ("tokens" if first == 0 else "positions", "÷ forward")
+        )
+        for row in rows:
+            name, _, which = row[first].removeprefix("lm.").partition(", ")
+            if name in DESCRIPTIONS and row[passes] and which in ("", "last row", "all rows"):
+                which = "last row" if name == "input_map" else which or "all rows"
+                found[name, int(row[tokens]), which] = (layers, float(row[passes]))
+    newer = {name for (name, _, _), (layers, _) in found.items() if layers == 30}
+    return {key: value for key, value in found.items() if key[0] not in newer or value[0] == 30}
+
+
+@pytest.mark.once
+def test_every_cost_is_within_a_factor_of_two_of_its_record():
+    records = read_records()
+    assert {name for name, _, _ in records} == set(DESCRIPTIONS)
+    for (name, tokens, which), (layers, recorded) in records.items():
+        rows = 1 if which == "last row" else tokens
+        said = DESCRIPTIONS[name].cost.passes(tokens, rows, layers)
+        assert 0.5 <= said / recorded <= 2, (name, tokens, which, said, recorded)
 
 
 def test_the_cost_grows_with_what_is_computed():
