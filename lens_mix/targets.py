@@ -122,6 +122,11 @@ class Context:
             )
         return ids[0]
 
+    def is_known_token(self, text: str) -> bool:
+        """Return whether a text is one token of the tokenizer, other than its token for unknown text."""
+        ids = [] if self.tokenizer is None else self._token_ids(text)
+        return len(ids) == 1 and ids[0] != getattr(self.tokenizer, "unk_token_id", None)
+
     def _token_ids(self, text: str) -> list[int]:
         return [int(token) for token in texts.token_ids(self.tokenizer, text, as_target=self.as_target)]
 
@@ -225,6 +230,10 @@ class Target:
         """Return the target read at a row's position, or None if the row does not choose what is read."""
         return None
 
+    def find_likelier_texts(self, context: Context) -> list[tuple[float, str]]:
+        """Return the probabilities of texts that the user probably meant instead, each with a sentence."""
+        return []
+
     def own_position(self, context: Context) -> int | None:
         """Return the only position whose row the target explains, from 0; None: it states no position."""
         return self.reads_position(context)
@@ -253,8 +262,35 @@ class _AtPosition(Target):
         return context.position(self.unstated if self.position is None else self.position)
 
     def at_row(self, position: int, context: Context) -> Target | None:
-        follows = self.position is None and self.reads_position(context) is not None
-        return dataclasses.replace(self, position=position) if follows else None  # type: ignore[type-var]
+        if self.position is not None or self.reads_position(context) is None:
+            return None
+        changes: dict[str, Any] = {"position": position}
+        return dataclasses.replace(self, **changes)
+
+    def find_likelier_texts(self, context: Context) -> list[tuple[float, str]]:
+        texts = [getattr(self, name, None) for name in ("token", "good", "bad", "label")]
+        found = [self._find_other_space(context, text) for text in texts if isinstance(text, str)]
+        return [each for each in found if each is not None]
+
+    def _find_other_space(self, context: Context, text: str) -> tuple[float, str] | None:
+        """Compare a text with the same one with, or without, a space before it."""
+        position = self.reads_position(context)
+        other, space = (text[1:], "without") if text.startswith(" ") else (f" {text}", "with")
+        if position is None or not other.strip() or not context.is_known_token(other):
+            return None
+        probabilities = _measure(_select_position(context.output[:1], position), "probability")[0]
+        asked, likelier = (float(probabilities[context.token_id(each)]) for each in (text, other))
+        if likelier < max(_LIKELY, _LIKELIER * asked):
+            return None
+        return (
+            likelier,
+            f"{text!r} has probability {asked:.2g}; {other!r}, {space} a space, has {likelier:.2g}",
+        )
+
+
+# A text with another space before it is mentioned if it has at least this probability, and this many times
+# that of the text which was given.
+_LIKELY, _LIKELIER = 0.01, 10
 
 
 @dataclasses.dataclass(frozen=True)

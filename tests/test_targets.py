@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 
 import lens_mix as lm
@@ -444,6 +448,47 @@ def test_own_tokens_that_are_not_there(model, method, target, message):
         return
     with pytest.raises(ValueError, match=message):
         lm.run(model, TOKENS, method(target=target), queries=[-1])
+
+
+def model_with_spaces(likely, bias):
+    """Return a decoder that predicts a token by its bias, with a tokenizer that keeps spaces."""
+    vocabulary = {"<bos>": 0, "<unk>": 1, "Paris": 2, "ĠParis": 3, "Rome": 4, "ĠRome": 5, "ĠOslo": 6}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", unk_token="<unk>", name_or_path="spaces"
+    )
+    model = gpt2_like(torch.float64, tokenizer=wrapped)
+    with torch.no_grad():
+        model.unembed.b_U[likely] += bias
+    return model
+
+
+def find_space_notes(model, target, queries, method=lm.InputGradients):
+    found = lm.run(model, torch.tensor([0, 3, 5, 4]), method(target=target), queries=queries)
+    return [note for note in found.notes if " a space, has " in note], found
+
+
+@pytest.mark.parametrize("method", [lm.InputGradients, lm.GradientAttention, lm.Occlusion])
+def test_a_text_without_its_space_gets_a_note(method):
+    model, targets = model_with_spaces(3, 12), lm.targets
+    for target in ("Paris", targets.logit("Paris"), targets.logit_difference("Rome", "Paris")):
+        (note,), found = find_space_notes(model, target, [-1], method)
+        assert re.fullmatch(
+            r"target: 'Paris' has probability [\de.-]+; ' Paris', with a space, has (0\.\d+|1)", note
+        )
+        # The note changes nothing about the number that is explained.
+        assert "'Paris'" in found.explained[0].target
+    assert find_space_notes(model, targets.loss("Paris"), [-1], method)[0]
+    for target in (" Paris", targets.token(2), targets.predicted(), "Rome", " Oslo"):
+        assert find_space_notes(model, target, [-1], method)[0] == []
+
+
+def test_a_text_with_a_space_that_the_model_leaves_out_gets_a_note():
+    (note,), _ = find_space_notes(model_with_spaces(4, 12), " Rome", [1, 2, -1])
+    assert note.startswith("target: ' Rome' has probability ")
+    assert "; 'Rome', without a space, has " in note
 
 
 def test_the_last_token_has_no_next_one(model):

@@ -59,7 +59,7 @@ class Passes:
 def pair_passes(
     blocks: Sequence[Block],
     each: float,
-    cheaper: str = "queries=[-1] makes the last row alone",
+    cheaper: str | None = None,
     *,
     every_row: bool = False,
 ) -> Passes | None:
@@ -69,7 +69,7 @@ def pair_passes(
         blocks: The blocks that are mapped.
         each: The time of one row of a causal model in all blocks, in forward passes. It does not depend on
             the length of the prompt, because the time of a forward pass grows with the length too.
-        cheaper: The text for `Passes.cheaper`.
+        cheaper: The text for `Passes.cheaper`; None: the one row that says most is cheaper.
         every_row: Whether the method computes all rows, even if the user wants only some.
     """
     each *= len(blocks) / len(blocks[-1].stack)
@@ -78,7 +78,8 @@ def pair_passes(
     if each * rows.shape[1] <= _MANY:
         return None
     counts = [each * count for count in rows.sum(dim=1).tolist()]
-    return Passes(counts, "products with the weights for each pair of positions", cheaper)
+    reason = "products with the weights for each pair of positions"
+    return Passes(counts, reason, _advise_one_row(blocks) if cheaper is None else cheaper)
 
 
 def row_passes(
@@ -93,12 +94,22 @@ def row_passes(
         blocks: Those of the whole model.
         each: The forward passes of one row.
         reason: What they are for.
-        cheaper: What to ask for instead of one row; instead of several rows, the last one is cheaper.
+        cheaper: What to ask for instead of one row; instead of several rows, a single one is cheaper.
     """
     rows = blocks[-1].real_queries.sum(dim=1)
     if int(rows.max()) > 1:
-        cheaper = "queries=[-1] makes the last row alone"
+        cheaper = _advise_one_row(blocks)
     return Passes([each * count for count in rows.tolist()], reason, cheaper)
+
+
+def find_usual_row(block: Block) -> int:
+    """Return the row to recommend: -1, the last one, or 0, that of [CLS] in a bidirectional model."""
+    return -1 if block.verification.causal or block.stack.reads_target else 0
+
+
+def _advise_one_row(blocks: Sequence[Block]) -> str:
+    row = find_usual_row(blocks[-1])
+    return f"queries=[{row}] makes the {'first' if row == 0 else 'last'} row alone"
 
 
 @dataclasses.dataclass

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lens_mix.lens.continuation import last_residual_from
+from lens_mix.lens.effort import find_usual_row
 from lens_mix.lens.model_classes import UnsupportedModelError, find_missing_logits
 from lens_mix.lens.unembedding import row_at
 from lens_mix.method import Method, Scope
@@ -341,6 +342,7 @@ def _bound(
     rows_read = _find_rows_read(blocks[-1], read)
     for prompt, (span, context) in enumerate(_contexts(blocks[-1], read, rows_read, logits)):
         spans.append(span)
+        likelier: list[tuple[float, str]] = []
         for within, placed in targets_of(read, context, prompt, span.start).items():
             functions.append(placed.of_prompt(context))
             clean.append(evaluate(functions[-1], context.output))
@@ -350,6 +352,10 @@ def _bound(
             position = placed.reads_position(context)
             positions += [] if position is None else [position + span.start]
             index.append((prompt, within))
+            likelier += placed.find_likelier_texts(context)
+        if likelier:
+            # Many rows may have such a text. That of the largest probability is enough.
+            blocks[-1].record.warnings[prompt].append(f"target: {max(likelier)[1]}")
     device = clean[0].device
     prompt_index, within_prompt = torch.tensor(index, dtype=torch.long, device=device).unbind(1)
     every = torch.tensor(positions, dtype=torch.long, device=device)
@@ -474,7 +480,7 @@ def _require_own_row(target: Target, places: Sequence[int], context: Context, la
 
 def _find_usual_row(target: Target, context: Context, last: Block) -> int:
     """Return the row to recommend for one number of a prompt: that which `lm.input_map` computes."""
-    if last.verification.causal or last.stack.reads_target:
+    if find_usual_row(last) == -1:
         return -1
     mask = getattr(context.tokenizer, "mask_token_id", None)
     masked = [] if mask is None else (context.tokens == mask).nonzero()[:, 0].tolist()

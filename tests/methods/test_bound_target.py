@@ -141,6 +141,18 @@ def test_every_method_explains_the_position_of_a_classifiers_target(kind: str, p
 
 
 @pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")
+def test_an_encoders_error_recommends_the_row_of_an_encoder() -> None:
+    classifier = classifier_of("bert", "BertForSequenceClassification")
+    target, prompt = lm.targets.hf_classifier(classifier, 1), torch.tensor([5, 9, 12, 7, 30, 21])
+    for method in (lm.Occlusion(target=target, by="mask"), lm.InputGradients(target), lm.Gim(target)):
+        with pytest.raises(ValueError, match=r"expected one row \(queries=\[0\]\), got 6 rows"):
+            lm.run(bridge("bert", torch.float64), prompt, method, progress=None)
+    method = lm.InputGradients(lm.targets.logit(7), score="integrated", n_steps=32)
+    with pytest.warns(UserWarning, match=r"queries=\[0\] makes the first row alone"):
+        lm.run(bridge("bert", torch.float64), prompt, method)
+
+
+@pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")
 def test_without_a_position_an_answer_is_explained_where_the_classifier_finds_it() -> None:
     classifier = classifier_of("bert", "BertForQuestionAnswering", labels=2)
     model, prompt = bridge("bert", torch.float64), torch.tensor([5, 9, 12, 7, 30, 21])
