@@ -521,6 +521,17 @@ def test_what_is_no_vit_with_layer_scale_raises():
         lm.fold_layer_scale(wrapped_model("vit"))
     with pytest.raises(ValueError, match="use_swiglu_ffn"):
         lm.fold_layer_scale(tiny_dinov2(use_swiglu_ffn=True))
+    settings = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    registers = transformers.Dinov2WithRegistersForImageClassification(
+        transformers.Dinov2WithRegistersConfig(**settings)
+    )
+    reason = "expected a DINOv2 without registers, because the ViT that TransformerLens knows has no tokens"
+    with pytest.raises(ValueError, match=f"{reason}.*got Dinov2WithRegistersForImageClassification"):
+        lm.fold_layer_scale(registers)
+    with pytest.raises(TypeError, match=reason):
+        lm.run(registers, torch.zeros(3, 28, 28), "attention")
+    with pytest.raises(lm.UnsupportedModelError, match=reason):
+        lm.wrap(registers)
     changed = tiny_dinov2()
     changed.encoder.layer[1].register_forward_hook(lambda module, args, output: output * 1.01)
     with pytest.raises(ValueError, match="another output of block 1"):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lens_mix.arguments import check_whole_number
+from lens_mix.lens.model_classes import NO_REGISTERS
 from lens_mix.lens.replay import relative_error
 
 if TYPE_CHECKING:
@@ -40,10 +41,12 @@ def fold_layer_scale(hf_model: Dinov2PreTrainedModel, image_size: int | None = N
 
     Raises:
         TypeError: If it is not a DINOv2.
-        ValueError: If it has parts that a ViT does not have, or a block's output differs.
+        ValueError: If it has parts that a ViT does not have, such as registers, or a block's output differs.
     """
-    body: Dinov2Model = getattr(hf_model, "dinov2", hf_model)
+    body: Dinov2Model = hf_model.base_model if hasattr(hf_model, "base_model") else hf_model
     config: Any = getattr(body, "config", None)
+    if getattr(config, "model_type", None) == "dinov2_with_registers":
+        raise ValueError(f"hf_model: {NO_REGISTERS}, got {type(hf_model).__name__}")
     if getattr(config, "model_type", None) != "dinov2" or not hasattr(body, "encoder"):
         raise TypeError(f"hf_model: expected a DINOv2 of transformers, got {type(hf_model).__name__}")
     if config.use_swiglu_ffn:

@@ -77,6 +77,12 @@ def model_class_of(model: object) -> ModelClass:
     raise TypeError(f"model: expected a TransformerLens model ({expected}), got {got}{hint}")
 
 
+NO_REGISTERS = (
+    "expected a DINOv2 without registers, because the ViT that TransformerLens knows has no tokens between "
+    "[CLS] and the patches"
+)
+
+
 def _explain_missing_adapter(hf_model: Any) -> str | None:
     """Return why TransformerLens can't wrap a model of pictures or sound; None for other models."""
     reads_text = getattr(hf_model, "main_input_name", "input_ids") == "input_ids"
@@ -86,6 +92,8 @@ def _explain_missing_adapter(hf_model: Any) -> str | None:
             ". TransformerLens has no adapter for DINOv2, but for a ViT with the same outputs: "
             "lm.fold_layer_scale(model)"
         )
+    if config.model_type == "dinov2_with_registers":
+        return f". TransformerLens has no adapter for it: {NO_REGISTERS}"
     if reads_text and not hasattr(config, "vision_config"):
         return None
     try:

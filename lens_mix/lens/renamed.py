@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import NO_REGISTERS, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -275,6 +275,8 @@ def find_family(hf_model: PreTrainedModel) -> Family:
 
 # Why well-known encoders are not a BERT under other names.
 _REASONS = {
+    "dinov2": "it reads pictures; lm.fold_layer_scale(hf_model) makes a ViT that TransformerLens knows",
+    "dinov2_with_registers": f"it reads pictures, and for these lm.fold_layer_scale {NO_REGISTERS}",
     "deberta": "its queries, keys and values are one matrix, with terms of relative positions in the scores",
     "mpnet": "it adds a bias for the distance of query and key to the attention scores",
     "modernbert": "its blocks have rotary positions, norms before attention, and local attention",

@@ -122,6 +122,23 @@ def test_a_deberta_whose_head_multiplies_by_the_embeddings():
 
 
 @NEEDS_BRIDGE
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_new_classifier_in_half_precision_gets_the_true_reason(dtype):
+    torch.manual_seed(0)
+    own = transformers.BertForSequenceClassification(transformers.BertConfig(**FAMILIES["Bert"])).eval()
+    model = lm.wrap(own.to(dtype))
+    method = lm.InputGradients(target=lm.targets.hf_classifier(model, 1))
+    with pytest.raises(
+        lm.UnsupportedModelError,
+        match=rf"in {dtype} they can't be told from .*freshly initialised.*hf_model\.float\(\)",
+    ):
+        lm.run(model, TOKENS, method, queries=[0])
+    model = lm.wrap(own.float())
+    method = lm.InputGradients(target=lm.targets.hf_classifier(model, 1))
+    assert lm.run(model, TOKENS, method, queries=[0]).scores.isfinite().all()
+
+
+@NEEDS_BRIDGE
 def test_a_head_under_other_names_is_not_said_to_be_missing():
     own = encoder("Bert", "ForMaskedLM")
     own.cls.predictions.transform.other = own.cls.predictions.transform.dense
