@@ -129,12 +129,13 @@ def test_aggregations(model, maps):
     assert isinstance(lm.evaluation.align(by_part["cross"], [[0], [1]], [[1], [2]]), frozenset)
 
 
-def test_traces(model):
+def test_traces():
+    model = reader()
     documents = lm.Documents({"a": "A fine film.", "b": "The end."}, question="Was it fine?")
-    assert lm.trace(reader(), documents, answer=" It was.").sources
-    written = lm.trace(model, PROMPT, generate=2, sources="token")
+    assert isinstance(lm.trace(model, documents, answer=" It was."), lm.Trace)
+    written = lm.trace(model, "A fine film.", generate=2, sources="token")
     assert isinstance(written, lm.Trace)
-    assert len(list(lm.trace_many(model, PROMPTS, answers=["w8", "w9"], sources="token"))) == 2
+    assert len(list(lm.trace_many(model, ["A film.", "The end."], answers=[" It was.", " No."]))) == 2
 
 
 def test_corpora(model, tmp_path):
@@ -154,15 +155,18 @@ def test_targets(model):
         lm.targets.logit("w5"),
         lm.targets.logit_difference("w5", "w6"),
         lm.targets.loss("w5"),
-        lm.targets.next_token(),
         lm.targets.predicted(),
         lm.targets.probability("w5"),
         lm.targets.span(4),
         lm.targets.token("w5"),
     )
-    for target in targets:
+    # The last token has no next one.
+    rows = [*((target, [-1]) for target in targets), (lm.targets.next_token(), [-2])]
+    for target, queries in rows:
         assert isinstance(target, lm.targets.Target)
-        assert lm.run(model, PROMPT, lm.InputGradients(target=target), queries=[-1]).scores.isfinite().all()
+        assert (
+            lm.run(model, PROMPT, lm.InputGradients(target=target), queries=queries).scores.isfinite().all()
+        )
     masked = bridge("bert", torch.float64)
     ids = tokens(masked, 1)
     explained = lm.InputGradients(target=lm.targets.masked_token(5, position=2))
