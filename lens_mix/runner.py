@@ -290,7 +290,7 @@ def _make_session(
     """Return the session of a run, and whether a single method was given."""
     if part is not None:
         with LibraryErrors(model):
-            choose_stack(model, part, others=("all",))
+            choose_stack(cast(Any, model), part, others=("all",))
     labelled, is_single = read_methods(methods)
     # The measured residual has an engine of its own, whatever engine is asked for.
     selection["engine"] = dict.fromkeys(labelled, selection["engine"])

@@ -938,7 +938,7 @@ def from_record(record: Mapping[str, Any]) -> Target:
         raise ValueError(
             f"target: expected one of {sorted(known)}, which a record fully describes, got {name!r}"
         )
-    target_class = known[name]
+    target_class: type[Target] = known[name]
     # Records of older releases have this number where no position was given.
     if issubclass(target_class, _AtPosition) and target_class is not _MaskedToken:
         position = fields.get("position")

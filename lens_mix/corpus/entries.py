@@ -167,7 +167,8 @@ def _as_json(name: str, value: Any, depth: int = 0) -> Any:
     value = as_text(name, value)
     if isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind == "M":
         # The items of these are whole numbers, if the unit is a nanosecond.
-        value = np.where(np.isnat(value), None, np.datetime_as_string(value)).tolist()
+        dates = np.asarray(value)
+        value = np.where(np.isnat(dates), np.array(None), np.datetime_as_string(dates)).tolist()
     elif isinstance(value, torch.Tensor):
         value = check_dense_tensor(name, value).tolist()
     elif isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in "iufbUSO":

@@ -35,11 +35,11 @@ class _Piece(NamedTuple):
     """A part of a content that the chat template has written, from its first to its last anchor.
 
     Attributes:
-        index: The index of the content.
+        content: The index of the content.
         anchors: Pairs of a character of the content and its character in the text, in order.
     """
 
-    index: int
+    content: int
     anchors: list[tuple[int, int]]
 
     def place(self, character: int) -> int:
@@ -101,7 +101,7 @@ def render_chat(
     sections = [
         section._replace(start=piece.place(start), stop=piece.place(stop))
         for piece in pieces
-        for section in contents[piece.index].sections
+        for section in contents[piece.content].sections
         for start, stop in [
             (max(section.start, piece.anchors[0][0]), min(section.stop, piece.anchors[-1][0]))
         ]
@@ -132,10 +132,10 @@ def _list_contents(
         content, role = message.get("content"), str(message.get("role"))
         if "content" not in message or (content is None and set(message) - {"role", "content", "name"}):
             continue
-        parts = content if isinstance(content, (list, tuple)) else [content]
+        parts: Sequence[Any] = content if isinstance(content, (list, tuple)) else [content]
         for part in parts:
             is_part = isinstance(part, Mapping) and part is not content
-            text = part["text"] if is_part and isinstance(part.get("text"), str) else part
+            text: Any = part["text"] if is_part and isinstance(part.get("text"), str) else part
             check_instance(
                 "prompt",
                 text,
@@ -289,8 +289,8 @@ def _follow(
         back = count_equal(earlier[::-1], before[::-1])
         ahead = count_equal(later, after)
         inner = [(own[place], at) for _, (_, place, at) in listed]
-        ends = ((own[low] - back, start - back), (own[high] + ahead, stop + ahead))
-        pieces.append(_Piece(index, [ends[0], *inner, ends[1]]))
+        begin, end = (own[low] - back, start - back), (own[high] + ahead, stop + ahead)
+        pieces.append(_Piece(index, [begin, *inner, end]))
     return pieces
 
 
@@ -313,7 +313,7 @@ def _note_missing(contents: Sequence[_Content], pieces: Sequence[_Piece]) -> lis
     notes = []
     for index, (text, sections) in enumerate(contents):
         left = list(text)
-        own = [piece for piece in pieces if piece.index == index]
+        own = [piece for piece in pieces if piece.content == index]
         for piece in own:
             start, stop = piece.anchors[0][0], piece.anchors[-1][0]
             left[start:stop] = " " * (stop - start)
