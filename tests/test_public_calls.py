@@ -170,7 +170,7 @@ def test_targets(model):
     masked = bridge("bert", torch.float64)
     ids = tokens(masked, 1)
     explained = lm.InputGradients(target=lm.targets.masked_token(5, position=2))
-    assert lm.run(masked, ids, explained).scores.isfinite().all()
+    assert lm.run(masked, ids, explained, queries=[2]).scores.isfinite().all()
     context = lm.targets.Context(ids[0], torch.zeros(1, 7, 50))
     assert lm.targets.logit(5).of_prompt(context)(context.output) == 0
 
@@ -232,12 +232,13 @@ def test_hooks(model):
         lm.hooks.scale_gradient("blocks.0.hook_out", 0.5),
         lm.hooks.scale_pattern_gradient(1, 0.5),
         lm.hooks.freeze_scale(norm),
-        *lm.hooks.hold_activation_ratio(
-            "blocks.1.mlp", lambda x: torch.nn.functional.gelu(x, approximate="tanh")
-        ),
     ]
-    for pair in pairs:
-        with lm.hooks.must_fire(pair) as hooks, torch.enable_grad():
+    # These act together: one reads what another multiplies.
+    ratio = lm.hooks.hold_activation_ratio(
+        "blocks.1.mlp", lambda x: torch.nn.functional.gelu(x, approximate="tanh")
+    )
+    for together in (*((pair,) for pair in pairs), ratio):
+        with lm.hooks.must_fire(*together) as hooks, torch.enable_grad():
             logits = model.run_with_hooks(ids, fwd_hooks=hooks)
             # Some hooks act in the backward pass.
             torch.autograd.grad(logits.sum(), next(model.parameters()))
