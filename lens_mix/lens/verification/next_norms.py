@@ -13,7 +13,7 @@ from lens_mix.lens.changes import forward_hook, forward_pre_hook
 from lens_mix.lens.clean_pass import CleanPass, StopForward
 from lens_mix.lens.components import NEXT_NORM, measure_end
 from lens_mix.lens.continuation import run_from, unembedding_from
-from lens_mix.lens.model_classes import UnsupportedModelError, find_original
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.recorded import RecordedEnd
 
 _WITHOUT = "(last_layer='before_final_norm', next_norm=False, after_final_norm=False)"
@@ -51,14 +51,6 @@ def _final_norm_failure(clean: CleanPass, ends_in_norm: bool) -> str | None:
     try:
         unembedding_from(clean, None)
     except UnsupportedModelError as problem:
-        if find_original(clean.lens.model) is not None:
-            # lm.wrap makes blocks that end in a norm, but another order fits them as well.
-            return (
-                f"final norm: expected blocks that end in a norm, as a BERT's do, but in {clean.lens.dtype} "
-                "they can't be told from blocks that begin with one, because attention and feed-forward "
-                "change the residual stream too little (freshly initialised weights?); use trained weights, "
-                "or wrap the model in float32: lm.wrap(hf_model.float())"
-            )
         return (
             "final norm: expected the model's own, or logits without one; TransformerLens maps none here, "
             f"but {problem}. Leave the last layer out, or ask for what comes before that norm {_WITHOUT}"
