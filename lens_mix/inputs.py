@@ -119,14 +119,14 @@ def read_text(name: str, path: Any) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def is_table(value: Any) -> bool:
+def _is_table(value: Any) -> bool:
     """Return whether a value has columns by name: a data frame, a table of pyarrow, or a dataset."""
     has_names = isinstance(getattr(value, "column_names", None), list) or hasattr(value, "columns")
     has_rows = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     return has_names and has_rows and not isinstance(value, Mapping)
 
 
-def is_open_file(value: Any) -> bool:
+def _is_open_file(value: Any) -> bool:
     """Return whether a value is an open file."""
     return callable(getattr(value, "read", None)) and hasattr(value, "readline")
 
@@ -135,7 +135,7 @@ def advise(value: Any) -> str:
     """Return what to give instead of a value that is not a prompt; "" if there is no advice."""
     if isinstance(value, os.PathLike):
         return "; give the text of the file, as in path.read_text()"
-    if is_table(value):
+    if _is_table(value):
         return "; give one text of a column, or the column to run_many"
     return ""
 
@@ -151,14 +151,14 @@ def read_several(prompts: Any, single: str) -> Iterable[Any]:
         TypeError: If it is one prompt, a path, or a table, whose items are not prompts.
         ValueError: If a line of an open file cannot be read.
     """
-    if is_open_file(prompts):
+    if _is_open_file(prompts):
         items = list(read_items(prompts))
         reasons = [item.reason for item in items if isinstance(item, Unreadable)]
         if reasons:
             raise ValueError(f"prompts: {reasons[0]}")
         return items
     # The rows of a dataset of Hugging Face may be what a tokenizer returned.
-    is_frame = is_table(prompts) and not hasattr(prompts, "with_format")
+    is_frame = _is_table(prompts) and not hasattr(prompts, "with_format")
     is_single = isinstance(prompts, (str, bytes, bytearray, Mapping)) or getattr(prompts, "ndim", 1) == 0
     if is_frame or is_single or not isinstance(prompts, Iterable):
         advice = "give one of its columns" if is_frame else f"use {single} for one prompt"
@@ -176,9 +176,9 @@ def check_several(prompts: Any) -> None:
     """
     if isinstance(prompts, (str, os.PathLike)):
         _format_of(check_file_path("prompts", prompts))
-    elif is_open_file(prompts):
+    elif _is_open_file(prompts):
         _format_of(_name_of(prompts))
-    elif not is_table(prompts) and (
+    elif not _is_table(prompts) and (
         isinstance(prompts, (bytes, bytearray, Mapping, set, frozenset)) or not isinstance(prompts, Iterable)
     ):
         raise TypeError(
@@ -208,13 +208,13 @@ def read_items(prompts: Any, column: str = "text", fields: Sequence[str] = ()) -
     if isinstance(prompts, (str, os.PathLike)):
         with _reading(prompts), _open_binary(prompts) as file:
             yield from _read_file(file, _format_of(prompts), wanted)
-    elif is_open_file(prompts):
+    elif _is_open_file(prompts):
         name = _name_of(prompts)
         with _reading(name or "an open file"):
             content = prompts.read()
             data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
             yield from _read_file(io.BytesIO(data), _format_of(name), wanted)
-    elif is_table(prompts):
+    elif _is_table(prompts):
         _check_columns(_column_names(prompts), wanted)
         for values in zip(*(prompts[name] for name in wanted), strict=True):
             yield dict(zip(wanted, values, strict=True))

@@ -79,7 +79,7 @@ def read_shards(prompts: Any, size: int, column: str, fields: Sequence[str]) -> 
         FileNotFoundError: If the file does not exist.
     """
     numbered = enumerate(read_items(prompts, column, fields))
-    entries = (make_entry(number, item, column, fields) for number, item in numbered)
+    entries = (_make_entry(number, item, column, fields) for number, item in numbered)
     for number in itertools.count():
         some = tuple(itertools.islice(entries, size))
         if not some and number == 0:
@@ -90,7 +90,7 @@ def read_shards(prompts: Any, size: int, column: str, fields: Sequence[str]) -> 
         yield Shard(number, some)
 
 
-def make_entry(number: int, item: Any, column: str, fields: Sequence[str]) -> Entry:
+def _make_entry(number: int, item: Any, column: str, fields: Sequence[str]) -> Entry:
     """Return the entry of an item, with the reason if it is not a prompt.
 
     Args:

@@ -95,7 +95,7 @@ def process_picture(
             f"prompt: expected a picture that model.processor reads, got {converted.height} x "
             f"{converted.width} pixels and {type(problem).__name__}: {problem}"
         ) from problem
-    window = find_window(processor, converted)
+    window = _find_window(processor, converted)
     return encoding, window, (*notes, *_note_window(window, converted.height, converted.width))
 
 
@@ -118,7 +118,7 @@ def _note_window(window: Window | None, height: int, width: int) -> tuple[str, .
     )
 
 
-def find_window(processor: Any, picture: Any) -> Window | None:
+def _find_window(processor: Any, picture: Any) -> Window | None:
     """Return which part of a picture a processor keeps; None if it does more than resize, crop and pad.
 
     It reads four pictures of the same size: black, white, and a ramp along each axis. Where a pixel of the

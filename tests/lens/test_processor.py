@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.processor import convert_picture, find_window
+from lens_mix.lens.processor import _find_window, convert_picture
 from tests.tiny_models import available, bridge
 
 Image = pytest.importorskip("PIL.Image")
@@ -60,8 +60,8 @@ def picture_of(height, width, mode="RGB"):
     ],
 )
 def test_the_window_is_what_a_processor_keeps(processor, size, window):
-    assert find_window(processor, picture_of(*size)) == pytest.approx(window, abs=0.7)
-    assert find_window(processor, picture_of(*size, "L").convert("RGB")) == pytest.approx(window, abs=0.7)
+    assert _find_window(processor, picture_of(*size)) == pytest.approx(window, abs=0.7)
+    assert _find_window(processor, picture_of(*size, "L").convert("RGB")) == pytest.approx(window, abs=0.7)
 
 
 def mirrored(images, return_tensors):
@@ -80,7 +80,7 @@ def mirrored(images, return_tensors):
     ids=["mirrored", "constant", "tiles", "error"],
 )
 def test_a_window_that_cannot_be_found_is_none(processor):
-    assert find_window(processor, picture_of(20, 30)) is None
+    assert _find_window(processor, picture_of(20, 30)) is None
 
 
 def test_a_map_knows_what_its_processor_did(tmp_path):
