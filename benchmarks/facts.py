@@ -330,6 +330,18 @@ def names_of_the_library() -> list[str]:
     return [*best, *(name for names in recommended.EVIDENCE.values() for name in names)]
 
 
+def measured(name: str) -> tuple[str, str]:
+    """Return the date and the releases of a recorded table.
+
+    Raises:
+        LookupError: It has no line "Measured ... with ...".
+    """
+    found = _MEASURED.search(recorded(TABLES[name], TABLES[name].column).section)
+    if found is None:
+        raise LookupError(f"{name}: expected a line 'Measured ... with ...' below its heading")
+    return found["date"], found["release"]
+
+
 def gather() -> dict[str, Any]:
     """Return what the library's JSON has: its facts, and what all facts of one table share.
 
@@ -341,12 +353,10 @@ def gather() -> dict[str, Any]:
     for name, fact in found.items():
         key = name.split(":")[0]
         score, model, cases, command = _LIBRARY[key]
-        measured = _MEASURED.search(recorded(TABLES[key], TABLES[key].column).section)
-        if measured is None:
-            raise LookupError(f"{key}: expected a line 'Measured ... with ...' below its heading")
+        date, release = measured(key)
         tables[key] = {
             **{"score": score, "model": model, "cases": cases, "command": f"{_RUN}{command}", "digits": 2},
-            **measured.groupdict(),
+            **{"date": date, "release": release},
             "recorded_in": TABLES[key].page,
         }
         value, low, high = (*(_value(text) for text in fact["texts"]), None, None)[:3]

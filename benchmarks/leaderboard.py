@@ -5,7 +5,7 @@
     python -m benchmarks.leaderboard --record smollm2-importance   a finished table into LEADERBOARD.md, then:
     python -m benchmarks.leaderboard --facts                   what is quoted of recorded tables (facts.py)
     python -m benchmarks.leaderboard smollm2 importance 40 gim     only the rows of one method, and then:
-    python -m benchmarks.leaderboard --merge smollm2-importance gim     these rows into LEADERBOARD.md
+    python -m benchmarks.leaderboard --merge smollm2-importance gim         these rows into LEADERBOARD.md
 
 Models: smollm2, gemma3, minilm. Tasks: importance, planted, removals, cells (for minilm: removals). Each
 table also has the same methods on shuffled weights. Finished cases are stored in outputs/leaderboard/, one
@@ -14,11 +14,15 @@ file per model and task. A third argument limits the number of prompts.
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import lens_mix as lm
 from benchmarks import facts
@@ -147,13 +151,68 @@ def record(name: str) -> None:
     facts.write()
 
 
+def merge(name: str, method: str) -> None:
+    """Put the rows of one method, from a finished run of it alone, into LEADERBOARD.md; other rows stay.
+
+    Intervals are percentiles of the bootstrap, as in the recorded rows.
+
+    Raises:
+        ValueError: The controls differ from the recorded ones, so the prompts or the measure differ.
+    """
+    lines = (FOLDER / f"{name}-{method}.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [record for line in lines[1:] for record in json.loads(line).get("records", [])]
+    found = facts.recorded(facts.TABLES[name], "method", "cases")
+    metrics = [column.removesuffix(" above position") for column in found.header[2:-1]]
+    scores: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for each in records:
+        scores.setdefault((each["method"], each["aggregation"]), {})[each["case"]] = each
+    controls = scores["position", "-"]
+
+    def cells(key: tuple[str, str]) -> list[str]:
+        of = scores[key]
+        row = [
+            interval([of[i][metric] - (controls[i][metric] if "above" in column else 0) for i in sorted(of)])
+            for metric, column in zip(metrics, found.header[2:-1], strict=True)
+        ]
+        return [*key, *row, str(len(of))]
+
+    rows = {tuple(cells[:2]): cells for cells in found.body}
+    fresh = {key: cells(key) for key in scores}
+    differing = [key for key in (("position", "-"), ("random", "-")) if fresh[key] != rows[key]]
+    if differing:
+        raise ValueError(f"{name}: expected the recorded {rows[differing[0]]}, got {fresh[differing[0]]}")
+    for key, row in fresh.items():
+        if re.match(rf"{method}\b", key[0]):
+            if key in rows and rows[key] != row:
+                print(f"{name}: {rows[key]} is now {row}")
+            rows[key] = row
+    table = sorted(rows.values(), key=lambda row: -float(row[2].split()[0]))
+    lines = [f"| {' | '.join(row)} |" for row in [found.header, *table]]
+    text = "\n".join([lines[0], "|" + "---|" * len(found.header), *lines[1:]])
+    date, release = facts.measured(name)
+    kept = [each for each in re.findall(r"[^();]+: [\d-]+", date) if not each.strip().startswith(method)]
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    dates = "; ".join([*(each.strip() for each in kept), f"{method}: {today}"])
+    facts.record(name, text, f"Measured {date.split()[0]} ({dates}) with {release}.")
+
+
+def interval(values: list[float]) -> str:
+    """Return the mean of the defined values with its 95 % interval, percentiles of 10,000 drawn means."""
+    defined = np.array([value for value in values if value is not None and not np.isnan(value)])
+    drawn = np.random.default_rng(0).integers(0, len(defined), (10_000, len(defined)))
+    low, high = np.quantile(defined[drawn].mean(1), [0.025, 0.975])
+    return f"{defined.mean():.2f} [{low:.2f}, {high:.2f}]"
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--facts"]:
         facts.write()
     elif sys.argv[1:2] == ["--record"]:
         record(sys.argv[2])
+    elif sys.argv[1:2] == ["--merge"]:
+        merge(*sys.argv[2:4])
     elif sys.argv[1:] == ["--tables"]:
         for path in sorted(FOLDER.glob("*.md")):
             print(f"## {path.stem}\n\n{path.read_text()}")
     else:
-        main(*sys.argv[1:4])
+        main(*sys.argv[1:5])

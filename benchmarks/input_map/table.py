@@ -1,7 +1,7 @@
 """Print the table of all rows against measured replacement, with intervals.
 
 python -m benchmarks.input_map.table smollm2 choose        (or gemma3, held_out)
-python -m benchmarks.input_map.table smollm2 held_out gim  only the forms of gim; differences are to ratios
+python -m benchmarks.input_map.table smollm2 held_out gim   only the forms of gim, beside its ratio form
 """
 
 from __future__ import annotations

@@ -118,10 +118,14 @@ def recommended(models: Models, record: Record) -> Rows:
     return {"lm.input_map, first 2 tokens": rows.sum(0), "lm.input_map, first token": rows[0]}
 
 
+# The map that the half to choose on recommends.
+RECOMMENDED = "gim, absolute"
+# The map that paired differences are to. It was the recommended one when most maps were measured.
+REFERENCE = "gim, ratio, absolute"
 CHANGED: dict[str, Callable[[Target], lm.Method]] = {
     "gim": lm.Gim,
-    "gim, absolute": lambda target: lm.Gim(target, readout="absolute"),
-    "gim, ratio, absolute": lambda target: lm.Gim(target, activations="ratio", readout="absolute"),
+    RECOMMENDED: lambda target: lm.Gim(target, readout="absolute"),
+    REFERENCE: lambda target: lm.Gim(target, activations="ratio", readout="absolute"),
     "frozen_gradients": lm.FrozenGradients,
 }
 
@@ -157,14 +161,15 @@ def shuffled(models: Models, record: Record) -> Rows:
 
     Each record has another order of the weights.
     """
-    name, count = "gim, ratio, absolute", record.n_prompt
+    count = record.n_prompt
     methods = {
         "gradient_attention": lm.GradientAttention(span_target(record)),
         "alti": lm.Alti(),
         "attention": lm.AttentionWeights(),
     }
     with randomised(models.bridge, seed=record.number) as model:
-        rows = {name: span_map(dataclasses.replace(models, bridge=model), record, name)}
+        changed_models = dataclasses.replace(models, bridge=model)
+        rows = {name: span_map(changed_models, record, name) for name in (RECOMMENDED, REFERENCE)}
         maps = lm.run(model, record.tokens, list(methods.values()))
     for method in methods:
         scores = maps[method].merge_heads().scores
@@ -267,9 +272,9 @@ GROUPS: dict[str, Callable[[Models, Record], Rows]] = {
     "rollouts": rollouts,
     "recommended": recommended,
     "shuffled": shuffled,
-    "default": span_group("gim, ratio, absolute"),
+    "default": span_group(RECOMMENDED),
+    "reference": span_group(REFERENCE),
     "gim": span_group("gim"),
-    "gim_absolute": span_group("gim, absolute"),
     "alti": mean_group("alti"),
     "value_zeroing": mean_group("value_zeroing"),
 }
@@ -277,7 +282,7 @@ GROUPS: dict[str, Callable[[Models, Record], Rows]] = {
 # and shuffled weights are a control. On long prompts, whole layer maps and more methods take too long, and
 # `gim` and `value_zeroing` are computed only if they are asked for.
 SHORT_GROUPS = ("controls", "gradients", "changed", "layers", "rollouts")
-LONG_GROUPS = ("controls", "default", "gradients", "alti")
+LONG_GROUPS = ("controls", "default", "reference", "gradients", "alti")
 
 
 def file_of(path: Path, group: str) -> Path:

@@ -23,15 +23,12 @@ from benchmarks.input_map.table import interval as bootstrap_interval
 from benchmarks.traces.__main__ import FAMILIES, MODELS
 from benchmarks.traces.drops import removal_row, rows_of
 from benchmarks.traces.gold import folder, records
+from benchmarks.traces.maps import RECOMMENDED, REFERENCE
 from benchmarks.traces.prompts import LENGTHS
 from benchmarks.traces.scores import score
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
-# The map that the half to choose on recommends.
-RECOMMENDED = "gim, absolute"
-# The map that paired differences are to. It was the recommended one when most maps were measured.
-REFERENCE = "gim, ratio, absolute"
 LESS_THIS = f"{REFERENCE} less this"
 CEILING = "removal of each sentence (ceiling)"
 # What the README compares, with the names that it gives them.
@@ -341,8 +338,8 @@ def summary(scores: Scores) -> str:
 def merge_page(recorded: str, fresh: str, method: str) -> str:
     """Return a recorded page with the rows of one method's maps of a fresh page; other rows stay.
 
-    The line of the date names the method. A recorded row of the method that the fresh page lacks is left out.
-    The row of `REFERENCE` must be the same in both: then both were measured in one way on the same prompts.
+    The line of the date names the method. A recorded row that the fresh page lacks stays. The row of
+    `REFERENCE` must be the same in both: then both were measured in one way on the same prompts.
 
     Raises:
         ValueError: It is not.
@@ -351,14 +348,13 @@ def merge_page(recorded: str, fresh: str, method: str) -> str:
     for heading, text, rows in _sections(recorded):
         if not rows or rows[0][0] != "map":
             continue
-        header, new = rows[0], tables.get(heading) or [rows[0]]
-        if new[0] != header:
+        header, new = rows[0], tables.get(heading, [])
+        if new[1:] and new[0] != header:
             raise ValueError(f"{heading}: expected the columns {header}, got {new[0]}")
         before, after = ({_plain(row[0]): row[1:] for row in each[1:]} for each in (rows, new))
         if REFERENCE in after and after[REFERENCE] != before[REFERENCE]:
             raise ValueError(f"{heading}: {REFERENCE} was {before[REFERENCE]}, is {after[REFERENCE]}")
-        own = {name for name in {**before, **after} if name.split(",")[0] == method}
-        own -= {name for name in own if name.startswith(REFERENCE)}
+        own = {name for name in after if name.split(",")[0] == method and not name.startswith(REFERENCE)}
         merged = [[_plain(row[0]), *row[1:]] for row in rows[1:] if _plain(row[0]) not in own]
         for row in new[1:]:
             if _plain(row[0]) in own:

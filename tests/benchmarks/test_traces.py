@@ -215,9 +215,9 @@ def test_maps_of_long_prompts_are_those_of_short_ones(models: maps.Models) -> No
     record = make_record()
     layers = maps.layers(models, record) | maps.rollouts(models, record) | maps.changed(models, record)
     alone: maps.Rows = {}
-    for name in ("default", "gim", "alti", "value_zeroing"):
+    for name in ("default", "reference", "gim", "alti", "value_zeroing"):
         alone |= maps.GROUPS[name](models, record)
-    assert list(alone) == ["gim, ratio, absolute", "gim", "alti, mean", "value_zeroing, mean"]
+    assert list(alone) == [table.RECOMMENDED, table.REFERENCE, "gim", "alti, mean", "value_zeroing, mean"]
     for name, row in alone.items():
         torch.testing.assert_close(row, layers[name], atol=1e-6, rtol=1e-4, msg=name)
 

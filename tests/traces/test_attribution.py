@@ -468,13 +468,11 @@ def test_a_model_without_the_best_method_has_a_note(monkeypatch):
         trace()
 
 
-def test_the_next_best_method_runs_where_the_best_cannot():
-    """Check a mixture, in which the feed-forward runs as a whole."""
+def test_a_mixture_has_the_default_too():
+    """Check a model in which the feed-forward runs as a whole."""
     model = build_or_skip(bridge, "mixtral", torch.float64)
     t = trace(None, model)
-    (note,) = t.notes
-    assert note.startswith("trace: a better method cannot run: gim")
-    assert t.parameters["activations"] == "gradient"
+    assert not t.notes
     expected = lm.run(
         model,
         TOKENS,

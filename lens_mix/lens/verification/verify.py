@@ -202,8 +202,8 @@ def _read_block(
         # If one component fails with every anatomy (values with an adapter), the others still decide.
         misfit = sum(not entry.ok for entry in errors), worst
         readings.append((misfit, recorded, errors))
-        # The likeliest anatomies come first. In half precision a wrong one can be within the tolerance too, if
-        # the branches of a block with new weights are small beside the residual stream.
+        # The likeliest anatomies come first. In half precision a wrong one can be within the tolerance too,
+        # if the branches of a block with new weights are small beside the residual stream.
         if worst <= lens.tolerance and lens.dtype.itemsize > 2:
             break
     _, recorded, errors = min(readings, key=lambda reading: reading[0])
