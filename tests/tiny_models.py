@@ -545,11 +545,19 @@ def in_transformers() -> frozenset[str]:
     return frozenset(dir(transformers))
 
 
+def transformers_version() -> tuple[int, ...]:
+    """Return the first two numbers of the installed release of transformers."""
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
 @functools.cache
 def _has_bridge(name: str) -> bool:
     model_class, config_class, _ = _entry({**_WRAPPED, **_WIDE}, name)
     if name in _RENAMED:
         return _has_bridge("bert") and {model_class, config_class} <= in_transformers()
+    # TransformerLens 4.3 reads an attribute of CodeGen's attention that transformers 5.24 no longer has.
+    if name == "codegen" and transformers_version() >= (5, 24):
+        return False
     return f'"{model_class}": ' in _table_of_bridges() and {model_class, config_class} <= in_transformers()
 
 

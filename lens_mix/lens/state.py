@@ -101,10 +101,10 @@ def _evaluation_mode(
         yield restore_angles(modules)
         configs = [c for c in _huggingface_configs(modules) if c._attn_implementation != "eager"]
         yield replace_attributes([(config, "eager") for config in configs], "_attn_implementation")
-        # The passes keep no cache, and without it keys and values may have different dtypes.
+        # Most passes keep no cache, and without it keys and values may have different dtypes.
         cached = [module for module in modules if hasattr(type(module), _CACHING)]
         for module in cached:
-            casting = functools.partial(_in_one_dtype, getattr(module, _CACHING))
+            casting = functools.partial(_cache_in_one_dtype, getattr(module, _CACHING))
             yield replace_method(module, _CACHING, casting)
     if gradients:
         reason = find_gradient_obstacle(modules)
@@ -143,15 +143,18 @@ def _drop_lost_locks() -> None:
 os.register_at_fork(after_in_child=_drop_lost_locks)
 
 
-def _in_one_dtype(
-    caching: Callable[..., tuple[Tensor, Tensor]], k: Tensor, v: Tensor, **kwargs: Any
+def _cache_in_one_dtype(
+    caching: Callable[..., tuple[Tensor, Tensor]], k: Tensor, v: Tensor, cache: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values as `caching` does, in one dtype even if there is no cache.
 
     In half precision TransformerBridge rotates OLMo's queries and keys in float32, so the pattern is float32.
     A cache returns values in float32 too. Without a cache their product fails, because the dtypes differ.
+
+    From transformers 5.24 on, a model passes its cache as `cache`. TransformerLens 4.3 and older read
+    `past_key_values` only, so a token that is written with the cache would not see the tokens before it.
     """
-    k, v = caching(k, v, **kwargs)
+    k, v = caching(k, v, **(kwargs if cache is None else {**kwargs, "past_key_values": cache}))
     return k, v.to(torch.promote_types(k.dtype, v.dtype))
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lens_mix.arguments import check_flags, check_number, check_whole_number, describe_value
 from lens_mix.lens.batches import Prompt
-from lens_mix.lens.caches import renamed_caches
-from lens_mix.lens.changes import Changes
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.pictures import join_inputs
@@ -231,7 +229,7 @@ def _generate_tokens(
     if ends and chosen["stop_at_eos"]:
         chosen.setdefault("eos_token_id", ends if len(ends) > 1 else ends[0])
     devices = [lens.device] if lens.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), lens.evaluation_mode(), Changes(renamed_caches(lens.modules)):
+    with torch.random.fork_rng(devices), lens.evaluation_mode():
         torch.manual_seed(seed)
         try:
             output: Tensor = lens.model.generate(
