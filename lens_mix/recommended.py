@@ -57,7 +57,7 @@ def input_map(
     earlier ones cannot.
 
     1. `attribution_patching` is how the target changes if a token is replaced. In rows of at most 32 tokens
-       the strongest scores are measured (`exact`), and all others are estimated. It takes up to twelve
+       the strongest scores are measured (`exact`), and all others are estimated. It takes up to thirteen
        forward passes if it measures, and about five otherwise. It needs a causal model on a TransformerBridge
        that takes positions. Without measured scores it was not the best on long prompts and on a second
        model. It is poor at finding a single planted fact.
@@ -84,7 +84,7 @@ def input_map(
             position instead.
         exact: How many scores of each row are measured, by replacing the token in whole passes, instead of
             estimated. This is for `attribution_patching` only. The strongest ones are measured, and the
-            query's own. "auto": as many as make the map take about twice the time of the estimate alone.
+            query's own. "auto": as many as make the map take about 2.5 times as long as the estimate.
             These are all scores of a row of at most 17 tokens, and none of a row of more than 32 tokens,
             which this cost did not improve. False: none. `lm.AttributionPatching` (`n_measured`) describes
             how the others are rescaled.
