@@ -57,7 +57,7 @@ def input_map(
     earlier ones cannot.
 
     1. `attribution_patching` is how the target changes if a token is replaced. In rows of at most 32 tokens
-       the strongest scores are measured (`exact`), and all others are estimated. It takes up to thirteen
+       the strongest scores are measured (`exact`), and all others are estimated. It takes up to fourteen
        forward passes if it measures, and about five otherwise. It needs a causal model on a TransformerBridge
        that takes positions. Without measured scores it was not the best on long prompts and on a second
        model. It is poor at finding a single planted fact.

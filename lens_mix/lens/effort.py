@@ -86,7 +86,7 @@ def row_passes(
     blocks: Sequence[Block],
     each: float,
     reason: str,
-    cheaper: str = "lm.input_map takes four to thirteen, without signs",
+    cheaper: str = "lm.input_map takes four to fourteen, without signs",
 ) -> Passes:
     """Return about how many forward passes the asked rows take.
 

@@ -63,7 +63,7 @@ class ContextLength(RowTargetMethod):
     def passes(self, blocks: Sequence[Block]) -> Passes:
         counts = blocks[0].real.sum(dim=1).tolist()
         return Passes(
-            counts, "one for each token at most", "lm.input_map takes four to thirteen, without signs"
+            counts, "one for each token at most", "lm.input_map takes four to fourteen, without signs"
         )
 
     @override

@@ -84,7 +84,7 @@ DESCRIPTIONS: dict[str, Description] = {
     "input_map": Description(
         _RECOMMENDED,
         "how much the answer depends on each input token; the best-tested method for the model",
-        Cost(2, per_row=3),
+        Cost(3.9, per_row=3),
     ),
     "attention": Description(_ATTENTION, "how much a position attends to each token", _ONE_PASS),
     "attn_res_w": Description(

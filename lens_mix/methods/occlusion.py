@@ -126,7 +126,7 @@ class Occlusion(RowTargetMethod):
         counts = each * prompt_index.bincount(minlength=len(first.batch))
         fewer = "fewer replacements (n_samples) take fewer, and " if each > 1 else ""
         reason = f"{each} for each {'token' if self.spans is None else 'group of tokens'}"
-        cheaper = f"{fewer}lm.input_map takes four to thirteen, without signs"
+        cheaper = f"{fewer}lm.input_map takes four to fourteen, without signs"
         return Passes(counts.tolist(), reason, cheaper)
 
     @override
