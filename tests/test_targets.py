@@ -456,8 +456,13 @@ def model_with_spaces(likely, bias):
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
+    # With name_or_path and add_bos_token, TransformerLens does not look for the tokenizer on the hub.
     wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", unk_token="<unk>", name_or_path="spaces"
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        unk_token="<unk>",
+        name_or_path="spaces",
+        add_bos_token=True,
     )
     model = gpt2_like(torch.float64, tokenizer=wrapped)
     with torch.no_grad():
