@@ -19,8 +19,9 @@ INPUT_MAP = "input_map"  # the name of `lens_mix.input_map`, beside the names of
 # The methods that the command line and the form choose if the user chooses none, the recommended one first.
 DEFAULT_METHODS = (INPUT_MAP, "attention", "value_zeroing")
 
-# A method that needs more forward passes than this for a row computes only one row by default.
-_MOST_PASSES_PER_ROW = 1.0
+# A method that needs more time than this for a row, in forward passes, computes only one row by default:
+# methods with a backward pass for each row do, and products of all pairs of positions do not.
+_MOST_PASSES_PER_ROW = 1 / 3
 
 
 def read_names(names: Sequence[str], *, per_head: bool = False) -> dict[str, Method | None]:
@@ -81,7 +82,7 @@ def compute_maps(
         prompt: As in `lm.run`.
         names: The names, as in `read_names`.
         queries: The positions of the rows to compute, as in `lm.run`. None: all rows, but a single one for
-            methods that need several forward passes for each row: that of `find_default_row`.
+            methods that need passes for each row: that of `find_default_row`.
         all_rows: Whether these methods also compute all rows, if `queries` is None.
         layers: The layers, as in `lm.run`, for methods that have a map of each layer.
         per_head: Whether each head has a map of its own.
