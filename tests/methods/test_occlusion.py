@@ -117,24 +117,31 @@ def test_edits_on_a_run_of_ones_own_give_the_scores(build, by):
     assert float(found.abs().max()) > 1e-3
 
 
-# Two replacements of 24 tokens: the copies have 24 + 23 + … + 1 tokens, or 24 each.
+# Two replacements for each of 24 tokens, or for each span. Each is a copy of the whole prompt.
 @pytest.mark.parametrize(
-    ("name", "options", "queries", "passes"),
+    ("name", "options", "queries", "copies"),
     [
-        ("gpt2", {}, None, 2 * 24 * 25 / 2 / 24),
-        ("gpt2", {}, [5], 2 * 6 * 7 / 2 / 24),
-        ("gpt2", {"spans": [(4, 2), (20,)]}, None, 2 * (22 + 4) / 24),
+        ("gpt2", {}, None, 48),
+        ("gpt2", {}, [5], 48),
+        ("gpt2", {"spans": [(4, 2), (20,)]}, None, 4),
         ("gpt2", {"target": lm.targets.head(lambda resid: resid[:, -1, 0])}, [-1], 48),
         ("bert", {}, None, 48),
     ],
 )
-def test_the_estimate_of_passes_knows_what_is_shared(name, options, queries, passes):
+def test_the_estimate_of_passes_is_the_copies_that_run(name, options, queries, copies):
     model = build_or_skip(bridge, name)
     prompt = torch.arange(3, 27)
     method = lm.Occlusion(replacements=[3, 5], **options)
     found = method.passes(run_prompt(model, prompt, method, queries=queries).blocks)
-    assert found.counts == [pytest.approx(passes)]
-    assert ("from there on" in found.reason) == (passes < 48)
+    assert found.counts == [copies]
+    shapes = []
+    with model.blocks[0].register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append((args or (kwargs["hidden_states"],))[0].shape[:2]),
+        with_kwargs=True,
+    ):
+        lm.run(model, prompt, method, queries=queries, progress=None)
+    # The passes of the verification and the clean pass have a single prompt.
+    assert [tuple(shape) for shape in shapes if shape[0] > 1] == [(copies, len(prompt))]
 
 
 SPANS = [(0, 2), (1,), (4, 5)]
