@@ -143,7 +143,7 @@ def runs() -> Iterator[Case]:
         {},
         {"text": "w3"},
         [],
-        b"w3",
+        b"\xff",
         [3, 10**30],
         [3.5, 4],
         [True, False],
@@ -308,7 +308,7 @@ def traces() -> Iterator[Case]:
         {},
         {"text": "w3"},
         [],
-        b"w3",
+        b"\xff",
         [3, 10**30],
         [3.5, 4],
         [True, False],
@@ -780,7 +780,7 @@ def counted() -> Iterator[Case]:
     yield from each(probe, "offsets", (None, 3, [], [1.5], "1", [True]), relations=[(1, 0)])
     for function in (mixing_ratio.mixing_ratios, cancel_effect.weights_and_norms):
         measure = with_model(function, prompts=[PROMPT])
-        yield from each(measure, "prompts", (None, {}, 3, [], {"a": "w3"}, b"w3"))
+        yield from each(measure, "prompts", (None, {}, 3, [], {"a": "w3"}, b"\xff"))
         yield from each(measure, "layers", ("0", 1.5, [9]))
     stages = (3, "attn_w", [], ["nothing"], [3])
     yield from each(with_model(mixing_ratio.mixing_ratios, prompts=[PROMPT]), "stages", stages)
