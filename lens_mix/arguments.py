@@ -92,11 +92,8 @@ def check_layer(name: str, layer: Any, layers: Sequence[int], what: str = "a who
         first, last = layers[0], layers[-1]
         is_range = list(layers) == list(range(first, last + 1))
         known = f"{first} to {last}" if is_range else ", ".join(map(str, layers))
-        raise ValueError(
-            f"{name}: layer {number} does not exist: {known}, or -{count} to -1 from the end"
-            if count > 1
-            else f"{name}: layer {number} does not exist: only {first}, or -1"
-        )
+        known = f"{known}, or -{count} to -1 from the end" if count > 1 else f"{first}, or -1"
+        raise ValueError(f"{name}: layer {number} does not exist; expected {known}, got {number}")
     return list(layers).index(number)
 
 

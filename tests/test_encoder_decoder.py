@@ -428,7 +428,9 @@ def test_what_can_not_be_asked_is_an_error_in_words():
     assert alone.scores.shape == (2, 1, 7)
     with pytest.raises(ValueError, match="prompt: expected at most n_ctx=32 tokens, got 33"):
         lm.run(model, (torch.full((33,), 5), source), "attention", part="cross")
-    with pytest.raises(ValueError, match=r"expected one of \['cross', 'decoder', 'encoder', 'joint'\]"):
+    with pytest.raises(
+        ValueError, match=r"expected one of \['cross', 'decoder', 'encoder', 'joint', 'all'\]"
+    ):
         lm.run(model, (source, source), "attention", part="both")
     with pytest.raises(lm.UnsupportedModelError, match="not for part='cross'"):
         lm.run(model, (source, source), "globenc", part="cross")

@@ -85,8 +85,12 @@ def test_bad_prompts(model, prompt, error, message):
         ({"max_memory": 0}, ValueError, "max_memory: expected a number of bytes, 1 or more, got 0"),
         ({"max_memory": 100}, ValueError, r"max_memory: expected at least \d+ bytes"),
         ({"part": "decoder"}, ValueError, r"part: expected one of \['blocks'\]"),
-        ({"layers": [7]}, ValueError, "layers: layer 7 does not exist: 0 to 1, or -2 to -1 from the end"),
-        ({"layers": [0, -3]}, ValueError, "layers: layer -3 does not exist: 0 to 1, or -2 to -1"),
+        (
+            {"layers": [7]},
+            ValueError,
+            "layers: layer 7 does not exist; expected 0 to 1, or -2 to -1 .*, got 7",
+        ),
+        ({"layers": [0, -3]}, ValueError, "layers: layer -3 does not exist; expected 0 to 1, or -2 to -1"),
         ({"prepend_bos": True}, ValueError, "prepend_bos: expected None for tokens"),
         (
             {"attention_mask": torch.ones(1, 3)},
@@ -163,7 +167,9 @@ def test_encoder_decoder_targets(encoder_decoder):
         lm.run(encoder_decoder, pair, "attention", decoder_input_ids=GOOD)
     with pytest.raises(ValueError, match=r"target: expected tokens in 0\.\.49"):
         lm.run(encoder_decoder, (GOOD, torch.tensor([[77]])), "attention")
-    with pytest.raises(ValueError, match=r"expected one of \['cross', 'decoder', 'encoder', 'joint'\]"):
+    with pytest.raises(
+        ValueError, match=r"expected one of \['cross', 'decoder', 'encoder', 'joint', 'all'\]"
+    ):
         lm.run(encoder_decoder, pair, "attention", part="blocks")
     with pytest.raises(ValueError, match="target: a string needs a tokenizer"):
         lm.run(encoder_decoder, (GOOD, "w3"), "attention")
@@ -204,16 +210,18 @@ def test_unknown_attribute_of_the_package():
 
 def test_layers_that_are_not_there(model):
     lens = lm.Lens(model)
-    with pytest.raises(ValueError, match="layer: layer 2 does not exist: 0 to 1, or -2 to -1 from the end"):
+    with pytest.raises(
+        ValueError, match=r"layer: layer 2 does not exist; expected 0 to 1, or -2 to -1 .*, got 2"
+    ):
         lens.layer_index(2)
     m = lm.run(model, GOOD, "attention")
-    with pytest.raises(ValueError, match="layer: layer 5 does not exist: 0 to 1"):
+    with pytest.raises(ValueError, match="layer: layer 5 does not exist; expected 0 to 1"):
         lm.rollout(m, from_layer=5)
-    with pytest.raises(ValueError, match="layers: layer 4 does not exist: 0 to 1"):
+    with pytest.raises(ValueError, match="layers: layer 4 does not exist; expected 0 to 1"):
         m.select_layers([0, 4])
-    with pytest.raises(ValueError, match=r"layer -2 does not exist: only 1, or -1$"):
+    with pytest.raises(ValueError, match=r"layer -2 does not exist; expected 1, or -1, got -2$"):
         m.select_layers([1]).layer(-2)
-    with pytest.raises(ValueError, match="heads: layer 3 does not exist: 0 to 1"):
+    with pytest.raises(ValueError, match="heads: layer 3 does not exist; expected 0 to 1"):
         lm.run(model, GOOD, lm.ValueZeroing(heads={3: [0]}))
 
 

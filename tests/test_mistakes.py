@@ -64,7 +64,7 @@ MISTAKES = {
     ),
     "a layer that is not there": (
         lambda model: lm.run(model, PROMPT, "attention", layers=[30]),
-        "expected whole numbers or a slice from -2 to 1, got 30",
+        "layer 30 does not exist; expected 0 to 1, or -2 to -1 from the end, got 30",
     ),
     "a string without a tokenizer": (
         lambda model: lm.run(gpt2_like(), PROMPT, "attention"),

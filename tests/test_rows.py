@@ -127,7 +127,7 @@ def test_prompts_with_fewer_rows_than_others():
         ({"queries": "last"}, "queries: expected whole numbers or a slice from -6 to 5, got 'last'"),
         ({"queries": 1.5}, "queries: expected whole numbers or a slice from -6 to 5, got 1.5"),
         ({"queries": True}, "queries: expected whole numbers or a slice from -6 to 5, got True"),
-        ({"layers": [2]}, r"layers: expected whole numbers or a slice from -2 to 1, got 2"),
+        ({"layers": [2]}, "layers: layer 2 does not exist; expected 0 to 1, or -2 to -1 from the end, got 2"),
         ({"layers": slice(5, 9)}, r"layers: expected at least one of 0\.\.1, got none"),
     ],
 )

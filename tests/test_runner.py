@@ -561,19 +561,26 @@ def test_ways_to_give_a_method(model, method):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("vz", "got 'vz'; did you mean 'value_zeroing'?"),
-        ("attention_weight", "did you mean 'attention'?"),
+        ("vz", r"methods: did you mean 'value_zeroing'\? expected one of \[.*'value_zeroing'.*\], got 'vz'$"),
+        (
+            "attention_weight",
+            r"methods: did you mean 'attention'\? expected one of .*, got 'attention_weight'$",
+        ),
         ("valuenorm_", None),
-        ("rollout", "rollout is not a method: write lm.rollout(lm.run(model, prompt, method))"),
-        ("input_map", "write lm.input_map(model, prompt)"),
-        ("xyz", "got 'xyz'"),
+        (
+            "rollout",
+            r"methods: rollout is not a method, write lm\.rollout\(lm\.run\(model, prompt, method\)\); "
+            r"expected one of .*, got 'rollout'$",
+        ),
+        ("input_map", r"write lm\.input_map\(model, prompt\); expected one of .*, got 'input_map'$"),
+        ("xyz", r"methods: expected one of .*, got 'xyz'$"),
     ],
 )
 def test_an_unknown_method_says_which_was_meant(model, name, message):
     if message is None:
         assert list(read_methods(name)[0]) == ["value_norm"]
         return
-    with pytest.raises(ValueError, match=re.escape(message) + "$"):
+    with pytest.raises(ValueError, match=message):
         lm.run(model, tokens(model, 1, 6), name)
 
 

@@ -368,7 +368,7 @@ def test_a_number_of_processes_that_is_none_is_refused(processes):
 
 
 def test_unknown_layers_and_solvers_are_refused():
-    with pytest.raises(ValueError, match="layer: layer 9 does not exist: "):
+    with pytest.raises(ValueError, match="layer: layer 9 does not exist; expected "):
         flow(map_of(), layer=9)
     with pytest.raises(ValueError, match="solver: expected 'scipy' or 'networkx', got 'cvx'"):
         flow(map_of(), solver="cvx")

@@ -160,7 +160,7 @@ def test_from_and_to_layers_are_labels():
     upper = rollout(mixing_map, from_layer=6, to_layer=7)
     assert upper.layers == [6, 7]
     assert torch.equal(upper.scores, rollout(map_of(mixing_map.scores[1:3])).scores)
-    with pytest.raises(ValueError, match="layer: layer 0 does not exist: 5 to 8"):
+    with pytest.raises(ValueError, match="layer: layer 0 does not exist; expected 5 to 8"):
         rollout(mixing_map, from_layer=0)
     with pytest.raises(ValueError, match="from_layer: expected to_layer or a layer before"):
         rollout(mixing_map, from_layer=7, to_layer=6)

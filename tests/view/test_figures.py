@@ -180,7 +180,7 @@ class TestLayerMaps:
         [
             ({"columns": 0}, ValueError, "columns: expected a whole number, 1 or more, got 0"),
             ({"layers": []}, ValueError, "layers: expected at least one"),
-            ({"layers": [7]}, ValueError, "layers: expected"),
+            ({"layers": [7]}, ValueError, "layers: layer 7 does not exist; expected 0 to 2, "),
             ({"head": 0}, ValueError, "head: expected a map with heads"),
         ],
     )
