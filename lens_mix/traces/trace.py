@@ -536,8 +536,8 @@ def trace(
     template_options = _take_template_options(model, prompt, generation)
     _check_request(model, answer, generate, generation)
     unit, split, groups = _read_sources(sources, language)
-    methods = _default_methods(model) if method is None else [_read_method(method)]
-    aggregated = _read_aggregation(aggregation, methods)
+    chosen = _default_method(model) if method is None else _read_method(method)
+    aggregated = _read_aggregation(aggregation, chosen)
     if max_memory is not None:
         check_whole_number("max_memory", max_memory, 1, what="a number of bytes")
     if progress is not None:
@@ -559,12 +559,13 @@ def trace(
             reading, written, notes = write(model, alone, text, count, seed, generation)
         # It raises the errors of sources= before the method runs.
         found_sources = reading.find_sources(unit, split, groups)
-        explainer, (whole, logits), reasons = _first_that_runs(model, reading, methods, aggregated, options)
+        own = aggregated if chosen.scope == "layer" else None
+        explainer = Explainer(model, reading, chosen, own, options)
+        whole, logits = explainer.explain_all()
         if written is None and logits is not None:
             written = describe_written(model, reading.ids[reading.n_prompt :], logits)
         elif written is None:
             written = read_written(model, reading)
-        notes += [f"trace: a better method cannot run: {reason}" for reason in reasons]
         lens = Lens(model, reading.part)
         record = {"generate": generate, "seed": seed, **generation} if generate is not None else {}
         return Trace(
@@ -664,11 +665,11 @@ def _read_sources(sources: Any, language: str) -> tuple[str, Splitter, Any]:
     return "given", split_sentences(language), sources
 
 
-def _default_methods(model: TransformerLensModel) -> list[Method]:
-    """Return the methods to try, the best one first (docs/evidence/traces.md)."""
+def _default_method(model: TransformerLensModel) -> Method:
+    """Return the method with the best evidence (docs/evidence/traces.md)."""
     if is_encoder_decoder(model, model_class_of(model)):
-        return [InputGradients()]
-    return [Gim(readout="absolute")]
+        return InputGradients()
+    return Gim(readout="absolute")
 
 
 def _read_method(method: MethodLike) -> Method:
@@ -693,37 +694,16 @@ def _read_method(method: MethodLike) -> Method:
     return read
 
 
-def _read_aggregation(
-    aggregation: str | Aggregation | None, methods: Sequence[Method]
-) -> tuple[str, Aggregation]:
+def _read_aggregation(aggregation: str | Aggregation | None, method: Method) -> tuple[str, Aggregation]:
     """Return the name and the function of an aggregation.
 
     Raises:
         TypeError: If it is neither a name nor a function.
         ValueError: If the name is unknown, or the method makes no layer maps.
     """
-    if aggregation is not None and all(method.scope != "layer" for method in methods):
+    if aggregation is not None and method.scope != "layer":
         raise ValueError(
-            f"aggregation: expected None, because {methods[0].name!r} makes a map of all layers, got "
+            f"aggregation: expected None, because {method.name!r} makes a map of all layers, got "
             f"{aggregation!r}; it combines the layers of a layer map, such as method='attention'"
         )
     return find_aggregation(aggregation)
-
-
-def _first_that_runs(
-    model: TransformerLensModel,
-    reading: Reading,
-    methods: Sequence[Method],
-    aggregation: tuple[str, Aggregation],
-    options: dict[str, Any],
-) -> tuple[Explainer, tuple[Float[Tensor, " key"], Float[Tensor, "written d_vocab"] | None], list[str]]:
-    """Return the first method that can run, what `explain_all` returns, and why others cannot run."""
-    reasons: list[str] = []
-    for method in methods:
-        own = aggregation if method.scope == "layer" else None
-        explainer = Explainer(model, reading, method, own, options)
-        try:
-            return explainer, explainer.explain_all(), reasons
-        except UnsupportedModelError as problem:
-            reasons.append(str(problem))
-    raise UnsupportedModelError(f"trace: {'; '.join(dict.fromkeys(reasons))}")
