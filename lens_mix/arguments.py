@@ -160,19 +160,6 @@ def check_instance(name: str, value: Any, kind: Any, expected: str) -> Any:
     return value
 
 
-def check_unicode(name: str, text: str) -> str:
-    """Return a text that UTF-8 can encode; raise a ValueError if it has one half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as problem:
-        part = text[max(problem.start - 10, 0) : problem.start + 10]
-        raise ValueError(
-            f"{name}: expected text that UTF-8 can encode, got one half of a surrogate pair at character "
-            f"{problem.start} ({part!r}); remove it, or read the text again in its own encoding"
-        ) from None
-    return text
-
-
 def check_items(
     name: str, values: Any, what: str, least: int = 0, kind: Any = object, alone: bool = False
 ) -> list[Any]:

@@ -81,7 +81,8 @@ def as_text(name: str, value: Any) -> Any:
     if half:
         raise ValueError(
             f"{name}: expected text that UTF-8 can represent, got U+{ord(half[0]):04X}, a half of a "
-            f"surrogate pair, at character {half.start()}"
+            f"surrogate pair, at character {half.start()}; remove it, or read the text again in its own "
+            "encoding"
         )
     return str.__str__(value)
 

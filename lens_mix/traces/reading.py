@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lens_mix.arguments import check_dense_tensor, check_unicode, describe_value
+from lens_mix.arguments import check_dense_tensor, describe_value
+from lens_mix.inputs import as_text
 from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
@@ -139,15 +140,14 @@ def read_prompt_text(
             "the last one, which the template ends; give its text as answer="
         )
     if isinstance(prompt, str):
-        check_unicode("prompt", prompt)
         kind = "source" if is_encoder_decoder(model, model_class_of(model)) else "prompt"
         return PromptText(prompt, [Section(kind, kind, 0, len(prompt))], False)
     if isinstance(prompt, Documents) and not getattr(tokenizer, "chat_template", None):
         text, sections = prompt.to_text()
-        return PromptText(check_unicode("prompt", text), sections, False)
+        return PromptText(as_text("prompt", text), sections, False)
     messages, inside = prompt.to_messages() if isinstance(prompt, Documents) else (prompt, None)
     text, sections, notes = render_chat(tokenizer, messages, inside, options)
-    return PromptText(check_unicode("prompt", text), sections, True, notes)
+    return PromptText(as_text("prompt", text), sections, True, notes)
 
 
 def takes_template(prompt: Any) -> bool:
@@ -190,8 +190,6 @@ def add_answer(model: TransformerLensModel, prompt: Prompt, text: PromptText | N
         TypeError: If the answer is neither text nor tokens.
         ValueError: If it is empty, or the prompt's last token merges with it.
     """
-    if isinstance(answer, str):
-        check_unicode("answer", answer)
     has_encoder = is_encoder_decoder(model, model_class_of(model))
     read = (_add_to_source if has_encoder else _add_to_prompt)(model, prompt, text, answer)
     notes = tuple(dict.fromkeys((*prompt.notes, *read.prompt.notes)))

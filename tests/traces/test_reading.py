@@ -173,7 +173,7 @@ def test_tokens_have_no_text(model):
         ([1.5], TypeError, "answer: expected text or tokens"),
         ([True], TypeError, "answer: expected text or tokens"),
         ({}, TypeError, "answer: expected text or tokens"),
-        (b"w3", TypeError, "answer: expected text or tokens"),
+        (b"w3", ValueError, "answer: expected tokens, because the prompt was given as tokens, got text"),
         (["w3"], TypeError, "answer: expected text or tokens"),
         (3, ValueError, r"answer: expected at least one token \[pos\], got shape \[\]"),
         (torch.tensor([[3], [4]]), ValueError, r"got shape \[2, 1\]"),
