@@ -15,6 +15,15 @@ from lens_mix.lens.token_strings import strings_of
 # The value of a tokenizer is [the template of special tokens in its files] if TransformerLens has replaced
 # it, [] if it has not, and None if the files cannot be read.
 _templates: weakref.WeakKeyDictionary[Any, list[Any] | None] = weakref.WeakKeyDictionary()
+# Chat templates read these parts of a message beside its content, or in place of it.
+_INSTEAD_OF_CONTENT = (
+    "tool_calls",
+    "function_call",
+    "tool_plan",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)
 
 
 def own_template(tokenizer: Any) -> Changes:
@@ -233,12 +242,19 @@ def check_messages(tokenizer: Any, messages: Any) -> None:
             "prompt: expected a tokenizer with a chat template for chat messages, got one without; set "
             "model.tokenizer.chat_template, or give a string"
         )
-    # A message with tool calls, or with its reasoning alone, needs no content.
-    is_read = ("role" in each and ("content" in each or set(each) - {"role", "name"}) for each in messages)
-    if not all(is_read):
+    if not all("role" in each and ("content" in each or needs_no_content(each)) for each in messages):
         raise ValueError(
-            f'prompt: expected messages with "role" and "content", got {describe_value(messages)}'
+            'prompt: expected messages with "role" and "content" (only one with '
+            f"{', '.join(_INSTEAD_OF_CONTENT)} needs no content), got {describe_value(messages)}"
         )
+
+
+def needs_no_content(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has tool calls, or reasoning alone, which chat templates read by these names.
+
+    A template writes nothing for a name that it does not read, so any other name is an error.
+    """
+    return any(message.get(name) for name in _INSTEAD_OF_CONTENT)
 
 
 def render_messages(tokenizer: Any, messages: Any, options: Mapping[str, Any] | None = None) -> str:

@@ -130,7 +130,7 @@ def _list_contents(
     contents = []
     for number, message in enumerate(messages, 1):
         content, role = message.get("content"), str(message.get("role"))
-        if "content" not in message or (content is None and set(message) - {"role", "content", "name"}):
+        if "content" not in message or (content is None and texts.needs_no_content(message)):
             continue
         parts: Sequence[Any] = content if isinstance(content, (list, tuple)) else [content]
         for part in parts:

@@ -94,8 +94,9 @@ def test_chat_messages():
     # Two messages are not a pair, and no answer begins after a message of the assistant.
     answered = [*messages, {"role": "assistant", "content": "w9"}]
     assert lm.run(model, answered, "attention").provenance["token_ids"] == [3, 7, 8, 4, 3, 9, 4]
-    with pytest.raises(ValueError, match='messages with "role" and "content"'):
-        lm.run(model, [{"role": "user", "text": "w7"}], "attention")
+    for wrong in ({"text": "w7"}, {"name": "w7"}, {}):
+        with pytest.raises(ValueError, match='messages with "role" and "content"'):
+            lm.run(model, [{"role": "user", **wrong}], "attention")
     maps = list(lm.run_many(model, [messages, answered], "attention"))
     assert [len(each.tokens) for each in maps] == [5, 7]
 
