@@ -43,8 +43,6 @@ def convert_picture(name: str, picture: Any, channels: int = 3) -> tuple[Any, tu
     Raises:
         ValueError: The picture has no pixels, its numbers have no known range, or its file cannot be read.
     """
-    from PIL import Image
-
     width, height = picture.size
     if not width or not height:
         raise ValueError(f"{name}: expected a picture with pixels, got {height} x {width} (height x width)")
@@ -61,7 +59,7 @@ def convert_picture(name: str, picture: Any, channels: int = 3) -> tuple[Any, tu
     notes: tuple[str, ...] = ()
     try:
         if picture.mode in _SIXTEEN_BITS:
-            picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+            picture = picture.convert("I").point(lambda number: number * (1 / 256)).convert("L")
         if picture.mode.lower() in ("rgba", "la", "pa") or "transparency" in picture.info:
             picture = picture.convert("RGBA")
             if picture.getextrema()[-1][0] < 255:
@@ -129,8 +127,6 @@ def _find_window(processor: Any, picture: Any) -> Window | None:
         processor: The processor.
         picture: The picture, of mode "RGB" or "L".
     """
-    from PIL import Image
-
     height, width = picture.height, picture.width
     drawn = (
         np.zeros((height, width), np.uint8),
@@ -140,7 +136,9 @@ def _find_window(processor: Any, picture: Any) -> Window | None:
     )
     read = []
     for grey in drawn:
-        probe = Image.fromarray(np.ascontiguousarray(grey)).convert(picture.mode)
+        probe = picture.convert("L")
+        probe.frombytes(grey.tobytes())
+        probe = probe.convert(picture.mode)
         try:
             numbers = np.asarray(processor(images=probe, return_tensors="pt")["pixel_values"], np.float64)
         except Exception:  # The processor has read the user's picture; only its geometry remains unknown.
