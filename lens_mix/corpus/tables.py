@@ -167,8 +167,7 @@ def _read_rows(paths: Sequence[Any]) -> pandas.DataFrame:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # Files of older releases lack the column `text`.
-    table = pa.concat_tables([pq.read_table(path) for path in paths], promote_options="default")
+    table = pa.concat_tables([pq.read_table(path) for path in paths])
     frame = table.to_pandas().sort_values("prompt", kind="stable", ignore_index=True)
     texts = frame.pop("fields")
     if texts.notna().any():
