@@ -54,6 +54,8 @@ function canvasOf(width, height, attributes = {}) {
 // returns a number, NaN for a hidden key and null for a cell to leave out; `most` is the largest, or that of a row.
 const sheet = document.createElement("canvas");
 function heat(context, box, rows, columns, at, most) {
+  // All keys may be shown as numbers beside the cells: the first position reads itself alone.
+  if (!rows || !columns) return;
   const [left, top, width, height] = box, pixels = context.getTransform().a;
   const across = Math.min(columns, Math.max(1, Math.floor(width * pixels))), down = Math.min(rows, Math.max(1, Math.floor(height * pixels)));
   const best = new Float32Array(across * down).fill(-1), colours = new Uint8ClampedArray(4 * across * down);

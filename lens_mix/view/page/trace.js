@@ -205,7 +205,7 @@ function writeList(scored) {
   $("list-title").textContent = `Strongest sources, by ${unitName(state.unit)}`;
   const span = spanAt(state.start, state.stop), place = span && span.kind !== "everything" ? `t[${span.start}:${span.stop}]` : "t";
   $("measured").textContent = listed.some(source => source.loss !== undefined && source.loss !== null)
-    ? "Loss: the log probability that the span loses without the source, measured in a forward pass without its tokens."
+    ? "Loss: the log probability that the span loses without the source, measured in a forward pass whose prompt has the source's tokens deleted."
     : span ? `Shares are those of the map. ${place}.verify() measures what the span loses without its strongest sources; t.show() then has it.` : "Shares are those of the map.";
 }
 const isStill = () => matchMedia("(prefers-reduced-motion: reduce)").matches;

@@ -659,6 +659,13 @@ def test_one_token_is_singular(opened):
     assert "1 tokens" not in browser.find_element("id", "model").text
 
 
+def test_the_first_position_has_only_a_number(opened):
+    """Check a row without cells: its only key, the first token, is shown as a number."""
+    browser = opened(map_of(), "view=layers&query=0")
+    canvas = browser.find_element("css selector", "canvas[data-geometry]")
+    assert json.loads(canvas.get_attribute("data-geometry"))["keys"] == []
+
+
 # ------------------------------------------------------------------ noise
 
 
