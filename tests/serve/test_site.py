@@ -407,8 +407,8 @@ def test_the_estimate_while_typing(visited, monkeypatch):
     slow_pace(monkeypatch, 5.0)
     requests = {
         "7 tokens, about 10 seconds": visited.request(TEXT, "alti", to="estimate"),
-        "7 tokens, about 66 seconds, more than the limit of 60 seconds": visited.request(
-            TEXT, "gim", all_rows="1", to="estimate"
+        "7 tokens, about 2 minutes, more than the limit of 60 seconds": visited.request(
+            TEXT, "occlusion", all_rows="1", to="estimate"
         ),
         "7 tokens": visited.request(TEXT, to="estimate"),
         "": visited.request("  ", "alti", to="estimate"),
