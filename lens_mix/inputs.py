@@ -268,13 +268,15 @@ def _format_of(path: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def _reading(path: Any) -> Iterator[None]:
-    """Name the file in errors of libraries that read it."""
+    """Name the file in errors about what it contains."""
     from pyarrow import ArrowException
 
     try:
         yield
     except (ArrowException, EOFError, zlib.error, gzip.BadGzipFile, csv.Error, UnicodeError) as problem:
         raise ValueError(f"prompts: expected a whole file, got {path}: {problem}") from problem
+    except ValueError as problem:
+        raise ValueError(f"{problem}, in {path}") from problem
 
 
 def _open_binary(path: str | os.PathLike[str]) -> Any:

@@ -175,8 +175,9 @@ def test_a_table_needs_the_column():
 )
 def test_a_file_that_is_not_what_its_ending_says_is_an_error(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         read(tmp_path / name)
+    assert name in str(raised.value)
 
 
 def test_one_bad_line_is_one_reason(tmp_path):

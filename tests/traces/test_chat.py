@@ -125,7 +125,7 @@ def test_contents_that_a_search_would_mix_up(contents):
     place, places = 0, []
     for role, content in zip(roles, contents, strict=True):
         place += len(f"<|user|>{role}\n")
-        # White space alone is no source.
+        # White space alone is not a source.
         places += [(place, place + len(content))] if content.strip() else []
         place += len(content) + len("<|end|>\n")
     assert [(section.start, section.stop) for section in sections] == places
