@@ -550,13 +550,21 @@ def transformers_version() -> tuple[int, ...]:
     return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
+def _runs_on_transformers(name: str) -> bool:
+    """Return whether the installed release of transformers can run a model on a TransformerBridge.
+
+    TransformerLens 4.3 reads an attribute of CodeGen's attention that transformers 5.24 no longer has.
+    Llama 4 with pictures fails in transformers 5.24 itself: its output lacks a field that it reads.
+    """
+    return name not in ("codegen", "llama4_pictures") or transformers_version() < (5, 24)
+
+
 @functools.cache
 def _has_bridge(name: str) -> bool:
     model_class, config_class, _ = _entry({**_WRAPPED, **_WIDE}, name)
     if name in _RENAMED:
         return _has_bridge("bert") and {model_class, config_class} <= in_transformers()
-    # TransformerLens 4.3 reads an attribute of CodeGen's attention that transformers 5.24 no longer has.
-    if name == "codegen" and transformers_version() >= (5, 24):
+    if not _runs_on_transformers(name):
         return False
     return f'"{model_class}": ' in _table_of_bridges() and {model_class, config_class} <= in_transformers()
 
@@ -612,6 +620,8 @@ def bridge(
     Raises:
         Unavailable: If TransformerLens has no Bridge (2.x), or none for this architecture.
     """
+    if not _runs_on_transformers(name):
+        raise Unavailable(f"transformers {transformers.__version__} cannot run it")
     model = wrapped_model(name, dtype, seed, **config)
     try:
         from transformer_lens.model_bridge.sources import build_bridge_from_module

@@ -16,8 +16,8 @@ from tests.traces.readers import PLAIN, reader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 N_PROMPT = 4
-# transformers computes OPT's softmax in float32 if the attention is eager, as in a trace.
-TOLERANCE = {"OPTForCausalLM": 1e-6}
+# transformers computes OPT's softmax and GPT-J's scores in float32 if attention is eager, as in a trace.
+TOLERANCE = {"OPTForCausalLM": 1e-6, "GPTJForCausalLM": 1e-6}
 
 
 def one_part(found: list[Case]) -> list[Case]:
