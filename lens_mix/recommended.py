@@ -84,7 +84,7 @@ def input_map(
             position instead.
         exact: How many scores of each row are measured, by replacing the token in whole passes, instead of
             estimated. This is for `attribution_patching` only. The strongest ones are measured, and the
-            query's own. "auto": as many as make the map take about 2.5 times as long as the estimate.
+            query's own. "auto": as many as the time of a few estimates allows.
             These are all scores of a row of at most 17 tokens, and none of a row of more than 32 tokens,
             which this cost did not improve. False: none. `lm.AttributionPatching` (`n_measured`) describes
             how the others are rescaled.

@@ -23,6 +23,7 @@ _ABSENT = """
 ## Models without maps
 
 {refusals}
+- CodeGen and Llama 4 with pictures do not run on transformers 5.24. They do on 5.23.
 - Whisper, CLIP and others that TransformerLens has no adapter for cannot be loaded: `lm.run` needs a
   TransformerLens model, and raises a TypeError for one of transformers.
 """

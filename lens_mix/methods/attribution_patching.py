@@ -92,7 +92,7 @@ class AttributionPatching(RowTargetMethod):
         paths: "all", or one of the two terms: "direct" or "between".
         n_exact: The number of keys of a row, besides the query's own, whose direct term is exact.
         n_measured: The number of keys of a row, besides the query's own, whose score is measured; 0 for none.
-            "auto": as many as make the row take about 2.5 times as long as estimating. If measuring all keys
+            "auto": as many as the time of a few estimates allows. If measuring all keys
             takes no longer, all are measured and nothing is estimated; with two replacements that is so up
             to 17 tokens. Nothing is measured in rows of more than 32 tokens, because at this cost it did not
             improve the map of longer prompts.

@@ -1,7 +1,7 @@
 """Run a prompt, and in the same row tokens of copies that see the prompt's own tokens beside a replaced one.
 
-These copies are not prompts: the tokens between the replaced one and the last are those of the clean pass. The
-mask of the row replaces the model's own, so every pass is compared with the clean pass.
+These copies are not prompts: the tokens between the replaced one and the last are those of the clean pass.
+The mask of the row replaces the model's own, so every pass is compared with the clean pass.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def test_bad_options_are_refused(options, message):
     [
         ({"heads": [4]}, r"heads: expected query heads 0\.\.3, got \[4\]"),
         ({"heads": []}, "heads: expected at least one"),
-        ({"heads": {2: [0]}}, r"expected layers 0\.\.1, got layer 2"),
+        ({"heads": {2: [0]}}, r"heads: layer 2 does not exist; expected 0 to 1, .* got 2"),
         ({"spans": [(0, 9)]}, r"spans: expected positions 0\.\.5, got \[9\]"),
     ],
 )
