@@ -286,6 +286,7 @@ def test_rounding_in_half_precision(monkeypatch):
     assert t.notes == ()
 
 
+@pytest.mark.skipif(not available(bridge, "gpt2"), reason="no Bridge here")
 def test_more_tokens_than_the_model_has_room_for():
     model = gpt2_like(torch.float64, tokenizer=toy_tokenizer())
     tokens = torch.arange(3, 30)
