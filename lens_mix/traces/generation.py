@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -229,7 +230,9 @@ def _generate_tokens(
     if ends and chosen["stop_at_eos"]:
         chosen.setdefault("eos_token_id", ends if len(ends) > 1 else ends[0])
     devices = [lens.device] if lens.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), lens.evaluation_mode():
+    with torch.random.fork_rng(devices), lens.evaluation_mode(), warnings.catch_warnings():
+        # TransformerLens passes the cache by the name of transformers before 5.24, which no user can change.
+        warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
         torch.manual_seed(seed)
         try:
             output: Tensor = lens.model.generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -284,6 +285,14 @@ def test_rounding_in_half_precision(monkeypatch):
     t = lm.trace(model, tokens, generate=4, sources="token", method="attention")
     assert t.reading.ids[-1] == second
     assert t.notes == ()
+
+
+def test_what_users_can_not_change_gives_no_warning():
+    model = gpt2_like(torch.float64, tokenizer=toy_tokenizer())
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        lm.trace(model, torch.tensor([5, 9]), generate=3, sources="token", method="attention")
+    assert not [each for each in shown if "past_key_values" in str(each.message)]
 
 
 @pytest.mark.skipif(not available(bridge, "gpt2"), reason="no Bridge here")
