@@ -287,6 +287,8 @@ def test_rounding_in_half_precision(monkeypatch):
     assert t.notes == ()
 
 
+# TransformerLens 2 masks every token in `generate` where the padding token is number 0, as in this tokenizer.
+@pytest.mark.skipif(not available(bridge, "gpt2"), reason="no Bridge here")
 def test_what_users_can_not_change_gives_no_warning():
     model = gpt2_like(torch.float64, tokenizer=toy_tokenizer())
     with warnings.catch_warnings(record=True) as shown:
