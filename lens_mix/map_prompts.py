@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens import provenance
 from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.block import Block, LayerRecord
+from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.lens.predictions import join_explained
@@ -25,7 +26,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import RESIDUAL_KEY, Method, maps_separately
 from lens_mix.residual_shares import ResidualShares
-from lens_mix.session import CheckedPass, Session, UnexpectedBlock
+from lens_mix.session import CheckedPass, Session
 from lens_mix.targets import as_target
 
 # A session has the method that measures the residual under this label, which is not the name of any method.
@@ -70,11 +71,7 @@ def map_prompts(
         for method in grouping:
             method.key_groups(tokens)
     options: dict[str, Any] = {"prepend_bos": prepend_bos, "progress": progress}
-    record = None
-    with contextlib.suppress(UnexpectedBlock):
-        record = _map_batch(session, prompts, side, **options)
-    # Outside of an `except`, an error of the second pass does not also show the first one.
-    record = record or _map_batch(session, prompts, side, early=False, **options)
+    record = _map_batch(session, prompts, side, **options)
     return [
         _add_shares(session.methods, {label: record.make_map(label, index) for label in session.methods})
         for index in range(len(prompts))
@@ -88,16 +85,15 @@ def _map_batch(
     *,
     prepend_bos: bool | None,
     progress: bool,
-    early: bool = True,
 ) -> _Record:
-    """Return the record of one batch, whose blocks are mapped while the clean pass runs if `early`."""
+    """Return the record of one batch, whose blocks are mapped while the clean pass runs or after it."""
     total = sum(len(session.layers_of(method)) for method in session.methods.values())
     # Python ignores an exception of a signal handler while it frees a bar, so none is made that is not shown.
     bar = tqdm(total=total, leave=False) if progress else None
     with contextlib.nullcontext() if bar is None else bar:
         maps = _BlockMaps(session, bar)
-        with session.checked_pass(prompts, side, maps.start_early if early else None) as checked:
-            maps.map_rest(checked)
+        with session.checked_pass(prompts, side, maps.start) as checked:
+            maps.end(checked)
             return _Record(checked, maps, prepend_bos)
 
 
@@ -125,23 +121,28 @@ class _BlockMaps:
         self.blocks: dict[str, dict[int, Block]] = {}
         self.scores: dict[str, Float[Tensor, "layer batch *head query key"]] = {}
 
-    def start_early(self, checked: CheckedPass) -> Callable[[int], None]:
-        """Return the function that maps a block of a running pass by the methods that read no other block."""
-        early = [label for label in self._session.methods if checked.is_mapped_early(label)]
-        self._open_blocks(checked, early)
-        return functools.partial(self._map_block, checked, early)
+    def start(self, checked: CheckedPass) -> _BlockMaps:
+        """Open the blocks of the methods that visit them in a pass, which has just started."""
+        # A pass that was planned again has new blocks.
+        self.blocks, self.scores = {}, {}
+        after = checked.plan.after_pass
+        self._open_blocks(checked, [label for label in self._session.methods if label not in after])
+        return self
 
-    def map_rest(self, checked: CheckedPass) -> None:
-        """Compute the maps of all methods that have not been mapped while the pass was running."""
-        methods = self._session.methods
-        labels = [label for label in methods if label not in self.blocks]
+    def visit(self, clean: CleanPass, layer: int) -> None:
+        """Compute the maps of a block that has run, by the methods that read no other one."""
+        self._map_block(clean, list(self.blocks), layer)
+
+    def end(self, checked: CheckedPass) -> None:
+        """Compute the maps of the methods that run after the pass."""
+        methods, labels = self._session.methods, checked.plan.after_pass
         self._open_blocks(checked, labels)
         separate = [label for label in labels if maps_separately(methods[label])]
         for layer in checked.clean.calls:
-            self._map_block(checked, separate, layer)
+            self._map_block(checked.clean, separate, layer)
         for label in labels:
             if label not in separate:
-                self._map_stack(checked, label)
+                self._map_stack(checked.clean, label)
 
     def _open_blocks(self, checked: CheckedPass, labels: Sequence[str]) -> None:
         for label in labels:
@@ -149,7 +150,7 @@ class _BlockMaps:
             _announce(label, self._session.methods[label], blocks, self._session.effort)
             self.blocks[label] = {block.layer: block for block in blocks}
 
-    def _map_block(self, checked: CheckedPass, labels: Sequence[str], layer: int) -> None:
+    def _map_block(self, clean: CleanPass, labels: Sequence[str], layer: int) -> None:
         for label in labels:
             if layer in self.blocks[label]:
                 method, block = self._session.methods[label], self.blocks[label][layer]
@@ -157,16 +158,16 @@ class _BlockMaps:
                 self._put(label, layer, _check_shape(method(block), method, block))
                 self._say(label, 1)
         # The cache of a block is of no use to later blocks.
-        checked.clean.cache.pop(layer, None)
+        clean.cache.pop(layer, None)
 
-    def _map_stack(self, checked: CheckedPass, label: str) -> None:
+    def _map_stack(self, clean: CleanPass, label: str) -> None:
         method, stack = self._session.methods[label], list(self.blocks[label].values())
         self._say(label)
         stacked = method.of_stack(stack)
         mapped = stack[-1:] if method.scope == "model" else stack
         for block, scores in zip(mapped, stacked, strict=True):
             self._put(label, block.layer, _check_shape(scores, method, stack[-1]))
-        checked.clean.cache.clear()
+        clean.cache.clear()
         self._say(label, len(stacked))
 
     def _say(self, label: str, done: int = 0) -> None:
@@ -291,7 +292,7 @@ class _Record:
                 *prompt.notes,
                 *provenance.notes(scores, layers, queries),
                 *((provenance.SINK,) if has_sink else ()),
-                *(text for block in blocks for text in block.record.warnings[index]),
+                *(text for block in blocks for text in self._note_block(block, index)),
             ),
         )
 
@@ -310,6 +311,11 @@ class _Record:
         target = getattr(method, "target", None)
         reads_logits = target is None or as_target(target).reads == "logits"
         return self._dropped_classifier if reads_logits else None
+
+    def _note_block(self, block: Block, index: int) -> list[str]:
+        """Return the notes about one prompt in a block: what user hooks change, and those of the method."""
+        hooks = self._checked_pass.hook_notes.get(block.layer, ())
+        return [*(f"layer {block.layer}: {note}" for note in hooks), *block.record.warnings[index]]
 
     def _explain(self, label: str, index: int) -> tuple[Explained, ...]:
         """Return what each row of one prompt's map explains: the prediction and the method's target."""

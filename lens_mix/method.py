@@ -198,3 +198,8 @@ def find_key_positions(method: Method, block: Block) -> list[list[list[int]]] | 
             return None
         by_prompt.append([group.positions for group in groups])
     return by_prompt
+
+
+def maps_while_running(method: Method, engine: str) -> bool:
+    """Return whether a method maps a block as soon as it has run, before the later blocks have."""
+    return method.scope == "layer" and maps_separately(method) and method.reads_one_block(engine)

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lens_mix.arguments import check_whole_number
-from lens_mix.hooks import record_all, record_attention
-from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
+from lens_mix.hooks.record import RESID_PRE
+from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.autograd_graph import AutogradGraph
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
-from lens_mix.lens.block_outputs import BlockOutputs
-from lens_mix.lens.changed_backward import PlainRules
+from lens_mix.lens.changed_backward import BackwardRules, PlainRules
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.components import UNEMBEDDING
 from lens_mix.lens.continuation import predict_in_chunks
-from lens_mix.lens.cross import names_before_cross, streams_before_cross
+from lens_mix.lens.cross import keep_stream_before_cross
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.known_faults import wrong_logits
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
@@ -47,25 +44,14 @@ from lens_mix.lens.token_strings import token_strings
 from lens_mix.lens.users_hooks import has_user_hooks, name_user_hooks
 from lens_mix.lens.verification.engines import choose_engine, find_obstacle, needs_unembedding
 from lens_mix.lens.verification.kept import verification_of
-from lens_mix.lens.verification.prompt_check import (
-    PromptCheck,
-    describe_user_hooks,
-    find_input_mismatch,
-    find_mismatch,
-)
-from lens_mix.lens.verification.verify import may_share_pass, padding_leaks
+from lens_mix.lens.verification.prompt_check import UnexpectedBlock, Verifier, find_input_mismatch
+from lens_mix.lens.verification.verify import padding_leaks
 from lens_mix.lens.verification_record import Verification
-from lens_mix.method import Method, maps_separately
+from lens_mix.method import Method, maps_while_running
+from lens_mix.pass_plan import VERIFICATION, LayerPlan, PassPlan
 
 _MOST_LOGITS = 1 << 29  # the bytes of the logits that are computed at once for the predictions
 _LEAST_LOGITS = 1 << 24  # a smaller `max_memory` does not bound them, because each chunk costs a pass
-
-
-class UnexpectedBlock(Exception):
-    """A block of a running clean pass is not as expected.
-
-    Only a finished clean pass, which has kept all its records, can show the reason.
-    """
 
 
 class Session:
@@ -186,164 +172,217 @@ class Session:
         self,
         prompts: Sequence[Prompt],
         side: PaddingSide = "right",
-        map_early: Callable[[CheckedPass], Callable[[int], None]] | None = None,
+        make_visitor: Callable[[CheckedPass], Visitor] | None = None,
     ) -> Iterator[CheckedPass]:
         """Yield the prompts after one clean pass and the verification; afterwards the model is as before.
 
         Args:
             prompts: The prompts of one batch.
             side: The side on which to pad.
-            map_early: A function that gets the pass before it starts. It returns the function that computes
-                one layer's maps of the methods that are mapped early (`CheckedPass.is_mapped_early`). It
-                is called when the block has run and agrees with the verification, and the records that no
-                other method reads are then freed. None: all records are kept. So they are if user hooks are
-                on the model, if the pass builds an autograd graph, and for encoder-decoders.
+            make_visitor: A function that gets the pass before it starts, and returns what visits each block
+                for the methods that are mapped while the pass runs (`PassPlan`). What no other method reads
+                is then freed. None: all records are kept.
 
         Raises:
             UnsupportedModelError: If the model or a method on it failed verification on these prompts.
-            UnexpectedBlock: If `map_early` is called, and a block lacks a record or differs from its verified
-                components.
         """
         # The user may have added or removed modules since the last batch, so the lens is made anew.
         self.lens = lens = Lens(self.lens.model, self.lens.stack.name)
         with LibraryErrors(lens.model), lens.evaluation_mode(), contextlib.ExitStack() as leaving:
-            passes: list[CleanPass] = []
-            verification = verification_of(
-                lens,
-                prompts[0],
-                with_unembedding=needs_unembedding(self.methods.values()),
-                passes=passes if self._may_share_pass(prompts) else None,
-            )
-            engines = self._choose_engines(verification)
-            uses_algebra = "algebra" in engines.values()
             batch = pad(prompts, pad_token(lens.model), side)
-            real = batch.real_positions(lens.stack.name)
-            rows = None if self.queries is None else Rows.of(self.queries, real)
-            watched = self.recorded_layers if has_user_hooks(lens.modules) else []
-            predict_at = self._positions_to_predict(real, rows, verification)
-            graph = self._make_graph(batch, verification, has_hooks=bool(watched))
-            if graph is not None:
-                leaving.callback(graph.release)
-            size = self._count_predictions(len(batch))
-            fits = predict_at is None or predict_at.shape[1] <= size
-            is_verified = bool(passes) and graph is None
-            # Whether a prompt with pictures is causal is known only after the pass.
-            keeps_all = watched or lens.encoder_decoder or batch.has_pictures or graph is not None
-            is_early = map_early is not None and not keeps_all and not is_verified
-            outputs = self._record_outputs(verification, engines, is_early=is_early)
-            after_block = None
-            if map_early is not None and is_early:
-                after_block = functools.partial(
-                    self._map_early, map_early, verification, engines, rows, outputs
-                )
-            if is_verified:
-                clean = passes[0]
-                if predict_at is None:
-                    clean = dataclasses.replace(
-                        clean, predictions=None, no_predictions=None, predicted_at=None, logits=None
-                    )
-            else:
-                shown = predict_at if fits else None
-                clean = self._clean_pass(batch, rows, engines, watched, graph, shown, after_block, outputs)
-            if predict_at is not None and not fits:
-                clean = predict_in_chunks(clean, predict_at, size)
-            entering = streams_before_cross(clean, verification.anatomy)
-            clean = dataclasses.replace(clean, z_factors=verification.z_factors, entering=entering)
-            _require_same_input(clean)
-            self._check_entering_patches(clean)
-            if clean.seeing_later:
-                verification = _add_patches(clean, verification)
-                engines = self._choose_engines(verification)
-            # A pass that was verified itself need not be compared with the verification.
-            if uses_algebra and after_block is None and not is_verified:
-                clean, verification, engines = self._check_prompts(clean, verification, engines, outputs)
+            verification, no_algebra, is_new = self._verify(batch), None, False
+            while True:
+                plan = self.plan(batch, verification, no_algebra, is_visited=make_visitor is not None)
+                found = None
+                try:
+                    checked = self._run(plan, make_visitor, leaving)
+                    break
+                except UnexpectedBlock as problem:
+                    found = problem
+                # Below, outside of the `except`, another error does not also show this one.
+                leaving.close()
+                if found.reason is None:
+                    verification = dataclasses.replace(verification, causal=False, sees_later_patches=True)
+                elif not is_new:
+                    # The verification may be outdated, because the model changed without a trace.
+                    verification, is_new = self._verify(batch, again=True), True
+                elif found.found_for == "recorded":
+                    self._raise_unsupported(found.reason)
+                else:
+                    # A hook may act on one position only, for example.
+                    no_algebra = found.reason
+            yield checked
+
+    def _verify(self, batch: Batch, *, again: bool = False) -> Verification:
+        """Return the verification of the model, which is made on the first prompt if there is none."""
+        return verification_of(
+            self.lens,
+            batch.prompts[0],
+            with_unembedding=needs_unembedding(self.methods.values()),
+            again=again,
+        )
+
+    def plan(
+        self,
+        batch: Batch,
+        verification: Verification,
+        no_algebra: str | None = None,
+        *,
+        is_visited: bool = True,
+    ) -> PassPlan:
+        """Return the plan of a clean pass.
+
+        Args:
+            batch: The prompts.
+            verification: The verification of the model.
+            no_algebra: Why algebra cannot run on these prompts; None if it can.
+            is_visited: Whether methods that read one block map it when it has run. False: all methods run
+                after the pass, on its records.
+        """
+        lens, engines = self.lens, self._choose_engines(verification, no_algebra)
+        has_hooks = has_user_hooks(lens.modules)
+        real = batch.real_positions(lens.stack.name)
+        rows = None if self.queries is None else Rows.of(self.queries, real)
+        methods = self.methods
+        method_layers = {label: self.layers_of(method) for label, method in methods.items()}
+        keeps_rows = all(
+            method.scope == "layer" and method.takes_rows(engines[label]) for label, method in methods.items()
+        )
+        visiting = None
+        if is_visited:
+            visiting = [label for label in methods if maps_while_running(methods[label], engines[label])]
+        compared: set[str] = set()
+        if "algebra" in engines.values():
+            compared = {"algebra"}.union(*(method.needs for method in methods.values()))
+        if has_hooks:
             # The engine "recorded" reads pattern and values, so it would miss a user hook that changes z. The
             # other engines do not miss it: replays run this hook, and algebra is compared with block outputs.
-            recorded = {"recorded"} & set(engines.values())
-            reason = find_mismatch(clean, verification, watched, recorded) if watched else None
-            if reason is not None:
-                self._raise_unsupported(reason)
-            notes = describe_user_hooks(clean, verification, watched)
-            yield CheckedPass(self, clean, verification, engines, rows, notes)
+            compared |= {"recorded"} & set(engines.values())
+        layers = {}
+        for layer in self.recorded_layers:
+            engines_here = {label: engines[label] for label in methods if layer in method_layers[label]}
+            layers[layer] = self._plan_layer(
+                verification.anatomy[layer], engines_here, visiting, compared, has_hooks
+            )
+        rules = self._choose_rules(batch, verification, has_hooks=has_hooks)
+        reads_end = any(UNEMBEDDING in method.needs for method in methods.values())
+        last = lens.n_layers - 1 if reads_end or rules is not None else self.recorded_layers[-1]
+        # Padding may get attention weight in any block that runs, so with padding all blocks are watched.
+        run_layers = [layer for layer in lens.stack.attention_layers if layer <= last]
+        watches_all = batch.has_pictures or not bool(real.all())
+        return PassPlan(
+            lens=lens,
+            batch=batch,
+            methods=methods,
+            method_layers=method_layers,
+            verification=verification,
+            engines=engines,
+            layers=layers,
+            rows=rows,
+            recorded_rows=rows if keeps_rows else None,
+            watched=tuple(run_layers if watches_all else self.recorded_layers),
+            last=last,
+            rules=rules,
+            predict_at=self._positions_to_predict(real, rows, verification),
+            predicted_at_once=self._count_predictions(len(batch)),
+            compared=frozenset(compared),
+            has_hooks=has_hooks,
+        )
 
-    def _may_share_pass(self, prompts: Sequence[Prompt]) -> bool:
-        """Return whether a new verification's own pass has all that this run would record in another one."""
-        recorded = {"pattern", "value", "z", RESID_PRE}
-        reads = all(type(m).hooks is Method.hooks and m.records <= recorded for m in self.methods.values())
-        is_whole = len(prompts) == 1 and self.queries is None and self.max_memory is None
-        is_whole = is_whole and self.recorded_layers == self.lens.stack.attention_layers
-        return reads and is_whole and may_share_pass(self.lens, prompts[0])
-
-    def _map_early(
+    def _plan_layer(
         self,
-        map_early: Callable[[CheckedPass], Callable[[int], None]],
-        verification: Verification,
+        anatomy: BlockAnatomy,
         engines: Mapping[str, str],
-        rows: Rows | None,
-        outputs: BlockOutputs | None,
-        clean: CleanPass,
-    ) -> Callable[[int], None]:
-        """Return a function that checks and maps a block of a running pass, and then frees its records.
+        visiting: Collection[str] | None,
+        compared: Collection[str],
+        has_hooks: bool,
+    ) -> LayerPlan:
+        """Return what happens at one block.
 
         Args:
-            map_early: As in `checked_pass`.
-            verification: The verification of the model.
-            engines: The engine of each method.
-            rows: The rows that were asked for; None: all.
-            outputs: The outputs within the blocks, which the pass records; None if it records none.
-            clean: The pass, which has not started yet.
+            anatomy: The anatomy of the block.
+            engines: The engine of each method that reads the block.
+            visiting: The labels of the methods that map blocks while the pass runs. None: all records are
+                kept.
+            compared: What the verification compares.
+            has_hooks: Whether user hooks are on the model.
         """
-        clean = dataclasses.replace(clean, z_factors=verification.z_factors)
-        check = None
-        if "algebra" in engines.values():
-            uses, rebuilt = self._find_checked(), self._find_rebuilt_layers(verification, engines)
-            check = PromptCheck(clean, verification, uses, rebuilt, samples=True)
-        checked = CheckedPass(self, clean, verification, engines, rows, {})
-        map_block = map_early(checked)
-        name_of, layers = clean.lens.stack.hook_name, set(self.recorded_layers)
+        methods = {label: self.methods[label] for label in engines}
+        roles = {role for method in methods.values() for role in method.records - {RESID_PRE}}
+        uses_algebra = "algebra" in compared
+        # The verification needs these tensors even if no method does.
+        roles |= {"pattern", "value"} if uses_algebra or has_hooks else set()
+        roles |= {"z"} if has_hooks else set()
+        is_whole = any(
+            engines[label] == "algebra" and "feed_forward" in method.needs_for(anatomy)
+            for label, method in methods.items()
+        )
+        # The verification computes a feed-forward if a method does, or if a hook may act in it. The others
+        # would take most of its time, and those without a formula cannot be computed.
+        is_computed = anatomy.feed_forward is not None and not anatomy.cross and (is_whole or has_hooks)
+        visitors = [label for label in methods if label in (visiting or ())]
+        template = self.lens.stack.attention_template
+        late = [method for label, method in methods.items() if label not in visitors]
+        names = {name for method in late for name, _ in method.hooks(0, {}, attention=template)}
+        kept = [role for role in roles if self.lens.stack.hook_name(role, 0) in names]
+        return LayerPlan(
+            records=tuple(sorted(roles)),
+            outputs=("feed_forward_out", "cross_out") if uses_algebra and not is_computed else (),
+            visitors=(*([VERIFICATION] if uses_algebra or has_hooks else []), *visitors),
+            kept=tuple(sorted(roles if visiting is None else kept)),
+            is_whole=is_whole or has_hooks,
+        )
 
-        def after_block(layer: int) -> None:
-            if layer not in layers:
-                return
-            methods = [(label, each) for label, each in self.methods.items() if layer in self.layers_of(each)]
-            read = {name_of(role, layer) for _, each in methods for role in each.records - {RESID_PRE}}
-            if not read <= clean.recorded.keys():
-                raise UnexpectedBlock
-            if check is not None and check.find_mismatch(layer, outputs.take(layer) if outputs else {}):
-                raise UnexpectedBlock
-            map_block(layer)
-            late = [each for label, each in methods if not checked.is_mapped_early(label)]
-            template = clean.lens.stack.attention_template
-            kept = {name for each in late for name, _ in each.hooks(layer, {}, attention=template)}
-            for name in {name_of(role, layer) for role in ATTENTION_ROLES} - kept:
-                clean.recorded.pop(name, None)
+    def _run(
+        self,
+        plan: PassPlan,
+        make_visitor: Callable[[CheckedPass], Visitor] | None,
+        leaving: contextlib.ExitStack,
+    ) -> CheckedPass:
+        """Return the clean pass of a plan, whose blocks the verification and the methods have visited.
 
-        return after_block
-
-    def _record_outputs(
-        self, verification: Verification, engines: Mapping[str, str], *, is_early: bool
-    ) -> BlockOutputs | None:
-        """Return what records the outputs within blocks that the check reads; None without algebra.
-
-        The check computes a feed-forward if a method does. It need not compute the others, which would take
-        most of its time, and it cannot compute those without a formula, or a cross-attention.
-
-        Args:
-            verification: The verification of the model.
-            engines: The engine of each method.
-            is_early: Whether the output of a block is used and freed when the block has run. If not, only
-                outputs that the check cannot compute are recorded.
+        Raises:
+            UnexpectedBlock: A block is not as the plan expects.
         """
-        if "algebra" not in engines.values():
-            return None
-        computed = self._find_rebuilt_layers(verification, engines)
+        lens, batch, graph = plan.lens, plan.batch, None
+        if plan.rules is not None:
+            anatomies = list(plan.verification.anatomy.values())
+            graph = AutogradGraph(lens, anatomies, plan.rules, batch.tokens.shape[1])
+            leaving.callback(graph.release)
+        outputs, store = plan.block_outputs(), dict[str, Tensor]()
+        verifier = Verifier(plan, outputs)
+        visitors: list[Visitor] = [verifier]
 
-        def is_read(layer: int) -> bool:
-            anatomy = verification.anatomy[layer]
-            return anatomy.feed_forward is None or anatomy.cross or (is_early and layer not in computed)
+        def visit(clean: CleanPass, layer: int) -> None:
+            keep_stream_before_cross(clean, plan.verification.anatomy, layer)
+            if make_visitor is not None and len(visitors) == 1:
+                visitors.append(make_visitor(CheckedPass(self, plan, clean, verifier.notes)))
+            for visitor in visitors:
+                visitor.visit(clean, layer)
+            plan.free(clean.recorded, layer)
 
-        layers = list(filter(is_read, self.recorded_layers))
-        return BlockOutputs(self.lens, layers, ["feed_forward_out", "cross_out"])
+        clean = clean_pass(
+            lens,
+            batch,
+            plan.hooks(store),
+            store,
+            required=plan.required(),
+            watched=plan.watched,
+            stop_after=plan.last,
+            rows=plan.recorded_rows,
+            graph=graph,
+            predict_at=plan.predict_at if plan.predicts_at_end else None,
+            z_factors=plan.verification.z_factors,
+            visit=visit,
+            outputs=outputs,
+        )
+        if plan.predict_at is not None and not plan.predicts_at_end:
+            clean = predict_in_chunks(clean, plan.predict_at, plan.predicted_at_once)
+        _require_same_input(clean)
+        self._check_entering_patches(clean)
+        if clean.seeing_later and plan.verification.causal:
+            raise UnexpectedBlock(None)
+        return CheckedPass(self, plan, clean, verifier.notes)
 
     def _choose_engines(self, verification: Verification, no_algebra: str | None = None) -> dict[str, str]:
         """Return the engine of each method by its label. `no_algebra` is a reason not to use "algebra"."""
@@ -363,111 +402,6 @@ class Session:
         names = name_user_hooks(self.lens.model)
         hooks = f"; these hooks are on the model: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
         raise UnsupportedModelError(reason + hooks * bool(names))
-
-    def _check_prompts(
-        self,
-        clean: CleanPass,
-        verification: Verification,
-        engines: dict[str, str],
-        outputs: BlockOutputs | None,
-    ) -> tuple[CleanPass, Verification, dict[str, str]]:
-        """Return the pass, the verification and the engines that are valid for these prompts.
-
-        If the verified components do not give the outputs of these prompts, the verification may be outdated,
-        because the model changed without a trace. It is then computed again. If the new one does not give the
-        outputs either (a hook may act on one position only), the engine "hooks" is used.
-        """
-        layers, uses = self.recorded_layers, self._find_checked()
-        rebuilt = self._find_rebuilt_layers(verification, engines)
-        taken = {layer: outputs.take(layer) for layer in layers} if outputs else {}
-        if find_mismatch(clean, verification, layers, uses, rebuilt, taken) is None:
-            return clean, verification, engines
-        splits_logits = needs_unembedding(self.methods.values())
-        verification = verification_of(
-            clean.lens, clean.batch.prompts[0], with_unembedding=splits_logits, again=True
-        )
-        verification = _add_patches(clean, verification)
-        clean = dataclasses.replace(clean, z_factors=verification.z_factors)
-        rebuilt = self._find_rebuilt_layers(verification, engines)
-        mismatch = find_mismatch(clean, verification, layers, uses, rebuilt, taken)
-        return clean, verification, self._choose_engines(verification, mismatch)
-
-    def _find_checked(self) -> set[str]:
-        """Return the engines and needs for which components are checked on the prompts."""
-        return {"algebra"}.union(*(method.needs for method in self.methods.values()))
-
-    def _find_rebuilt_layers(self, verification: Verification, engines: Mapping[str, str]) -> set[int]:
-        """Return the layers whose feed-forward algebra computes."""
-        return {
-            layer
-            for label, method in self.methods.items()
-            if engines[label] == "algebra"
-            for layer in self.layers_of(method)
-            if "feed_forward" in method.needs_for(verification.anatomy[layer])
-        }
-
-    def _clean_pass(
-        self,
-        batch: Batch,
-        rows: Rows | None,
-        engines: Mapping[str, str],
-        hooked: Sequence[int],
-        graph: AutogradGraph | None,
-        predict_at: Int[Tensor, "batch query"] | None,
-        after_block: Callable[[CleanPass], Callable[[int], None]] | None = None,
-        outputs: BlockOutputs | None = None,
-    ) -> CleanPass:
-        """Return the clean pass, which records only the rows that the methods and checks need.
-
-        Args:
-            batch: The prompts.
-            rows: The rows that were asked for; None: all.
-            engines: The engine of each method.
-            hooked: The layers where z is compared, because user hooks may change it.
-            graph: The autograd graph that the pass is to record, or None.
-            predict_at: The positions of the predictions to read, or None.
-            after_block: As in `clean_pass`; it checks that the records are complete, and frees some of them.
-            outputs: The outputs within the blocks to record; None for none.
-        """
-        lens, layers = self.lens, self.recorded_layers
-        for label, method in self.methods.items():
-            if method.scope != "layer" or not method.takes_rows(engines[label]):
-                rows = None
-        positions = None if rows is None else rows.positions
-        store: dict[str, Tensor] = {}
-        # The check of the prompts needs these tensors even if no method does.
-        checked = {"pattern", "value"} if "algebra" in engines.values() or hooked else set()
-        checked |= {"z"} if hooked else set()
-        template = lens.stack.attention_template
-        required = names_before_cross(lens, layers)
-        fwd_hooks = record_all(store, required)
-        for method in self.methods.values():
-            for layer in self.layers_of(method):
-                pairs = method.hooks(layer, store, queries=positions, attention=template)
-                # The input of a block is recorded from its call, which works for all model classes.
-                fwd_hooks += [pair for pair in pairs if pair[0] != f"{lens.where(layer)}.hook_resid_pre"]
-                required += [lens.stack.hook_name(role, layer) for role in method.records - {RESID_PRE}]
-            checked -= method.records
-        for layer in layers:
-            fwd_hooks += record_attention(
-                layer, store, sorted(checked), queries=positions, attention=template
-            )
-        reads_end = any(UNEMBEDDING in method.needs for method in self.methods.values())
-        last = lens.n_layers - 1 if reads_end or graph is not None else layers[-1]
-        # Padding may get attention weight in any block that runs, so with padding all blocks are watched.
-        has_padding = not bool(batch.real_positions(lens.stack.name).all())
-        run_layers = [layer for layer in lens.stack.attention_layers if layer <= last]
-        watched = run_layers if has_padding or batch.has_pictures else layers
-        options: dict[str, Any] = {
-            "watched": watched,
-            "stop_after": last,
-            "predict_at": predict_at,
-            "after_block": after_block,
-            "outputs": outputs,
-            "required": required if after_block is None else (),
-            "graph": graph,
-        }
-        return clean_pass(lens, batch, fwd_hooks, store, rows=rows, **options)
 
     def _check_entering_patches(self, clean: CleanPass) -> None:
         """Raise an UnsupportedModelError if pictures also enter above the first block, for input maps.
@@ -507,10 +441,10 @@ class Session:
         most = _MOST_LOGITS if self.max_memory is None else max(self.max_memory, _LEAST_LOGITS)
         return max(1, min(most, _MOST_LOGITS) // per_position)
 
-    def _make_graph(
+    def _choose_rules(
         self, batch: Batch, verification: Verification, *, has_hooks: bool
-    ) -> AutogradGraph | None:
-        """Return the autograd graph that the clean pass is to record, or None if it is not needed.
+    ) -> BackwardRules | None:
+        """Return the rules of the autograd graph that the clean pass keeps, or None if it keeps none.
 
         If the methods have several rules, it has those of the most methods. The graph may keep the
         activations of all blocks in memory, so it is for a single prompt only.
@@ -526,14 +460,7 @@ class Session:
         # There are no gradients in inference mode, for which the target raises an error with the reason.
         if not wanted or not fits or torch.is_inference_mode_enabled():
             return None
-        return AutogradGraph(self.lens, anatomies, max(wanted, key=wanted.count), batch.tokens.shape[1])
-
-
-def _add_patches(clean: CleanPass, verification: Verification) -> Verification:
-    """Return the verification of a model for this pass, in which patches may attend to later patches."""
-    if not clean.seeing_later or not verification.causal:
-        return verification
-    return dataclasses.replace(verification, causal=False, sees_later_patches=True)
+        return max(wanted, key=wanted.count)
 
 
 def _require_same_input(clean: CleanPass) -> None:
@@ -549,25 +476,43 @@ def _require_same_input(clean: CleanPass) -> None:
         )
 
 
+class Visitor(Protocol):
+    """What gets each block of a running pass."""
+
+    def visit(self, clean: CleanPass, layer: int) -> None:
+        """Read a block that has run; the call must not run a block."""
+
+
 @dataclasses.dataclass(frozen=True)
 class CheckedPass:
-    """The prompts of a batch after a clean pass, the verification and the check of the prompts.
+    """The prompts of a batch in a clean pass whose blocks the verification visits first.
 
     Attributes:
         session: The methods and options of the run.
+        plan: The plan of the pass.
         clean: The clean pass.
-        verification: The verification of the model.
-        engines: The engine of each method, by its label.
-        rows: The rows that were asked for; None: all.
-        hook_notes: The sentences about what user hooks change, by layer, for the notes.
+        hook_notes: Layer -> the sentences about what user hooks change, for the notes.
     """
 
     session: Session
+    plan: PassPlan
     clean: CleanPass
-    verification: Verification
-    engines: Mapping[str, str]
-    rows: Rows | None
     hook_notes: Mapping[int, Sequence[str]]
+
+    @property
+    def verification(self) -> Verification:
+        """The verification of the model, as the plan relies on it."""
+        return self.plan.verification
+
+    @property
+    def engines(self) -> Mapping[str, str]:
+        """The engine of each method, by its label."""
+        return self.plan.engines
+
+    @property
+    def rows(self) -> Rows | None:
+        """The rows that were asked for; None: all."""
+        return self.plan.rows
 
     def blocks(self, label: str) -> list[Block]:
         """Return the blocks of a method, with the rows that it must compute."""
@@ -578,19 +523,8 @@ class CheckedPass:
             # The last layer of an input map reads all rows of the layers below.
             queries = None if method.scope != "layer" and layer != layers[-1] else rows
             memory, effort = self.session.max_memory, self.session.effort
-            block = Block(self.clean, layer, self.verification, engine, memory, queries, effort)
-            for index, note in itertools.product(
-                range(len(self.clean.batch)), self.hook_notes.get(layer, ())
-            ):
-                block.warn(index, note)
-            blocks.append(block)
+            blocks.append(Block(self.clean, layer, self.verification, engine, memory, queries, effort))
         return blocks
-
-    def is_mapped_early(self, label: str) -> bool:
-        """Return whether a method's map of a block may be computed before the later blocks have run."""
-        method = self.session.methods[label]
-        is_separate = method.scope == "layer" and maps_separately(method)
-        return is_separate and method.reads_one_block(self.engines[label])
 
     def allowed_keys(self) -> AllowedKeys:
         """Return which keys the recorded rows may see, in every watched layer."""

@@ -23,6 +23,7 @@ FLOORS = {
     "targets": 1,
     "algebra": 2,
     "session": 3,
+    "pass_plan": 3,
     "again": 7,
     "aggregation": 4,
     "methods": 4,

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,7 @@ class CleanPass:
         replays: Layer -> the block's replay.
         cache: Layer -> results that the methods of one run share, until the block has been mapped.
         z_factors: Layer -> the factors by which user hooks multiply z of each head.
-        entering: Layer -> the residual stream before a mapped cross-attention.
+        entering: Layer -> the residual stream before a mapped cross-attention, when the block has run.
         source_calls: For the joint part, the arguments and output of the encoder's first block.
         graph: The autograd graph of the pass; None if it was not requested.
         predictions: For each prompt, the model's predictions at the requested positions; None if they were
@@ -81,7 +82,7 @@ class CleanPass:
     replays: dict[int, BlockReplay] = dataclasses.field(default_factory=dict)
     cache: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
     z_factors: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
-    entering: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
+    entering: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     source_calls: dict[int, BlockCall] = dataclasses.field(default_factory=dict)
     graph: AutogradGraph | None = None
     predictions: list[list[Explained]] | None = None
@@ -167,14 +168,15 @@ def clean_pass(
     fwd_hooks: Sequence[HookPair] = (),
     recorded: dict[str, Tensor] | None = None,
     *,
-    required: Sequence[str] = (),
+    required: Mapping[int, Collection[str]] = MappingProxyType({}),
     watched: Sequence[int] | None = None,
     stop_after: int = -1,
     rows: Rows | None = None,
     as_given: bool = False,
     graph: AutogradGraph | None = None,
     predict_at: Int[Tensor, "batch query"] | None = None,
-    after_block: Callable[[CleanPass], Callable[[int], None]] | None = None,
+    z_factors: Mapping[int, Tensor] = MappingProxyType({}),
+    visit: Callable[[CleanPass, int], None] | None = None,
     outputs: BlockOutputs | None = None,
 ) -> CleanPass:
     """Make one forward pass, and record the blocks' calls and the tensors of the hooks.
@@ -184,16 +186,16 @@ def clean_pass(
         batch: The prompts.
         fwd_hooks: TransformerLens hooks that record, into `recorded`.
         recorded: The dictionary that the hooks fill.
-        required: Hook names that have to be in `recorded` afterwards.
+        required: Layer -> the hook names that have to be in `recorded` when its block has run.
         watched: The layers to fill `CleanPass.attended` for; None for all that run and have attention.
         stop_after: The last block to record. The pass ends there, unless it makes predictions.
         rows: The rows that the hooks record; None for all positions.
         as_given: As in `Lens.forward`.
         graph: The autograd graph that the pass builds; the pass has to reach the last block.
         predict_at: The positions of the logits at which to read the model's predictions; None for none.
-        after_block: A function that gets the pass before it starts, and returns the function to call with the
-            number of each watched layer whose block has run. That one must not run a block, and its errors
-            end the pass. None for none.
+        z_factors: As in `CleanPass`.
+        visit: A function that is called with the pass and the number of each layer whose block has run, as
+            long as all required hooks have fired. It must not run a block, and its errors end the pass.
         outputs: The outputs within blocks to record; None for none.
 
     Raises:
@@ -204,7 +206,7 @@ def clean_pass(
     recorded = {} if recorded is None else recorded
     present = [layer for layer in lens.stack.attention_layers if layer <= last]
     layers = present if watched is None else list(watched)
-    clean = CleanPass(lens, batch, {}, recorded, {}, rows, graph=graph)
+    clean = CleanPass(lens, batch, {}, recorded, {}, rows, z_factors=z_factors, graph=graph)
     template = lens.stack.attention_template
     watching = [watch_pattern(layer, _watch_keys(layer, clean), attention=template) for layer in layers]
     capturing = captured_calls(dict(enumerate(lens.stack.blocks[: last + 1])), clean.calls)
@@ -214,12 +216,23 @@ def clean_pass(
     if outputs is not None:
         fwd_hooks += outputs.fwd_hooks
         capturing += outputs.changes
+    silent: list[str] = []
+
+    def after_block(layer: int) -> None:
+        _require_finite(clean, layer)
+        silent.extend(name for name in required.get(layer, ()) if name not in recorded)
+        # A pass that lacks records goes on, so that its error names all hooks that never fired.
+        if visit is not None and not silent:
+            # Recorded tensors are detached even if the pass builds an autograd graph.
+            recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
+            with torch.no_grad():
+                visit(clean, layer)
+
     failures: list[Exception] = []
-    if after_block is not None:
-        call = after_block(clean)
-        capturing += [
-            forward_hook(lens.stack.blocks[layer], _caller(call, layer, failures)) for layer in layers
-        ]
+    capturing += [
+        forward_hook(block, _caller(after_block, layer, failures))
+        for layer, block in enumerate(lens.stack.blocks[: last + 1])
+    ]
     if predict_at is None:
         # It is registered last, because it raises: torch would not call any hook after it.
         capturing.append(forward_hook(lens.stack.blocks[last], stop_forward))
@@ -243,9 +256,8 @@ def clean_pass(
                 raise
     if failures:
         raise failures.pop()
-    # Recorded tensors are detached even if the pass builds an autograd graph.
     recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
-    _require_complete(clean, required, layers, last)
+    _require_complete(clean, silent, layers, last)
     if graph is not None:
         graph.read(clean.calls)
     return clean
@@ -337,26 +349,30 @@ def _watch_keys(layer: int, clean: CleanPass) -> Callable[[Tensor], None]:
     return watch
 
 
-def _require_complete(clean: CleanPass, required: Sequence[str], watched: Sequence[int], last: int) -> None:
+def _require_complete(clean: CleanPass, silent: Sequence[str], watched: Sequence[int], last: int) -> None:
     lens = clean.lens
     missing = [layer for layer in range(last + 1) if layer not in clean.calls]
     if missing:
         raise UnsupportedModelError(f"blocks {missing} of {lens.stack.name!r} never ran in a forward pass")
-    silent = [name for name in required if name not in clean.recorded]
-    silent += [lens.stack.hook_name("pattern", layer) for layer in watched if layer not in clean.attended]
+    unseen = [lens.stack.hook_name("pattern", layer) for layer in watched if layer not in clean.attended]
+    silent = [*silent, *(name for name in unseen if name not in silent)]
     if silent:
         raise UnsupportedModelError(
             f"hooks that never fired: {silent}; expected each to fire once in a forward pass "
             "(an attention kernel that keeps no pattern, or a module the model does not call)"
         )
-    # Padding is not checked: in some models, rows that attend to nothing but padding are NaN.
-    real = clean.real
-    is_unpadded = bool(real.all())
-    for layer, call in clean.calls.items():
-        if not bool(torch.isfinite(call.resid_post if is_unpadded else call.resid_post[real]).all()):
-            raise ValueError(
-                f"{lens.where(layer)}: expected finite outputs, got NaN or infinity{_bad_weight(lens)}"
-            )
+
+
+def _require_finite(clean: CleanPass, layer: int) -> None:
+    """Raise a ValueError if a block's output is not finite at the prompts' own positions.
+
+    Padding is not checked: in some models, rows that attend to nothing but padding are NaN.
+    """
+    lens, real, output = clean.lens, clean.real, clean.calls[layer].resid_post
+    if not bool(torch.isfinite(output if bool(real.all()) else output[real]).all()):
+        raise ValueError(
+            f"{lens.where(layer)}: expected finite outputs, got NaN or infinity{_bad_weight(lens)}"
+        )
 
 
 def _bad_weight(lens: Lens) -> str:

@@ -28,23 +28,19 @@ def names_before_cross(lens: Lens, layers: Sequence[int]) -> list[str]:
     return [f"{lens.where(layer)}.{inside}" for layer in layers]
 
 
-def streams_before_cross(clean: CleanPass, anatomy: Mapping[int, BlockAnatomy]) -> dict[int, Tensor]:
-    """Return by layer the residual stream that the cross-attention's output is added to.
+def keep_stream_before_cross(clean: CleanPass, anatomy: Mapping[int, BlockAnatomy], layer: int) -> None:
+    """Keep in `clean.entering` the residual stream that the cross-attention's output is added to.
 
     Args:
-        clean: A clean pass that recorded `names_before_cross`.
+        clean: A clean pass that recorded `names_before_cross`. Without them, and unless the part is "cross",
+            nothing is kept.
         anatomy: The anatomy of each block, read by its cross-attention.
-
-    Returns:
-        Streams [batch, query, d_model] by layer. The dict is empty unless the part is "cross".
+        layer: A layer whose block has run.
     """
-    streams = {}
-    for layer in anatomy if clean.lens.stack.is_cross else ():
-        (name,) = names_before_cross(clean.lens, [layer])
-        if name in clean.recorded:
+    for name in names_before_cross(clean.lens, [layer]):
+        if layer in anatomy and name in clean.recorded:
             x = clean.calls[layer].resid_pre
-            streams[layer] = anatomy[layer].entered(x, clean.recorded[name].to(x.dtype))
-    return streams
+            clean.entering[layer] = anatomy[layer].entered(x, clean.recorded[name].to(x.dtype))
 
 
 def cross_output(block: Block) -> Float[Tensor, "batch query d_model"] | None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.block import Block
-from lens_mix.lens.clean_pass import CleanPass, clean_pass
+from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.users_hooks import has_user_hooks, read_user_module_settings
@@ -30,7 +30,6 @@ def verification_of(
     with_unembedding: bool = False,
     padding: PaddingSide | None = None,
     again: bool = False,
-    passes: list[CleanPass] | None = None,
 ) -> Verification:
     """Return the verification of the lens's stack, made again only if weights or hooks have changed.
 
@@ -40,7 +39,6 @@ def verification_of(
         with_unembedding: Whether the unembedding has to be verified too (`needs_unembedding`).
         padding: The side on which the masking of padding has to be verified; None for neither.
         again: Whether to ignore a stored verification.
-        passes: A list for the clean pass of a new verification, as in `verify`.
 
     Raises:
         RuntimeError: A hook calls this during a pass of lens_mix through this model.
@@ -53,11 +51,7 @@ def verification_of(
         verification = (
             stored[1] if is_current and stored is not None and not _may_be_outdated(lens, stored[1]) else None
         )
-        complete = verify(lens, prompt, passes) if verification is None else verification
-        if passes and any(entry.error is not None and not entry.ok for entry in complete.components):
-            # What acts at a late position must not change the stored verification, which is for all prompts.
-            passes.clear()
-            complete = verify(lens, prompt)
+        complete = verify(lens, prompt) if verification is None else verification
         if lens.stack.source is not None and (verification is None or padding is not None):
             source = verification_of(
                 Lens(lens.model, lens.stack.source.name), prompt, padding=padding, again=again

@@ -7,93 +7,106 @@ requested methods need (`lens_mix.lens.components`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping
+from typing import Protocol
 
 from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix.lens.batches import pad
+from lens_mix.lens.block_outputs import BlockOutputs
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.components import COMPONENTS, VALUES, Component, ComponentError, measure
 from lens_mix.lens.recorded import RecordedBlock
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import spread
-from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.lens.verification_record import Verification
 
 # Rows rebuilt per batch, at least one per prompt. Few are enough, because a model without hooks treats all
 # positions alike.
 _SAMPLED_ROWS = 4
-_NONE: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})
 
 
-def find_mismatch(
-    clean: CleanPass,
-    verification: Verification,
-    layers: Sequence[int],
-    uses: Collection[str],
-    whole: Collection[int] = (),
-    outputs: Mapping[int, Mapping[str, Tensor]] = _NONE,
-) -> str | None:
-    """Return how these prompts differ from the verified components; None if they agree.
+class UnexpectedBlock(Exception):
+    """A block of a running pass is not as the plan of the pass expects.
+
+    Attributes:
+        reason: How the prompts differ from the verification; None if patches attend to later patches.
+        found_for: What the differing component is checked for: an engine, or what a method needs.
+    """
+
+    def __init__(self, reason: str | None, found_for: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.found_for = reason, found_for
+
+
+class PlanOfLayer(Protocol):
+    """What the verification reads of the plan of a layer."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows are rebuilt."""
+
+
+class PlanOfVerification(Protocol):
+    """What the verification reads of the plan of a pass."""
+
+    @property
+    def verification(self) -> Verification:
+        """The verification of the model."""
+
+    @property
+    def layers(self) -> Mapping[int, PlanOfLayer]:
+        """The layers to compare."""
+
+    @property
+    def compared(self) -> frozenset[str]:
+        """Engines, and names that methods list in their `needs` (`Component.checked_for`)."""
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether user hooks are on the model."""
+
+
+class Verifier:
+    """The first visitor of a pass: it compares each block with its verified components.
 
     Some rows of every prompt are rebuilt. All requested rows are rebuilt if a method computes the
     feed-forward, or if user hooks are on the model. A hook may act on any one position. A feed-forward
     without a formula, such as a mixture of experts, is not computed: its recorded output is used.
 
     Args:
-        clean: The clean pass, which recorded "pattern" and "value" in these layers, and "z" for "recorded".
-        verification: The verification of the model.
-        layers: The layers that the methods use.
-        uses: Engines, and names that methods list in their `needs` (`Component.checked_for`).
-        whole: The layers whose rows are all rebuilt, because a method computes their feed-forward.
-        outputs: Layer -> as in `PromptCheck.find_mismatch`.
-    """
-    check = PromptCheck(clean, verification, uses, whole, samples=not has_user_hooks(clean.lens.modules))
-    found = (check.find_mismatch(layer, outputs.get(layer, {})) for layer in layers)
-    return next(filter(None, found), None)
+        plan: The plan of the pass (`lens_mix.pass_plan.PassPlan`).
+        outputs: The outputs within blocks that the pass records; None if it records none.
 
-
-class PromptCheck:
-    """The check of some prompts, one block at a time; see `find_mismatch` of this module.
-
-    Args:
-        clean: The clean pass, which may not have reached the blocks that are checked later.
-        verification: The verification of the model.
-        uses: Engines, and names that methods list in their `needs` (`Component.checked_for`).
-        whole: The layers whose rows are all rebuilt.
-        samples: Whether a few rows are rebuilt in all other layers. False: all rows.
+    Attributes:
+        notes: Layer -> the sentences about what user hooks change.
     """
 
-    def __init__(
-        self,
-        clean: CleanPass,
-        verification: Verification,
-        uses: Collection[str],
-        whole: Collection[int],
-        *,
-        samples: bool,
-    ) -> None:
-        self._clean, self._verification, self._whole = clean, verification, whole
-        self._components = [each for each in COMPONENTS if each.checked_for in uses]
-        self._sampled, self._every = _rows(clean, _SAMPLED_ROWS if samples else None), _rows(clean, None)
+    def __init__(self, plan: PlanOfVerification, outputs: BlockOutputs | None) -> None:
+        self._plan, self._outputs = plan, outputs
+        self._components = [each for each in COMPONENTS if each.checked_for in plan.compared]
+        self.notes: dict[int, list[str]] = {}
 
-    def find_mismatch(self, layer: int, outputs: Mapping[str, Tensor]) -> str | None:
-        """Return how these prompts differ from the components of one block; None if they agree.
+    def visit(self, clean: CleanPass, layer: int) -> None:
+        """Compare one block.
 
-        Args:
-            layer: The block.
-            outputs: Role -> the output of a module in the block (`BlockOutputs`). If the feed-forward's is
-                given, it is not computed.
+        Raises:
+            UnexpectedBlock: These prompts differ from the components of the block.
         """
-        block = RecordedBlock(self._clean, layer, self._verification.anatomy[layer], outputs)
-        rows = self._every if layer in self._whole else self._sampled
+        if clean.seeing_later and self._plan.verification.causal:
+            raise UnexpectedBlock(None)
+        if layer not in self._plan.layers:
+            return
+        outputs = self._outputs.take(layer) if self._outputs else {}
+        block = RecordedBlock(clean, layer, self._plan.verification.anatomy[layer], outputs)
+        rows = _rows(clean, None if self._plan.layers[layer].is_whole else _SAMPLED_ROWS)
         for component in self._components:
             entry = measure(component, block, rows, by_sketch=True)
             if _is_mismatch(entry):
-                return _mismatch(component, entry)
-        return None
+                raise UnexpectedBlock(_mismatch(component, entry), component.checked_for)
+        if self._plan.has_hooks:
+            self.notes[layer] = _describe_user_hooks(block)
 
 
 def _is_mismatch(entry: ComponentError) -> bool:
@@ -110,21 +123,14 @@ def _mismatch(component: Component[RecordedBlock], entry: ComponentError) -> str
     )
 
 
-def describe_user_hooks(
-    clean: CleanPass, verification: Verification, layers: Sequence[int]
-) -> dict[int, list[str]]:
-    """Return, by layer, notes on how user hooks change attention on these prompts.
-
-    The clean pass has to have recorded "pattern" and "value" in these layers.
-    """
-    notes: dict[int, list[str]] = {layer: [] for layer in layers}
-    for layer in layers:
-        if layer in clean.z_factors:
-            factors = [round(factor, 4) for factor in clean.z_factors[layer].tolist()]
-            notes[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
-        block = RecordedBlock(clean, layer, verification.anatomy[layer])
-        if _is_mismatch(measure(VALUES, block, by_sketch=True)):
-            notes[layer].append("a hook or an adapter changes its values; the map is of the changed ones")
+def _describe_user_hooks(block: RecordedBlock) -> list[str]:
+    """Return notes on how user hooks change the attention of one block on these prompts."""
+    notes = []
+    if block.z_factors is not None:
+        factors = [round(factor, 4) for factor in block.z_factors.tolist()]
+        notes.append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
+    if _is_mismatch(measure(VALUES, block, by_sketch=True)):
+        notes.append("a hook or an adapter changes its values; the map is of the changed ones")
     return notes
 
 

@@ -1,8 +1,9 @@
 """The verification of a model: every component of every block is rebuilt and compared.
 
 It makes one clean pass over the first tokens of the user's prompt, and records the outputs within the blocks
-too. A pass over a whole short prompt is also that of the run. It rebuilds all components of the table in
-`lens_mix.lens.components`. Blocks of a hybrid that have no attention run, but are not rebuilt.
+too. When a block has run, all components of the table in `lens_mix.lens.components` are rebuilt at all
+positions; those that need a replay, after the pass. Blocks of a hybrid that have no attention run, but are
+not rebuilt. Each later pass samples (`lens_mix.lens.verification.prompt_check`).
 """
 
 from __future__ import annotations
@@ -36,8 +37,6 @@ from lens_mix.lens.verification_record import Verification
 
 # The smallest and the usual number of tokens on which a model is verified.
 SHORTEST, LONGEST = 8, 16
-# The largest number of tokens of a prompt that is verified as a whole if a run can use the same pass.
-_LONGEST_SHARED = 32
 
 
 def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
@@ -86,28 +85,19 @@ def _verification_prompt(
     )
 
 
-def may_share_pass(lens: Lens, prompt: Prompt) -> bool:
-    """Return whether the pass of a verification may be over a whole prompt, and be that of a run on it."""
-    is_text = prompt.target is None and prompt.features is None and not prompt.inputs and not prompt.pictures
-    has_length = SHORTEST <= len(prompt.tokens) <= _LONGEST_SHARED
-    return is_text and has_length and not lens.encoder_decoder and not has_user_hooks(lens.modules)
-
-
-def verify(lens: Lens, prompt: Prompt, passes: list[CleanPass] | None = None) -> Verification:
+def verify(lens: Lens, prompt: Prompt) -> Verification:
     """Verify every block of the lens's stack on the first tokens of a prompt.
 
     Args:
         lens: The lens of the model.
         prompt: The prompt.
-        passes: A list for the clean pass of the verification, with the predictions of every position. It is
-            then over the whole prompt (`may_share_pass`). None: the pass is not used again.
 
     Raises:
         UnsupportedModelError: A block has no hooks on its values, patterns or mixed values.
     """
-    batch = short_batch(lens, prompt) if passes is None else pad([prompt], pad_token(lens.model), "right")
-    layers = lens.stack.attention_layers
-    names = [lens.stack.hook_name(role, layer) for layer in layers for role in ("value", "pattern", "z")]
+    layers, roles = lens.stack.attention_layers, ("value", "pattern", "z")
+    required = {layer: [lens.stack.hook_name(role, layer) for role in roles] for layer in layers}
+    names = [name for of_layer in required.values() for name in of_layer]
     absent = [name for name in names if name not in lens.hook_points]
     if absent:
         kind = type(getattr(lens.stack.attention_module(layers[0]), "original_component", None)).__name__
@@ -120,25 +110,24 @@ def verify(lens: Lens, prompt: Prompt, passes: list[CleanPass] | None = None) ->
     feed_forwards = _feed_forward_modules(lens)
     reads: dict[int, list[Tensor]] = {layer: [] for layer in feed_forwards}
     reading = [_on_input(module, reads[layer].append) for layer, module in feed_forwards.items()]
+    blocks: dict[int, RecordedBlock] = {}
+    errors: dict[int, list[ComponentError]] = {}
+
+    def visit(clean: CleanPass, layer: int) -> None:
+        if layer in required:
+            below = next(reversed(blocks.values())).anatomy if blocks else None
+            blocks[layer], errors[layer] = _read_block(clean, layer, outputs.take(layer), below)
+
     with Changes(reading):
-        every = torch.arange(len(prompt.tokens), device=batch.tokens.device)[None]
-        predict_at = None if passes is None else every
-        pairs = record_all(store, names)
-        clean = clean_pass(lens, batch, pairs, store, required=names, predict_at=predict_at, outputs=outputs)
+        pairs, batch = record_all(store, names), short_batch(lens, prompt)
+        clean = clean_pass(lens, batch, pairs, store, required=required, visit=visit, outputs=outputs)
     entries: list[ComponentError] = []
-    anatomies: dict[int, BlockAnatomy] = {}
-    factors: dict[int, Tensor] = {}
-    below = None
     ending = [_on_input(module, _end_if_changed(reads[layer])) for layer, module in feed_forwards.items()]
     with Changes(ending):
-        for layer in layers:
-            block, errors = _read_block(clean, layer, outputs.take(layer), below)
-            entries += [*errors, *(measure(each, block) for each in COMPONENTS if each.needs_replay)]
-            anatomies[layer] = below = block.anatomy
-            if block.z_factors is not None:
-                factors[layer] = block.z_factors
-    if passes is not None:
-        passes.append(clean)
+        for layer, block in blocks.items():
+            entries += [*errors[layer], *(measure(each, block) for each in COMPONENTS if each.needs_replay)]
+    anatomies = {layer: block.anatomy for layer, block in blocks.items()}
+    factors = {layer: each.z_factors for layer, each in blocks.items() if each.z_factors is not None}
     norms = next_norm_failures(clean, anatomies)
     sees_later = any(bool(attended.triu(diagonal=1).any()) for attended in clean.attended.values())
     causal = not lens.stack.is_cross and not sees_later

@@ -1,0 +1,183 @@
+"""The plan of a clean pass: what is recorded of each block, who visits it, and where the pass ends.
+
+Everything that depends on methods, engines, options and prompts is decided here, before the pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jaxtyping import Int
+from torch import Tensor
+
+from lens_mix.hooks import HookPair, record_all, record_attention
+from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
+from lens_mix.lens.batches import Batch
+from lens_mix.lens.block_outputs import BlockOutputs
+from lens_mix.lens.changed_backward import BackwardRules
+from lens_mix.lens.cross import names_before_cross
+from lens_mix.lens.model import Lens
+from lens_mix.lens.rows import Rows
+from lens_mix.lens.verification_record import Verification
+from lens_mix.method import Method
+
+# The verification as a visitor.
+VERIFICATION = "verification"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """What happens at one block.
+
+    Attributes:
+        records: The roles that are recorded ("pattern", "value", "z", "query").
+        outputs: The outputs within the block that are recorded, because the verification does not compute
+            them.
+        visitors: Who gets the block when it has run, in this order.
+        kept: The roles that are kept after the visits, because a method reads them after the pass.
+        is_whole: Whether the verification rebuilds all rows, because a method computes the feed-forward.
+    """
+
+    records: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    visitors: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    is_whole: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class PassPlan:
+    """What one clean pass does, and what runs after it.
+
+    Attributes:
+        lens: The lens of the model.
+        batch: The prompts.
+        methods: The methods by their labels.
+        method_layers: The layers whose blocks each method reads.
+        verification: The verification that the plan relies on.
+        engines: The engine of each method.
+        layers: What happens at each layer that a method reads.
+        rows: The rows that were asked for; None for all.
+        recorded_rows: The rows that are recorded; None for all, if some method reads all of them.
+        watched: The layers whose attended keys are read.
+        last: The last block that is recorded. The pass ends there, unless it makes predictions.
+        rules: The rules of the autograd graph that the pass keeps; None if it keeps none.
+        predict_at: The positions at which predictions are read; None for none.
+        predicted_at_once: The most positions whose logits are computed at once.
+        compared: What the verification compares: engines, and names that methods list in their `needs`.
+        has_hooks: Whether user hooks are on the model.
+    """
+
+    lens: Lens
+    batch: Batch
+    methods: Mapping[str, Method]
+    method_layers: Mapping[str, Sequence[int]]
+    verification: Verification
+    engines: Mapping[str, str]
+    layers: Mapping[int, LayerPlan]
+    rows: Rows | None
+    recorded_rows: Rows | None
+    watched: tuple[int, ...]
+    last: int
+    rules: BackwardRules | None
+    predict_at: Int[Tensor, "batch query"] | None
+    predicted_at_once: int
+    compared: frozenset[str]
+    has_hooks: bool
+
+    @property
+    def predicts_at_end(self) -> bool:
+        """Whether the pass itself reads the predictions; else they are computed in chunks after it."""
+        return self.predict_at is not None and self.predict_at.shape[1] <= self.predicted_at_once
+
+    @property
+    def after_pass(self) -> list[str]:
+        """The labels of the methods that run after the pass."""
+        visiting = {label for layer in self.layers.values() for label in layer.visitors}
+        return [label for label in self.methods if label not in visiting]
+
+    def hooks(self, store: dict[str, Tensor]) -> list[HookPair]:
+        """Return the hooks that record what the plan says into a dict."""
+        template, rows = self.lens.stack.attention_template, self.recorded_rows
+        positions = None if rows is None else rows.positions
+        pairs = record_all(store, names_before_cross(self.lens, list(self.layers)))
+        for layer, planned in self.layers.items():
+            roles = set(planned.records)
+            for method in self._methods_at(layer):
+                found = method.hooks(layer, store, queries=positions, attention=template)
+                # The input of a block is recorded from its call, which works for all model classes.
+                pairs += [pair for pair in found if pair[0] != f"{self.lens.where(layer)}.hook_resid_pre"]
+                roles -= method.records
+            pairs += record_attention(layer, store, sorted(roles), queries=positions, attention=template)
+        return pairs
+
+    def required(self) -> dict[int, list[str]]:
+        """Return by layer the hook names that have to be recorded when the block has run."""
+        return {
+            layer: [
+                *names_before_cross(self.lens, [layer]),
+                *(
+                    self.lens.stack.hook_name(role, layer)
+                    for method in self._methods_at(layer)
+                    for role in sorted(method.records - {RESID_PRE})
+                ),
+            ]
+            for layer in self.layers
+        }
+
+    def block_outputs(self) -> BlockOutputs | None:
+        """Return what records the outputs within blocks; None if the plan has none."""
+        layers = [layer for layer, planned in self.layers.items() if planned.outputs]
+        return BlockOutputs(self.lens, layers, self.layers[layers[0]].outputs) if layers else None
+
+    def free(self, recorded: dict[str, Tensor], layer: int) -> None:
+        """Remove the attention's tensors of a visited block that nothing reads later."""
+        if layer in self.layers:
+            for role in set(ATTENTION_ROLES) - set(self.layers[layer].kept):
+                recorded.pop(self.lens.stack.hook_name(role, layer), None)
+
+    def _methods_at(self, layer: int) -> list[Method]:
+        return [method for label, method in self.methods.items() if layer in self.method_layers[label]]
+
+    def __str__(self) -> str:
+        positions, asked = self.batch.tokens.shape[1], self.rows
+        rows = "all rows" if self.recorded_rows is None else _name_rows(self.recorded_rows)
+        lines = [
+            f"clean pass of {len(self.batch)} prompt(s), {positions} tokens; asked: "
+            f"{'all rows' if asked is None else _name_rows(asked)}"
+        ]
+        ranges: list[tuple[int, int, LayerPlan]] = []
+        for layer, planned in sorted(self.layers.items()):
+            if ranges and ranges[-1][2] == planned and ranges[-1][1] == layer - 1:
+                ranges[-1] = (ranges[-1][0], layer, planned)
+            else:
+                ranges.append((layer, layer, planned))
+        for first, last, planned in ranges:
+            lines.append(f"  layers {first} to {last}" if last > first else f"  layer {first}")
+            lines.append(f"    records   {', '.join(planned.records) or 'nothing'}: {rows}")
+            if planned.outputs:
+                lines.append(f"    outputs   {', '.join(planned.outputs)}")
+            for label in planned.visitors:
+                lines.append(f"    visited   {self._name_visitor(label, planned)}")
+            lines.append(f"    kept      {', '.join(planned.kept) or 'nothing'}")
+        graph = "none" if self.rules is None else f"by {type(self.rules).__name__}"
+        lines.append(f"  ends       {self._name_end()}; autograd graph: {graph}")
+        after = [f"{label} ({self.engines[label]})" for label in self.after_pass]
+        lines.append(f"  afterwards {', '.join(after) or 'nothing'}")
+        return "\n".join(lines)
+
+    def _name_visitor(self, label: str, planned: LayerPlan) -> str:
+        if label != VERIFICATION:
+            return f"by {label} ({self.engines[label]})"
+        return f"by the verification, {'all rows' if planned.is_whole else 'a sample of rows'}"
+
+    def _name_end(self) -> str:
+        if self.predict_at is None:
+            return f"after block {self.last}, without predictions"
+        how = "" if self.predicts_at_end else f", {self.predicted_at_once} positions at a time"
+        return f"with the logits: predictions at {self.predict_at.shape[1]} position(s){how}"
+
+
+def _name_rows(rows: Rows) -> str:
+    return f"row(s) {', '.join(str(list(each)) for each in dict.fromkeys(rows.by_prompt))}"
