@@ -13,6 +13,7 @@ from lens_mix.lens.block_outputs import BlockOutputs
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.recorded import RecordedBlock
+from lens_mix.pass_plan import PassPlan
 from lens_mix.session import Session
 from tests.matrix import build_or_skip
 from tests.tiny_models import bridge, hooked_encoder, hooked_transformer, tokens
@@ -79,13 +80,13 @@ def test_a_run_records_those_that_no_method_computes(
     model, recorded = build_or_skip(bridge, name), []
     prompt = tokens(model, 1, 9)
     lm.run(model, prompt, method)
-    make = Session._record_outputs
+    make = PassPlan.block_outputs
 
-    def spy(*args: Any, **options: Any) -> BlockOutputs | None:
-        recorded.append(make(*args, **options))
+    def spy(plan: PassPlan) -> BlockOutputs | None:
+        recorded.append(make(plan))
         return recorded[-1]
 
-    monkeypatch.setattr(Session, "_record_outputs", spy)
+    monkeypatch.setattr(PassPlan, "block_outputs", spy)
     lm.run(model, prompt, method)
     (outputs,) = recorded
     assert (set() if outputs is None else set(outputs._points)) == expected
