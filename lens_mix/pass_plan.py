@@ -144,7 +144,7 @@ class PassPlan:
         positions, asked = self.batch.tokens.shape[1], self.rows
         rows = "all rows" if self.recorded_rows is None else _name_rows(self.recorded_rows)
         lines = [
-            f"clean pass of {len(self.batch)} prompt(s), {positions} tokens; asked: "
+            f"clean pass of {_count(len(self.batch), 'prompt')}, {_count(positions, 'token')}; asked: "
             f"{'all rows' if asked is None else _name_rows(asked)}"
         ]
         ranges: list[tuple[int, int, LayerPlan]] = []
@@ -155,16 +155,19 @@ class PassPlan:
                 ranges.append((layer, layer, planned))
         for first, last, planned in ranges:
             lines.append(f"  layers {first} to {last}" if last > first else f"  layer {first}")
-            lines.append(f"    records   {', '.join(planned.records) or 'nothing'}: {rows}")
+            at_rows = [role for role in planned.records if role != "value"]
+            records = [f"{', '.join(at_rows)} at {rows}"] if at_rows else []
+            records += ["value at every key"] if "value" in planned.records else []
+            lines.append(f"    records   {'; '.join(records) or 'nothing'}")
             if planned.outputs:
                 lines.append(f"    outputs   {', '.join(planned.outputs)}")
             for label in planned.visitors:
                 lines.append(f"    visited   {self._name_visitor(label, planned)}")
             lines.append(f"    kept      {', '.join(planned.kept) or 'nothing'}")
         graph = "none" if self.rules is None else f"by {type(self.rules).__name__}"
-        lines.append(f"  ends       {self._name_end()}; autograd graph: {graph}")
+        lines.append(f"  ends      {self._name_end()}; autograd graph: {graph}")
         after = [f"{label} ({self.engines[label]})" for label in self.after_pass]
-        lines.append(f"  afterwards {', '.join(after) or 'nothing'}")
+        lines.append(f"  after     {', '.join(after) or 'nothing'}")
         return "\n".join(lines)
 
     def _name_visitor(self, label: str, planned: LayerPlan) -> str:
@@ -176,8 +179,12 @@ class PassPlan:
         if self.predict_at is None:
             return f"after block {self.last}, without predictions"
         how = "" if self.predicts_at_end else f", {self.predicted_at_once} positions at a time"
-        return f"with the logits: predictions at {self.predict_at.shape[1]} position(s){how}"
+        return f"with the logits: predictions at {_count(self.predict_at.shape[1], 'position')}{how}"
 
 
 def _name_rows(rows: Rows) -> str:
-    return f"row(s) {', '.join(str(list(each)) for each in dict.fromkeys(rows.by_prompt))}"
+    return f"rows {', '.join(str(list(each)) for each in dict.fromkeys(rows.by_prompt))}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -28,6 +28,7 @@ from lens_mix.map_prompts import find_measuring_method, map_prompts
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.methods import METHODS
+from lens_mix.pass_plan import PassPlan
 from lens_mix.registry import all_methods, check_attributes, check_class, find_method
 from lens_mix.session import Session
 
@@ -126,6 +127,33 @@ def run(
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     maps = map_prompts(session, [read], prepend_bos=prepend_bos, progress=bool(progress))[0]
     return next(iter(maps.values())) if is_single else maps
+
+
+def plan(
+    model: TransformerLensModel,
+    prompt: Any,
+    methods: MethodLike | Sequence[MethodLike],
+    *,
+    queries: Selection | None = None,
+    layers: Selection | None = None,
+    part: str | None = None,
+    engine: str = "auto",
+    max_memory: int | None = None,
+    residual_shares: bool = False,
+    prepend_bos: bool | None = None,
+    attention_mask: Tensor | None = None,
+    **inputs: Any,
+) -> PassPlan:
+    """Return what the clean pass of `run` would do, without the maps; `print` shows it.
+
+    A new model is verified first. The arguments and errors are those of `run`.
+    """
+    selection: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine}
+    selection["max_memory"] = max_memory
+    session, _ = _make_session(model, methods, part, residual_shares, selection)
+    _check_inputs(inputs, session, plan)
+    read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
+    return session.plan_prompts([read])
 
 
 @overload

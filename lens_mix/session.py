@@ -213,6 +213,13 @@ class Session:
                     no_algebra = found.reason
             yield checked
 
+    def plan_prompts(self, prompts: Sequence[Prompt], side: PaddingSide = "right") -> PassPlan:
+        """Return the plan of the clean pass of one batch, with which `checked_pass` begins."""
+        lens = self.lens
+        with LibraryErrors(lens.model), lens.evaluation_mode():
+            batch = pad(prompts, pad_token(lens.model), side)
+            return self.plan(batch, self._verify(batch))
+
     def _verify(self, batch: Batch, *, again: bool = False) -> Verification:
         """Return the verification of the model, which is made on the first prompt if there is none."""
         return verification_of(
