@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import lens_mix as lm
 from lens_mix.pass_plan import VERIFICATION
 from lens_mix.runner import plan
-from tests.tiny_models import gpt2_like, tokens
+from tests.matrix import build_or_skip
+from tests.tiny_models import bridge, gpt2_like, tokens
 
 
 def test_a_plan_is_what_the_run_records_and_who_visits():
@@ -86,3 +90,14 @@ def test_a_plan_has_the_errors_of_a_run():
         plan(model, tokens(model, 1, 9), "attention", queries=[20])
     with pytest.raises(TypeError, match="n_steps"):
         plan(model, tokens(model, 1, 9), "attention_attribution", n_steps=3)
+
+
+def test_the_plan_on_the_page_is_the_one_of_a_model_with_as_many_blocks():
+    model = build_or_skip(bridge, "llama", num_hidden_layers=30)
+    page = (Path(__file__).parents[1] / "docs" / "development" / "run.md").read_text(encoding="utf-8")
+    shown = page.split("```\nclean pass")[1].split("```")[0]
+    made = plan(model, tokens(model, 1, 10), ["attention", "value_zeroing"], queries=[-1])
+    assert f"{made}\n" == f"clean pass{shown}"
+    assert len(page.split()) <= 600
+    for name in re.findall(r"`?((?:\w+/)*\w+\.py)`?", page):
+        assert (Path(lm.__file__).parent / name).exists(), name

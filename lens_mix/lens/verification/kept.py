@@ -92,7 +92,7 @@ def _may_be_outdated(lens: Lens, verification: Verification) -> bool:
     """Return whether a component failed while user hooks were on the model, which may be inactive now.
 
     Any variable of the user's code may switch a hook or a module. Verified components can't be outdated,
-    because each run compares them with its own prompts (`find_mismatch`).
+    because each run compares them with its own prompts (`Verifier`).
     """
     failed = any(entry.error is not None and not entry.ok for entry in verification.components)
     return failed and has_user_hooks(lens.modules)
