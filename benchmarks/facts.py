@@ -38,6 +38,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,7 @@ from typing import Any
 
 from lens_mix import recommended
 from lens_mix.methods import METHODS
+from lens_mix.methods.attribution_patching import AttributionPatching
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "lens_mix" / "measured.json"
@@ -343,7 +345,7 @@ def measured(name: str) -> tuple[str, str]:
 
 
 def gather() -> dict[str, Any]:
-    """Return what the library's JSON has: its facts, and what all facts of one table share.
+    """Return what the library's JSON has: facts, what all facts of one table share, and costs of methods.
 
     Raises:
         LookupError: A fact is not recorded, or its table has no line "Measured ... with ...".
@@ -363,7 +365,112 @@ def gather() -> dict[str, Any]:
         facts[name] = {"value": value, "low": low, "high": high, "n": fact["n"]}
         if name != f"{key}: {fact['row']}":
             facts[name]["row"] = fact["row"]
-    return {"tables": dict(sorted(tables.items())), "facts": facts}
+    return {"tables": dict(sorted(tables.items())), "facts": facts, "costs": costs()}
+
+
+_RESULTS = "benchmarks/RESULTS.md"
+# The tables of costs with their columns, the first that counts first, and the layers of their model.
+_COSTS = (
+    (Table(_RESULTS, "What calls cost"), "call", "tokens"),
+    (Table(_RESULTS, "Time and memory by length"), "call", ""),
+    (Table(_RESULTS, "Every method, SmolLM2-135M"), "method", "positions"),
+)
+_N_LAYERS = 30
+# The lengths of the second table that count, because the time of a long prompt is that of its attention.
+_LENGTHS = (20, 64, 200)
+_PASSES = "÷ forward"
+_ONE_ROW, _ALL_ROWS = "last row", "all rows"
+
+
+def costs() -> dict[str, dict[str, float]]:
+    """Return the cost of every built-in method and of `input_map`, by the fields of `Cost`, from the records.
+
+    A record is the time of a call with default parameters, for one row or all rows of a prompt, in forward
+    passes of SmolLM2-135M. For each number of rows, the first of three tables that has the method counts:
+    "What calls cost", "Time and memory by length" up to 200 tokens, and "Every method, SmolLM2-135M". The
+    middle of several figures is √(smallest · largest), which is as near as possible to the furthest one. A
+    method without a record is left out, and its cost is unknown.
+
+    The method says what its time grows with (`cost_grows_with`):
+
+    - nothing: `base` is the middle of the records of all rows, but at least 1, the clean pass.
+    - rows: one row takes `base + per_row`, which is the middle of the records of one row. `per_row` is the
+      middle of (record of all rows − one row) / (rows − 1). If all records are of one row, or all of all
+      rows, `base` is 1, and `per_row` is the middle of (record − 1) / rows.
+    - tokens, layers: `base` is 1, and the rest is the middle of (record − 1) / number. For tokens, these are
+      the records of one row if there are any.
+
+    `bidirectional` is the middle of the ratios of "Every method, bert-like" to "Every method, gpt2-like", at
+    the same number of positions, if the time grows with rows or tokens and both are recorded.
+    """
+    found = {name: METHODS[name].cost_grows_with for name in METHODS}
+    found = {"input_map": AttributionPatching.cost_grows_with, **found}
+    fitted = {name: _fit(name, growth) for name, growth in found.items()}
+    return {name: cost for name, cost in fitted.items() if cost}
+
+
+def _fit(name: str, growth: str) -> dict[str, float]:
+    """Return the cost of a method; it is empty if no table has the method."""
+    one, every = (_records_of_cost(name, rows) for rows in (_ONE_ROW, _ALL_ROWS))
+    records = [passes for _, passes in every or one]
+    if not records:
+        return {}
+    if growth == "nothing":
+        return {"base": _rounded(max(1.0, _middle(records)))}
+    if growth == "layers":
+        return {"base": 1, "per_layer": _rounded(_middle([(each - 1) / _N_LAYERS for each in records]))}
+    bidirectional = _bidirectional(name)
+    cost: dict[str, float] = {"base": 1} | ({"bidirectional": bidirectional} if bidirectional else {})
+    if growth == "tokens":
+        return cost | {"per_token": _rounded(_middle([(each - 1) / count for count, each in one or every]))}
+    single = _middle([each for _, each in one]) if one else 1.0
+    if not every:
+        return cost | {"per_row": _rounded(single - 1)}
+    started = 1 if one else 0
+    per_row = _middle([(each - single) / (count - started) for count, each in every])
+    return cost | {"base": _rounded(single - started * per_row), "per_row": _rounded(per_row)}
+
+
+def _records_of_cost(name: str, rows: str) -> list[tuple[int, float]]:
+    """Return the numbers of tokens and of forward passes from the first table that has records."""
+    default = _ONE_ROW if name == "input_map" else _ALL_ROWS
+    calls = {f"lm.{name}", f"lm.{name}, {rows}", name, f"{name}, {rows}"} - (
+        set() if rows == default else {name, f"lm.{name}"}
+    )
+    for table, called, length in _COSTS:
+        figures = [f"{each} {_PASSES}" for each in _LENGTHS]
+        found = recorded(table, called, *([length, _PASSES] if length else figures))
+        own = [cells for cells in found.body if cells[found.column(called)] in calls]
+        if length:
+            columns = found.column(length), found.column(_PASSES)
+            pairs = [(cells[columns[0]], cells[columns[1]]) for cells in own]
+        else:
+            places = [(str(each), found.column(f"{each} {_PASSES}")) for each in _LENGTHS]
+            pairs = [(each, cells[place]) for cells in own for each, place in places]
+        records = [(int(count), float(passes)) for count, passes in pairs if passes]
+        if records:
+            return records
+    return []
+
+
+def _bidirectional(name: str) -> float | None:
+    """Return how many times more the method takes in a bidirectional model; None if it is not recorded."""
+    passes: list[dict[str, float]] = []
+    for model in ("bert-like", "gpt2-like"):
+        found = recorded(Table(_RESULTS, f"Every method, {model}"), "method", "positions", _PASSES)
+        method, length, figure = (found.column(each) for each in ("method", "positions", _PASSES))
+        own = (cells for cells in found.body if cells[method] == name and cells[figure])
+        passes.append({cells[length]: float(cells[figure]) for cells in own})
+    shared = passes[0].keys() & passes[1].keys()
+    return _rounded(_middle([passes[0][each] / passes[1][each] for each in shared])) if shared else None
+
+
+def _middle(figures: list[float]) -> float:
+    return math.sqrt(min(figures) * max(figures))
+
+
+def _rounded(figure: float) -> float:
+    return float(f"{figure:.2g}")
 
 
 def as_json(gathered: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from lens_mix.lens import provenance
 from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.block import Block, LayerRecord
 from lens_mix.lens.clean_pass import CleanPass
+from lens_mix.lens.cost import find_warnings
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.lens.predictions import join_explained
@@ -187,8 +188,9 @@ class _BlockMaps:
 
 def _announce(label: str, method: Method, blocks: Sequence[Block], effort: Effort) -> None:
     """Warn about prompts that need many passes, and add the sentence to the notes of their maps."""
-    passes = method.passes(blocks)
-    for index, sentence in enumerate(passes.sentences(label) if passes else ()):
+    cost = method.default_cost()
+    cost = None if cost is None else method.scale_cost(cost, blocks)
+    for index, sentence in enumerate(find_warnings(label, cost, blocks) if cost else ()):
         if sentence is not None:
             blocks[-1].record.warnings[index].append(sentence)
             effort.announce(label, sentence)

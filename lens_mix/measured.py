@@ -1,4 +1,4 @@
-"""Measured facts that the library quotes, read from `measured.json` beside this file.
+"""Measured facts that the library quotes, and costs of methods, read from `measured.json` beside this file.
 
 `python -m benchmarks.leaderboard --facts` writes that file from the recorded tables, and the figures of the
 pages with it. Neither is edited by hand.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import json
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +50,22 @@ class Fact:
         return f"{value} [{', '.join(ends)}]" if ends else value
 
 
+def _read() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        (importlib.resources.files("lens_mix") / "measured.json").read_text(encoding="utf-8")
+    )
+    return found
+
+
+def recorded_costs() -> dict[str, dict[str, float]]:
+    """Return the costs of the built-in methods and `input_map`, as fields of `lens_mix.lens.cost.Cost`."""
+    costs: dict[str, dict[str, float]] = _read().get("costs", {})
+    return costs
+
+
 def _read_facts() -> dict[str, Fact]:
     """Return all facts, by "table: row [column]"."""
-    text = (importlib.resources.files("lens_mix") / "measured.json").read_text(encoding="utf-8")
-    found = json.loads(text)
+    found = _read()
     return {name: Fact(**found["tables"][name.split(":")[0]] | fact) for name, fact in found["facts"].items()}
 
 

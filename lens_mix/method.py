@@ -13,7 +13,7 @@ from lens_mix.arguments import check_flags
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, record_attention
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import BackwardRules
-from lens_mix.lens.effort import Passes
+from lens_mix.lens.cost import COSTS, Cost, Growth
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.maps.spans import Group
@@ -50,6 +50,9 @@ class Method:
             respect to tensors inside the model; "causal", which means a causal model; "position_ids", which
             means a model that takes them.
         records: What the method reads from a layer of the clean pass ("pattern", "value", "z", "resid_pre").
+        cost_grows_with: What the cost in forward passes grows with: "nothing", the "rows" that are computed,
+            the "tokens" of the prompt, whichever rows are computed, or the "layers". It decides how the
+            recorded times of a built-in method become its cost.
         citation: The key of the paper in `references.bib`.
     """
 
@@ -62,6 +65,7 @@ class Method:
     parts: ClassVar[frozenset[str]] = frozenset({"encoder", "decoder"})
     needs: ClassVar[frozenset[str]] = frozenset(ALGEBRA_COMPONENTS)
     records: ClassVar[frozenset[str]] = frozenset()
+    cost_grows_with: ClassVar[Growth] = "nothing"
     citation: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -114,12 +118,22 @@ class Method:
         """
         return [self(block) for block in blocks]
 
-    def passes(self, blocks: Sequence[Block]) -> Passes | None:
-        """Return an estimate of the forward passes that these blocks take, for a warning beforehand.
+    @classmethod
+    def default_cost(cls) -> Cost | None:
+        """Return the cost with the default parameters, which is recorded for built-in methods.
 
-        The result is None if the method takes few passes for any prompt.
+        It is None if the cost is unknown.
         """
-        return None
+        return COSTS.get(cls.name)
+
+    def scale_cost(self, cost: Cost, blocks: Sequence[Block]) -> Cost:
+        """Return the cost with these parameters on these blocks, for a warning beforehand.
+
+        Args:
+            cost: The cost with the default parameters.
+            blocks: The blocks that are read.
+        """
+        return cost
 
     def takes_rows(self, engine: str) -> bool:
         """Return whether an engine computes only the selected rows; else the runner selects them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from einops import einsum
@@ -14,15 +13,12 @@ from typing_extensions import override
 from lens_mix.algebra.feed_forward import Variant, feed_forward_maps, unsupported_feed_forward
 from lens_mix.arguments import check_choice
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.effort import Passes, pair_passes
+from lens_mix.lens.cost import Growth
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
-
-# The cost of one row in forward passes: an estimate, for the warning before a long run.
-_PASSES_PER_ROW = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +49,7 @@ class AtbFf(VectorMethod):
     name: ClassVar[str] = "atb_ff"
     residual: ClassVar[float] = 0.5
     needs: ClassVar[frozenset[str]] = frozenset(ALGEBRA_COMPONENTS)
+    cost_grows_with: ClassVar[Growth] = "rows"
     citation: ClassVar[str] = "kobayashi-etal-2024-analyzing"
 
     biases: Variant = "on_path"
@@ -64,10 +61,6 @@ class AtbFf(VectorMethod):
     @override
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         return unsupported_feed_forward(anatomy)
-
-    @override
-    def passes(self, blocks: Sequence[Block]) -> Passes | None:
-        return pair_passes(blocks, _PASSES_PER_ROW)
 
     @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lens_mix.algebra.quadrature import NestedRules, nested_rules, one_rule, rule_name
 from lens_mix.arguments import check_number, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
-from lens_mix.lens.effort import GRADIENT_PASS, Passes
+from lens_mix.lens.cost import Cost, Growth
 from lens_mix.method import Method
 from lens_mix.methods.baselines import check_baseline, describe_baseline, make_pattern_baseline
 from lens_mix.methods.bound_target import BoundTarget, TargetMethod, bind
@@ -79,6 +79,7 @@ class AttentionAttribution(TargetMethod):
     residual: ClassVar[float] = 0.5
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
+    cost_grows_with: ClassVar[Growth] = "layers"
     citation: ClassVar[str] = "hao-etal-2021-self"
 
     n_steps: int | None = None
@@ -110,13 +111,10 @@ class AttentionAttribution(TargetMethod):
         return {**super().parameters(), **readable}
 
     @override
-    def passes(self, blocks: Sequence[Block]) -> Passes:
-        steps = self.n_steps or nested_rules(self.max_steps).counts[1] + 1
-        # A pass starts at the layer whose pattern moves, so that the blocks below cost nothing.
-        above = sum(len(block.stack) - block.layer for block in blocks) / len(blocks[-1].stack)
-        counts = [steps * GRADIENT_PASS * above] * len(blocks[-1].batch)
-        reason = f"{steps} {'points' if self.n_steps else 'or more points'} for each layer"
-        return Passes(counts, reason, "fewer layers (layers=[...]) or a smaller n_steps take fewer")
+    def scale_cost(self, cost: Cost, blocks: Sequence[Block]) -> Cost:
+        # Without `n_steps`, most layers need the first two of the nested rules.
+        least = nested_rules(self.max_steps).counts[1] + 1
+        return cost if self.n_steps is None else cost.times(self.n_steps / least)
 
     @override
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:

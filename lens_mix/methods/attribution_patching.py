@@ -17,7 +17,7 @@ from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_attention
 from lens_mix.hooks.mixing import heads_at_once, sink
 from lens_mix.lens.autograd_graph import AutogradGraph, Mixing
 from lens_mix.lens.changed_backward import Rules
-from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
+from lens_mix.lens.cost import Cost, Growth
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows
 from lens_mix.methods.row_gradients import make_graph
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _MEASURED_TOKENS = 1.5
 # In longer rows this is too little to improve the map (docs/evidence/input_map.md), so nothing is measured.
 LONGEST_MEASURED = 32
+# What the backward pass of a row takes in forward passes, where estimating and measuring are weighed up.
+_BACKWARD = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,7 @@ class AttributionPatching(RowTargetMethod):
 
     name: ClassVar[str] = "attribution_patching"
     needs: ClassVar[frozenset[str]] = frozenset({"gradients", "causal", "position_ids"})
+    cost_grows_with: ClassVar[Growth] = "rows"
     citation: ClassVar[str] = "kramar-etal-2024-atp"
 
     replacements: Sequence[str | int] | None = None
@@ -175,15 +178,14 @@ class AttributionPatching(RowTargetMethod):
         return [mask_attention(layer, allowed, attention=attention)]
 
     @override
-    def passes(self, blocks: Sequence[Block]) -> Passes:
-        positions = blocks[0].real.shape[1]
-        samples, each = self._samples, self._passes_of_estimate(positions)
-        reason = f"a backward pass and a pass with {samples} replacements for each row"
+    def scale_cost(self, cost: Cost, blocks: Sequence[Block]) -> Cost:
+        positions, samples = blocks[0].real.shape[1], self._samples
+        each = self._passes_of_estimate(positions)
         if self.n_measured == "auto":
             each *= 2 if positions <= LONGEST_MEASURED else 1
         else:
             each += samples * min(self.n_measured, positions)
-        return row_passes(blocks, each, reason, "fewer replacements take fewer")
+        return cost.times(each / AttributionPatching()._passes_of_estimate(positions))
 
     @property
     def _samples(self) -> int:
@@ -192,7 +194,7 @@ class AttributionPatching(RowTargetMethod):
     def _passes_of_estimate(self, count: int) -> float:
         """Return the passes of the estimate for a row of `count` tokens."""
         beside = 0 if self.paths == "between" else 1 + 2 * min(self.n_exact + 1, count) / count
-        return GRADIENT_PASS + self._samples * beside
+        return _BACKWARD + self._samples * beside
 
     @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lens_mix.lens.continuation import last_residual_from
-from lens_mix.lens.effort import find_usual_row
+from lens_mix.lens.cost import find_usual_row
 from lens_mix.lens.model_classes import UnsupportedModelError, find_missing_logits
 from lens_mix.lens.unembedding import row_at
 from lens_mix.method import Method, Scope

@@ -16,7 +16,7 @@ from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import Activations, BackwardRules, changed_backward
-from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
+from lens_mix.lens.cost import Growth
 from lens_mix.method import Method
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, gradients_of
 from lens_mix.methods.row_gradients import Streams, score_rows
@@ -38,6 +38,7 @@ class ChangedGradients(RowTargetMethod):
 
     parts: ClassVar[frozenset[str]] = Method.parts | {"joint"}
     needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
+    cost_grows_with: ClassVar[Growth] = "rows"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
     readout: Literal["signed_sum", "absolute"] = "signed_sum"
@@ -89,10 +90,6 @@ class ChangedGradients(RowTargetMethod):
         return dataclasses.replace(
             self, target=predicted(), readout="signed_sum", after_blocks=0, internal_batch_size=None
         )
-
-    @override
-    def passes(self, blocks: Sequence[Block]) -> Passes:
-        return row_passes(blocks, GRADIENT_PASS, "a backward pass for each row")
 
     @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lens_mix.lens.batches import Batch, Prompt, pad
-from lens_mix.lens.effort import Passes
+from lens_mix.lens.cost import Growth
 from lens_mix.lens.prompts import pad_token, wrapped_config
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, evaluate, read_output
 
@@ -50,6 +50,7 @@ class ContextLength(RowTargetMethod):
 
     name: ClassVar[str] = "context_length"
     needs: ClassVar[frozenset[str]] = frozenset({"causal"})
+    cost_grows_with: ClassVar[Growth] = "tokens"
     citation: ClassVar[str] = "cifka-liutkus-2023-black"
 
     keep_first: bool | None = None
@@ -58,13 +59,6 @@ class ContextLength(RowTargetMethod):
         super().__post_init__()
         if self.keep_first not in (None, True, False):
             raise TypeError(f"keep_first: expected True, False or None, got {self.keep_first!r}")
-
-    @override
-    def passes(self, blocks: Sequence[Block]) -> Passes:
-        counts = blocks[0].real.sum(dim=1).tolist()
-        return Passes(
-            counts, "one for each token at most", "lm.input_map takes four to fourteen, without signs"
-        )
 
     @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:

@@ -21,17 +21,13 @@ from lens_mix.algebra.linear_block import SLOPES, DecomposedBlock, Slope, decomp
 from lens_mix.arguments import check_choice
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.components import VALUE
-from lens_mix.lens.effort import Passes, find_usual_row, pair_passes
+from lens_mix.lens.cost import Growth
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.method import Method, Scope
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
-
-# The cost of one row in forward passes, and of one row of each block alone: estimates, for the warning before
-# a long run.
-_PASSES_PER_ROW, _PASSES_PER_LOCAL_ROW = 0.35, 0.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +72,7 @@ class DecompX(VectorMethod):
     includes_residual: ClassVar[bool] = True
     scope: ClassVar[Scope] = "stack"
     needs: ClassVar[frozenset[str]] = frozenset({*ALGEBRA_COMPONENTS, VALUE})
+    cost_grows_with: ClassVar[Growth] = "tokens"
     citation: ClassVar[str] = "modarressi-etal-2023-decompx"
 
     biases: Split = "absdot"
@@ -94,11 +91,6 @@ class DecompX(VectorMethod):
         if anatomy.feed_forward_kind == "gated" and self.slope != "zero_origin":
             return f"slope: a gated feed-forward has 'zero_origin' only, got {self.slope!r}"
         return None
-
-    @override
-    def passes(self, blocks: Sequence[Block]) -> Passes | None:
-        cheaper = f"gim with queries=[{find_usual_row(blocks[-1])}] takes about four"
-        return pair_passes(blocks, _PASSES_PER_ROW, cheaper, every_row=True)
 
     @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
@@ -140,12 +132,9 @@ class DecompXLocal(DecompX):
     """
 
     name: ClassVar[str] = "decompx_local"
+    cost_grows_with: ClassVar[Growth] = "rows"
     scope: ClassVar[Scope] = "layer"
     of_stack = Method.of_stack
-
-    @override
-    def passes(self, blocks: Sequence[Block]) -> Passes | None:
-        return pair_passes(blocks, _PASSES_PER_LOCAL_ROW)
 
     @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.arguments import check_choice, check_whole_number
 from lens_mix.lens.changed_backward import PlainRules
-from lens_mix.lens.effort import GRADIENT_PASS, Passes, row_passes
+from lens_mix.lens.cost import Cost, Growth
 from lens_mix.method import Method
 from lens_mix.methods import baselines
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows
@@ -79,6 +79,7 @@ class InputGradients(RowTargetMethod):
     name: ClassVar[str] = "input_gradients"
     needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
     parts: ClassVar[frozenset[str]] = Method.parts | {"joint"}
+    cost_grows_with: ClassVar[Growth] = "rows"
     citation: ClassVar[str] = "sundararajan-etal-2017-axiomatic"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
@@ -102,11 +103,11 @@ class InputGradients(RowTargetMethod):
         return {**super().parameters(), **readable}
 
     @override
-    def passes(self, blocks: Sequence[Block]) -> Passes:
+    def scale_cost(self, cost: Cost, blocks: Sequence[Block]) -> Cost:
         if self.score != "integrated":
-            return row_passes(blocks, GRADIENT_PASS, "a backward pass for each row")
-        reason, cheaper = f"{self.n_steps} backward passes for each row", "a smaller n_steps takes fewer"
-        return row_passes(blocks, self.n_steps * GRADIENT_PASS, reason, cheaper)
+            return cost
+        # Each point of a path is an input of its own, which needs a forward pass beside the backward pass.
+        return cost._replace(per_row=self.n_steps * (1 + cost.per_row))
 
     @override
     def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> PlainRules | None:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lens_mix.arguments import check_choice, check_items
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
-from lens_mix.lens.effort import Passes
+from lens_mix.lens.cost import Cost, Growth
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.maps.spans import Group, Groups, check_groups, read_groups
 from lens_mix.method import Method, find_key_positions
@@ -80,6 +80,7 @@ class Occlusion(RowTargetMethod):
 
     name: ClassVar[str] = "occlusion"
     parts: ClassVar[frozenset[str]] = Method.parts | {"joint"}
+    cost_grows_with: ClassVar[Growth] = "tokens"
     citation: ClassVar[str] = "li-etal-2016-understanding"
 
     by: By = "replace"
@@ -118,16 +119,12 @@ class Occlusion(RowTargetMethod):
         return None if self.spans is None else read_groups(tokens, self.spans, "spans")
 
     @override
-    def passes(self, blocks: Sequence[Block]) -> Passes:
-        first = blocks[0]
+    def scale_cost(self, cost: Cost, blocks: Sequence[Block]) -> Cost:
         samples = self.n_samples if self.replacements is None else len(self.replacements)
-        each = samples if self.by == "replace" else 1
-        prompt_index, _, _ = each_group(first.real_inputs, find_key_positions(self, first))
-        counts = each * prompt_index.bincount(minlength=len(first.batch))
-        fewer = "fewer replacements (n_samples) take fewer, and " if each > 1 else ""
-        reason = f"{each} for each {'token' if self.spans is None else 'group of tokens'}"
-        cheaper = f"{fewer}lm.input_map takes four to fourteen, without signs"
-        return Passes(counts.tolist(), reason, cheaper)
+        cost = cost.times((samples if self.by == "replace" else 1) / Occlusion.n_samples)
+        if self.spans is None:
+            return cost
+        return cost._replace(base=cost.base + cost.per_token * len(self.spans), per_token=0.0)
 
     @override
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:

@@ -18,7 +18,7 @@ from lens_mix.algebra.value_zeroing_pairs import find_zeroed_groups
 from lens_mix.arguments import check_choice, check_heads, check_layer, check_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.effort import Passes, pair_passes
+from lens_mix.lens.cost import Cost, Growth
 from lens_mix.maps.spans import Group, Groups, check_groups, read_groups
 from lens_mix.method import Method, find_key_positions
 
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 Metric = Literal["cosine", "euclidean"]
 LastLayer = Literal["before_final_norm", "after_final_norm"]
-
-# The cost of one row by algebra in forward passes, and of one row of one head: estimates, for the warning
-# before a long run.
-_PASSES_PER_ROW, _PASSES_PER_HEAD_ROW = 0.11, 0.07
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +68,7 @@ class ValueZeroing(Method):
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     engines: ClassVar[tuple[str, ...]] = ("algebra", "hooks")
     records: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
+    cost_grows_with: ClassVar[Growth] = "rows"
     citation: ClassVar[str] = "mohebbi-etal-2023-quantifying"
 
     metric: Metric = "cosine"
@@ -125,16 +122,15 @@ class ValueZeroing(Method):
         return engine == "algebra"
 
     @override
-    def passes(self, blocks: Sequence[Block]) -> Passes | None:
+    def scale_cost(self, cost: Cost, blocks: Sequence[Block]) -> Cost:
         heads = [len(self._select_heads(block.layer) or range(block.n_heads)) for block in blocks]
+        maps = sum(heads) / len(heads) if self.per_head else 1
         if blocks[-1].engine == "algebra":
-            each = _PASSES_PER_HEAD_ROW * sum(heads) / len(heads) if self.per_head else _PASSES_PER_ROW
-            return pair_passes(blocks, each)
-        replays = sum(heads if self.per_head else [1] * len(heads)) / len(blocks[-1].stack)
-        keys = blocks[-1].real_keys.sum(dim=1).tolist()
-        counts = [replays * (count if self.spans is None else len(self.spans)) for count in keys]
-        reason = "each block is replayed without each token's values, because no closed form applies"
-        return Passes(counts, reason, "layers=[-1] maps the last layer alone")
+            return cost.times(maps)
+        # A block is replayed once for each token or group of tokens, whose values are zero.
+        if self.spans is None:
+            return Cost(1, per_token=maps)
+        return Cost(1, per_layer=maps * len(self.spans) / len(blocks[-1].stack))
 
     @override
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:

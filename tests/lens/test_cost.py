@@ -1,0 +1,120 @@
+"""Test that a cost is in words, grows with what is computed, and is that of what a method is asked for."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.lens.cost import COSTS, Cost, find_warnings
+from tests.shared_models import decoder
+
+PROMPT = torch.tensor([1, *range(4, 27)])
+
+
+@pytest.mark.parametrize(
+    ("cost", "text"),
+    [
+        (Cost(1), "about 1 forward pass"),
+        (Cost(1.5), "about 1.5 forward passes"),
+        (Cost(2, per_row=3), "about 5 forward passes for one position, 194 for all 64"),
+        (Cost(1, per_token=3), "about 3 forward passes per token"),
+        (Cost(1.5, per_layer=6), "about 6 forward passes per layer"),
+    ],
+)
+def test_the_cost_in_words(cost, text):
+    assert str(cost) == text
+
+
+def test_the_cost_grows_with_what_is_computed():
+    cost = Cost(1, 2, 3, 4, bidirectional=5)
+    assert cost.passes(tokens=10, rows=5, layers=2) == 1 + 2 * 5 + 3 * 10 + 4 * 2
+    # A row or a token of half of the layers takes half of the passes.
+    assert cost.passes(10, 5, 2, n_layers=4) == 1 + (2 * 5 + 3 * 10) / 2 + 4 * 2
+    assert cost.passes(10, 5, 2, is_causal=False) == 1 + 5 * (2 * 5 + 3 * 10) + 4 * 2
+    assert cost.times(3) == Cost(1, 6, 9, 12, 5)
+
+
+class Blocks:
+    """What a cost reads of the blocks of a model with 4 layers."""
+
+    def __init__(self, lengths, rows, layers=4, causal=True):
+        keys = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        block = type("Block", (), {})()
+        block.real = block.real_keys = block.real_inputs = keys
+        block.real_queries = keys if rows is None else keys[:, :rows]
+        block.stack = type("Stack", (), {"is_joint": False, "reads_target": False, "__len__": lambda _: 4})()
+        block.verification = type("Verification", (), {"causal": causal})()
+        block.layer, block.n_heads, block.engine = 0, 8, "hooks"
+        self.blocks = [block] * layers
+
+
+def test_only_prompts_with_many_passes_have_a_warning():
+    cost = Cost(1, per_row=1)
+    few, many = find_warnings("mine", cost, Blocks([19, 200], None).blocks)
+    assert few is None
+    assert many == (
+        "mine takes the time of about 201 forward passes (about 1 for each row); queries=[-1] makes the last "
+        "row alone"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cost", "blocks", "words"),
+    [
+        (
+            Cost(1, per_row=10),
+            Blocks([9], None, causal=False),
+            r"91 .*queries=\[0\] makes the first row alone",
+        ),
+        (Cost(1, per_row=50), Blocks([9], 1), r"51 .*gim with queries=\[-1\] takes about \d$"),
+        (Cost(1, per_token=5), Blocks([9], 1), r"46 .*about 5 for each token\); gim"),
+        (Cost(1, per_token=5), Blocks([99], 1, layers=1), r"125 .*about 5 for each token\); gim"),
+        (Cost(1, per_layer=9), Blocks([9], 1), r"37 .*about 9 for each layer\); layers=\[-1\]"),
+        (Cost(30), Blocks([9], 1), r"30 .*whatever the rows\); gim"),
+    ],
+)
+def test_what_takes_fewer(cost, blocks, words):
+    (sentence,) = find_warnings("mine", cost, blocks.blocks)
+    assert sentence is not None
+    assert re.search(words, sentence), sentence
+
+
+def passes(method, blocks):
+    default = method.default_cost()
+    return method.scale_cost(default, blocks.blocks)
+
+
+def test_parameters_scale_the_recorded_cost():
+    blocks = Blocks([24], None)
+    occlusion, zeroing = COSTS["occlusion"], COSTS["value_zeroing"]
+    assert passes(lm.Occlusion(), blocks) == occlusion
+    assert passes(lm.Occlusion(replacements=[3, 5]), blocks) == occlusion.times(0.5)
+    assert passes(lm.Occlusion(by="values"), blocks) == occlusion.times(0.25)
+    spans = passes(lm.Occlusion(spans=[(4, 2), (20,)]), blocks)
+    assert spans.passes(24, 1, 4) == pytest.approx(occlusion.base + 2 * occlusion.per_token)
+    gradients = COSTS["input_gradients"]
+    path = passes(lm.InputGradients(score="integrated", n_steps=4), blocks)
+    assert path.per_row == pytest.approx(4 * (1 + gradients.per_row))
+    points = passes(lm.AttentionAttribution(n_steps=8), blocks)
+    assert points == passes(lm.AttentionAttribution(n_steps=4), blocks).times(2)
+    patching = COSTS["attribution_patching"]
+    assert passes(lm.AttributionPatching(), blocks) == patching
+    assert passes(lm.AttributionPatching(n_measured="auto"), blocks) == patching.times(2)
+    # The fixture's blocks are replayed: once per token and layer, whatever was recorded of the algebra.
+    assert passes(lm.ValueZeroing(), blocks).passes(24, 24, 2, 4) == 1 + 24 * 2 / 4
+    assert passes(lm.ValueZeroing(per_head=True), blocks).passes(24, 24, 4, 4) == 1 + 24 * 8
+    grouped = passes(lm.ValueZeroing(spans=[(0, 1), (2,)]), blocks)
+    assert grouped.passes(24, 24, 2, 4) == 1 + 2 * 2 / 4
+    for block in blocks.blocks:
+        block.engine = "algebra"
+    assert passes(lm.ValueZeroing(), blocks) == zeroing
+    assert passes(lm.ValueZeroing(per_head=True, heads=[0, 3]), blocks) == zeroing.times(2)
+
+
+def test_a_method_without_a_record_has_no_warning(monkeypatch):
+    monkeypatch.delitem(COSTS, "gim")
+    assert lm.Gim.default_cost() is None
+    assert lm.run(decoder(), PROMPT, "gim", progress=None).notes == ()
