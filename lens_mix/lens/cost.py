@@ -35,6 +35,7 @@ class Cost(NamedTuple):
         per_layer: The passes for each layer that is computed.
         bidirectional: How many times more a row or a token takes in a bidirectional model, where it has twice
             as many keys as the mean row of a causal one.
+        cheaper: What the user could choose instead; "" for fewer rows or layers, or a cheaper method.
     """
 
     base: float
@@ -42,6 +43,7 @@ class Cost(NamedTuple):
     per_token: float = 0.0
     per_layer: float = 0.0
     bidirectional: float = 1.0
+    cheaper: str = ""
 
     def passes(
         self, tokens: int, rows: int, layers: int, n_layers: int | None = None, *, is_causal: bool = True
@@ -105,7 +107,8 @@ def find_warnings(method: str, cost: Cost, blocks: Sequence[Block]) -> list[str 
     for n_tokens, n_rows in zip(tokens, rows, strict=True):
         count = cost.passes(n_tokens, n_rows, len(blocks), len(last.stack), is_causal=is_causal)
         growth, cheaper = _explain(cost, last, n_rows)
-        text = f"{method} takes the time of about {count:,.0f} forward passes ({growth}); {cheaper}"
+        advice = cost.cheaper or cheaper
+        text = f"{method} takes about {count:,.0f} forward passes ({growth}); {advice}"
         sentences.append(text if count > _MANY else None)
     return sentences
 

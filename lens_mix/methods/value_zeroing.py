@@ -128,9 +128,10 @@ class ValueZeroing(Method):
         if blocks[-1].engine == "algebra":
             return cost.times(maps)
         # A block is replayed once for each token or group of tokens, whose values are zero.
+        cheaper = "no closed form applies, and layers=[-1] maps the last layer alone"
         if self.spans is None:
-            return Cost(1, per_token=maps)
-        return Cost(1, per_layer=maps * len(self.spans) / len(blocks[-1].stack))
+            return Cost(1, per_token=maps, cheaper=cheaper)
+        return Cost(1, per_layer=maps * len(self.spans) / len(blocks[-1].stack), cheaper=cheaper)
 
     @override
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:

@@ -37,6 +37,11 @@ def test_the_cost_grows_with_what_is_computed():
     assert cost.times(3) == Cost(1, 6, 9, 12, 5)
 
 
+def test_a_cost_may_have_advice_of_its_own():
+    (sentence,) = find_warnings("mine", Cost(30, cheaper="wait"), Blocks([9], 1).blocks)
+    assert sentence == "mine takes about 30 forward passes (whatever the rows); wait"
+
+
 class Blocks:
     """What a cost reads of the blocks of a model with 4 layers."""
 
@@ -56,8 +61,7 @@ def test_only_prompts_with_many_passes_have_a_warning():
     few, many = find_warnings("mine", cost, Blocks([19, 200], None).blocks)
     assert few is None
     assert many == (
-        "mine takes the time of about 201 forward passes (about 1 for each row); queries=[-1] makes the last "
-        "row alone"
+        "mine takes about 201 forward passes (about 1 for each row); queries=[-1] makes the last row alone"
     )
 
 

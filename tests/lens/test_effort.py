@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens import effort
-from lens_mix.lens.effort import Passes
+from lens_mix.lens import cost
+from lens_mix.lens.cost import Cost
 from tests.shared_models import decoder
 
-# With 24 tokens, a pass for each row or each token is more than a run makes without a warning.
+# With 24 tokens, the gradients of all rows take the time of about 11 forward passes.
 PROMPT = torch.tensor([1, *range(4, 27)])
 EXPENSIVE = [
+    # The first three have one vectorised backward pass, which no count of passes describes.
     lm.Gim(),
     lm.FrozenGradients(),
     lm.InputGradients(),
@@ -29,6 +30,11 @@ EXPENSIVE = [
 ]
 # These need one pass, a closed form, or one backward pass.
 CHEAP = ["attention", "value_norm", "value_zeroing", "attn_res_ln", "alti", "decompx", "gradient_attention"]
+
+
+@pytest.fixture(autouse=True)
+def low_limit(monkeypatch):
+    monkeypatch.setattr(cost, "_MANY", 10)
 
 
 def run_or_skip(model, method, **options):
@@ -59,7 +65,7 @@ def test_many_passes_are_announced_before_they_are_made(model, method, monkeypat
     assert sentences(found)[0] in str(warned[0].message)
 
 
-@pytest.mark.parametrize("method", EXPENSIVE, ids=repr)
+@pytest.mark.parametrize("method", EXPENSIVE[3:], ids=repr)
 def test_the_announced_number_is_about_right(method, monkeypatch):
     """Count the positions that pass through the blocks, forwards and backwards."""
     model = decoder()
@@ -81,7 +87,8 @@ def test_the_announced_number_is_about_right(method, monkeypatch):
     (sentence,) = sentences(run_or_skip(model, method, progress=None))
     stated = float(re.search(r"about ([\d,]+)", sentence)[1].replace(",", ""))
     passes = sum(counted) / len(PROMPT) / model.cfg.n_layers
-    assert passes / 2 < stated < passes * 3, (stated, passes)
+    # Most of these passes have no logits, or share the blocks below, so each takes less than a forward pass.
+    assert passes / 4 < stated < passes * 2, (stated, passes)
 
 
 def test_one_row_and_cheap_methods_say_nothing(model):
@@ -104,12 +111,13 @@ def test_one_row_and_cheap_methods_say_nothing(model):
     ids=repr,
 )
 def test_closed_forms_over_pairs_of_tokens_say_so_too(method, last_row, monkeypatch):
-    """Use a low limit, because their time in forward passes grows with the number of rows."""
-    monkeypatch.setattr(effort, "_MANY", 1)
+    """Let a row take a whole forward pass, because so few rows take few."""
+    price = Cost(1, per_token=1) if last_row else Cost(1, per_row=1)
+    monkeypatch.setitem(cost.COSTS, method.name, price)
     model = decoder()
     with pytest.warns(UserWarning, match="forward passes"):
         found = lm.run(model, PROMPT, method)
-    assert "for each pair of positions" in sentences(found)[0]
+    assert "for each" in sentences(found)[0]
     with warnings.catch_warnings():
         warnings.filterwarnings("error" if not last_row else "ignore", message=".*forward passes.*")
         one = lm.run(model, PROMPT, method, queries=[-1])
@@ -117,7 +125,7 @@ def test_closed_forms_over_pairs_of_tokens_say_so_too(method, last_row, monkeypa
     assert len(sentences(one)) == last_row
     half = lm.run(model, PROMPT, method, queries=range(12), progress=None)
     numbers = [int(re.search(r"about (\d+)", sentences(m)[0])[1]) for m in (found, half)]
-    assert numbers[0] == (numbers[1] if last_row else pytest.approx(2 * numbers[1], abs=1))
+    assert numbers[0] - 1 == (numbers[1] - 1 if last_row else 2 * (numbers[1] - 1))
 
 
 def test_a_bar_or_none_instead_of_the_warning(model, capsys):
@@ -160,11 +168,3 @@ def test_the_scales_are_silent(model):
 def test_progress_takes_true_false_or_none(model, value):
     with pytest.raises(TypeError, match="progress"):
         lm.run(model, PROMPT, "attention", progress=value)
-
-
-def test_sentences():
-    passes = Passes([20, 21, 12_000.4], "a reason", "do this")
-    few, many, most = passes.sentences("gim")
-    assert few is None
-    assert many == "gim takes about 21 forward passes (a reason); do this"
-    assert "about 12,000 forward passes" in most

@@ -7,6 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.hooks import mask_keys, zero_values
+from lens_mix.lens.cost import Cost
 from lens_mix.methods.occlusion import lost_without_key
 from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, prompt_of
@@ -128,12 +129,13 @@ def test_edits_on_a_run_of_ones_own_give_the_scores(build, by):
         ("bert", {}, None, 48),
     ],
 )
-def test_the_estimate_of_passes_is_the_copies_that_run(name, options, queries, copies):
+def test_the_estimate_of_passes_grows_with_the_copies_that_run(name, options, queries, copies):
     model = build_or_skip(bridge, name)
     prompt = torch.arange(3, 27)
     method = lm.Occlusion(replacements=[3, 5], **options)
-    found = method.passes(run_prompt(model, prompt, method, queries=queries).blocks)
-    assert found.counts == [copies]
+    blocks = run_prompt(model, prompt, method, queries=queries).blocks
+    cost = method.scale_cost(Cost(1, per_token=lm.Occlusion.n_samples), blocks)
+    assert cost.passes(len(prompt), 1, len(blocks)) == 1 + copies
     shapes = []
     with model.blocks[0].register_forward_pre_hook(
         lambda _, args, kwargs: shapes.append((args or (kwargs["hidden_states"],))[0].shape[:2]),
