@@ -205,7 +205,8 @@ def test_statistics_and_what_a_run_announces(dtype):
 
     def made():
         maps = lm.run_many(model, prompts, lm.AttentionWeights(per_head=True))
-        announced = lm.run(model, prompts[0], lm.Gim(), progress=None).notes
+        method = lm.InputGradients(score="integrated", n_steps=4)
+        announced = lm.run(model, prompts[0], method, progress=None).notes
         return attention_statistics(maps).evenness, announced
 
     expected, expected_notes = made()

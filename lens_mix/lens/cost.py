@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # What the time of a map grows with, beyond the time of a forward pass of the same prompt.
 Growth = Literal["nothing", "rows", "tokens", "layers"]
 
-# A run warns before a method that takes more forward passes than this for one prompt.
+# A run warns before a method that takes more forward passes than this for one prompt, beyond the clean pass.
 _MANY = 20
 # The prompt length for which the cost of all rows is shown; most costs were recorded at this length.
 _SHOWN_TOKENS = 64
@@ -105,7 +105,8 @@ def find_warnings(method: str, cost: Cost, blocks: Sequence[Block]) -> list[str 
     is_causal = last.verification.causal
     sentences: list[str | None] = []
     for n_tokens, n_rows in zip(tokens, rows, strict=True):
-        count = cost.passes(n_tokens, n_rows, len(blocks), len(last.stack), is_causal=is_causal)
+        # The clean pass is what the user has asked for in any case.
+        count = cost.passes(n_tokens, n_rows, len(blocks), len(last.stack), is_causal=is_causal) - 1
         growth, cheaper = _explain(cost, last, n_rows)
         advice = cost.cheaper or cheaper
         text = f"{method} takes about {count:,.0f} forward passes ({growth}); {advice}"

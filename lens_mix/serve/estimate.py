@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lens_mix import registry
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
+from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder
 from lens_mix.lens.verification.support import any_tokens
 from lens_mix.named_maps import has_all_rows
 from lens_mix.runner import run
@@ -24,11 +25,13 @@ class Pace(NamedTuple):
         base: The seconds that do not depend on the number of tokens.
         per_token: The seconds for each token.
         layers: The number of layers of the model.
+        is_causal: Whether no position of the model reads later ones.
     """
 
     base: float
     per_token: float
     layers: int
+    is_causal: bool = True
 
 
 class Estimate(NamedTuple):
@@ -76,7 +79,9 @@ def measure_pace(model: TransformerLensModel) -> Pace | None:
     except (ValueError, UnsupportedModelError):
         return None
     per_token = max(0.0, at_long - at_short) / (long - short)
-    return Pace(max(0.0, at_short - per_token * short), per_token, int(model.cfg.n_layers))
+    model_class = model_class_of(model)
+    is_causal = is_causal_model(model, model_class) or is_encoder_decoder(model, model_class)
+    return Pace(max(0.0, at_short - per_token * short), per_token, int(model.cfg.n_layers), is_causal)
 
 
 def _time_run(model: TransformerLensModel, tokens: object) -> float:
@@ -101,7 +106,7 @@ def estimate(pace: Pace, tokens: int, names: Sequence[str], all_rows: bool) -> E
         cost = registry.describe(name).cost
         if cost is not None:
             rows = tokens if all_rows or has_all_rows(name) else 1
-            seconds[name] = cost.passes(tokens, rows, pace.layers) * forward
+            seconds[name] = forward * cost.passes(tokens, rows, pace.layers, is_causal=pace.is_causal)
     return Estimate(tokens, seconds)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lens_mix.methods.descriptions import DESCRIPTIONS
+from lens_mix.recommended import find_default_row
 from lens_mix.serve.estimate import Estimate, Pace, estimate, in_words, measure_pace
 
 
@@ -19,6 +20,8 @@ def test_the_time_is_the_cost_times_a_forward_pass():
     assert found.total == pytest.approx(sum(found.seconds.values()))
     every = estimate(pace, 50, ["gim"], all_rows=True)
     assert every.seconds == {"gim": costs["gim"].passes(50, 50, 4) * forward}
+    bidirectional = estimate(pace._replace(is_causal=False), 50, ["value_zeroing"], all_rows=True)
+    assert bidirectional.total > 1.5 * estimate(pace, 50, ["value_zeroing"], all_rows=True).total
 
 
 def test_an_estimate_in_words():
@@ -42,6 +45,7 @@ def test_an_estimate_in_words():
 def test_the_pace_of_a_model(model):
     pace = measure_pace(model)
     assert pace.layers == model.cfg.n_layers
+    assert pace.is_causal == (find_default_row(model, "w3 w14") == -1)
     assert pace.base >= 0
     assert pace.per_token >= 0
     assert 0 < pace.base + 48 * pace.per_token < 10
