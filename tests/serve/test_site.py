@@ -32,6 +32,7 @@ import lens_mix as lm
 from lens_mix import named_maps, registry, runner
 from lens_mix.lens.verification.support import Support
 from lens_mix.method import Method
+from lens_mix.lens.cost import Cost
 from lens_mix.methods.descriptions import DESCRIPTIONS
 from lens_mix.serve import Limits, Site, answers, site
 from lens_mix.serve.estimate import Pace
@@ -374,7 +375,10 @@ def test_pages_that_nobody_has_loaded_are_kept_for_a_while(visited, monkeypatch)
 
 
 def slow_pace(monkeypatch, forward):
-    """Let the server believe that a forward pass takes some seconds."""
+    """Let the server believe that a forward pass takes some seconds, and methods some forward passes."""
+    costs = {"attention": Cost(1), "alti": Cost(2), "occlusion": Cost(1, per_token=3)}
+    for name, cost in costs.items():
+        monkeypatch.setitem(DESCRIPTIONS, name, DESCRIPTIONS[name]._replace(cost=cost))
     monkeypatch.setattr(site, "measure_pace", lambda model: Pace(forward, 0.0, 3))
 
 
