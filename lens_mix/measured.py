@@ -57,9 +57,9 @@ def _read() -> dict[str, Any]:
     return found
 
 
-def recorded_costs() -> dict[str, dict[str, float]]:
+def recorded_costs() -> dict[str, dict[str, Any]]:
     """Return the costs of the built-in methods and `input_map`, as fields of `lens_mix.lens.cost.Cost`."""
-    costs: dict[str, dict[str, float]] = _read().get("costs", {})
+    costs: dict[str, dict[str, Any]] = _read().get("costs", {})
     return costs
 
 

@@ -30,9 +30,9 @@ import pytest
 
 import lens_mix as lm
 from lens_mix import named_maps, registry, runner
+from lens_mix.lens.cost import Cost
 from lens_mix.lens.verification.support import Support
 from lens_mix.method import Method
-from lens_mix.lens.cost import Cost
 from lens_mix.methods.descriptions import DESCRIPTIONS
 from lens_mix.serve import Limits, Site, answers, site
 from lens_mix.serve.estimate import Pace
