@@ -25,7 +25,7 @@ from lens_mix.lens.predictions import join_explained
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
-from lens_mix.method import RESIDUAL_KEY, Method, maps_separately
+from lens_mix.method import RESIDUAL_KEY, Method
 from lens_mix.residual_shares import ResidualShares
 from lens_mix.session import CheckedPass, Session
 from lens_mix.targets import as_target
@@ -41,7 +41,7 @@ _ENTERING = (
 
 def find_measuring_method(methods: Mapping[str, Method]) -> dict[str, Method]:
     """Return the method that measures residual shares, by its label, if some map of `methods` needs them."""
-    is_needed = any(method.scope == "layer" and not method.includes_residual for method in methods.values())
+    is_needed = any(not method.is_input_map and not method.includes_residual for method in methods.values())
     return {_MEASURED: ResidualShares()} if is_needed else {}
 
 
@@ -138,7 +138,7 @@ class _BlockMaps:
         """Compute the maps of the methods that run after the pass."""
         methods, labels = self._session.methods, checked.plan.after_pass
         self._open_blocks(checked, labels)
-        separate = [label for label in labels if maps_separately(methods[label])]
+        separate = [label for label in labels if methods[label].reads == "block"]
         for layer in checked.clean.calls:
             self._map_block(checked.clean, separate, layer)
         for label in labels:
@@ -164,8 +164,8 @@ class _BlockMaps:
     def _map_stack(self, clean: CleanPass, label: str) -> None:
         method, stack = self._session.methods[label], list(self.blocks[label].values())
         self._say(label)
-        stacked = method.of_stack(stack)
-        mapped = stack[-1:] if method.scope == "model" else stack
+        stacked = method.of_blocks(stack)
+        mapped = stack[-1:] if method.reads == "model" else stack
         for block, scores in zip(mapped, stacked, strict=True):
             self._put(label, block.layer, _check_shape(scores, method, stack[-1]))
         clean.cache.clear()
@@ -235,7 +235,7 @@ class _Record:
         self._dropped_classifier = provenance.dropped_classifier(checked.clean.lens)
         layer = checked.clean.find_entering_patches()
         self._entering = () if layer is None else (_ENTERING.format(where=checked.clean.lens.where(layer)),)
-        targets = [method.target for method in checked.session.methods.values() if hasattr(method, "target")]
+        targets = [m.target for m in checked.session.methods.values() if m.target is not None]
         if self._dropped_classifier and any(as_target(target).reads == "logits" for target in targets):
             warnings.warn(f"the target reads logits, but {self._dropped_classifier}", stacklevel=2)
 
@@ -261,7 +261,7 @@ class _Record:
         prompt_mask = prompt_mask.with_own_key() if residual_key else prompt_mask
         prompt_mask = prompt_mask.with_source(len(prompt.tokens)) if joint else prompt_mask
         causal, mask = prompt_mask.causal_and_mask()
-        accepted = pass_tolerance(clean.lens.dtype) if method.scope == "model" else 0.0
+        accepted = pass_tolerance(clean.lens.dtype) if method.reads == "model" else 0.0
         scores = prompt_mask.without_rounding(scores, groups, accepted)
         blocks = [self._blocks[label][layer] for layer in layers]
         has_sink = method.has_unit_rows and provenance.has_sink(scores, clean.lens.dtype)
@@ -282,7 +282,7 @@ class _Record:
             layers=layers,
             parameters=method.parameters(),
             residual=method.residual,
-            kind="layer" if method.scope == "layer" else "input",
+            kind="input" if method.is_input_map else "layer",
             provenance={**self._provenance, **prompt_record, **provenance.details(blocks, index)},
             default_query=self._find_default_query(label, index, len(tokens)),
             explained=self._explain(label, index),
@@ -310,8 +310,7 @@ class _Record:
 
     def _note_classifier(self, method: Method) -> str | None:
         """Return the note about a missing classifier, unless the method's target has the classifier."""
-        target = getattr(method, "target", None)
-        reads_logits = target is None or as_target(target).reads == "logits"
+        reads_logits = method.target is None or as_target(method.target).reads == "logits"
         return self._dropped_classifier if reads_logits else None
 
     def _note_block(self, block: Block, index: int) -> list[str]:
@@ -394,7 +393,7 @@ class _Record:
         """Return the mask of one prompt: which keys its rows may see, or the rows that its target reads."""
         clean, blocks = self._checked_pass.clean, self._blocks[label]
         allowed = (
-            self._reaching if self._checked_pass.session.methods[label].scope != "layer" else self._allowed
+            self._reaching if self._checked_pass.session.methods[label].is_input_map else self._allowed
         )
         rows = self._find_rows(index, has_some_rows=clean.rows is not None)
         mask = allowed.of_prompt(index, rows, keys, layers)

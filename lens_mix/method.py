@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # In cross-attention this is the key of a decoder position's own residual stream, because that is not a token
 # of the source.
 RESIDUAL_KEY = "[RESIDUAL]"
-# A map describes one block, the stack from a block down to the tokens, or the whole model.
-Scope = Literal["layer", "stack", "model"]
+# What a method reads for a map, see `Method.reads`.
+Reads = Literal["block", "above", "below", "model"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,10 @@ class Method:
         includes_residual: Whether the map's diagonal includes the residual stream. In cross-attention such a
             map has one more key after the source's tokens, `RESIDUAL_KEY`.
         has_unit_rows: Whether rows sum to 1, unless an attention sink has some of their weight.
-        scope: "layer": a map of one block. "stack": an input map, from a block down to the tokens. "model":
-            one input map of all blocks together, which is labelled as the last layer.
+        reads: What it reads for a map. "block": a layer map, from the records of its own block alone, by the
+            call. "above": layer maps, from passes from a block up to a target. "below": input maps, from a
+            block down to the tokens. "model": one input map of all blocks, which is labelled as the last
+            layer. All except "block" are computed by `of_blocks`.
         parts: The parts of an encoder-decoder for which it is defined: "encoder", "decoder", "cross" and
             "joint". A method for "encoder" or "decoder" is also defined for models with one stack.
         needs: What the method needs: components of a block for the algebra engine
@@ -54,6 +56,8 @@ class Method:
             the "tokens" of the prompt, whichever rows are computed, or the "layers". It decides how the
             recorded times of a built-in method become its cost.
         citation: The key of the paper in `references.bib`.
+        target: The target that it explains. None if it explains none. A method with a target has it as a
+            field.
     """
 
     name: ClassVar[str]
@@ -61,12 +65,14 @@ class Method:
     engines: ClassVar[tuple[str, ...]]
     includes_residual: ClassVar[bool] = False
     has_unit_rows: ClassVar[bool] = False
-    scope: ClassVar[Scope] = "layer"
+    reads: ClassVar[Reads] = "block"
     parts: ClassVar[frozenset[str]] = frozenset({"encoder", "decoder"})
     needs: ClassVar[frozenset[str]] = frozenset(ALGEBRA_COMPONENTS)
     records: ClassVar[frozenset[str]] = frozenset()
     cost_grows_with: ClassVar[Growth] = "nothing"
     citation: ClassVar[str]
+    # Without an annotation it is not a field, but a subclass may have a field of this name.
+    target = cast("Any", None)
 
     def __post_init__(self) -> None:
         switches = [field.name for field in dataclasses.fields(self) if isinstance(field.default, bool)]
@@ -105,18 +111,20 @@ class Method:
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         """Return the layer map of one block for every prompt of the batch, including padding.
 
-        With the engines "recorded" and "algebra", the map has only the rows of `block.queries`.
+        It is defined by methods whose `reads` is "block". With the engines "recorded" and "algebra", the map
+        has only the rows of `block.queries`. It is then computed while the clean pass runs, and the records
+        of the block are freed afterwards, so that the memory of a long prompt is that of one block. So these
+        engines must not read another block, nor run one (`Block.replay`, `Block.logits`).
         """
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
-    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
+    def of_blocks(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         """Return the maps of several blocks, the lowest first, with the rows of the last block.
 
-        Methods that need several blocks at once define this instead of the call. If the scope is "stack", the
-        blocks are all blocks up to the last selected one, with all rows. If it is "model", the result is one
-        map for all blocks.
+        It is defined by methods whose `reads` is not "block". For "below", the blocks are all blocks up to
+        the last selected one, with all rows. For "model", the result is one map for all blocks.
         """
-        return [self(block) for block in blocks]
+        raise NotImplementedError(f"{type(self).__name__} defines no of_blocks")
 
     @classmethod
     def default_cost(cls) -> Cost | None:
@@ -135,18 +143,18 @@ class Method:
         """
         return cost
 
+    @property
+    def is_input_map(self) -> bool:
+        """Whether the map reaches down to the input tokens; else it is a layer map."""
+        return self.reads in ("below", "model")
+
     def takes_rows(self, engine: str) -> bool:
         """Return whether an engine computes only the selected rows; else the runner selects them."""
-        return engine != "hooks" or self.scope == "model"
+        return engine != "hooks" or self.reads in ("above", "model")
 
     def reads_one_block(self, engine: str) -> bool:
-        """Return whether a layer map is computed from the records and components of its own block alone.
-
-        Such a map is computed while the clean pass runs, and the records of the block are then freed, so that
-        the memory of a long prompt is that of one block. The call must not read another block, nor run one
-        again (`Block.replay`, `Block.logits`).
-        """
-        return False
+        """Return whether an engine maps each block while the clean pass runs, as `__call__` describes."""
+        return self.reads == "block" and engine != "hooks"
 
     def parameters(self) -> dict[str, object]:
         """Return the parameters by name, for the map's record."""
@@ -195,11 +203,6 @@ class Method:
         """
 
 
-def maps_separately(method: Method) -> bool:
-    """Return whether a method maps each block by its call, and not several at once by its `of_stack`."""
-    return type(method).of_stack is Method.of_stack
-
-
 def find_key_positions(method: Method, block: Block) -> list[list[list[int]]] | None:
     """Return the positions of each key, for every prompt of a block; None if each key is one position.
 
@@ -212,8 +215,3 @@ def find_key_positions(method: Method, block: Block) -> list[list[list[int]]] | 
             return None
         by_prompt.append([group.positions for group in groups])
     return by_prompt
-
-
-def maps_while_running(method: Method, engine: str) -> bool:
-    """Return whether a method maps a block as soon as it has run, before the later blocks have."""
-    return method.scope == "layer" and maps_separately(method) and method.reads_one_block(engine)

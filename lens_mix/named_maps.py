@@ -102,7 +102,7 @@ def compute_maps(
         if method is None:
             maps[name] = input_map(model, prompt, queries=default_row if is_one_row else queries, **options)
         else:
-            groups.setdefault((is_one_row, method.scope == "model"), []).append(method)
+            groups.setdefault((is_one_row, method.reads == "model"), []).append(method)
     for (is_one_row, is_of_model), group in groups.items():
         rows = default_row if is_one_row else queries
         selection = {"queries": rows, "layers": None if is_of_model else layers}

@@ -21,14 +21,14 @@ from lens_mix.arguments import describe_value
 from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.components import UNEMBEDDING, VALUE
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
-from lens_mix.method import Method, Scope
+from lens_mix.method import Method, Reads
 from lens_mix.methods import METHODS, descriptions
 
 _GROUP = "lens_mix.methods"
-# The values that a class attribute of a method may have; all of them except `scope` may have several.
+# The values that a class attribute of a method may have; all of them except `reads` may have several.
 _ALLOWED = {
     "engines": ("recorded", "hooks", "algebra"),
-    "scope": get_args(Scope),
+    "reads": get_args(Reads),
     "parts": ("encoder", "decoder", "cross", "joint"),
     "records": (*ATTENTION_ROLES, RESID_PRE),
     "needs": (*ALGEBRA_COMPONENTS, VALUE, UNEMBEDDING, "gradients", "causal", "position_ids"),
@@ -38,6 +38,8 @@ _REQUIRED = {
     "residual": ("the residual weight that rollout uses, 0 to 1", "0.5"),
     "engines": ("the ways it can be computed", '("recorded",)'),
 }
+# The values that an older class attribute had, with the `reads` to write instead.
+_READS = {"layer": "block", "stack": "below", "model": "model"}
 
 # Names of functions that users try as the name of a method, and what to write.
 _CALLS = {
@@ -177,7 +179,8 @@ def check_class(method: object, argument: str = "method") -> None:
         ValueError: If a class attribute is missing or wrong, or if a parameter has no default.
     """
     checked = check_attributes(method, argument)
-    annotated = [name for name in vars(checked).get("__annotations__", {}) if not hasattr(Method, name)]
+    declared = set(dir(Method)) - {"target"}
+    annotated = [name for name in vars(checked).get("__annotations__", {}) if name not in declared]
     parameters = [name for name in annotated if "ClassVar" not in str(checked.__annotations__[name])]
     if parameters and "__dataclass_fields__" not in vars(checked):
         raise ValueError(
@@ -219,10 +222,36 @@ def check_attributes(method: object, argument: str = "method") -> type[Method]:
     if isinstance(method.residual, bool) or not isinstance(method.residual, (int, float)):
         raise ValueError(f"{where}.residual: expected a number from 0 to 1, got {method.residual!r}")
     for name, allowed in _ALLOWED.items():
-        _check_words(f"{where}.{name}", getattr(method, name), allowed, alone=name == "scope")
-    if method.__call__ is Method.__call__ and method.of_stack is Method.of_stack:
-        raise ValueError(f"{where}: expected a __call__(self, block) that returns the block's map, got none")
+        _check_words(f"{where}.{name}", getattr(method, name), allowed, alone=name == "reads")
+    _check_reads(method)
     return method
+
+
+def _check_reads(method: type[Method]) -> None:
+    """Raise a ValueError unless a method defines the function that `reads` calls for, by its present name."""
+    where, scope = method.__name__, getattr(method, "scope", None)
+    if isinstance(scope, str) and scope in _READS:
+        raise ValueError(
+            f"{where}.scope: expected the class attribute `reads`, got scope = {scope!r}; write "
+            f"reads: ClassVar[Reads] = {_READS[scope]!r}"
+        )
+    if hasattr(method, "of_stack"):
+        raise ValueError(
+            f"{where}.of_stack: expected of_blocks(self, blocks), which replaced it, got of_stack; rename it, "
+            "and write reads: ClassVar[Reads] = 'above', 'below' or 'model'"
+        )
+    has_of_blocks = method.of_blocks is not Method.of_blocks
+    if method.reads != "block" and not has_of_blocks:
+        raise ValueError(
+            f"{where}: expected an of_blocks(self, blocks) that returns the maps of several blocks, because "
+            f"reads is {method.reads!r}, got none"
+        )
+    if method.reads == "block" and has_of_blocks:
+        raise ValueError(
+            f"{where}.reads: expected 'above', 'below' or 'model', because it defines of_blocks, got 'block'"
+        )
+    if method.reads == "block" and method.__call__ is Method.__call__:
+        raise ValueError(f"{where}: expected a __call__(self, block) that returns the block's map, got none")
 
 
 def _check_words(attribute: str, value: object, allowed: tuple[str, ...], alone: bool) -> None:

@@ -47,7 +47,7 @@ from lens_mix.lens.verification.kept import verification_of
 from lens_mix.lens.verification.prompt_check import UnexpectedBlock, Verifier, find_input_mismatch
 from lens_mix.lens.verification.verify import padding_leaks
 from lens_mix.lens.verification_record import Verification
-from lens_mix.method import Method, maps_while_running
+from lens_mix.method import Method
 from lens_mix.pass_plan import VERIFICATION, LayerPlan, PassPlan
 
 _MOST_LOGITS = 1 << 29  # the bytes of the logits that are computed at once for the predictions
@@ -103,7 +103,7 @@ class Session:
             raise ValueError(
                 f"layers: expected some of {attention_layers}, got {self.layers} ({lens.stack.gaps})"
             )
-        of_whole_model = [label for label, method in methods.items() if method.scope == "model"]
+        of_whole_model = [label for label, method in methods.items() if method.reads == "model"]
         if of_whole_model and lens.n_layers - 1 not in self.layers:
             raise ValueError(
                 f"layers: expected the last layer, {lens.n_layers - 1}, among them, because the one map of "
@@ -161,11 +161,11 @@ class Session:
 
     def mapped_layers(self, method: Method) -> list[int]:
         """Return the layers of a method's map."""
-        return [self.lens.n_layers - 1] if method.scope == "model" else self.layers
+        return [self.lens.n_layers - 1] if method.reads == "model" else self.layers
 
     def layers_of(self, method: Method) -> list[int]:
         """Return the layers whose blocks a method needs to compute its map, in ascending order."""
-        return list(range(max(self.layers) + 1)) if method.scope != "layer" else sorted(self.layers)
+        return list(range(max(self.layers) + 1)) if method.is_input_map else sorted(self.layers)
 
     @contextlib.contextmanager
     def checked_pass(
@@ -253,11 +253,11 @@ class Session:
         methods = self.methods
         method_layers = {label: self.layers_of(method) for label, method in methods.items()}
         keeps_rows = all(
-            method.scope == "layer" and method.takes_rows(engines[label]) for label, method in methods.items()
+            not method.is_input_map and method.takes_rows(engines[label]) for label, method in methods.items()
         )
         visiting = None
         if is_visited:
-            visiting = [label for label in methods if maps_while_running(methods[label], engines[label])]
+            visiting = [label for label in methods if methods[label].reads_one_block(engines[label])]
         compared: set[str] = set()
         if "algebra" in engines.values():
             compared = {"algebra"}.union(*(method.needs for method in methods.values()))
@@ -416,7 +416,7 @@ class Session:
         Some models add features of patches to the residual stream between blocks (deepstack). The maps of
         single blocks do not need to know.
         """
-        labels = [label for label, method in self.methods.items() if method.scope != "layer"]
+        labels = [label for label, method in self.methods.items() if method.is_input_map]
         layer = clean.find_entering_patches() if labels else None
         if layer is not None:
             self._raise_unsupported(
@@ -528,7 +528,7 @@ class CheckedPass:
         rows = self.rows.positions if self.rows is not None and method.takes_rows(engine) else None
         for layer in layers:
             # The last layer of an input map reads all rows of the layers below.
-            queries = None if method.scope != "layer" and layer != layers[-1] else rows
+            queries = None if method.is_input_map and layer != layers[-1] else rows
             memory, effort = self.session.max_memory, self.session.effort
             blocks.append(Block(self.clean, layer, self.verification, engine, memory, queries, effort))
         return blocks

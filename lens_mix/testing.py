@@ -80,7 +80,7 @@ def _check_properties(
     yield "expected the same map in two runs (draw from a generator with a seed)", _are_close(whole, again)
     rows = run(model, _PROMPT, method, queries=[-1, 2], progress=None)
     yield (
-        "expected queries=[-1, 2] to give these rows of the whole map (see block.queries and takes_rows)",
+        "expected queries=[-1, 2] to give these rows of the whole map (see block.queries and block.rows_of)",
         _are_close(whole.select_queries([-1, 2]), rows),
     )
     if len(whole) > 1:

@@ -293,6 +293,11 @@ def prompt_of(model: Any, seq: int = 7, seed: int = 1) -> Any:
     return (first, tokens(model, 1, max(2, seq - 2), seed + 50)) if is_encoder_decoder(model) else first
 
 
+def maps_of(method: Any, blocks: Any) -> Any:
+    """Return the maps of several blocks, the lowest first, as a run computes them."""
+    return [method(block) for block in blocks] if method.reads == "block" else method.of_blocks(blocks)
+
+
 def zeroed(values: torch.Tensor, key: int) -> torch.Tensor:
     """Return values [batch, key, ...] that are zero at one key."""
     values = values.clone()

@@ -82,7 +82,7 @@ def test_a_method_is_tested_on_every_model_that_it_has_a_formula_for(case):
 
 def can_be_tested(method, blocks):
     """Return whether the method has a formula for each block, and whether it can follow the stack."""
-    if method.scope == "stack" and [block.layer for block in blocks] != list(range(len(blocks[0].stack))):
+    if method.reads == "below" and [block.layer for block in blocks] != list(range(len(blocks[0].stack))):
         return False
     return all(is_supported(method, block.anatomy) for block in blocks)
 

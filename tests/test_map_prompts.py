@@ -12,7 +12,7 @@ import torch
 
 import lens_mix as lm
 from benchmarks.common import peak_bytes
-from lens_mix import session
+from lens_mix.method import Method
 from lens_mix.methods import METHODS
 from tests.matrix import cases, prompt_of, slow
 from tests.tiny_models import available, bridge, hooked_transformer, tokens
@@ -33,9 +33,6 @@ class Watching(lm.Method):
     citation: ClassVar[str] = "@misc{me, title={Watching}}"
     seen: ClassVar[list[tuple[int, list[str], int]]] = []
     patterns: ClassVar[list[weakref.ref]] = []
-
-    def reads_one_block(self, engine):
-        return True
 
     def __call__(self, block):
         alive = sum(reference() is not None for reference in self.patterns)
@@ -69,7 +66,7 @@ def forget():
 def finished_passes(monkeypatch):
     """Enter a context in which every block is mapped after the clean pass."""
     with monkeypatch.context() as patched:
-        patched.setattr(session, "maps_while_running", lambda method, engine: False)
+        patched.setattr(Method, "reads_one_block", lambda method, engine: False)
         yield
 
 

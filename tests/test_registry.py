@@ -90,11 +90,19 @@ def test_another_class_can_not_take_a_name():
         ({"engines": ("fast",)}, r"Variant.engines: expected some of .*'algebra'.*, got 'fast'"),
         ({"engines": ()}, "Variant.engines: expected at least one"),
         ({"needs": ("residul",)}, r"Variant.needs: .*did you mean 'residual'\?"),
-        ({"scope": "layers"}, r"Variant.scope: .*did you mean 'layer'\?"),
+        ({"reads": "blok"}, r"Variant.reads: .*did you mean 'block'\?"),
+        ({"scope": "stack"}, r"Variant.scope: expected .* `reads`, got .*; write reads: .* = 'below'"),
+        ({"of_stack": lambda self, blocks: []}, r"Variant.of_stack: expected of_blocks\(self, blocks\)"),
+        ({"reads": "below"}, r"Variant: expected an of_blocks\(self, blocks\) .* reads is 'below', got none"),
+        ({"of_blocks": lambda self, blocks: []}, "Variant.reads: expected 'above', 'below' or 'model', because"),
         ({"__call__": None}, r"expected a __call__\(self, block\)"),
         (
             {"__annotations__": {"floor": float}},
             r"parameters \['floor'\], got a plain class; write\s+@dataclasses",
+        ),
+        (
+            {"__annotations__": {"target": str}, "target": "a"},
+            r"parameters \['target'\], got a plain class; write\s+@dataclasses",
         ),
     ],
 )

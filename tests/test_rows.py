@@ -10,7 +10,7 @@ from lens_mix.method import Method
 from lens_mix.methods import METHODS
 from lens_mix.methods.attn_res import attn_res
 from lens_mix.session import Session
-from tests.matrix import build_or_skip, cases, prompt_of
+from tests.matrix import build_or_skip, cases, maps_of, prompt_of
 from tests.tiny_models import bridge, gpt2_like, hooked_transformer, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -26,9 +26,9 @@ def supported(model, stack):
     """
     engines = {name: engine for name, engine, _ in lm.support(model, part=stack) if engine is not None}
     names = list(engines)
-    layerwise = [name for name in names if METHODS[name].scope == "layer"]
+    layerwise = [name for name in names if not METHODS[name]().is_input_map]
     alone = [name for name in layerwise if METHODS[name]().takes_rows(engines[name])]
-    whole = [name for name in names if METHODS[name].scope == "model"]
+    whole = [name for name in names if METHODS[name].reads == "model"]
     return alone, [name for name in names if name not in whole], whole
 
 
@@ -76,7 +76,7 @@ def test_the_asked_rows_alone_are_kept_where_passes_need_whole_patterns():
         patterns = [kept for name, kept in checked.clean.recorded.items() if name.endswith("hook_pattern")]
         assert [pattern.shape[2] for pattern in patterns] == [2, 2]
         for method in methods:
-            for scores in method.of_stack(checked.blocks(method.name)):
+            for scores in maps_of(method, checked.blocks(method.name)):
                 assert scores.shape[-2:] == (2, 6)
                 assert scores.untyped_storage().nbytes() == scores.numel() * scores.element_size()
 

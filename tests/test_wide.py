@@ -99,7 +99,7 @@ def cell(label, name):
     # The class of a picture is one number of the prompt, so it has a single row.
     one_row = (
         architecture(label) in CLASSES
-        and METHODS[name].scope == "model"
+        and METHODS[name].reads == "model"
         and hasattr(METHODS[name](), "target")
     )
     options = {"queries": [0]} if one_row else {}
@@ -116,7 +116,7 @@ def engines_of(label):
 
 def refusal_of(label, name="attention"):
     """Return the words of a model's error for every method; None if maps are expected."""
-    if METHODS[name].scope == "model" and CASES[label].part == "encoder":
+    if METHODS[name].reads == "model" and CASES[label].part == "encoder":
         return r"the logits are at the decoder's tokens"
     if "position_ids" in METHODS[name].needs and CASES[label].part == "decoder":
         return r"whose model takes position_ids"

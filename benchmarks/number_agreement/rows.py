@@ -75,7 +75,7 @@ def _choose_methods(found: Classifier, answer: int, names: Sequence[str]) -> lis
         if name == "alti_logit":
             token, against = (vocabulary()[CLASSES[place]] for place in (answer, 1 - answer))
             chosen.append(kind(token=token, against=against))
-        elif name == "gradient_attention" or kind.scope == "model":
+        elif name == "gradient_attention" or kind.reads == "model":
             chosen.append(kind(target=found.margin(answer)))
         elif name == "attention_attribution":
             # This many points are enough for an order. As many as its error requires take most of the time.
@@ -91,7 +91,7 @@ def rows(found: Classifier, ids: list[int], answer: int, names: Sequence[str]) -
     maps: dict[str, lm.MixingMap] = {}
     for method in asked:
         # A map of the whole model has one row, whose target is the answer.
-        row = {"queries": [0]} if method.scope == "model" else {}
+        row = {"queries": [0]} if method.reads == "model" else {}
         maps[method.name] = lm.run(found.model, torch.tensor(ids), method, **row)
     for name, mixing in maps.items():
         if mixing.kind == "input":

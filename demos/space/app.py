@@ -81,7 +81,7 @@ def find_mistake(workshop: Workshop, prompt: str, names: Sequence[str]) -> str:
 def compute(model: Any, prompt: str, target: str, names: Sequence[str]) -> dict[str, lm.MixingMap]:
     """Return the maps by the names of the methods; those that explain a target explain this token, if any."""
     methods = registry.all_methods()
-    explaining = [name for name in names if name != INPUT_MAP and hasattr(methods[name](), "target")]
+    explaining = [name for name in names if name != INPUT_MAP and methods[name]().target is not None]
     if not target:
         return compute_maps(model, prompt, names)
     maps: dict[str, lm.MixingMap] = {}

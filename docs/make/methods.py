@@ -21,8 +21,9 @@ _ENGINES = {
     "hooks": "runs the definition: blocks or passes again, with interventions or gradients",
 }
 _SHAPES = {
-    "layer": "a map of each block, `[layer, query, key]`",
-    "stack": "an input map after each block, from there down to the tokens, `[layer, query, key]`",
+    "block": "a map of each block, `[layer, query, key]`",
+    "above": "a map of each block, `[layer, query, key]`",
+    "below": "an input map after each block, from there down to the tokens, `[layer, query, key]`",
     "model": "one input map of the whole model, `[1, query, key]`",
 }
 _PARTS = ("encoder", "decoder", "cross", "joint")
@@ -117,7 +118,7 @@ def _facts_of(
 ) -> tuple[tuple[str, str], list[tuple[str, ...]]]:
     """Return the header and the rows of the table at the head of a page."""
     fields = {field.name for field in dataclasses.fields(method)}
-    shape = _SHAPES[method.scope]
+    shape = _SHAPES[method.reads]
     if "per_head" in fields:
         shape += ", or `[layer, head, query, key]` with `per_head=True`"
     conditions = [text for need, text in _CONDITIONS.items() if need in method.needs]
@@ -136,7 +137,7 @@ def _facts_of(
         ),
         ("Cost", str(described.cost) if described.cost else "unknown"),
     ]
-    if method.scope != "layer":
+    if method.reads in ("below", "model"):
         rows = [row for row in rows if not row[0].startswith("Residual")]
     return header, rows
 

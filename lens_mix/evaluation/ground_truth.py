@@ -186,12 +186,12 @@ def _compute_areas(
         try:
             mixing_map = run(model, prompt, _explain_answer(method, routes.queries[0]), progress=None)
         except UnsupportedModelError as problem:
-            return {"layers" if method.scope == "layer" else "input": []}, str(problem)
+            return {"input" if method.is_input_map else "layers": []}, str(problem)
         if isinstance(method, AltiLogit):  # Its layers are shares of one logit, so they are summed.
             summed = mixing_map.scores.sum(0, keepdim=True)
             mixing_map = mixing_map.select_layers(mixing_map.layer_labels[-1:]).replace(scores=summed)
         mixing_map = mixing_map.replace(scores=mixing_map.scores.abs())
-        if method.scope == "layer":
+        if not method.is_input_map:
             areas = {"layers": _compute_layer_area(mixing_map, routes)}
             areas |= {
                 name: _compute_input_area(function(mixing_map), routes)
@@ -208,11 +208,10 @@ def _explain_answer(method: Method, answer: int) -> Method:
 
     A method of the whole model has a row for every position, and reads the target at each.
     """
-    target: Any = getattr(method, "target", None)
-    if not hasattr(target, "position"):
+    if not hasattr(method.target, "position"):
         return method
-    position = None if method.scope == "model" else answer
-    changed: dict[str, Any] = {"target": dataclasses.replace(target, position=position)}
+    position = None if method.reads == "model" else answer
+    changed: dict[str, Any] = {"target": dataclasses.replace(method.target, position=position)}
     return dataclasses.replace(method, **changed)
 
 

@@ -271,7 +271,7 @@ class _Evaluation:
         Rollouts need these shares.
         """
         # Only some rows of an input map are scored, but an aggregation needs all rows of layer maps.
-        asked: dict[str, Any] = {"queries": _find_rows(case, method)} if method.scope != "layer" else {}
+        asked: dict[str, Any] = {"queries": _find_rows(case, method)} if method.is_input_map else {}
         asked["progress"] = None
         mixing_map: MixingMap
         if not self.task.layer_maps:
@@ -286,7 +286,7 @@ class _Evaluation:
         """Return rows of input maps, or the layer maps themselves if the task scores those."""
         candidates: dict[tuple[str, str], Any] = {}
         for label, method in self.methods.items():
-            if case.target is not None and hasattr(method, "target"):
+            if case.target is not None and method.target is not None:
                 method = dataclasses.replace(method, **{"target": case.target})
             try:
                 m = self._make_map(case, method)
@@ -307,7 +307,7 @@ class _Evaluation:
 
 def _find_rows(case: Case, method: Method) -> list[int]:
     """Return the positions of the rows of a case that are summed."""
-    explains_prompt = method.scope == "model" and case.target is not None and hasattr(method, "target")
+    explains_prompt = method.reads == "model" and case.target is not None and method.target is not None
     # An input map explains a number of the whole prompt in one row, which has to see all of it.
     return [-1] if explains_prompt and len(case.queries) > 1 else case.queries
 

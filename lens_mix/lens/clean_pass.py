@@ -217,16 +217,24 @@ def clean_pass(
         fwd_hooks += outputs.fwd_hooks
         capturing += outputs.changes
     silent: list[str] = []
+    visited: list[int] = []
 
     def after_block(layer: int) -> None:
+        if visited:
+            raise ValueError(
+                f"block {visited[0]}: expected a method that reads the records of the block, got one that runs a "
+                "block while the clean pass runs; write engines = ('hooks',), or let reads_one_block return False"
+            )
         _require_finite(clean, layer)
         silent.extend(name for name in required.get(layer, ()) if name not in recorded)
         # A pass that lacks records goes on, so that its error names all hooks that never fired.
         if visit is not None and not silent:
             # Recorded tensors are detached even if the pass builds an autograd graph.
             recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
+            visited.append(layer)
             with torch.no_grad():
                 visit(clean, layer)
+            visited.pop()
 
     failures: list[Exception] = []
     capturing += [
@@ -255,7 +263,7 @@ def clean_pass(
                     _explain(lens, batch, problem)
                 raise
     if failures:
-        raise failures.pop()
+        raise failures.pop(0)
     recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
     _require_complete(clean, silent, layers, last)
     if graph is not None:

@@ -16,7 +16,7 @@ from lens_mix.algebra.logit_shares import logit_shares, token_directions
 from lens_mix.arguments import check_choice, check_whole_number
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.components import UNEMBEDDING
-from lens_mix.method import Scope
+from lens_mix.method import Reads
 from lens_mix.methods.alti import Alti, Distance
 from lens_mix.methods.value_norms import VectorMethod
 
@@ -58,7 +58,7 @@ class AltiLogit(VectorMethod):
 
     name: ClassVar[str] = "alti_logit"
     residual: ClassVar[float] = 0.0
-    scope: ClassVar[Scope] = "stack"
+    reads: ClassVar[Reads] = "below"
     needs: ClassVar[frozenset[str]] = VectorMethod.needs | {UNEMBEDDING}
     citation: ClassVar[str] = "ferrando-etal-2023-explaining"
 
@@ -85,7 +85,7 @@ class AltiLogit(VectorMethod):
         return None
 
     @override
-    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
+    def of_blocks(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         last = blocks[-1]
         directions = token_directions(last, self.token, self.against)
         below: Tensor | None = None

@@ -47,10 +47,6 @@ class AttentionWeights(Method):
     per_head: bool = False
 
     @override
-    def reads_one_block(self, engine: str) -> bool:
-        return True
-
-    @override
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         pattern = block.recorded("pattern")
         pattern = pattern.to(block.zeros().dtype)
@@ -77,10 +73,6 @@ class AttnResWeights(Method):
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"
-
-    @override
-    def reads_one_block(self, engine: str) -> bool:
-        return True
 
     @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:

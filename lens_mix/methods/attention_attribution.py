@@ -117,11 +117,7 @@ class AttentionAttribution(TargetMethod):
         return cost if self.n_steps is None else cost.times(self.n_steps / least)
 
     @override
-    def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        return self.of_stack([block])[0]
-
-    @override
-    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
+    def of_blocks(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         bound = bind(blocks, self.target)
         layers = blocks[-1].with_bar(blocks, len(blocks), "layers")
         return [self._attribute_layer(block, bound) for block in layers]

@@ -197,7 +197,7 @@ class AttributionPatching(RowTargetMethod):
         return _BACKWARD + self._samples * beside
 
     @override
-    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
+    def of_blocks(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, bound = blocks[0], bind_rows(blocks, self.target)
         if bound.positions is None:
             raise UnsupportedModelError(

@@ -17,7 +17,7 @@ from lens_mix.lens.continuation import last_residual_from
 from lens_mix.lens.cost import find_usual_row
 from lens_mix.lens.model_classes import UnsupportedModelError, find_missing_logits
 from lens_mix.lens.unembedding import row_at
-from lens_mix.method import Method, Scope
+from lens_mix.method import Method, Reads
 from lens_mix.targets import Context, Target, TargetFunction, TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class TargetMethod(Method):
     """The base class of the methods that explain a target."""
 
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
+    reads: ClassVar[Reads] = "above"
 
     target: TargetLike = dataclasses.field(default_factory=predicted)
 
@@ -45,17 +46,13 @@ class TargetMethod(Method):
     def parameters(self) -> dict[str, object]:
         return {**super().parameters(), "target": describe(as_target(self.target))}
 
-    @override
-    def takes_rows(self, engine: str) -> bool:
-        return True
-
 
 @dataclasses.dataclass(frozen=True)
 class RowTargetMethod(TargetMethod):
     """The base class of the methods with one map, of the whole model, that explains a target at each row."""
 
     residual: ClassVar[float] = 0.0
-    scope: ClassVar[Scope] = "model"
+    reads: ClassVar[Reads] = "model"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="log_probability"))
 

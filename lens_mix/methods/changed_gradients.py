@@ -92,7 +92,7 @@ class ChangedGradients(RowTargetMethod):
         )
 
     @override
-    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
+    def of_blocks(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         if blocks[0].stack.is_joint and self._list_streams() != [0]:
             raise ValueError(
                 "after_blocks: expected 0 with part='joint', because the encoder and the decoder have "

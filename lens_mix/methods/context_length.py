@@ -61,7 +61,7 @@ class ContextLength(RowTargetMethod):
             raise TypeError(f"keep_first: expected True, False or None, got {self.keep_first!r}")
 
     @override
-    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
+    def of_blocks(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound = bind_rows(blocks, self.target)
         scores = bound.block.zeros(len(bound.functions), bound.block.real.shape[1])
         if wrapped_config(blocks[0].clean.lens.model, "attention_chunk_size"):

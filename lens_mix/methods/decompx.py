@@ -23,7 +23,7 @@ from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.components import VALUE
 from lens_mix.lens.cost import Growth
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
-from lens_mix.method import Method, Scope
+from lens_mix.method import Method, Reads
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class DecompX(VectorMethod):
     name: ClassVar[str] = "decompx"
     residual: ClassVar[float] = 0.0
     includes_residual: ClassVar[bool] = True
-    scope: ClassVar[Scope] = "stack"
+    reads: ClassVar[Reads] = "below"
     needs: ClassVar[frozenset[str]] = frozenset({*ALGEBRA_COMPONENTS, VALUE})
     cost_grows_with: ClassVar[Growth] = "tokens"
     citation: ClassVar[str] = "modarressi-etal-2023-decompx"
@@ -93,7 +93,7 @@ class DecompX(VectorMethod):
         return None
 
     @override
-    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
+    def of_blocks(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         *below, last = (lengths for lengths, _ in carried(blocks, self.biases, self.slope))
         # The last block may have only some rows, but those of the blocks below are all read.
         return [*(blocks[-1].rows_of(lengths) for lengths in below), last]
@@ -110,7 +110,7 @@ class DecompX(VectorMethod):
         for block in blocks:
             stages = decomposed(block, self.biases, self.slope, shares, alone=shares is None)
             yield stages
-            if self.scope == "stack":
+            if self.reads == "below":
                 shares = stages.output
 
 
@@ -133,8 +133,8 @@ class DecompXLocal(DecompX):
 
     name: ClassVar[str] = "decompx_local"
     cost_grows_with: ClassVar[Growth] = "rows"
-    scope: ClassVar[Scope] = "layer"
-    of_stack = Method.of_stack
+    reads: ClassVar[Reads] = "block"
+    of_blocks = Method.of_blocks
 
     @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:

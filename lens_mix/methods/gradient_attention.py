@@ -67,11 +67,7 @@ class GradientAttention(TargetMethod):
         return PlainRules()
 
     @override
-    def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        return self.of_stack([block])[0]
-
-    @override
-    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
+    def of_blocks(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         bound = bind(blocks, self.target)
         gradients = self._read_graph(blocks, bound)
         if gradients is None:

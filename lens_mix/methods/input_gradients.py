@@ -115,7 +115,7 @@ class InputGradients(RowTargetMethod):
         return None if self.score == "integrated" else PlainRules()
 
     @override
-    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
+    def of_blocks(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound, last = bind_rows(blocks, self.target), blocks[-1]
         rules = self.clean_rules([block.anatomy for block in blocks])
         if rules is not None and bound.block.clean.graph is not None:

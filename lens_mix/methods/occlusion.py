@@ -127,7 +127,7 @@ class Occlusion(RowTargetMethod):
         return cost._replace(base=cost.base + cost.per_token * len(self.spans), per_token=0.0)
 
     @override
-    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
+    def of_blocks(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, last = blocks[0], blocks[-1]
         if first.stack.is_joint and self.by != "replace":
             raise UnsupportedModelError(

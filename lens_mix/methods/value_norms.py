@@ -30,10 +30,6 @@ class VectorMethod(Method):
     # The vectors up to the feed-forward need only these components, so experts need no verification.
     needs: ClassVar[frozenset[str]] = frozenset({"projection", "residual"})
 
-    @override
-    def reads_one_block(self, engine: str) -> bool:
-        return self.scope == "layer"
-
 
 @dataclasses.dataclass(frozen=True)
 class ValueNorms(VectorMethod):

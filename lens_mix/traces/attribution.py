@@ -165,13 +165,13 @@ class Explainer:
         """
         first = self.reading.n_prompt - self.reading.n_source
         rows = [self.reading.row(each) for each in range(start, stop)]
-        if not hasattr(self.method, "target"):
+        if self.method.target is None:
             return self._sum_rows(self._run(self.method, rows), rows)
         if isinstance(self.method, _OF_ONE_POSITION):
             return self._sum_rows(self._run(self._with_target(targets.next_token()), rows), rows)
         target = _SpanRead(first + start, first + stop, [] if logits is None else logits)
         method = self._with_target(target)
-        if self.method.scope == "model":
+        if self.method.reads == "model":
             # A removed token of the span or after it changes the span by rounding only.
             return self._pad(self._run(method, [-1]).scores[-1, 0, : self.reading.n_prompt + stop - 1])
         return self._sum_rows(self._run(method, rows), rows)
@@ -179,11 +179,11 @@ class Explainer:
     def explain_each(self) -> Float[Tensor, "written key"]:
         """Return the scores of each written token, one row per token, with a bar if it takes long."""
         rows = [self.reading.row(each) for each in range(self.reading.n_written)]
-        if not hasattr(self.method, "target"):
+        if self.method.target is None:
             return self._select(self._run(self.method, rows), rows)
         reads_graph = self.method.clean_rules(()) is not None and not self.reading.n_source
         size = _ROWS_OF_A_GRAPH if reads_graph else max(1, _TOKENS_AT_ONCE // len(self.reading.tokens))
-        size = size if self.method.scope == "model" else 1
+        size = size if self.method.reads == "model" else 1
         # The bar over the tokens is shown instead of a warning or a bar of each run.
         quiet = dataclasses.replace(self, options={**self.options, "progress": None})
         found = []
@@ -195,7 +195,7 @@ class Explainer:
 
     def _explain_rows(self, start: int, rows: list[int]) -> Float[Tensor, "row key"]:
         """Return the scores of neighbouring written tokens, the first of which is token `start`."""
-        if self.method.scope != "model":
+        if self.method.reads != "model":
             return torch.stack(
                 [self.explain_span(start + each, start + each + 1) for each in range(len(rows))]
             )

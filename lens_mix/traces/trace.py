@@ -559,7 +559,7 @@ def trace(
             reading, written, notes = write(model, alone, text, count, seed, generation)
         # It raises the errors of sources= before the method runs.
         found_sources = reading.find_sources(unit, split, groups)
-        own = aggregated if chosen.scope == "layer" else None
+        own = None if chosen.is_input_map else aggregated
         explainer = Explainer(model, reading, chosen, own, options)
         whole, logits = explainer.explain_all()
         if written is None and logits is not None:
@@ -684,7 +684,7 @@ def _read_method(method: MethodLike) -> Method:
         raise TypeError(f"method: expected one method, got {describe_value(method)}")
     read = next(iter(methods.values()))
     usual = {field.name: field.default_factory for field in dataclasses.fields(read)}.get("target")
-    if callable(usual) and getattr(read, "target", None) != usual():
+    if callable(usual) and read.target != usual():
         raise ValueError(
             f"method: expected {read.name!r} without a target, because a trace explains what was written, "
             f"got {read!r}; to explain another number use lm.run"
@@ -701,7 +701,7 @@ def _read_aggregation(aggregation: str | Aggregation | None, method: Method) -> 
         TypeError: If it is neither a name nor a function.
         ValueError: If the name is unknown, or the method makes no layer maps.
     """
-    if aggregation is not None and method.scope != "layer":
+    if aggregation is not None and method.is_input_map:
         raise ValueError(
             f"aggregation: expected None, because {method.name!r} makes a map of all layers, got "
             f"{aggregation!r}; it combines the layers of a layer map, such as method='attention'"

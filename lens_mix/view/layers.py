@@ -27,7 +27,7 @@ def name_layers(mixing_map: MixingMap) -> list[str]:
     method = None if aggregation else all_methods().get(mixing_map.method.split(" - ")[0])
     if len(labels) == 1 and aggregation.get("name") == "layer_mean":
         return ["mean of the layers"]
-    if len(labels) == 1 and method is not None and method.scope == "model":
+    if len(labels) == 1 and method is not None and method.reads == "model":
         return ["whole model"]
     # Layer l of `alti_logit` is what block l adds; of every other input map, what reached its output.
     reaches = "added by" if method is AltiLogit else "up to"

@@ -51,18 +51,25 @@ class _OneByOne(list):
 
 def peak_of(model: Any, method: Method, bound: int | None) -> tuple[int, list[Any]]:
     """Return the most bytes of temporaries of one block's maps of two prompts, and the maps."""
-    peaks, computed = [], type(method).of_stack
+    peaks, name = [], "__call__" if method.reads == "block" else "of_blocks"
+    computed = getattr(type(method), name)
 
-    def measured(self: Method, blocks: Any) -> Any:
+    def measure_block(self: Method, block: Any) -> Any:
+        gc.collect()
+        with PeakMemory() as counter:
+            scores = computed(self, block)
+        peaks.append(counter.peak - scores.nbytes)
+        return scores
+
+    def measure_blocks(self: Method, blocks: Any) -> Any:
         with PeakMemory() as counter:
             watched = _OneByOne(list(blocks), counter)
             scores = computed(self, watched)
-        first = scores[:, 0] if torch.is_tensor(scores) else scores[0]
-        peaks.append(max(watched.peaks) - first.nbytes)
+        peaks.append(max(watched.peaks) - scores[0].nbytes)
         return scores
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(type(method), "of_stack", measured)
+        patched.setattr(type(method), name, measure_block if name == "__call__" else measure_blocks)
         prompts = [tokens(model, 1, length, 1)[0] for length in (LENGTH, LENGTH - 4)]
         found = list(lm.run_many(model, prompts, method, max_memory=bound))
     return max(peaks), [one.scores for one in found]

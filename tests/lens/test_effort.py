@@ -58,7 +58,7 @@ def test_many_passes_are_announced_before_they_are_made(model, method, monkeypat
     def stop(*_):
         raise Reached
 
-    monkeypatch.setattr(type(method), "of_stack", stop)
+    monkeypatch.setattr(type(method), "of_blocks", stop)
     with pytest.warns(UserWarning, match="forward passes") as warned, pytest.raises(Reached):
         lm.run(model, PROMPT, method)
     assert warned[0].filename == __file__, "the warning names the user's line"

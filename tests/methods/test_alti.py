@@ -147,7 +147,7 @@ def test_the_methods_logits_are_those_of_the_definition(case):
     definitions = [written_out(block) for block in blocks]
     maps = [normalize_rows(alti(definition.normed, definition.mid)) for definition in definitions]
     expected = alti_logit([definition.branch for definition in definitions], directions, maps)
-    for found, scores in zip(method.of_stack(blocks), expected, strict=True):
+    for found, scores in zip(method.of_blocks(blocks), expected, strict=True):
         assert largest(found, scores) < 1e-9
 
 

@@ -12,7 +12,7 @@ from lens_mix.methods.decompx import decompx
 from lens_mix.methods.decompx_logits import input_shares_of_logits, logit_shares
 from lens_mix.session import Session
 from lens_mix.statistics.passes import run_prompt
-from tests.matrix import build_or_skip, prompt_of, slow
+from tests.matrix import build_or_skip, maps_of, prompt_of, slow
 from tests.norm_cases import blocks_of, each_model, each_model_with, largest
 from tests.norm_oracle import norms, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_gpt2, reference_inputs
@@ -90,7 +90,7 @@ def test_equals_the_definition_written_out(case, rule):
     blocks = blocks_of(case)
     tokens = torch.diag_embed(torch.ones_like(blocks[0].resid_pre[..., 0]))[..., None]
     shares = tokens * blocks[0].resid_pre[:, :, None]
-    maps, local = lm.DecompX(rule).of_stack(blocks), lm.DecompXLocal(rule).of_stack(blocks)
+    maps, local = maps_of(lm.DecompX(rule), blocks), maps_of(lm.DecompXLocal(rule), blocks)
     for block, carried, alone in zip(blocks, maps, local, strict=True):
         pattern, of_block = block.recorded("pattern"), tokens * block.resid_pre[:, :, None]
         shares = decompx(shares, pattern, block.anatomy, rule, alone=block is blocks[0])
@@ -103,7 +103,7 @@ def test_equals_the_definition_written_out(case, rule):
 def test_maps_are_those_of_all_pairs_at_once(case):
     blocks = blocks_of(case)
     for method in (lm.DecompX(), lm.DecompX("first"), lm.DecompX("drop"), lm.DecompXLocal("equal")):
-        maps = method.of_stack(blocks)
+        maps = maps_of(method, blocks)
         for layer, stages in enumerate(method.vectors(blocks)):
             assert largest(maps[layer], stages.output.norm(dim=-1)) < 1e-10
 
@@ -125,14 +125,14 @@ def expect_rows_to_be_cut(blocks, queries):
     """Check that maps and shares of these rows equal those rows of the whole map."""
     few = [*blocks[:-1], at_rows(blocks[-1], queries)]
     for method in (lm.DecompX(), lm.DecompX("drop"), lm.DecompX("first")):
-        whole = method.of_stack(blocks)
-        for layer, found in enumerate(method.of_stack(few)):
+        whole = maps_of(method, blocks)
+        for layer, found in enumerate(maps_of(method, few)):
             assert largest(found, few[-1].rows_of(whole[layer])) < 1e-10
         *_, stages = method.vectors(few)
         assert largest(stages.output.norm(dim=-1), few[-1].rows_of(whole[-1])) < 1e-10
     for method in (lm.DecompXLocal(), lm.DecompXLocal("equal")):
-        whole = method.of_stack(blocks)
-        found = method.of_stack([at_rows(block, queries) for block in blocks])
+        whole = maps_of(method, blocks)
+        found = maps_of(method, [at_rows(block, queries) for block in blocks])
         for rows, layer_map in zip(found, whole, strict=True):
             assert largest(rows, few[-1].rows_of(layer_map)) < 1e-10
 
@@ -156,9 +156,9 @@ def test_rows_of_padded_prompts_are_those_of_each_prompt_alone(name, side):
     blocks = padded_blocks(model, lengths, side)
     ends = [9, 9, 9] if side == "left" else [n - 1 for n in lengths]
     expect_rows_to_be_cut(blocks, torch.tensor([[end, end - 2] for end in ends]))
-    maps = torch.stack(lm.DecompX().of_stack(blocks), dim=1)
+    maps = torch.stack(maps_of(lm.DecompX(), blocks), dim=1)
     for index, length in enumerate(lengths):
-        alone = torch.stack(lm.DecompX().of_stack(padded_blocks(model, [length], side)), dim=1)
+        alone = torch.stack(maps_of(lm.DecompX(), padded_blocks(model, [length], side)), dim=1)
         own = blocks[0].real[index]
         # Rotary factors are always float32, and a processor may round those of another length differently.
         bound = 1e-5 if name in ("llama", "phi") else 1e-10

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import ClassVar, Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from lens_mix.arguments import check_choice
 from lens_mix.lens import known_faults
@@ -12,32 +12,45 @@ from lens_mix.lens.features import has_classifier, reads_features
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.state import find_gradient_obstacle
-from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, Verification
+from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.verification_record import Verification
 
 
 @runtime_checkable
 class HasEngines(Protocol):
-    """The attributes that every method has."""
+    """What a method declares about itself (`lens_mix.method.Method`)."""
 
     name: ClassVar[str]
     engines: ClassVar[tuple[str, ...]]
+    needs: ClassVar[frozenset[str]]
+    parts: ClassVar[frozenset[str]]
+
+    @property
+    def reads(self) -> str:
+        """What it reads for a map."""
+
+    @property
+    def is_input_map(self) -> bool:
+        """Whether its map reaches down to the input tokens."""
+
+    @property
+    def target(self) -> Any:
+        """The target that it explains, or None."""
+
+    def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
+        """Return why it is not defined for such a block; None if it is."""
+
+    def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
+        """Return what the map of such a block needs."""
 
 
-def _needs(method: object) -> Collection[str]:
-    return getattr(method, "needs", ALGEBRA_COMPONENTS)
-
-
-def _scope(method: object) -> str:
-    return getattr(method, "scope", "layer")
-
-
-def needs_unembedding(methods: Iterable[object]) -> bool:
+def needs_unembedding(methods: Iterable[HasEngines]) -> bool:
     """Return whether one of the methods splits logits, so that the unembedding has to be verified."""
-    return any(UNEMBEDDING in _needs(method) for method in methods)
+    return any(UNEMBEDDING in method.needs for method in methods)
 
 
 def _find_reason_against(
-    verification: Verification, engine: str, method: HasEngines | None = None
+    verification: Verification, engine: str, method: HasEngines
 ) -> str | None:
     """Return why an engine can't run on a verified model; None if it can.
 
@@ -49,26 +62,24 @@ def _find_reason_against(
     """
     if verification.hooks_failure is not None:
         return verification.hooks_failure
-    if "causal" in _needs(method) and not verification.causal:
+    if "causal" in method.needs and not verification.causal:
         return "expected a causal model, got one whose positions read later ones"
     if engine == "algebra":
-        needs = _needs(method)
-        reason = verification.failure(needs) or _unsupported_block(verification, method)
-        return verification.unembedding_failure if reason is None and UNEMBEDDING in needs else reason
-    if _scope(method) == "model":
+        reason = verification.failure(method.needs) or _unsupported_block(verification, method)
+        return verification.unembedding_failure if reason is None and UNEMBEDDING in method.needs else reason
+    if method.reads == "model":
         # Such a method may change the backward pass, and may have no rule for some kinds of blocks.
         return _unsupported_block(verification, method)
-    if hasattr(method, "target") and verification.z_factors:
+    if method.target is not None and verification.z_factors:
         # The hooks that replace a pattern recompute z, so the factor would be lost.
         scaled = ", ".join(map(str, verification.z_factors))
         return f"a hook scales z of the heads in layers {scaled}; remove it"
     return None
 
 
-def _unsupported_block(verification: Verification, method: HasEngines | None) -> str | None:
+def _unsupported_block(verification: Verification, method: HasEngines) -> str | None:
     """Return why a method is not defined for one of the blocks; None if it is for all."""
-    unsupported_block = getattr(method, "unsupported_block", lambda anatomy: None)
-    failures = ((layer, unsupported_block(anatomy)) for layer, anatomy in verification.anatomy.items())
+    failures = ((layer, method.unsupported_block(anatomy)) for layer, anatomy in verification.anatomy.items())
     failure = next((f"block {layer}: {why}" for layer, why in failures if why is not None), None)
     below = (
         None
@@ -89,16 +100,15 @@ def find_obstacle(lens: Lens, method: HasEngines) -> str | None:
 
 
 def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
-    parts = getattr(method, "parts", ())
-    if lens.stack.is_cross and "cross" not in parts:
+    if lens.stack.is_cross and "cross" not in method.parts:
         yield (
             "it is defined for self-attention only, not for part='cross' (queries of the target, keys of "
             "the source); expected part='encoder' or 'decoder'"
         )
-    takes_joint = "joint" in parts
+    takes_joint = "joint" in method.parts
     if lens.stack.source is not None and not takes_joint:
         yield "it is not defined for part='joint'; lm.joint(lm.run(..., part='all')) joins maps of layers"
-    if hasattr(method, "target"):
+    if method.target is not None:
         if reads_features(lens.model) and not has_classifier(lens.model):
             yield _no_classifier(method.target)
         # Text and functions have no attribute `reads`, and are targets on the logits.
@@ -106,17 +116,17 @@ def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
             yield known_faults.wrong_logits(lens.model, lens.model_class, transformer_lens_version())
     if reads_features(lens.model):
         yield getattr(method, "needs_tokens", None)
-    if _scope(method) != "layer" and lens.stack.gaps is not None:
+    if method.is_input_map and lens.stack.gaps is not None:
         yield f"{lens.stack.gaps}, so no map of the whole stack can be computed"
-    if _scope(method) == "model" and lens.stack.name == "encoder":
+    if method.reads == "model" and lens.stack.name == "encoder":
         yield (
             "the logits are at the decoder's tokens, and so would be its rows; expected part='decoder' "
             "(the target's own tokens)" + " or part='joint' (the source's too)" * takes_joint
         )
-    if "gradients" in _needs(method):
+    if "gradients" in method.needs:
         yield find_gradient_obstacle(lens.modules)
     takes_positions = lens.takes_input("position_ids") and not lens.stack.reads_target
-    if "position_ids" in _needs(method) and not takes_positions:
+    if "position_ids" in method.needs and not takes_positions:
         yield (
             "it runs tokens at repeated positions; expected a decoder-only TransformerBridge whose model "
             "takes position_ids"

@@ -178,13 +178,12 @@ def support_table(
 
 def _next_norm_failure(method: HasEngines, verification: Verification) -> str | None:
     """Return why a layer has no map: the method needs the norm that reads it, which is unknown."""
-    needs_for = getattr(method, "needs_for", lambda anatomy: ())
     reasons = verification.next_norm_failures.items()
     return next(
         (
             why
             for layer, why in reasons
-            if layer in verification.anatomy and "next_norm" in needs_for(verification.anatomy[layer])
+            if layer in verification.anatomy and "next_norm" in method.needs_for(verification.anatomy[layer])
         ),
         None,
     )
