@@ -268,6 +268,8 @@ class _Record:
         prompt_record = provenance.of_prompt(prompt) | {"engine": self._checked_pass.engines[label]}
         if has_sink:
             prompt_record["sink"] = True
+        if method.layers_add_up:
+            prompt_record["layers_add_up"] = True
         prompt_record["predicts_next"] = self._checked_pass.verification.predicts_next or stack.reads_target
         if joint:
             prompt_record["joint"] = {"source": len(prompt.tokens), "target": len(tokens)}
@@ -392,9 +394,7 @@ class _Record:
     def _make_mask(self, label: str, index: int, keys: Tensor, layers: Sequence[int]) -> PromptMask:
         """Return the mask of one prompt: which keys its rows may see, or the rows that its target reads."""
         clean, blocks = self._checked_pass.clean, self._blocks[label]
-        allowed = (
-            self._reaching if self._checked_pass.session.methods[label].is_input_map else self._allowed
-        )
+        allowed = self._reaching if self._checked_pass.session.methods[label].is_input_map else self._allowed
         rows = self._find_rows(index, has_some_rows=clean.rows is not None)
         mask = allowed.of_prompt(index, rows, keys, layers)
         read = blocks[max(blocks)].record.rows_read[index]

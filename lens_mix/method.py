@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -47,6 +47,12 @@ class Method:
             layer. All except "block" are computed by `of_blocks`.
         parts: The parts of an encoder-decoder for which it is defined: "encoder", "decoder", "cross" and
             "joint". A method for "encoder" or "decoder" is also defined for models with one stack.
+        layers_add_up: Whether the layers of an input map are shares of one number, so that their sum is the
+            map of the whole model. Otherwise this is the last layer.
+        needs_one_position: Whether its target has to read a single position, so that the scores of a span are
+            the sums of the rows of its tokens.
+        has_gradient_weights: Whether its layer maps are attention weighted by a gradient, as
+            `lens_mix.gradient_rollout` expects.
         needs: What the method needs: components of a block for the algebra engine
             (`lens_mix.lens.verification`); "unembedding", which means verified logits; "gradients" with
             respect to tensors inside the model; "causal", which means a causal model; "position_ids", which
@@ -66,6 +72,9 @@ class Method:
     includes_residual: ClassVar[bool] = False
     has_unit_rows: ClassVar[bool] = False
     reads: ClassVar[Reads] = "block"
+    layers_add_up: ClassVar[bool] = False
+    needs_one_position: ClassVar[bool] = False
+    has_gradient_weights: ClassVar[bool] = False
     parts: ClassVar[frozenset[str]] = frozenset({"encoder", "decoder"})
     needs: ClassVar[frozenset[str]] = frozenset(ALGEBRA_COMPONENTS)
     records: ClassVar[frozenset[str]] = frozenset()
@@ -155,6 +164,13 @@ class Method:
     def reads_one_block(self, engine: str) -> bool:
         """Return whether an engine maps each block while the clean pass runs, as `__call__` describes."""
         return self.reads == "block" and engine != "hooks"
+
+    def explain_next_tokens(self) -> Self:
+        """Return the method with the prompt's own next tokens in place of predictions; itself if not needed.
+
+        A trace uses it to explain what was written.
+        """
+        return self
 
     def parameters(self) -> dict[str, object]:
         """Return the parameters by name, for the map's record."""

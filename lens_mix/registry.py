@@ -237,8 +237,8 @@ def _check_reads(method: type[Method]) -> None:
         )
     if hasattr(method, "of_stack"):
         raise ValueError(
-            f"{where}.of_stack: expected of_blocks(self, blocks), which replaced it, got of_stack; rename it, "
-            "and write reads: ClassVar[Reads] = 'above', 'below' or 'model'"
+            f"{where}.of_stack: expected of_blocks(self, blocks), which replaced it, got of_stack; rename "
+            "it, and write reads: ClassVar[Reads] = 'above', 'below' or 'model'"
         )
     has_of_blocks = method.of_blocks is not Method.of_blocks
     if method.reads != "block" and not has_of_blocks:
@@ -249,6 +249,11 @@ def _check_reads(method: type[Method]) -> None:
     if method.reads == "block" and has_of_blocks:
         raise ValueError(
             f"{where}.reads: expected 'above', 'below' or 'model', because it defines of_blocks, got 'block'"
+        )
+    if method.layers_add_up and method.reads != "below":
+        raise ValueError(
+            f"{where}.layers_add_up: expected False, because it is for input maps of several layers "
+            f"(reads = 'below'), got {method.layers_add_up!r} with reads = {method.reads!r}"
         )
     if method.reads == "block" and method.__call__ is Method.__call__:
         raise ValueError(f"{where}: expected a __call__(self, block) that returns the block's map, got none")

@@ -94,7 +94,11 @@ def test_another_class_can_not_take_a_name():
         ({"scope": "stack"}, r"Variant.scope: expected .* `reads`, got .*; write reads: .* = 'below'"),
         ({"of_stack": lambda self, blocks: []}, r"Variant.of_stack: expected of_blocks\(self, blocks\)"),
         ({"reads": "below"}, r"Variant: expected an of_blocks\(self, blocks\) .* reads is 'below', got none"),
-        ({"of_blocks": lambda self, blocks: []}, "Variant.reads: expected 'above', 'below' or 'model', because"),
+        ({"layers_add_up": True}, "Variant.layers_add_up: expected False, because .* with reads = 'block'"),
+        (
+            {"of_blocks": lambda self, blocks: []},
+            "Variant.reads: expected 'above', 'below' or 'model', because",
+        ),
         ({"__call__": None}, r"expected a __call__\(self, block\)"),
         (
             {"__annotations__": {"floor": float}},

@@ -14,7 +14,6 @@ from lens_mix.aggregation.layer_mean import layer_mean
 from lens_mix.aggregation.rollout import rollout
 from lens_mix.arguments import check_items
 from lens_mix.maps import MixingMap
-from lens_mix.methods.alti_logit import AltiLogit
 
 Aggregation = Callable[[MixingMap], MixingMap]  # A function from layer maps to an input map.
 
@@ -50,6 +49,15 @@ def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> di
     return {name: known[name] for name in names}
 
 
+def join_layers(m: MixingMap) -> Float[Tensor, "*head query key"]:
+    """Return the scores of the whole model in an input map.
+
+    They are the sum over layers if its method says that these are shares of one number
+    (`Method.layers_add_up`), else the last layer.
+    """
+    return m.scores.sum(0) if m.provenance.get("layers_add_up") else m.scores[-1]
+
+
 def candidate_rows(
     m: MixingMap,
     query: int | Sequence[int],
@@ -58,9 +66,8 @@ def candidate_rows(
 ) -> dict[str, Float[Tensor, " key"]]:
     """Return a map's row for one position, for each aggregation by its name, in float64.
 
-    An input map needs no aggregation: its row is that of the last layer, or the sum over layers if they are
-    shares of one number (`alti_logit`). An aggregation that is not defined for the map (a rollout of signed
-    scores) is left out.
+    An input map needs no aggregation (`join_layers`). An aggregation that is not defined for the map (a
+    rollout of signed scores) is left out.
 
     Args:
         m: The map.
@@ -69,8 +76,7 @@ def candidate_rows(
         refused: A dict that gets the reason for each aggregation that is left out.
     """
     if m.kind == "input":
-        whole = m.scores.sum(0) if m.method == AltiLogit.name else m.scores[-1]
-        return {AS_IT_IS: _sum_rows(m, whole, query)}
+        return {AS_IT_IS: _sum_rows(m, join_layers(m), query)}
     rows = {}
     for name, aggregation in aggregations.items():
         try:

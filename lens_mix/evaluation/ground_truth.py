@@ -24,14 +24,12 @@ from lens_mix.aggregation.layer_mean import layer_mean
 from lens_mix.aggregation.rollout import rollout
 from lens_mix.arguments import check_flags, check_instance, check_items
 from lens_mix.evaluation.agreement import bootstrap
-from lens_mix.evaluation.candidates import Aggregation
+from lens_mix.evaluation.candidates import Aggregation, join_layers
 from lens_mix.evaluation.constructed import ConstructedModel, Routes, constructed_models
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.methods import METHODS
-from lens_mix.methods.alti_logit import AltiLogit
-from lens_mix.methods.gradient_attention import GradientAttention
 from lens_mix.runner import MethodLike, read_methods, run
 
 if TYPE_CHECKING:
@@ -100,11 +98,7 @@ def _list_aggregations(method: Method) -> dict[str, Aggregation]:
     """Return the aggregations of a method's layer maps: mean, rollout, flow, and Chefer's own rollout."""
     functions: dict[str, Aggregation] = {"mean": layer_mean, "rollout": rollout}
     functions["flow"] = functools.partial(flow, layer=-1)
-    return (
-        {**functions, "gradient_rollout": gradient_rollout}
-        if isinstance(method, GradientAttention)
-        else functions
-    )
+    return {**functions, "gradient_rollout": gradient_rollout} if method.has_gradient_weights else functions
 
 
 def score_constructed(
@@ -187,9 +181,9 @@ def _compute_areas(
             mixing_map = run(model, prompt, _explain_answer(method, routes.queries[0]), progress=None)
         except UnsupportedModelError as problem:
             return {"input" if method.is_input_map else "layers": []}, str(problem)
-        if isinstance(method, AltiLogit):  # Its layers are shares of one logit, so they are summed.
-            summed = mixing_map.scores.sum(0, keepdim=True)
-            mixing_map = mixing_map.select_layers(mixing_map.layer_labels[-1:]).replace(scores=summed)
+        if method.is_input_map:
+            whole = join_layers(mixing_map)[None]
+            mixing_map = mixing_map.select_layers(mixing_map.layer_labels[-1:]).replace(scores=whole)
         mixing_map = mixing_map.replace(scores=mixing_map.scores.abs())
         if not method.is_input_map:
             areas = {"layers": _compute_layer_area(mixing_map, routes)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import torch
 from einops import einsum
@@ -59,6 +59,7 @@ class AltiLogit(VectorMethod):
     name: ClassVar[str] = "alti_logit"
     residual: ClassVar[float] = 0.0
     reads: ClassVar[Reads] = "below"
+    layers_add_up: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = VectorMethod.needs | {UNEMBEDDING}
     citation: ClassVar[str] = "ferrando-etal-2023-explaining"
 
@@ -75,6 +76,10 @@ class AltiLogit(VectorMethod):
         if self.against is not None:
             check_whole_number("against", self.against, 0)
         Alti(self.distance)
+
+    @override
+    def explain_next_tokens(self) -> Self:
+        return dataclasses.replace(self, token="next") if self.token == "predicted" else self
 
     @override
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:

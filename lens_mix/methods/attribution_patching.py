@@ -114,6 +114,7 @@ class AttributionPatching(RowTargetMethod):
 
     name: ClassVar[str] = "attribution_patching"
     needs: ClassVar[frozenset[str]] = frozenset({"gradients", "causal", "position_ids"})
+    needs_one_position: ClassVar[bool] = True
     cost_grows_with: ClassVar[Growth] = "rows"
     citation: ClassVar[str] = "kramar-etal-2024-atp"
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +18,16 @@ from lens_mix.lens.cost import find_usual_row
 from lens_mix.lens.model_classes import UnsupportedModelError, find_missing_logits
 from lens_mix.lens.unembedding import row_at
 from lens_mix.method import Method, Reads
-from lens_mix.targets import Context, Target, TargetFunction, TargetLike, as_target, describe, predicted
+from lens_mix.targets import (
+    Context,
+    Target,
+    TargetFunction,
+    TargetLike,
+    as_target,
+    describe,
+    next_token,
+    predicted,
+)
 
 if TYPE_CHECKING:
     from lens_mix.hooks import HookPair
@@ -41,6 +50,10 @@ class TargetMethod(Method):
         target = as_target(self.target)
         # A method shows its target in full, and other code reads the target's fields.
         object.__setattr__(self, "target", target if isinstance(self.target, str) else self.target)
+
+    @override
+    def explain_next_tokens(self) -> Self:
+        return dataclasses.replace(self, target=next_token())
 
     @override
     def parameters(self) -> dict[str, object]:

@@ -50,6 +50,7 @@ class ContextLength(RowTargetMethod):
 
     name: ClassVar[str] = "context_length"
     needs: ClassVar[frozenset[str]] = frozenset({"causal"})
+    needs_one_position: ClassVar[bool] = True
     cost_grows_with: ClassVar[Growth] = "tokens"
     citation: ClassVar[str] = "cifka-liutkus-2023-black"
 

@@ -56,6 +56,7 @@ class GradientAttention(TargetMethod):
     residual: ClassVar[float] = 0.5
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
+    has_gradient_weights: ClassVar[bool] = True
     citation: ClassVar[str] = "chefer-etal-2021-generic"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))

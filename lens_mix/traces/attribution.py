@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lens_mix import targets
 from lens_mix.arguments import check_instance, describe_value
-from lens_mix.evaluation.candidates import Aggregation, aggregations_by_name
+from lens_mix.evaluation.candidates import Aggregation, aggregations_by_name, join_layers
 from lens_mix.lens.batches import Prompt, pad
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel
@@ -25,14 +25,9 @@ from lens_mix.lens.unembedding import row_at, unembedding_at
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import Method
-from lens_mix.methods.alti_logit import AltiLogit
-from lens_mix.methods.attribution_patching import AttributionPatching
-from lens_mix.methods.context_length import ContextLength
 from lens_mix.runner import run
 from lens_mix.traces.reading import Reading
 
-# These explain a prediction at one position, so the scores of a span are the sums of its tokens' rows.
-_OF_ONE_POSITION = (AttributionPatching, ContextLength)
 # As many tokens as this run at once if each row has a pass of its own.
 _TOKENS_AT_ONCE = 1024
 # As many rows are read from one clean pass if the method reads its autograd graph. With more, the bar would
@@ -121,7 +116,7 @@ class Explainer:
     Attributes:
         model: The model.
         reading: The prompt and the written tokens.
-        method: The method.
+        method: The method, which explains the written tokens (`Method.explain_next_tokens`).
         aggregation: The name of the aggregation and the function; None for methods that make input maps.
         options: Options of `lens_mix.run`.
         notes: The notes of the maps that were computed.
@@ -165,10 +160,8 @@ class Explainer:
         """
         first = self.reading.n_prompt - self.reading.n_source
         rows = [self.reading.row(each) for each in range(start, stop)]
-        if self.method.target is None:
+        if self.method.target is None or self.method.needs_one_position:
             return self._sum_rows(self._run(self.method, rows), rows)
-        if isinstance(self.method, _OF_ONE_POSITION):
-            return self._sum_rows(self._run(self._with_target(targets.next_token()), rows), rows)
         target = _SpanRead(first + start, first + stop, [] if logits is None else logits)
         method = self._with_target(target)
         if self.method.reads == "model":
@@ -199,7 +192,7 @@ class Explainer:
             return torch.stack(
                 [self.explain_span(start + each, start + each + 1) for each in range(len(rows))]
             )
-        return self._select(self._run(self._with_target(targets.next_token()), rows), rows)
+        return self._select(self._run(self.method, rows), rows)
 
     def _with_target(self, target: targets.Target) -> Method:
         return dataclasses.replace(self.method, target=target)  # type: ignore[call-arg]
@@ -227,9 +220,7 @@ class Explainer:
 
     def _select(self, mapped: MixingMap, rows: list[int]) -> Float[Tensor, "row key"]:
         """Return rows of an input map, with a key for every token of the reading."""
-        merged = (mapped.merge_heads() if mapped.has_heads else mapped).scores
-        # The layers of this method are shares of one logit.
-        scores = merged.sum(0) if isinstance(self.method, AltiLogit) else merged[-1]
+        scores = join_layers(mapped.merge_heads() if mapped.has_heads else mapped)
         return torch.stack([self._pad(scores[mapped.row_index(row)]) for row in rows])
 
     def _sum_rows(self, mapped: MixingMap, rows: list[int]) -> Float[Tensor, " key"]:

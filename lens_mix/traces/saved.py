@@ -153,7 +153,7 @@ def make_explainer(model: TransformerLensModel, trace: Trace) -> Explainer | Non
     """Return what computes further scores; None if the method or the aggregation was the user's own."""
     name, _, aggregation = trace.method_name.partition(", ")
     try:
-        method = all_methods()[name](**trace.parameters)
+        method = all_methods()[name](**trace.parameters).explain_next_tokens()
         aggregated = find_aggregation(aggregation) if aggregation else None
     except (KeyError, TypeError, ValueError):
         return None

@@ -33,7 +33,6 @@ from lens_mix.lens.verification.kept import read_state
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import Method
-from lens_mix.methods.alti_logit import AltiLogit
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.input_gradients import InputGradients
 from lens_mix.runner import MethodLike, read_methods
@@ -536,7 +535,8 @@ def trace(
     template_options = _take_template_options(model, prompt, generation)
     _check_request(model, answer, generate, generation)
     unit, split, groups = _read_sources(sources, language)
-    chosen = _default_method(model) if method is None else _read_method(method)
+    read = _default_method(model) if method is None else _read_method(method)
+    chosen = read.explain_next_tokens()
     aggregated = _read_aggregation(aggregation, chosen)
     if max_memory is not None:
         check_whole_number("max_memory", max_memory, 1, what="a number of bytes")
@@ -689,8 +689,6 @@ def _read_method(method: MethodLike) -> Method:
             f"method: expected {read.name!r} without a target, because a trace explains what was written, "
             f"got {read!r}; to explain another number use lm.run"
         )
-    if isinstance(read, AltiLogit) and read.token == "predicted":
-        return dataclasses.replace(read, token="next")
     return read
 
 

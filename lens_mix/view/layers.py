@@ -18,7 +18,6 @@ def name_layers(mixing_map: MixingMap) -> list[str]:
     if mixing_map.kind == "layer":
         return [f"layer {label}" for label in labels]
     # The methods import TransformerLens, which takes seconds and which a loaded layer map does not need.
-    from lens_mix.methods.alti_logit import AltiLogit
     from lens_mix.registry import all_methods
 
     # Both maps of a difference have the same layers, so the names are those of its first map.
@@ -29,8 +28,8 @@ def name_layers(mixing_map: MixingMap) -> list[str]:
         return ["mean of the layers"]
     if len(labels) == 1 and method is not None and method.reads == "model":
         return ["whole model"]
-    # Layer l of `alti_logit` is what block l adds; of every other input map, what reached its output.
-    reaches = "added by" if method is AltiLogit else "up to"
+    # If layers add up, layer l is what block l adds; in every other input map, what reached its output.
+    reaches = "added by" if record.get("layers_add_up") else "up to"
     return [f"{reaches} layer {label}" for label in labels]
 
 

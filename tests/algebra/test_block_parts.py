@@ -34,6 +34,9 @@ class Probe(lm.Method):
     def parameters(self):
         return {}
 
+    def reads_one_block(self, engine):
+        return False
+
 
 @pytest.mark.parametrize("label", CASES)
 def test_the_vectors_sum_to_the_output(label):

@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from lens_mix.arguments import check_choice
 from lens_mix.lens import known_faults
+from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.components import UNEMBEDDING
 from lens_mix.lens.features import has_classifier, reads_features
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.state import find_gradient_obstacle
-from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.verification_record import Verification
 
 
@@ -49,9 +49,7 @@ def needs_unembedding(methods: Iterable[HasEngines]) -> bool:
     return any(UNEMBEDDING in method.needs for method in methods)
 
 
-def _find_reason_against(
-    verification: Verification, engine: str, method: HasEngines
-) -> str | None:
+def _find_reason_against(verification: Verification, engine: str, method: HasEngines) -> str | None:
     """Return why an engine can't run on a verified model; None if it can.
 
     Args:
