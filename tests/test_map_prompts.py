@@ -150,6 +150,30 @@ def test_an_error_of_a_method_ends_the_pass_and_leaves_no_hooks(layer, problem, 
     assert torch.equal(lm.run(model, tokens(model, 1, 7), "attention").scores, expected)
 
 
+@pytest.mark.parametrize(
+    "run_block",
+    [lambda block: block.replay(torch.tensor([0])), lambda block: block.logits()],
+    ids=["replay", "logits"],
+)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_method_that_runs_a_block_during_the_pass_is_told_what_to_declare(run_block, layer, monkeypatch):
+    def run_in_layer(self, block):
+        if block.layer == layer:
+            run_block(block)
+        return block.recorded("pattern").mean(1)
+
+    model = model_of(3)
+    monkeypatch.setattr(Watching, "__call__", run_in_layer)
+    with pytest.raises(
+        ValueError, match=rf"block {layer}: expected a method that reads .*engines = \('hooks'"
+    ):
+        lm.run(model, tokens(model, 1, 7), Watching())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.blocks)
+    monkeypatch.setattr(Watching, "reads_one_block", lambda self, engine: False)
+    found = lm.run(model, tokens(model, 1, 7), Watching()).scores
+    assert torch.equal(found, lm.run(model, tokens(model, 1, 7), "attention").scores)
+
+
 @pytest.mark.parametrize("name", ["attention", "attn_res_ln", "alti", slow("value_zeroing")])
 def test_a_further_layer_takes_the_memory_of_its_map(name):
     """The pattern of a layer, with a map's bytes for each head, is freed."""

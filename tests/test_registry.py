@@ -9,6 +9,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix import registry
+from lens_mix.evaluation.candidates import join_layers
 from tests.tiny_models import gpt2_like
 
 TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
@@ -62,6 +63,23 @@ def test_a_registered_name_works_everywhere():
     assert (
         lm.run(model, TOKENS, lm.register(dataclasses.dataclass(frozen=True)(again)).name).method == "largest"
     )
+
+
+def test_a_target_is_a_parameter_of_the_methods_that_explain_one():
+    assert [field.name for field in dataclasses.fields(lm.Method)] == []
+    for method in lm.METHODS.values():
+        has_target = "target" in {field.name for field in dataclasses.fields(method)}
+        assert (method().target is not None) == has_target
+        assert method().explain_next_tokens().target == (lm.targets.next_token() if has_target else None)
+
+
+def test_layers_of_a_method_that_is_not_registered_add_up():
+    class Another(lm.AltiLogit):
+        name = "another"
+
+    found = lm.run(gpt2_like(), TOKENS, Another())
+    assert torch.equal(join_layers(found), found.scores.sum(0))
+    assert torch.equal(join_layers(found.replace(provenance={})), found.scores[-1])
 
 
 def test_another_class_can_not_take_a_name():
