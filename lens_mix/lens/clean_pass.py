@@ -222,8 +222,9 @@ def clean_pass(
     def after_block(layer: int) -> None:
         if visited:
             raise ValueError(
-                f"block {visited[0]}: expected a method that reads the records of the block, got one that runs a "
-                "block while the clean pass runs; write engines = ('hooks',), or let reads_one_block return False"
+                f"block {visited[0]}: expected a method that reads the records of the block, got one that "
+                "runs a block while the clean pass runs; write engines = ('hooks',), or let reads_one_block "
+                "return False"
             )
         _require_finite(clean, layer)
         silent.extend(name for name in required.get(layer, ()) if name not in recorded)
