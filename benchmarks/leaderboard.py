@@ -178,7 +178,7 @@ def merge(name: str, method: str) -> None:
 
     rows = {tuple(cells[:2]): cells for cells in found.body}
     fresh = {key: cells(key) for key in scores}
-    differing = [key for key in (("position", "-"), ("random", "-")) if fresh[key] != rows[key]]
+    differing = [key for key in (("position", "-"), ("random", "-")) if not _agree(fresh[key], rows[key])]
     if differing:
         raise ValueError(f"{name}: expected the recorded {rows[differing[0]]}, got {fresh[differing[0]]}")
     for key, row in fresh.items():
@@ -194,6 +194,13 @@ def merge(name: str, method: str) -> None:
     today = time.strftime("%Y-%m-%d", time.gmtime())
     dates = "; ".join([*(each.strip() for each in kept), f"{method}: {today}"])
     facts.record(name, text, f"Measured {date.split()[0]} ({dates}) with {release}.")
+
+
+def _agree(row: list[str], recorded: list[str]) -> bool:
+    """Return whether two rows have the same figures, up to one unit of the last digit, by rounding."""
+    found, expected = (re.findall(r"-?\d+(?:\.\d+)?", " ".join(each)) for each in (row, recorded))
+    pairs = zip(found, expected, strict=False)
+    return len(found) == len(expected) and all(abs(float(a) - float(b)) < 0.011 for a, b in pairs)
 
 
 def interval(values: list[float]) -> str:
