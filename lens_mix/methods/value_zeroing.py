@@ -118,10 +118,6 @@ class ValueZeroing(Method):
         return None
 
     @override
-    def reads_one_block(self, engine: str) -> bool:
-        return engine == "algebra"
-
-    @override
     def scale_cost(self, cost: Cost, blocks: Sequence[Block]) -> Cost:
         heads = [len(self._select_heads(block.layer) or range(block.n_heads)) for block in blocks]
         maps = sum(heads) / len(heads) if self.per_head else 1
