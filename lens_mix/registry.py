@@ -38,8 +38,6 @@ _REQUIRED = {
     "residual": ("the residual weight that rollout uses, 0 to 1", "0.5"),
     "engines": ("the ways it can be computed", '("recorded",)'),
 }
-# The values that an older class attribute had, with the `reads` to write instead.
-_READS = {"layer": "block", "stack": "below", "model": "model"}
 
 # Names of functions that users try as the name of a method, and what to write.
 _CALLS = {
@@ -228,18 +226,8 @@ def check_attributes(method: object, argument: str = "method") -> type[Method]:
 
 
 def _check_reads(method: type[Method]) -> None:
-    """Raise a ValueError unless a method defines the function that `reads` calls for, by its present name."""
-    where, scope = method.__name__, getattr(method, "scope", None)
-    if isinstance(scope, str) and scope in _READS:
-        raise ValueError(
-            f"{where}.scope: expected the class attribute `reads`, got scope = {scope!r}; write "
-            f"reads: ClassVar[Reads] = {_READS[scope]!r}"
-        )
-    if hasattr(method, "of_stack"):
-        raise ValueError(
-            f"{where}.of_stack: expected of_blocks(self, blocks), which replaced it, got of_stack; rename "
-            "it, and write reads: ClassVar[Reads] = 'above', 'below' or 'model'"
-        )
+    """Raise a ValueError unless a method defines the function that its `reads` needs."""
+    where = method.__name__
     has_of_blocks = method.of_blocks is not Method.of_blocks
     if method.reads != "block" and not has_of_blocks:
         raise ValueError(

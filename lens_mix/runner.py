@@ -146,12 +146,13 @@ def plan(
 ) -> PassPlan:
     """Return what the clean pass of `run` would do, without the maps; `print` shows it.
 
-    A new model is verified first. The arguments and errors are those of `run`.
+    A new model is verified first. The arguments and errors are those of `run`, except that there is a plan
+    for each part of an encoder-decoder, and so none for part="all".
     """
     selection: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine}
     selection["max_memory"] = max_memory
     session, _ = _make_session(model, methods, part, residual_shares, selection)
-    _check_inputs(inputs, session, plan)
+    _check_inputs(inputs, session, run)
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     return session.plan_prompts([read])
 

@@ -357,16 +357,21 @@ class Session:
             graph = AutogradGraph(lens, anatomies, plan.rules, batch.tokens.shape[1])
             leaving.callback(graph.release)
         outputs, store = plan.block_outputs(), dict[str, Tensor]()
-        verifier = Verifier(plan, outputs)
-        visitors: list[Visitor] = [verifier]
+        is_whole = {layer: planned.is_whole for layer, planned in plan.layers.items()}
+        verifier = Verifier(plan.verification, plan.compared, is_whole, outputs, has_hooks=plan.has_hooks)
 
-        def visit(clean: CleanPass, layer: int) -> None:
-            keep_stream_before_cross(clean, plan.verification.anatomy, layer)
-            if make_visitor is not None and len(visitors) == 1:
+        def start(clean: CleanPass) -> Callable[[int], None]:
+            visitors: list[Visitor] = [verifier]
+            if make_visitor is not None:
                 visitors.append(make_visitor(CheckedPass(self, plan, clean, verifier.notes)))
-            for visitor in visitors:
-                visitor.visit(clean, layer)
-            plan.free(clean.recorded, layer)
+
+            def visit(layer: int) -> None:
+                keep_stream_before_cross(clean, plan.verification.anatomy, layer)
+                for visitor in visitors:
+                    visitor.visit(clean, layer)
+                plan.free(clean.recorded, layer)
+
+            return visit
 
         clean = clean_pass(
             lens,
@@ -380,7 +385,7 @@ class Session:
             graph=graph,
             predict_at=plan.predict_at if plan.predicts_at_end else None,
             z_factors=plan.verification.z_factors,
-            visit=visit,
+            start=start,
             outputs=outputs,
         )
         if plan.predict_at is not None and not plan.predicts_at_end:

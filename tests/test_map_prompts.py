@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 import weakref
 from typing import ClassVar
 
@@ -95,6 +96,22 @@ def test_user_hooks_are_compared_when_a_block_has_run():
     finally:
         model.reset_hooks()
     assert [calls for _, _, calls, _ in Watching.seen] == [1, 2, 3]
+
+
+def test_a_warning_about_many_passes_comes_before_the_pass_and_names_the_users_line():
+    model, ran = model_of(2, length=64), []
+    hook = model.blocks[0].register_forward_hook(lambda *_: ran.append(1))
+    lm.run(model, tokens(model, 1, 8), "value_zeroing")
+    ran.clear()
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *given, **_: shown.append((*given, len(ran)))
+        lm.run(model, tokens(model, 1, 64), lm.ValueZeroing(per_head=True))
+    hook.remove()
+    ((message, _, filename, _, *_, blocks_run),) = shown
+    assert "value_zeroing takes about" in str(message)
+    assert filename == __file__
+    assert blocks_run == 0
 
 
 @pytest.mark.parametrize("case", cases(cross=True, refused=False), ids=lambda case: case.label)

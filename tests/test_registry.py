@@ -109,8 +109,6 @@ def test_another_class_can_not_take_a_name():
         ({"engines": ()}, "Variant.engines: expected at least one"),
         ({"needs": ("residul",)}, r"Variant.needs: .*did you mean 'residual'\?"),
         ({"reads": "blok"}, r"Variant.reads: .*did you mean 'block'\?"),
-        ({"scope": "stack"}, r"Variant.scope: expected .* `reads`, got .*; write reads: .* = 'below'"),
-        ({"of_stack": lambda self, blocks: []}, r"Variant.of_stack: expected of_blocks\(self, blocks\)"),
         ({"reads": "below"}, r"Variant: expected an of_blocks\(self, blocks\) .* reads is 'below', got none"),
         ({"layers_add_up": True}, "Variant.layers_add_up: expected False, because .* with reads = 'block'"),
         (

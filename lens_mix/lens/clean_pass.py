@@ -176,7 +176,7 @@ def clean_pass(
     graph: AutogradGraph | None = None,
     predict_at: Int[Tensor, "batch query"] | None = None,
     z_factors: Mapping[int, Tensor] = MappingProxyType({}),
-    visit: Callable[[CleanPass, int], None] | None = None,
+    start: Callable[[CleanPass], Callable[[int], None]] | None = None,
     outputs: BlockOutputs | None = None,
 ) -> CleanPass:
     """Make one forward pass, and record the blocks' calls and the tensors of the hooks.
@@ -194,8 +194,9 @@ def clean_pass(
         graph: The autograd graph that the pass builds; the pass has to reach the last block.
         predict_at: The positions of the logits at which to read the model's predictions; None for none.
         z_factors: As in `CleanPass`.
-        visit: A function that is called with the pass and the number of each layer whose block has run, as
-            long as all required hooks have fired. It must not run a block, and its errors end the pass.
+        start: A function that gets the pass before it starts, and returns the function to call with the
+            number of each layer whose block has run, as long as all required hooks have fired. That one must
+            not run a block, and its errors end the pass.
         outputs: The outputs within blocks to record; None for none.
 
     Raises:
@@ -217,25 +218,26 @@ def clean_pass(
         fwd_hooks += outputs.fwd_hooks
         capturing += outputs.changes
     silent: list[str] = []
-    visited: list[int] = []
+    visiting: list[int] = []
+    visit = start(clean) if start is not None else None
 
     def after_block(layer: int) -> None:
-        if visited:
+        if visiting:
             raise ValueError(
-                f"block {visited[0]}: expected a method that reads the records of the block, got one that "
+                f"block {visiting[0]}: expected a method that reads the records of the block, got one that "
                 "runs a block while the clean pass runs; write engines = ('hooks',), or let reads_one_block "
                 "return False"
             )
         _require_finite(clean, layer)
         silent.extend(name for name in required.get(layer, ()) if name not in recorded)
-        # A pass that lacks records goes on, so that its error names all hooks that never fired.
+        # If a hook has not fired, the pass runs to its end, so that its error names all such hooks.
         if visit is not None and not silent:
             # Recorded tensors are detached even if the pass builds an autograd graph.
             recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
-            visited.append(layer)
+            visiting.append(layer)
             with torch.no_grad():
-                visit(clean, layer)
-            visited.pop()
+                visit(layer)
+            visiting.pop()
 
     failures: list[Exception] = []
     capturing += [

@@ -53,8 +53,13 @@ class Effort:
 
 
 def _level() -> int:
-    """Return the `stacklevel` with which our caller's warning names the first line outside the library."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+    """Return the `stacklevel` with which our caller's warning names the line that called the library.
+
+    Between the library's own frames there may be those of torch, or of a decorator.
+    """
+    frame, level, outermost = sys._getframe(1), 1, 0
+    while frame.f_back is not None:
+        if frame.f_code.co_filename.startswith(_LIBRARY):
+            outermost = level
         frame, level = frame.f_back, level + 1
-    return level
+    return outermost + 1

@@ -1,4 +1,4 @@
-"""Test that a cost is in words, grows with what is computed, and is that of what a method is asked for."""
+"""Test how a cost is written, what it grows with, and how a method's parameters scale it."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ requested methods need (`lens_mix.lens.components`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Collection, Mapping
 
 from jaxtyping import Int
 from torch import Tensor
@@ -40,34 +39,6 @@ class UnexpectedBlock(Exception):
         self.reason, self.found_for = reason, found_for
 
 
-class PlanOfLayer(Protocol):
-    """What the verification reads of the plan of a layer."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all rows are rebuilt."""
-
-
-class PlanOfVerification(Protocol):
-    """What the verification reads of the plan of a pass."""
-
-    @property
-    def verification(self) -> Verification:
-        """The verification of the model."""
-
-    @property
-    def layers(self) -> Mapping[int, PlanOfLayer]:
-        """The layers to compare."""
-
-    @property
-    def compared(self) -> frozenset[str]:
-        """Engines, and names that methods list in their `needs` (`Component.checked_for`)."""
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether user hooks are on the model."""
-
-
 class Verifier:
     """The first visitor of a pass: it compares each block with its verified components.
 
@@ -76,16 +47,28 @@ class Verifier:
     without a formula, such as a mixture of experts, is not computed: its recorded output is used.
 
     Args:
-        plan: The plan of the pass (`lens_mix.pass_plan.PassPlan`).
+        verification: The verification of the model.
+        compared: Engines, and names that methods list in their `needs` (`Component.checked_for`).
+        is_whole: The layers to compare, and whether all rows of each are rebuilt.
         outputs: The outputs within blocks that the pass records; None if it records none.
+        has_hooks: Whether user hooks are on the model. Then each layer gets notes.
 
     Attributes:
         notes: Layer -> the sentences about what user hooks change.
     """
 
-    def __init__(self, plan: PlanOfVerification, outputs: BlockOutputs | None) -> None:
-        self._plan, self._outputs = plan, outputs
-        self._components = [each for each in COMPONENTS if each.checked_for in plan.compared]
+    def __init__(
+        self,
+        verification: Verification,
+        compared: Collection[str],
+        is_whole: Mapping[int, bool],
+        outputs: BlockOutputs | None,
+        *,
+        has_hooks: bool,
+    ) -> None:
+        self._verification, self._is_whole, self._outputs = verification, is_whole, outputs
+        self._components = [each for each in COMPONENTS if each.checked_for in compared]
+        self._has_hooks = has_hooks
         self.notes: dict[int, list[str]] = {}
 
     def visit(self, clean: CleanPass, layer: int) -> None:
@@ -94,18 +77,18 @@ class Verifier:
         Raises:
             UnexpectedBlock: These prompts differ from the components of the block.
         """
-        if clean.seeing_later and self._plan.verification.causal:
+        if clean.seeing_later and self._verification.causal:
             raise UnexpectedBlock(None)
-        if layer not in self._plan.layers:
+        if layer not in self._is_whole:
             return
         outputs = self._outputs.take(layer) if self._outputs else {}
-        block = RecordedBlock(clean, layer, self._plan.verification.anatomy[layer], outputs)
-        rows = _rows(clean, None if self._plan.layers[layer].is_whole else _SAMPLED_ROWS)
+        block = RecordedBlock(clean, layer, self._verification.anatomy[layer], outputs)
+        rows = _rows(clean, None if self._is_whole[layer] else _SAMPLED_ROWS)
         for component in self._components:
             entry = measure(component, block, rows, by_sketch=True)
             if _is_mismatch(entry):
                 raise UnexpectedBlock(_mismatch(component, entry), component.checked_for)
-        if self._plan.has_hooks:
+        if self._has_hooks:
             self.notes[layer] = _describe_user_hooks(block)
 
 

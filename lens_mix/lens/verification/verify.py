@@ -113,14 +113,17 @@ def verify(lens: Lens, prompt: Prompt) -> Verification:
     blocks: dict[int, RecordedBlock] = {}
     errors: dict[int, list[ComponentError]] = {}
 
-    def visit(clean: CleanPass, layer: int) -> None:
-        if layer in required:
-            below = next(reversed(blocks.values())).anatomy if blocks else None
-            blocks[layer], errors[layer] = _read_block(clean, layer, outputs.take(layer), below)
+    def start(clean: CleanPass) -> Callable[[int], None]:
+        def visit(layer: int) -> None:
+            if layer in required:
+                below = next(reversed(blocks.values())).anatomy if blocks else None
+                blocks[layer], errors[layer] = _read_block(clean, layer, outputs.take(layer), below)
+
+        return visit
 
     with Changes(reading):
         pairs, batch = record_all(store, names), short_batch(lens, prompt)
-        clean = clean_pass(lens, batch, pairs, store, required=required, visit=visit, outputs=outputs)
+        clean = clean_pass(lens, batch, pairs, store, required=required, start=start, outputs=outputs)
     entries: list[ComponentError] = []
     ending = [_on_input(module, _end_if_changed(reads[layer])) for layer, module in feed_forwards.items()]
     with Changes(ending):
