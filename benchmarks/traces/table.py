@@ -3,6 +3,7 @@
 python -m benchmarks.traces.table choose          writes results/choose_smollm2.md and choose_gemma3.md
 python -m benchmarks.traces.table held_out        writes results/held_out_*.md, long.md and summary.md
 python -m benchmarks.traces.table held_out gim    replaces the rows of gim in these pages, and no others
+python -m benchmarks.traces.table held_out gim long    the same in long.md
 """
 
 from __future__ import annotations
@@ -420,10 +421,17 @@ def merge(half: str, method: str) -> None:
         file.write_text(merge_summary(file.read_text(encoding="utf-8"), scores), encoding="utf-8")
 
 
-def main(half: str, method: str = "") -> None:
-    """Write the pages of one half, or the rows of one method in them."""
+def merge_long(half: str, method: str) -> None:
+    """Replace the rows of one method's maps in the page of long prompts."""
+    file = RESULTS / "long.md"
+    fresh = length_page(collect(half), half)
+    file.write_text(merge_page(file.read_text(encoding="utf-8"), fresh, method), encoding="utf-8")
+
+
+def main(half: str, method: str = "", prompts: str = "short") -> None:
+    """Write the pages of one half, or the rows of one method in those of its short or long prompts."""
     if method:
-        return merge(half, method)
+        return merge_long(half, method) if prompts == "long" else merge(half, method)
     RESULTS.mkdir(exist_ok=True)
     scores = collect(half)
     for name, (models, title) in GROUPS_OF_MODELS.items():
