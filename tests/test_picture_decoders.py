@@ -153,7 +153,7 @@ def test_the_methods_that_run_on_text_run_on_pictures_or_say_why_not(name):
         assert bool(torch.isfinite(m.scores).all())
         assert float(m.scores.abs().max()) > 1e-8
         ran.add(method)
-    above_blocks = {method for method in METHODS if METHODS[method].is_input_map}
+    above_blocks = {method for method in METHODS if METHODS[method]().is_input_map}
     assert ran == on_text - ON_TEXT_ALONE - (above_blocks if name in DEEP else set())
 
 
