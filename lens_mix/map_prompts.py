@@ -22,7 +22,6 @@ from lens_mix.lens.cost import find_warnings
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.lens.predictions import join_explained
-from lens_mix.lens.token_strings import token_strings
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import RESIDUAL_KEY, Method
@@ -66,11 +65,9 @@ def map_prompts(
         UnsupportedModelError: If the model or a method on it failed verification; the message has the reason.
     """
     # Key groups are shaped before the clean pass, so that a wrong span raises its error without that cost.
-    grouping = [m for m in session.methods.values() if type(m).key_groups is not Method.key_groups]
-    for prompt in prompts if grouping else ():
-        tokens = prompt.labels or prompt.label(token_strings(session.lens.model, session.key_tokens(prompt)))
-        for method in grouping:
-            method.key_groups(tokens)
+    for prompt in prompts:
+        for method in session.methods.values():
+            session.key_groups(method, prompt)
     options: dict[str, Any] = {"prepend_bos": prepend_bos, "progress": progress}
     record = _map_batch(session, prompts, side, **options)
     return [
@@ -249,7 +246,7 @@ class _Record:
         method, stack, prompt = session.methods[label], clean.lens.stack, clean.batch.prompts[index]
         layers, tokens = session.mapped_layers(method), self._checked_pass.tokens(index)
         key_tokens: Any = self._checked_pass.key_tokens(index)
-        named = method.key_groups(tokens if key_tokens is None else key_tokens)
+        named = session.key_groups(method, prompt)
         groups = None if named is None else [group.positions for group in named]
         key_tokens = key_tokens if named is None else [group.name for group in named]
         joint, real_keys = stack.source is not None, clean.real_keys[index]

@@ -14,7 +14,6 @@ from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, record_attention
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import BackwardRules
 from lens_mix.lens.cost import COSTS, Cost, Growth
-from lens_mix.lens.token_strings import token_strings
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.maps.spans import Group
 
@@ -217,17 +216,3 @@ class Method:
         Raises:
             ValueError: If a parameter does not fit.
         """
-
-
-def find_key_positions(method: Method, block: Block) -> list[list[list[int]]] | None:
-    """Return the positions of each key, for every prompt of a block; None if each key is one position.
-
-    Positions are counted without padding.
-    """
-    model, by_prompt = block.clean.lens.model, []
-    for prompt in block.batch.prompts:
-        groups = method.key_groups(prompt.label(token_strings(model, block.stack.key_tokens(prompt))))
-        if groups is None:
-            return None
-        by_prompt.append([group.positions for group in groups])
-    return by_prompt

@@ -47,6 +47,7 @@ from lens_mix.lens.verification.kept import verification_of
 from lens_mix.lens.verification.prompt_check import UnexpectedBlock, Verifier, find_input_mismatch
 from lens_mix.lens.verification.verify import padding_leaks
 from lens_mix.lens.verification_record import Verification
+from lens_mix.maps.spans import Group
 from lens_mix.method import Method
 from lens_mix.pass_plan import VERIFICATION, LayerPlan, PassPlan
 
@@ -158,6 +159,13 @@ class Session:
     def key_tokens(self, prompt: Prompt) -> Int[Tensor, " key"]:
         """Return the tokens of the keys."""
         return self.lens.stack.key_tokens(prompt)
+
+    def key_groups(self, method: Method, prompt: Prompt) -> list[Group] | None:
+        """Return the name and the positions of each key of a prompt; None if each key is one position."""
+        if type(method).key_groups is Method.key_groups:
+            return None
+        strings = prompt.labels or prompt.label(token_strings(self.lens.model, self.key_tokens(prompt)))
+        return method.key_groups(strings)
 
     def mapped_layers(self, method: Method) -> list[int]:
         """Return the layers of a method's map."""
@@ -531,11 +539,14 @@ class CheckedPass:
         method, engine = self.session.methods[label], self.engines[label]
         layers, blocks = self.session.layers_of(method), []
         rows = self.rows.positions if self.rows is not None and method.takes_rows(engine) else None
+        by_prompt = [self.session.key_groups(method, prompt) for prompt in self.clean.batch.prompts]
+        positions = [[group.positions for group in groups] for groups in by_prompt if groups is not None]
         for layer in layers:
             # The last layer of an input map reads all rows of the layers below.
             queries = None if method.is_input_map and layer != layers[-1] else rows
             memory, effort = self.session.max_memory, self.session.effort
-            blocks.append(Block(self.clean, layer, self.verification, engine, memory, queries, effort))
+            options = (engine, memory, queries, effort, positions or None)
+            blocks.append(Block(self.clean, layer, self.verification, *options))
         return blocks
 
     def allowed_keys(self) -> AllowedKeys:

@@ -17,8 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.feed_forward_change import Neurons, Rows, neurons_of
-from lens_mix.algebra.head_vectors import through
-from lens_mix.lens.anatomy import BlockAnatomy, Norm
+from lens_mix.lens.anatomy import Norm, through
 from lens_mix.lens.states import BlockStates
 
 # A change of a norm's input: C c, 1/s' and s/s' - 1.
@@ -76,9 +75,7 @@ class CleanBlock:
     """The states of a block's clean rows that changes need.
 
     Args:
-        anatomy: The block's components.
-        resid_pre: The block's input.
-        attention_out: The attention's output, before any norm; the pre-activations have its dtype.
+        states: The states; the pre-activations have the dtype of `attention_out`.
         resid_post: The block's output.
         final: The model's final norm, if the change after it is requested; None otherwise.
         widths: The numbers of neurons that are computed at once.
@@ -92,16 +89,15 @@ class CleanBlock:
 
     def __init__(
         self,
-        anatomy: BlockAnatomy,
-        resid_pre: Float[Tensor, "prompt row d_model"],
-        attention_out: Float[Tensor, "prompt row d_model"],
+        states: BlockStates,
         resid_post: Float[Tensor, "prompt row d_model"],
         final: Norm | None,
         widths: Sequence[int],
     ) -> None:
+        anatomy, attention_out = states.anatomy, states.attention_out
         self.multiplier = anatomy.residual_multiplier
         branch, residual = anatomy.attention_branch, anatomy.attention_residual
-        feed_forward, states = anatomy.feed_forward, BlockStates(anatomy, resid_pre, attention_out)
+        feed_forward = anatomy.feed_forward
         # The feed-forward of a parallel block reads the block's input, which does not change.
         reached = None if anatomy.parallel else feed_forward
         reads = None if reached is None else anatomy.feed_forward_input
@@ -116,7 +112,7 @@ class CleanBlock:
             # This is the norm whose output W_in reads; None if W_in reads the residual stream itself.
             last = self._input or on_residual
             inputs = [x.to(attention_out.dtype) for x in (inputs if last else [*inputs, states.read])]
-            shift, dtype = last.norm.bias if last else None, resid_pre.dtype
+            shift, dtype = last.norm.bias if last else None, resid_post.dtype
             self.neurons = neurons_of(reached, inputs, shift, dtype, widths)
         self.added = self._total = None
         branch, residual = anatomy.feed_forward_branch, anatomy.feed_forward_residual

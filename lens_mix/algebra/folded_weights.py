@@ -14,8 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra import weight_cache
-from lens_mix.algebra.head_vectors import through
-from lens_mix.lens.anatomy import BlockAnatomy, Norm, ValuePath
+from lens_mix.lens.anatomy import BlockAnatomy, ValuePath, through
 from lens_mix.lens.sketch import random_vectors, sketch
 
 
@@ -42,16 +41,17 @@ def folded(
     name, kind = anatomy.feed_forward.W_in, f"folded {dtype}"
     # The product depends on the matrices and on the norms, which are probed with vectors.
     probes = [sketch(matrix.detach().to(dtype)) for matrix in (*matrices, path.W_O.flatten(0, 1))]
-    probes.append(through(norms_between(anatomy), random_vectors(path.W_O.shape[-1], dtype, path.W_O.device)))
-    product: Tensor | None = weight_cache.load(name, kind, probes)
-    if product is not None:
-        return product
-    if keep and weight_cache.has_space(name, kind, product_bytes(path, matrices, dtype)):
-        product = _fold(anatomy, matrices, path.W_O.to(dtype))
-        weight_cache.store(name, kind, probes, product)
-        return product
+    probes.append(
+        through(anatomy.norms_before_feed_forward, random_vectors(path.W_O.shape[-1], dtype, path.W_O.device))
+    )
+
+    def fold() -> Tensor:
+        return _fold(anatomy, matrices, path.W_O.to(dtype))
+
+    size = product_bytes(path, matrices, dtype) if keep else None
+    product: Tensor | None = weight_cache.load_or_store(name, kind, probes, fold, size)
     is_worth_it = vectors is None or pays(vectors, vectors, path.W_O)
-    return _fold(anatomy, matrices, path.W_O.to(dtype)) if is_worth_it else None
+    return fold() if product is None and is_worth_it else product
 
 
 def product_bytes(
@@ -80,14 +80,8 @@ def _fold(
     matrices: Sequence[Float[Tensor, "d_model d_mlp"]],
     W_O: Float[Tensor, "*head d_head d_model"],
 ) -> Float[Tensor, "matrix *head d_head d_mlp"]:
-    read = through(norms_between(anatomy), W_O.detach())
+    read = through(anatomy.norms_before_feed_forward, W_O.detach())
     if len(matrices) == 1:
         # This is a view, because a stack would need twice the memory for a moment.
         return (read @ matrices[0].detach().to(read.dtype))[None]
     return torch.stack([read @ matrix.detach().to(read.dtype) for matrix in matrices])
-
-
-def norms_between(anatomy: BlockAnatomy) -> tuple[Norm, ...]:
-    """Return the norms between W_O and W_in (and W_gate)."""
-    norms = (anatomy.attention_branch, anatomy.attention_residual, anatomy.feed_forward_input)
-    return tuple(norm for norm in norms if norm is not None)

@@ -11,16 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.budget import chunk_size, chunks, vector_bytes
-from lens_mix.lens.anatomy import Norm, ValuePath
-
-Chain = tuple[Norm, ...]  # Norms whose linear parts are applied to vectors, in this order.
-
-
-def through(chain: Chain, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-    """Return vectors after the linear parts of several norms, one after another."""
-    for norm in chain:
-        vectors = norm.linear_part(vectors)
-    return vectors
+from lens_mix.lens.anatomy import Chain, ValuePath, through
 
 
 class HeadVectors:

@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.budget import PRODUCT_BYTES, chunk_size, chunks, factor_bytes
-from lens_mix.algebra.head_vectors import Chain, HeadVectors
+from lens_mix.algebra.head_vectors import HeadVectors
+from lens_mix.lens.anatomy import Chain
 
 
 class PairNorms(NamedTuple):

@@ -26,53 +26,57 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.clean_block import CleanBlock
-from lens_mix.algebra.folded_weights import folded, norms_between, pays, product_bytes
-from lens_mix.algebra.head_vectors import through
+from lens_mix.algebra.folded_weights import folded, pays, product_bytes
 from lens_mix.algebra.value_zeroing_pairs import (
     Groups,
     Rectangle,
     Sizes,
-    Spans,
+    ZeroedGroup,
     chunks,
     find_zeroed_groups,
     fitting,
     in_best_order,
 )
-from lens_mix.algebra.vectors import value_path
 from lens_mix.algebra.weight_cache import fits
-from lens_mix.lens.anatomy import Norm
-from lens_mix.lens.states import states_of
+from lens_mix.lens.anatomy import BlockAnatomy, Norm, ValuePath, through
+from lens_mix.lens.states import CleanStates, states_of
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 def value_zeroing_maps(
-    block: Block, groups: Groups, spans: Spans, metric: str, final: Norm | None
+    block: Block, groups: Groups, metric: str, final: Norm | None
 ) -> Float[Tensor, "batch group query key"]:
     """Return one map of a verified block per group of query heads that are zeroed together.
 
     Args:
         block: The block.
         groups: The groups of heads; a head is in one group at most.
-        spans: For each prompt, groups of positions that are zeroed together; None to zero each alone.
         metric: "cosine" or "euclidean".
         final: The final norm, if its output is compared; None to compare the block's.
 
     Raises:
         ValueError: `max_memory` is too small for the smallest chunk.
     """
-    longest = 1 if spans is None else max(len(span) for of_prompt in spans for span in of_prompt)
-    sizes = fitting(block, longest, _dtypes(block))
-    batch, queries, keys = block.attended.shape
+    spans, (narrow, wide) = block.key_positions, _dtypes(block)
+    sizes = fitting(block, (narrow, wide))
+    attended = block.attended & block.real_queries[:, :, None] & block.real_keys[:, None]
+    batch, queries, keys = attended.shape
     scores = block.zeros(batch, len(groups), queries, keys if spans is None else len(spans[0]))
+    layers = 0 if block.max_memory is not None else len(block.stack)
     step = max(1, sizes.positions // keys)
     # There are about a hundred thousand small views and products, and inference mode halves their overhead.
     with torch.inference_mode():
         for start in range(0, batch, step):
             prompts = slice(start, start + step)
+            of_prompts = None if spans is None else spans[prompts]
+            found = find_zeroed_groups(attended[prompts], block.real_keys[prompts], of_prompts)
+            zeroed = in_best_order(found, sizes)
+            states = states_of(block, prompts=prompts, dtype=narrow, attention_dtype=wide)
+            resid_post = block.resid_post[prompts].to(narrow)
             # It is not assigned to a name, so that its copies of weights are freed before the next are made.
-            _Maps(block, prompts, groups, spans, final, sizes).fill(metric, scores[prompts])
+            _Maps(states, resid_post, final, groups, zeroed, sizes, layers).fill(metric, scores[prompts])
     return scores
 
 
@@ -85,44 +89,66 @@ def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:
 
 
 class _Maps:
-    """The maps of some prompts and one block, and the tensors to compute them from."""
+    """The maps of some prompts and one block, and the tensors to compute them from.
+
+    Args:
+        states: The states of the block.
+        resid_post: The block's output.
+        final: The final norm, if its output is compared.
+        groups: The groups of heads.
+        zeroed: The groups of keys.
+        sizes: The sizes of the tensors.
+        layers: The number of blocks whose products of weights may be stored; 0 to store none.
+    """
 
     def __init__(
-        self, block: Block, prompts: slice, groups: Groups, spans: Spans, final: Norm | None, sizes: Sizes
+        self,
+        states: CleanStates,
+        resid_post: Float[Tensor, "batch query d_model"],
+        final: Norm | None,
+        groups: Groups,
+        zeroed: Sequence[ZeroedGroup],
+        sizes: Sizes,
+        layers: int,
     ) -> None:
-        self._sizes, (narrow, wide) = sizes, _dtypes(block)
-        anatomy, path = block.anatomy, value_path(block)
+        anatomy, path, wide = states.anatomy, states.value_path, states.attention_out.dtype
+        n_heads, self._zeroed, self._sizes = len(path.W_O), zeroed, sizes
         # A slice of all heads is a view, not a copy.
-        self._groups = [slice(None) if len(group) == block.n_heads else group for group in groups]
-        self._pattern, self._W_O = block.recorded("pattern")[prompts], path.W_O.to(wide)
-        value, real = block.recorded("value")[prompts].to(wide), block.real_keys[prompts]
-        self._value = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
-        attended = block.attended[prompts] & block.real_queries[prompts, :, None] & real[:, None]
-        zeroed = find_zeroed_groups(attended, real, None if spans is None else spans[prompts])
-        self._zeroed = in_best_order(zeroed, sizes)
+        self._groups = [slice(None) if len(group) == n_heads else group for group in groups]
+        self._pattern, self._W_O = states.pattern, path.W_O.to(wide)
+        value = states.value.to(wide)
+        self._value = value.repeat_interleave(n_heads // value.shape[2], dim=2)
         # A norm on the branch comes before the multiplier (`CleanBlock.to_pre_activations`).
         self._place_zeroed(1.0 if anatomy.attention_branch else anatomy.residual_multiplier)
-        states = states_of(block, prompts=prompts, dtype=narrow, attention_dtype=wide)
-        pre, out = states.resid_pre, states.attention_out
-        post = block.resid_post[prompts].to(narrow)
         # In a parallel block, the feed-forward does not change.
         feed_forward = None if anatomy.parallel else anatomy.feed_forward
         matrices = [] if feed_forward is None else [x.to(wide) for x in feed_forward.input_matrices]
-        # W_in is applied to a zeroed group's values or to its rows' changes, whichever are fewer.
-        rows = [each.last - each.first for each in self._zeroed for _ in groups]
-        values = [len(each.positions) * len(group) for each in self._zeroed for group in groups]
-        keep, product = block.max_memory is None, None
-        is_stored = keep and fits(block.clean.lens.n_layers * product_bytes(path, matrices, wide))
-        # A product that cannot be stored is made anew in each call. Whether it is stored already does not
-        # matter, so that equal calls have equal digits in any order.
-        if pays(sum(map(min, rows, values)), sum(values), path.W_O, calls=3 if is_stored else 1):
-            product = folded(anatomy, path, None, wide, keep, matrices)
-        self._norms, self._input_matrices = norms_between(anatomy), matrices if product is None else product
-        self._is_folded = product is not None
-        W_out = None if feed_forward is None else feed_forward.W_out.to(narrow)
+        product = self._fold(anatomy, path, matrices, layers)
+        self._norms, self._is_folded = anatomy.norms_before_feed_forward, product is not None
+        self._input_matrices = matrices if product is None else product
+        W_out = None if feed_forward is None else feed_forward.W_out.to(resid_post.dtype)
         self._W_out = () if W_out is None else W_out.split(sizes.neurons)
         self._widths = list(map(len, self._W_out))
-        self._clean = CleanBlock(anatomy, pre, out, post, final, self._widths)
+        self._clean = CleanBlock(states, resid_post, final, self._widths)
+
+    def _fold(
+        self,
+        anatomy: BlockAnatomy,
+        path: ValuePath,
+        matrices: Sequence[Float[Tensor, "d_model d_mlp"]],
+        layers: int,
+    ) -> Float[Tensor, "matrix head d_head d_mlp"] | None:
+        """Return the products of W_O and the matrices, if they pay; None otherwise."""
+        # W_in is applied to a zeroed group's values or to its rows' changes, whichever are fewer.
+        groups = [self._value.shape[2] if isinstance(group, slice) else len(group) for group in self._groups]
+        rows = [each.last - each.first for each in self._zeroed for _ in groups]
+        values = [len(each.positions) * count for each in self._zeroed for count in groups]
+        is_stored = layers > 0 and fits(layers * product_bytes(path, matrices, self._value.dtype))
+        # A product that cannot be stored is made anew in each call. Whether it is stored already does not
+        # matter, so that equal calls have equal digits in any order.
+        if not pays(sum(map(min, rows, values)), sum(values), path.W_O, calls=3 if is_stored else 1):
+            return None
+        return folded(anatomy, path, None, self._value.dtype, layers > 0, matrices)
 
     def _place_zeroed(self, multiplier: float) -> None:
         """Store each zeroed group's prompt and positions, and each value's factor, on the maps' device."""

@@ -185,13 +185,14 @@ def _joined(rectangle: Rectangle, new: Sequence[ZeroedGroup]) -> Rectangle:
     return Rectangle(prompts, rectangle.key, zeroed, slice(first, last))
 
 
-def fitting(block: Block, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
+def fitting(block: Block, dtypes: Sequence[torch.dtype]) -> Sizes:
     """Return the device's sizes, reduced to fit into `max_memory`.
 
     Raises:
         ValueError: Even the smallest sizes do not fit.
     """
-    on_cpu = block.resid_pre.device.type == "cpu"
+    on_cpu, spans = block.resid_pre.device.type == "cpu", block.key_positions or ()
+    span = max((len(span) for of_prompt in spans for span in of_prompt), default=1)
     feed_forward = None if block.anatomy.parallel else block.anatomy.feed_forward
     of_pair = block.n_heads * block.resid_pre.shape[-1]
     of_pair += 0 if feed_forward is None else feed_forward.W_out.numel()

@@ -27,9 +27,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.budget import attention_budget, chunk_size, chunks, written_out_bytes
-from lens_mix.algebra.head_vectors import Chain, HeadVectors, through
+from lens_mix.algebra.head_vectors import HeadVectors
 from lens_mix.algebra.pair_norms import PairNorms, norms_by_factors
-from lens_mix.lens.anatomy import LinearNorm, Norm, ValuePath
+from lens_mix.lens.anatomy import Chain, LinearNorm, Norm, ValuePath, through
 from lens_mix.lens.states import shared, states_of
 
 if TYPE_CHECKING:

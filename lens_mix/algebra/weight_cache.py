@@ -7,7 +7,7 @@ probes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,25 @@ class _Entry(NamedTuple):
 _store: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
+def load_or_store(
+    weight: Tensor, kind: str, probes: Sequence[Tensor], make: Callable[[], Any], size: int | None
+) -> Any | None:
+    """Return the stored product, which is made and stored first if there is space.
+
+    Args:
+        weight: The weight that the product is deleted with.
+        kind: The kind of the product.
+        probes: The probes of all weights that the product depends on.
+        make: A function that returns the product.
+        size: The bytes of the product; None if it may not be stored.
+    """
+    product = load(weight, kind, probes)
+    if product is None and size is not None and _has_space(weight, kind, size):
+        product = make()
+        store(weight, kind, probes, product)
+    return product
+
+
 def load(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
     """Return the stored product; None if there is none, or if its probes differ."""
     entry = _store.get(weight, {}).get(kind)
@@ -44,7 +63,7 @@ def fits(size: int) -> bool:
     return size <= _KEPT_BYTES
 
 
-def has_space(weight: Tensor, kind: str, size: int) -> bool:
+def _has_space(weight: Tensor, kind: str, size: int) -> bool:
     """Return whether a product of `size` bytes may be stored besides others of its kind."""
     # Without the lock, another thread could change the store during the iteration.
     with changing:

@@ -100,6 +100,16 @@ class Norm:
         return x - x.mean(-1, keepdim=True) if self.kind == "layer" else x
 
 
+Chain = tuple[Norm, ...]  # Norms whose linear parts are applied to vectors, in this order.
+
+
+def through(chain: Chain, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+    """Return vectors after the linear parts of several norms, one after another."""
+    for norm in chain:
+        vectors = norm.linear_part(vectors)
+    return vectors
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinearNorm:
     """A norm that always divides by its scale at one state; it is linear and differentiable.
@@ -292,6 +302,12 @@ class BlockAnatomy:
     def feed_forward_added(self, feed_forward_out: Tensor) -> Tensor:
         """Return the vector that the feed-forward's branch adds to the residual stream."""
         return _apply(self.feed_forward_branch, feed_forward_out) * self.residual_multiplier
+
+    @property
+    def norms_before_feed_forward(self) -> Chain:
+        """The norms between the attention's output and the feed-forward's matrices, in this order."""
+        norms = (self.attention_branch, self.attention_residual, self.feed_forward_input)
+        return tuple(norm for norm in norms if norm is not None)
 
     @property
     def ends_in_norm(self) -> bool:

@@ -75,6 +75,8 @@ class Block:
         queries: The positions of the asked rows. None: all. A prompt with fewer rows than another repeats its
             last one.
         effort: The warnings and progress bars of the run. None: there are none.
+        key_positions: For each prompt, the positions of each key, counted without padding. None: each key is
+            one position.
 
     Attributes:
         layer: As given.
@@ -82,6 +84,7 @@ class Block:
         max_memory: As given.
         clean: As given, for functions of `lens_mix.lens`. `clean.lens` is the lens on the model.
         verification: As given.
+        key_positions: As given.
         record: What the method reports about its map. `detail` and `warn` write into it.
         anatomy: The components of the block.
         stack: The stack of blocks: its number of layers is `len(stack)`, `stack.attention_template` is what
@@ -107,8 +110,9 @@ class Block:
         max_memory: int | None,
         queries: Int[Tensor, "batch query"] | None = None,
         effort: Effort | None = None,
+        key_positions: Sequence[Sequence[Sequence[int]]] | None = None,
     ) -> None:
-        self._effort = effort or Effort()
+        self._effort, self.key_positions = effort or Effort(), key_positions
         self._lens, self._queries = clean.lens, queries
         self.clean, self.verification = clean, verification
         self.layer, self.engine, self.max_memory = layer, engine, max_memory

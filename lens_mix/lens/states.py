@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.hooks.mixing import mix
-from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, LinearNorm, Norm, constant
+from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, LinearNorm, Norm, ValuePath, constant
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -170,17 +170,25 @@ class CleanStates(BlockStates):
     @constant
     def attention_total(self) -> Float[Tensor, "batch query d_model"]:
         """Return the attention's output without b_O: the sum of all heads and keys for each row."""
-        path = self.anatomy.value_path
-        if path is None:
-            raise ValueError(f"block {self.layer}: expected value and output matrices, found none")
         mixed = mix(self.pattern, self.value.to(self._attention_dtype)).flatten(2)
-        return mixed @ path.W_O.to(mixed.dtype).flatten(0, 1)
+        return mixed @ self.value_path.W_O.to(mixed.dtype).flatten(0, 1)
 
     @constant
     def attention_out(self) -> Float[Tensor, "batch query d_model"]:
         """Return the attention's output, with b_O, before any norm."""
-        total, path = self.attention_total, self.anatomy.value_path
-        return total if path is None or path.b_O is None else total + path.b_O.to(total.dtype)
+        total, b_O = self.attention_total, self.value_path.b_O
+        return total if b_O is None else total + b_O.to(total.dtype)
+
+    @property
+    def value_path(self) -> ValuePath:
+        """The block's value path.
+
+        Raises:
+            ValueError: The block has none; the engine "algebra" is not used for such blocks.
+        """
+        if self.anatomy.value_path is None:
+            raise ValueError(f"block {self.layer}: expected value and output matrices, found none")
+        return self.anatomy.value_path
 
     @functools.cached_property
     def attention_input(self) -> LinearNorm:

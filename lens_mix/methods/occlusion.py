@@ -17,7 +17,7 @@ from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.cost import Cost, Growth
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.maps.spans import Group, Groups, check_groups, read_groups
-from lens_mix.method import Method, find_key_positions
+from lens_mix.method import Method
 from lens_mix.methods.bound_target import RowTargetMethod, bind_rows
 from lens_mix.removal import FillPatches, MaskKeys, Removal, ZeroValues, each_group, replacement
 from lens_mix.targets import as_target
@@ -136,7 +136,7 @@ class Occlusion(RowTargetMethod):
         bound = bind_rows(blocks, self.target)
         by_kl = self.measure == "kl"
         clean = bound.distributions() if by_kl else bound.clean
-        groups = each_group(first.real_inputs, find_key_positions(self, first))
+        groups = each_group(first.real_inputs, first.key_positions)
         acts = self._removal.acts_on(first, groups[1])
         prompt_index, removed, keys = (each[acts] for each in groups)
         copies = self._removal.make_copies(first, prompt_index, removed)

@@ -20,7 +20,7 @@ from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.cost import Cost, Growth
 from lens_mix.maps.spans import Group, Groups, check_groups, read_groups
-from lens_mix.method import Method, find_key_positions
+from lens_mix.method import Method
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -136,7 +136,7 @@ class ValueZeroing(Method):
         groups = [[head] for head in chosen] if self.per_head else [chosen]
         if block.engine == "algebra":
             norm = block.next_norm() if self._reads_final_norm(block) else None
-            scores = value_zeroing_maps(block, groups, find_key_positions(self, block), self.metric, norm)
+            scores = value_zeroing_maps(block, groups, self.metric, norm)
             scores = scores if self.per_head else scores[:, 0]
         elif self.per_head:
             scores = torch.stack([self._compute_map(block, group) for group in groups], dim=1)
@@ -177,28 +177,26 @@ class ValueZeroing(Method):
     def _compute_map(self, block: Block, heads: Sequence[int] | None) -> Float[Tensor, "batch query key"]:
         real = block.real_keys
         # Every key or span gets a copy of the prompt, because which queries read it is not known beforehand.
-        copies = find_zeroed_groups(real[:, None], real, find_key_positions(self, block))
+        copies = find_zeroed_groups(real[:, None], real, block.key_positions)
         zeroed = torch.zeros((len(copies), real.shape[1]), dtype=torch.bool, device=real.device)
         for is_zeroed, copy in zip(zeroed, copies, strict=True):
             is_zeroed[copy.positions] = True
         places = [(copy.prompt, copy.key) for copy in copies]
         rows, keys = torch.tensor(places, device=real.device, dtype=torch.long).unbind(1)
         scores = block.zeros(*block.real.shape, real.shape[1] if self.spans is None else len(self.spans))
-        clean = self._select_output(block, block.resid_post)
+        compared = block.after_final_norm if self._reads_final_norm(block) else lambda resid: resid
+        clean = compared(block.resid_post)
         for chunk in block.chunks(len(copies)):
             pairs = self.interventions(
                 block.layer, zeroed[chunk], heads=heads, attention=block.stack.attention_template
             )
             with must_fire(*pairs) as hooks:
-                zeroed_output = self._select_output(block, block.replay(rows[chunk], hooks))
+                zeroed_output = compared(block.replay(rows[chunk], hooks))
             scores[rows[chunk], :, keys[chunk]] = distance(clean[rows[chunk]], zeroed_output, self.metric)
         return scores
 
     def _reads_final_norm(self, block: Block) -> bool:
         return block.is_last and self.last_layer == "after_final_norm"
-
-    def _select_output(self, block: Block, resid: Tensor) -> Tensor:
-        return block.after_final_norm(resid) if self._reads_final_norm(block) else resid
 
 
 def value_zeroing(

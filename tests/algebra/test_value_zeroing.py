@@ -15,6 +15,7 @@ from lens_mix.algebra.feed_forward_change import neurons_of
 from lens_mix.algebra.value_zeroing_pairs import _CPU, _GPU, Sizes, chunks, find_zeroed_groups, in_best_order
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.states import BlockStates
 from tests import kept_products
 from tests.matrix import Case, build_or_skip, cases, slow
 from tests.norm_cases import NO_FORMULA
@@ -316,7 +317,8 @@ def test_a_change_along_the_clean_vector_keeps_its_digits() -> None:
     generator = torch.Generator().manual_seed(0)
     clean = torch.randn(1, 4, 64, generator=generator)
     anatomy = BlockAnatomy("none", False, None, None, "none")
-    block = CleanBlock(anatomy, clean, torch.zeros_like(clean), clean, None, [])
+    states = BlockStates(anatomy, clean, torch.zeros_like(clean))
+    block = CleanBlock(states, clean, None, [])
     change = 0.5 * clean[None] + 1e-5 * torch.randn(3, 1, 4, 64, generator=generator)
     found = block.distance((slice(None), slice(None)), change, torch.zeros_like(change), "cosine")
     moved = clean[None].double() + change.double()

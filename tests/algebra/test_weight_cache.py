@@ -44,7 +44,7 @@ def test_another_thread_may_store_meanwhile(empty: None, same_weight: bool) -> N
     other = weight if same_weight else torch.zeros(2)
     product = StoredMeanwhile(other, "meanwhile")
     weight_cache.store(weight, "first", [], product)
-    assert weight_cache.has_space(torch.zeros(1), "first", 1)
+    assert weight_cache._has_space(torch.zeros(1), "first", 1)
     for thread in product.threads:
         thread.join()
     assert kept_products.number("meanwhile") == 1
