@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 RESIDUAL_KEY = "[RESIDUAL]"
 # What a method reads for a map, see `Method.reads`.
 Reads = Literal["block", "above", "below", "model"]
+# The group in which lists have a method; lists have the groups in this order.
+MethodGroup = Literal[
+    "Attention weights",
+    "What each layer takes from each token",
+    "What reaches a position from the input tokens",
+    "What the answer depends on, layer by layer",
+    "Which input tokens the answer depends on",
+    "Other methods",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +42,10 @@ class Method:
 
     Attributes:
         name: The method's name in strings (`lm.run(model, prompt, name)`).
+        group: The group in which lists of methods have it.
+        description: What a score says, in plain words: part of a sentence, without a period. If it is "", the
+            first line of the docstring is shown.
+        place_in_list: Its place within its group: the lowest comes first.
         residual: The weight of the residual stream that the method's paper adds in a rollout: 0.5 if the map
             is of attention only, 0 if it already includes the residual stream.
         engines: The engines that can compute it, the fastest first. "recorded" reads the clean pass, "hooks"
@@ -66,6 +79,9 @@ class Method:
     """
 
     name: ClassVar[str]
+    group: ClassVar[MethodGroup] = "Other methods"
+    description: ClassVar[str] = ""
+    place_in_list: ClassVar[int] = 100
     residual: ClassVar[float]
     engines: ClassVar[tuple[str, ...]]
     includes_residual: ClassVar[bool] = False

@@ -12,23 +12,27 @@ import dataclasses
 import difflib
 import functools
 import importlib.metadata
+import inspect
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TypeVar, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 from lens_mix.arguments import describe_value
 from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.components import UNEMBEDDING, VALUE
+from lens_mix.lens.cost import COSTS, Cost
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
-from lens_mix.method import Method, Reads
-from lens_mix.methods import METHODS, descriptions
+from lens_mix.method import Method, MethodGroup, Reads
+from lens_mix.methods import METHODS
 
 _GROUP = "lens_mix.methods"
-# The values that a class attribute of a method may have; all of them except `reads` may have several.
-_ALLOWED = {
+# The groups in the order in which lists have them.
+_GROUPS = get_args(MethodGroup)
+# The values that a class attribute of a method may have: one of these, or several.
+_ONE_OF = {"group": _GROUPS, "reads": get_args(Reads)}
+_SEVERAL_OF = {
     "engines": ("recorded", "hooks", "algebra"),
-    "reads": get_args(Reads),
     "parts": ("encoder", "decoder", "cross", "joint"),
     "records": (*ATTENTION_ROLES, RESID_PRE),
     "needs": (*ALGEBRA_COMPONENTS, VALUE, UNEMBEDDING, "gradients", "causal", "position_ids"),
@@ -52,6 +56,28 @@ _CALLS = {
 _registered: dict[str, type[Method]] = {}
 
 M = TypeVar("M", bound=type[Method])
+
+
+class Description(NamedTuple):
+    """Describe a method for a list of methods, or under the title of a figure.
+
+    Attributes:
+        group: The group in which lists have it.
+        line: What a score of the map says, without a period; "" if it is unknown.
+        cost: The cost in forward passes; None if it is unknown.
+    """
+
+    group: str
+    line: str
+    cost: Cost | None = None
+
+
+# `lm.input_map` runs one of several methods, so no class describes it.
+_INPUT_MAP = Description(
+    "Recommended",
+    "how much the answer depends on each input token; the best-tested method for the model",
+    COSTS.get("input_map"),
+)
 
 
 def register(method: M) -> M:
@@ -92,13 +118,26 @@ def all_methods() -> dict[str, type[Method]]:
     return {**METHODS, **_plugins(), **_registered}
 
 
-def describe(name: str) -> descriptions.Description:
-    """Return the group, the plain line and the cost of a method.
+def describe(name: str) -> Description:
+    """Return the group, the plain line and the cost of a method, or of `input_map`.
 
-    For a method of another package, the line is the first line of its docstring. For an unknown name, as in
-    a map made by hand, it is empty.
+    The line is the class attribute `description`; without one, the first line of the docstring. For an
+    unknown name, as in a map made by hand, it is empty.
     """
-    return descriptions.describe(name, all_methods().get(name))
+    if name == "input_map":
+        return _INPUT_MAP
+    method = all_methods().get(name)
+    if method is None:
+        return Description("Other methods", "")
+    return Description(method.group, method.description or _read_first_line(method), method.default_cost())
+
+
+def _read_first_line(method: type[Method]) -> str:
+    """Return the first line of a method's docstring, without a period; "" if its author wrote none."""
+    documented = inspect.cleandoc(method.__doc__ or "")
+    # Python writes the docstring of a dataclass that has none: its name and its parameters.
+    is_written = not documented.startswith(f"{method.__name__}(")
+    return documented.partition("\n")[0].rstrip(".") if is_written else ""
 
 
 def find_method(name: str, argument: str = "methods") -> type[Method]:
@@ -219,8 +258,8 @@ def check_attributes(method: object, argument: str = "method") -> type[Method]:
         raise ValueError(f"{where}.name: expected a word such as 'largest_weight', got {method.name!r}")
     if isinstance(method.residual, bool) or not isinstance(method.residual, (int, float)):
         raise ValueError(f"{where}.residual: expected a number from 0 to 1, got {method.residual!r}")
-    for name, allowed in _ALLOWED.items():
-        _check_words(f"{where}.{name}", getattr(method, name), allowed, alone=name == "reads")
+    for name, allowed in (_ONE_OF | _SEVERAL_OF).items():
+        _check_words(f"{where}.{name}", getattr(method, name), allowed, alone=name in _ONE_OF)
     _check_reads(method)
     return method
 
@@ -265,6 +304,10 @@ def _check_words(attribute: str, value: object, allowed: tuple[str, ...], alone:
 
 
 def list_names() -> list[str]:
-    """Return the names of all methods and `input_map`, in the order of their groups."""
-    others = [name for name in all_methods() if name not in descriptions.DESCRIPTIONS]
-    return [*descriptions.DESCRIPTIONS, *others]
+    """Return the names of `input_map` and of all methods, by their groups and their places within these."""
+
+    def place(name: str) -> tuple[int, int]:
+        return _GROUPS.index(known[name].group), known[name].place_in_list
+
+    known = all_methods()
+    return ["input_map", *sorted(known, key=place)]

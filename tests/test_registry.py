@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import itertools
 from typing import ClassVar
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import lens_mix as lm
 from lens_mix import registry
 from lens_mix.evaluation.candidates import join_layers
+from lens_mix.lens.cost import COSTS, Cost
 from tests.tiny_models import gpt2_like
 
 TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
@@ -82,6 +84,69 @@ def test_layers_of_a_method_that_is_not_registered_add_up():
     assert torch.equal(join_layers(found.replace(provenance={})), found.scores[-1])
 
 
+def test_every_built_in_method_is_described():
+    lines = {name: method.description for name, method in lm.METHODS.items()}
+    assert len(set(lines.values())) == len(lines)
+    for name, line in {**lines, "input_map": registry.describe("input_map").line}.items():
+        assert 15 < len(line) <= 110, name
+        assert not line.endswith("."), name
+        assert line.isascii(), name
+        described = registry.describe(name)
+        assert described == (described.group, line, COSTS.get(name))
+    assert {method.group for method in lm.METHODS.values()} == {*registry._GROUPS} - {"Other methods"}
+
+
+def test_methods_are_listed_by_group_and_place():
+    lm.register(Largest)
+    lm.register(variant(name="in_its_group", group="Attention weights"))
+    lm.register(variant(name="before_it", group="Attention weights", place_in_list=99))
+    listed = registry.list_names()
+    assert listed[:6] == [
+        "input_map",
+        "attention",
+        "attn_res_w",
+        "before_it",
+        "in_its_group",
+        "value_zeroing",
+    ]
+    assert listed[-1] == "largest"
+    groups = [registry.describe(name).group for name in listed]
+    assert list(dict.fromkeys(groups)) == ["Recommended", *registry._GROUPS]
+    assert len(groups) - len(set(groups)) == sum(a == b for a, b in itertools.pairwise(groups))
+
+
+def test_a_method_without_a_description_is_described_by_its_docstring():
+    @dataclasses.dataclass(frozen=True)
+    class Documented(Largest):
+        """Return the largest weight of any head.
+
+        More.
+        """
+
+        name: ClassVar[str] = "documented"
+
+    @dataclasses.dataclass(frozen=True)
+    class Plain(Largest):
+        name: ClassVar[str] = "plain"
+        size: int = 3
+
+    @dataclasses.dataclass(frozen=True)
+    class Described(Documented):
+        name: ClassVar[str] = "described"
+        description: ClassVar[str] = "the largest weight"
+
+        @classmethod
+        def default_cost(cls):
+            return Cost(2, per_row=5)
+
+    for method in (Documented, Plain, Described):
+        lm.register(method)
+    assert registry.describe("documented") == ("Other methods", "Return the largest weight of any head", None)
+    assert registry.describe("plain").line == ""
+    assert registry.describe("described") == ("Other methods", "the largest weight", Cost(2, per_row=5))
+    assert registry.describe("by hand") == ("Other methods", "", None)
+
+
 def test_another_class_can_not_take_a_name():
     lm.register(Largest)
     with pytest.raises(
@@ -108,6 +173,7 @@ def test_another_class_can_not_take_a_name():
         ({"engines": ("fast",)}, r"Variant.engines: expected some of .*'algebra'.*, got 'fast'"),
         ({"engines": ()}, "Variant.engines: expected at least one"),
         ({"needs": ("residul",)}, r"Variant.needs: .*did you mean 'residual'\?"),
+        ({"group": "Attention weight"}, r"Variant.group: .*did you mean 'Attention weights'\?"),
         ({"reads": "blok"}, r"Variant.reads: .*did you mean 'block'\?"),
         ({"reads": "below"}, r"Variant: expected an of_blocks\(self, blocks\) .* reads is 'below', got none"),
         ({"layers_add_up": True}, "Variant.layers_add_up: expected False, because .* with reads = 'block'"),

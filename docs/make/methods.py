@@ -12,7 +12,7 @@ import lens_mix as lm
 from docs.make import scores
 from lens_mix.lens.components import COMPONENTS, LOGITS, UNEMBEDDING, VALUE, names_needed_for
 from lens_mix.method import Method
-from lens_mix.methods.descriptions import DESCRIPTIONS, GROUPS, Description, describe
+from lens_mix.registry import Description, describe, list_names
 
 # What the engines do, in the words of `lens_mix.method.Method`.
 _ENGINES = {
@@ -84,7 +84,7 @@ def write_directive(path: str, level: int, **options: object) -> str:
 
 
 def _write_page(name: str, method: type[Method]) -> str:
-    described = describe(name, method)
+    described = describe(name)
     parts = [
         f"# {name}",
         f"{described.line[0].upper()}{described.line[1:]}.",
@@ -135,11 +135,20 @@ def _facts_of(
             "Parts of an encoder-decoder",
             ", ".join(f'`part="{part}"`' for part in _PARTS if part in method.parts),
         ),
-        ("Cost", str(described.cost) if described.cost else "unknown"),
+        ("Cost", _write_cost(described)),
     ]
     if method.reads in ("below", "model"):
         rows = [row for row in rows if not row[0].startswith("Residual")]
     return header, rows
+
+
+def _write_cost(described: Description) -> str:
+    return str(described.cost) if described.cost else "unknown"
+
+
+def _list_built_in() -> list[str]:
+    """Return the names of the library's methods, in the order of lists."""
+    return [name for name in list_names() if name in lm.METHODS]
 
 
 def _engines(method: type[Method]) -> str:
@@ -236,14 +245,12 @@ def _write_index() -> str:
         "formula, parameters, engines and scores. The cost is an estimate, in forward passes of the same "
         "prompt. If it grows with the number of positions, the prompt has 64 tokens.",
     ]
-    for group in GROUPS:
-        names = [name for name, each in DESCRIPTIONS.items() if each.group == group and name in lm.METHODS]
-        if not names:
-            continue
-        rows = [
-            (f"[`{name}`]({name}.md)", DESCRIPTIONS[name].line, str(DESCRIPTIONS[name].cost))
-            for name in names
-        ]
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for name in _list_built_in():
+        described = describe(name)
+        row = (f"[`{name}`]({name}.md)", described.line, _write_cost(described))
+        groups.setdefault(described.group, []).append(row)
+    for group, rows in groups.items():
         parts += [f"## {group}", _table(("name", "what a score is", "cost"), rows)]
     parts += ["## All methods by name", write_directive("lens_mix.METHODS", 3, show_attribute_values=False)]
     return "\n\n".join(parts) + "\n"

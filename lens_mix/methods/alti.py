@@ -49,6 +49,10 @@ class Alti(VectorMethod):
     """
 
     name: ClassVar[str] = "alti"
+    description: ClassVar[str] = (
+        "how much closer each token brings the sum of contributions to the output of attention"
+    )
+    place_in_list: ClassVar[int] = 5
     residual: ClassVar[float] = 0.0
     includes_residual: ClassVar[bool] = True
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}

@@ -16,7 +16,7 @@ from lens_mix.algebra.logit_shares import logit_shares, token_directions
 from lens_mix.arguments import check_choice, check_whole_number
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.components import UNEMBEDDING
-from lens_mix.method import Reads
+from lens_mix.method import MethodGroup, Reads
 from lens_mix.methods.alti import Alti, Distance
 from lens_mix.methods.value_norms import VectorMethod
 
@@ -57,6 +57,9 @@ class AltiLogit(VectorMethod):
     """
 
     name: ClassVar[str] = "alti_logit"
+    group: ClassVar[MethodGroup] = "What the answer depends on, layer by layer"
+    description: ClassVar[str] = "what each input token adds to the answer's logit through attention"
+    place_in_list: ClassVar[int] = 2
     residual: ClassVar[float] = 0.0
     reads: ClassVar[Reads] = "below"
     layers_add_up: ClassVar[bool] = True

@@ -47,6 +47,8 @@ class AtbFf(VectorMethod):
     """
 
     name: ClassVar[str] = "atb_ff"
+    description: ClassVar[str] = "the size of what the feed-forward makes of each token"
+    place_in_list: ClassVar[int] = 8
     residual: ClassVar[float] = 0.5
     needs: ClassVar[frozenset[str]] = frozenset(ALGEBRA_COMPONENTS)
     cost_grows_with: ClassVar[Growth] = "rows"
@@ -83,6 +85,10 @@ class AtbFfRes(AtbFf):
     """
 
     name: ClassVar[str] = "atb_ff_res"
+    description: ClassVar[str] = (
+        "the size of each token's contribution to the block's output, before a last norm"
+    )
+    place_in_list: ClassVar[int] = 9
     residual: ClassVar[float] = 0.0
     includes_residual: ClassVar[bool] = True
 
@@ -112,6 +118,8 @@ class AtbFfResLn(AtbFf):
     """
 
     name: ClassVar[str] = "atb_ff_res_ln"
+    description: ClassVar[str] = "the size of each token's contribution to the output of the whole block"
+    place_in_list: ClassVar[int] = 10
     residual: ClassVar[float] = 0.0
     includes_residual: ClassVar[bool] = True
 

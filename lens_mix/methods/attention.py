@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lens_mix.algebra.budget import budget_beside
-from lens_mix.method import Method
+from lens_mix.method import Method, MethodGroup
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -37,6 +37,9 @@ class AttentionWeights(Method):
     """
 
     name: ClassVar[str] = "attention"
+    group: ClassVar[MethodGroup] = "Attention weights"
+    description: ClassVar[str] = "how much a position attends to each token"
+    place_in_list: ClassVar[int] = 1
     residual: ClassVar[float] = 0.5
     has_unit_rows: ClassVar[bool] = True
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
@@ -67,6 +70,9 @@ class AttnResWeights(Method):
     """
 
     name: ClassVar[str] = "attn_res_w"
+    group: ClassVar[MethodGroup] = "Attention weights"
+    description: ClassVar[str] = "half the attention weight, and half for the position itself"
+    place_in_list: ClassVar[int] = 2
     residual: ClassVar[float] = 0.0
     includes_residual: ClassVar[bool] = True
     has_unit_rows: ClassVar[bool] = True

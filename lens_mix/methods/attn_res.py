@@ -38,6 +38,8 @@ class AttnRes(VectorMethod):
     """
 
     name: ClassVar[str] = "attn_res"
+    description: ClassVar[str] = "the size of what attention and residual stream bring from each token"
+    place_in_list: ClassVar[int] = 3
     residual: ClassVar[float] = 0.0
     includes_residual: ClassVar[bool] = True
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
@@ -73,6 +75,10 @@ class AttnResLn(AttnRes):
     """
 
     name: ClassVar[str] = "attn_res_ln"
+    description: ClassVar[str] = (
+        "the size of what attention and residual stream bring from each token, after the norm"
+    )
+    place_in_list: ClassVar[int] = 2
 
     next_norm: bool = False
 

@@ -113,6 +113,8 @@ class AttributionPatching(RowTargetMethod):
     """
 
     name: ClassVar[str] = "attribution_patching"
+    description: ClassVar[str] = "an estimate of how much the answer changes if a token is replaced"
+    place_in_list: ClassVar[int] = 1
     needs: ClassVar[frozenset[str]] = frozenset({"gradients", "causal", "position_ids"})
     needs_one_position: ClassVar[bool] = True
     cost_grows_with: ClassVar[Growth] = "rows"

@@ -17,7 +17,7 @@ from lens_mix.lens.continuation import last_residual_from
 from lens_mix.lens.cost import find_usual_row
 from lens_mix.lens.model_classes import UnsupportedModelError, find_missing_logits
 from lens_mix.lens.unembedding import row_at
-from lens_mix.method import Method, Reads
+from lens_mix.method import Method, MethodGroup, Reads
 from lens_mix.targets import (
     Context,
     Target,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 class TargetMethod(Method):
     """The base class of the methods that explain a target."""
 
+    group: ClassVar[MethodGroup] = "What the answer depends on, layer by layer"
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     reads: ClassVar[Reads] = "above"
 
@@ -64,6 +65,7 @@ class TargetMethod(Method):
 class RowTargetMethod(TargetMethod):
     """The base class of the methods with one map, of the whole model, that explains a target at each row."""
 
+    group: ClassVar[MethodGroup] = "Which input tokens the answer depends on"
     residual: ClassVar[float] = 0.0
     reads: ClassVar[Reads] = "model"
 

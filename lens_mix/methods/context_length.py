@@ -49,6 +49,10 @@ class ContextLength(RowTargetMethod):
     """
 
     name: ClassVar[str] = "context_length"
+    description: ClassVar[str] = (
+        "what the answer's score gains from one more token at the start of the context"
+    )
+    place_in_list: ClassVar[int] = 6
     needs: ClassVar[frozenset[str]] = frozenset({"causal"})
     needs_one_position: ClassVar[bool] = True
     cost_grows_with: ClassVar[Growth] = "tokens"

@@ -23,7 +23,7 @@ from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.components import VALUE
 from lens_mix.lens.cost import Growth
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
-from lens_mix.method import Method, Reads
+from lens_mix.method import Method, MethodGroup, Reads
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
@@ -68,6 +68,11 @@ class DecompX(VectorMethod):
     """
 
     name: ClassVar[str] = "decompx"
+    group: ClassVar[MethodGroup] = "What reaches a position from the input tokens"
+    description: ClassVar[str] = (
+        "the size of each input token's contribution to the residual stream after a layer"
+    )
+    place_in_list: ClassVar[int] = 1
     residual: ClassVar[float] = 0.0
     includes_residual: ClassVar[bool] = True
     reads: ClassVar[Reads] = "below"
@@ -132,6 +137,11 @@ class DecompXLocal(DecompX):
     """
 
     name: ClassVar[str] = "decompx_local"
+    group: ClassVar[MethodGroup] = "What each layer takes from each token"
+    description: ClassVar[str] = (
+        "the size of each token's contribution to the block's output, biases included"
+    )
+    place_in_list: ClassVar[int] = 11
     cost_grows_with: ClassVar[Growth] = "rows"
     reads: ClassVar[Reads] = "block"
     of_blocks = Method.of_blocks

@@ -49,6 +49,8 @@ class FrozenGradients(ChangedGradients):
     """
 
     name: ClassVar[str] = "frozen_gradients"
+    description: ClassVar[str] = "gradient times input, with attention weights and norms constant"
+    place_in_list: ClassVar[int] = 3
     citation: ClassVar[str] = "ali-etal-2022-xai"
 
     @property

@@ -64,6 +64,8 @@ class Gim(ChangedGradients):
     """
 
     name: ClassVar[str] = "gim"
+    description: ClassVar[str] = "gradient times input, by a gradient that lets fewer effects cancel"
+    place_in_list: ClassVar[int] = 2
     citation: ClassVar[str] = "edin-etal-2025-gim"
 
     temperature: float = 2.0

@@ -40,6 +40,10 @@ class GlobEnc(VectorMethod):
     """
 
     name: ClassVar[str] = "globenc"
+    description: ClassVar[str] = (
+        "the size of each token's contribution to the block's output, without the feed-forward"
+    )
+    place_in_list: ClassVar[int] = 7
     residual: ClassVar[float] = 0.0
     includes_residual: ClassVar[bool] = True
     citation: ClassVar[str] = "modarressi-etal-2022-globenc"

@@ -52,6 +52,8 @@ class GradientAttention(TargetMethod):
     """
 
     name: ClassVar[str] = "gradient_attention"
+    description: ClassVar[str] = "attention weights times their gradient: what raises the answer's score"
+    place_in_list: ClassVar[int] = 1
     needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
     residual: ClassVar[float] = 0.5
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}

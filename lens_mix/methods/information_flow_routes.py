@@ -55,6 +55,10 @@ class InformationFlowRoutes(VectorMethod):
     """
 
     name: ClassVar[str] = "information_flow_routes"
+    description: ClassVar[str] = (
+        "how much closer each token brings the sum of contributions to the residual stream"
+    )
+    place_in_list: ClassVar[int] = 6
     residual: ClassVar[float] = 0.0
     includes_residual: ClassVar[bool] = True
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}

@@ -77,6 +77,8 @@ class InputGradients(RowTargetMethod):
     """
 
     name: ClassVar[str] = "input_gradients"
+    description: ClassVar[str] = "how sensitive the answer is to each token's embedding"
+    place_in_list: ClassVar[int] = 4
     needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
     parts: ClassVar[frozenset[str]] = Method.parts | {"joint"}
     cost_grows_with: ClassVar[Growth] = "rows"

@@ -79,6 +79,8 @@ class Occlusion(RowTargetMethod):
     """
 
     name: ClassVar[str] = "occlusion"
+    description: ClassVar[str] = "how much the answer's score falls if a token is replaced, measured"
+    place_in_list: ClassVar[int] = 5
     parts: ClassVar[frozenset[str]] = Method.parts | {"joint"}
     cost_grows_with: ClassVar[Growth] = "tokens"
     citation: ClassVar[str] = "li-etal-2016-understanding"

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lens_mix.algebra.budget import budget_beside, vector_bytes
 from lens_mix.algebra.definitions import norms, value_vectors
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
-from lens_mix.method import Method
+from lens_mix.method import Method, MethodGroup
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -25,6 +25,7 @@ class VectorMethod(Method):
     Base class.
     """
 
+    group: ClassVar[MethodGroup] = "What each layer takes from each token"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern", "value", "resid_pre"})
     # The vectors up to the feed-forward need only these components, so experts need no verification.
@@ -55,6 +56,8 @@ class ValueNorms(VectorMethod):
     """
 
     name: ClassVar[str] = "value_norm"
+    description: ClassVar[str] = "the size of what attention alone adds from each token"
+    place_in_list: ClassVar[int] = 4
     residual: ClassVar[float] = 0.5
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     citation: ClassVar[str] = "kobayashi-etal-2020-attention"

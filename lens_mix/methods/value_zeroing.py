@@ -20,7 +20,7 @@ from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.cost import Cost, Growth
 from lens_mix.maps.spans import Group, Groups, check_groups, read_groups
-from lens_mix.method import Method
+from lens_mix.method import Method, MethodGroup
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -64,6 +64,9 @@ class ValueZeroing(Method):
     """
 
     name: ClassVar[str] = "value_zeroing"
+    group: ClassVar[MethodGroup] = "What each layer takes from each token"
+    description: ClassVar[str] = "how much the block's output changes without a token's value vector"
+    place_in_list: ClassVar[int] = 1
     residual: ClassVar[float] = 0.0
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     engines: ClassVar[tuple[str, ...]] = ("algebra", "hooks")

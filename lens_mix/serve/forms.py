@@ -8,7 +8,6 @@ from html import escape
 from typing import NamedTuple
 
 from lens_mix import registry
-from lens_mix.methods.descriptions import GROUPS
 from lens_mix.view.page import digest
 
 
@@ -79,16 +78,18 @@ def make_form(model: str, reasons: Mapping[str, str], picked: Collection[str], l
 
     Args:
         model: The name of the model.
-        reasons: For each method the reason why it cannot run on this model, or "" if it can.
+        reasons: For each method, in the order of the list, the reason why it cannot run on this model, or ""
+            if it can.
         picked: The methods that are picked at first.
         limits: A sentence about the limits of a request.
     """
-    groups = {group: [name for name in reasons if registry.describe(name).group == group] for group in GROUPS}
+    groups: dict[str, list[str]] = {}
+    for name in reasons:
+        groups.setdefault(registry.describe(name).group, []).append(name)
     lists = [
         f"<fieldset><legend>{escape(group)}</legend>"
         f"{''.join(_make_checkbox(name, reasons[name], name in picked) for name in names)}</fieldset>"
         for group, names in groups.items()
-        if names
     ]
     return _make_document(
         f"{model} · lens_mix",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,3 +123,34 @@ def test_a_method_without_a_record_has_no_warning(monkeypatch):
     monkeypatch.delitem(COSTS, "gim")
     assert lm.Gim.default_cost() is None
     assert lm.run(decoder(), PROMPT, "gim", progress=None).notes == ()
+
+
+def read_records() -> dict[tuple[str, int, str], tuple[int, float]]:
+    """Return the layers of the model and the recorded forward passes, by method, tokens and rows."""
+    text = (Path(__file__).parents[2] / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    found = {}
+    for section, layers, first in (("Every method, gpt2-like", 3, 2), ("What calls cost", 30, 0)):
+        lines = text.partition(f"## {section}\n")[2].partition("\n## ")[0].splitlines()
+        header, _, *rows = (
+            [cell.strip() for cell in line[1:-1].split("|")] for line in lines if line[:1] == "|"
+        )
+        tokens, passes = (
+            header.index(name) for name in ("tokens" if first == 0 else "positions", "÷ forward")
+        )
+        for row in rows:
+            name, _, which = row[first].removeprefix("lm.").partition(", ")
+            if name in COSTS and row[passes] and which in ("", "last row", "all rows"):
+                which = "last row" if name == "input_map" else which or "all rows"
+                found[name, int(row[tokens]), which] = (layers, float(row[passes]))
+    newer = {name for (name, _, _), (layers, _) in found.items() if layers == 30}
+    return {key: value for key, value in found.items() if key[0] not in newer or value[0] == 30}
+
+
+@pytest.mark.once
+def test_every_cost_is_within_a_factor_of_two_of_its_record():
+    records = read_records()
+    assert {name for name, _, _ in records} == set(COSTS)
+    for (name, tokens, which), (layers, recorded) in records.items():
+        rows = 1 if which == "last row" else tokens
+        said = COSTS[name].passes(tokens, rows, layers)
+        assert 0.5 <= said / recorded <= 2, (name, tokens, which, said, recorded)

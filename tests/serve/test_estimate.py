@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lens_mix.methods.descriptions import DESCRIPTIONS
+from lens_mix.lens.cost import COSTS
 from lens_mix.recommended import find_default_row
 from lens_mix.serve.estimate import Estimate, Pace, estimate, in_words, measure_pace
 
@@ -11,15 +11,14 @@ def test_the_time_is_the_cost_times_a_forward_pass():
     pace = Pace(base=0.5, per_token=0.01, layers=4)
     found = estimate(pace, 50, ["attention", "gim", "attention_attribution", "unknown"], all_rows=False)
     forward = 0.5 + 50 * 0.01
-    costs = {name: DESCRIPTIONS[name].cost for name in ("attention", "gim", "attention_attribution")}
     assert found.seconds == {
-        "attention": costs["attention"].passes(50, 50, 4) * forward,
-        "gim": costs["gim"].passes(50, 1, 4) * forward,
-        "attention_attribution": costs["attention_attribution"].passes(50, 50, 4) * forward,
+        "attention": COSTS["attention"].passes(50, 50, 4) * forward,
+        "gim": COSTS["gim"].passes(50, 1, 4) * forward,
+        "attention_attribution": COSTS["attention_attribution"].passes(50, 50, 4) * forward,
     }
     assert found.total == pytest.approx(sum(found.seconds.values()))
     every = estimate(pace, 50, ["gim"], all_rows=True)
-    assert every.seconds == {"gim": costs["gim"].passes(50, 50, 4) * forward}
+    assert every.seconds == {"gim": COSTS["gim"].passes(50, 50, 4) * forward}
     bidirectional = estimate(pace._replace(is_causal=False), 50, ["value_zeroing"], all_rows=True)
     assert bidirectional.total > 1.5 * estimate(pace, 50, ["value_zeroing"], all_rows=True).total
 

@@ -30,10 +30,9 @@ import pytest
 
 import lens_mix as lm
 from lens_mix import named_maps, registry, runner
-from lens_mix.lens.cost import Cost
+from lens_mix.lens.cost import COSTS, Cost
 from lens_mix.lens.verification.support import Support
 from lens_mix.method import Method
-from lens_mix.methods.descriptions import DESCRIPTIONS
 from lens_mix.serve import Limits, Site, answers, site
 from lens_mix.serve.estimate import Pace
 from lens_mix.serve.forms import Request
@@ -201,7 +200,8 @@ def test_the_form_offers_each_method_and_says_why_not(visited, monkeypatch):
     assert status == 200
     states = dict(re.findall(r'name="method" value="(\w+)"( checked| disabled|)>', text))
     # The order is that of the groups: the recommended one is the first, other people's are the last.
-    assert list(states) == [*DESCRIPTIONS, "endless", "broken"]
+    assert list(states) == registry.list_names()
+    assert list(states)[-2:] == ["endless", "broken"]
     assert [name for name, state in states.items() if state == " disabled"] == ["alti"]
     assert [name for name, state in states.items() if state == " checked"] == list(named_maps.DEFAULT_METHODS)
     assert "Not on this model: not on a &lt;b&gt;&quot;toy&quot;&lt;/b&gt;" in text
@@ -214,7 +214,7 @@ def test_the_form_describes_each_method_and_its_cost(visited):
     groups = re.findall(r"<legend>(.*?)</legend>(.*?)</fieldset>", text)
     assert groups[0][0] == "Recommended"
     assert [group for group, _ in groups] == list(
-        dict.fromkeys(registry.describe(name).group for name in (*DESCRIPTIONS, "endless"))
+        dict.fromkeys(registry.describe(name).group for name in registry.list_names())
     )
     labels = {
         name: label for _, list_ in groups for name, label in re.findall(r'value="(\w+)"(.*?)</label>', list_)
@@ -378,7 +378,7 @@ def slow_pace(monkeypatch, forward):
     """Let the server believe that a forward pass takes some seconds, and methods some forward passes."""
     costs = {"attention": Cost(1), "alti": Cost(2), "occlusion": Cost(1, per_token=3)}
     for name, cost in costs.items():
-        monkeypatch.setitem(DESCRIPTIONS, name, DESCRIPTIONS[name]._replace(cost=cost))
+        monkeypatch.setitem(COSTS, name, cost)
     monkeypatch.setattr(site, "measure_pace", lambda model: Pace(forward, 0.0, 3))
 
 

@@ -20,7 +20,7 @@ from lens_mix.maps.exchange import as_json
 from lens_mix.maps.explained import as_records
 from lens_mix.maps.words import find_words, is_special
 from lens_mix.methods.component_shares import part_shares
-from lens_mix.methods.descriptions import DESCRIPTIONS, describe
+from lens_mix.registry import describe, list_names
 from lens_mix.view.labels import name_method, name_model, name_positions
 from lens_mix.view.layers import name_layers
 from lens_mix.view.strongest import find_sinks
@@ -119,7 +119,7 @@ def _pack_layers(
 
 def _make_title(label: str) -> str:
     """Return a label as a title: the name of a method with capitals, and any other label as it is."""
-    return name_method(label) if label in DESCRIPTIONS else label
+    return name_method(label) if label in list_names() else label
 
 
 def _describe(mixing_map: MixingMap) -> str:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.methods.descriptions import describe
+from lens_mix.registry import describe
 from lens_mix.version import __version__
 from lens_mix.view.labels import name_model
 from lens_mix.view.page import Page, make_document
