@@ -134,7 +134,7 @@ format: $(TL4)/.ready
 types: $(TL4)/.ready
 	@$(TL4)/bin/mypy --no-error-summary lens_mix
 
-# Methods are found by their files; the stub names them for type checkers.
+# Methods are found by their files; the stub names them for type checkers, and mkdocs.yml for the site.
 stub: $(TL4)/.ready
 	@$(TL4)/bin/python -m tests.stub
 

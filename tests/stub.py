@@ -1,13 +1,16 @@
-"""Write the stub `lens_mix/__init__.pyi` with the names of all methods, for `make stub`."""
+"""Write the names of all methods into `lens_mix/__init__.pyi` and `mkdocs.yml`, for `make stub`."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from docs.make.methods import write_navigation
 from lens_mix.methods import METHODS
 
-STUB = Path(__file__).parents[1] / "lens_mix" / "__init__.pyi"
+ROOT = Path(__file__).parents[1]
+STUB = ROOT / "lens_mix" / "__init__.pyi"
+SETTINGS = ROOT / "mkdocs.yml"
 _IMPORT = re.compile(r"^from \.methods\.\w+ import (.*)\n", re.MULTILINE)
 _NAME = re.compile(r'^    "(\w+)",\n', re.MULTILINE)
 
@@ -32,3 +35,4 @@ def _as_ruff_sorts(name: str) -> tuple[bool, bool, str]:
 
 if __name__ == "__main__":
     STUB.write_text(stub_text(), encoding="utf-8")
+    SETTINGS.write_text(write_navigation(SETTINGS.read_text(encoding="utf-8")), encoding="utf-8")

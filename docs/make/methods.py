@@ -66,8 +66,14 @@ def write_pages() -> dict[str, str]:
 
 
 def list_pages() -> list[str]:
-    """Return the paths of the pages of methods in `docs/reference`."""
-    return ["methods/index.md", *(f"methods/{name}.md" for name in lm.METHODS)]
+    """Return the paths of the pages of methods in `docs/reference`, in the order of lists."""
+    return ["methods/index.md", *(f"methods/{name}.md" for name in _list_built_in())]
+
+
+def write_navigation(settings: str) -> str:
+    """Return the text of `mkdocs.yml` with the page of every method in its navigation."""
+    listed = "".join(f"          - reference/{page}\n" for page in list_pages())
+    return re.sub(r"(?:^ +- reference/methods/\w+\.md\n)+", listed, settings, flags=re.MULTILINE)
 
 
 def write_directive(path: str, level: int, **options: object) -> str:
@@ -248,10 +254,11 @@ def _write_index() -> str:
     groups: dict[str, list[tuple[str, ...]]] = {}
     for name in _list_built_in():
         described = describe(name)
-        row = (f"[`{name}`]({name}.md)", described.line, _write_cost(described))
+        called = f"`lm.{lm.METHODS[name].__name__}`"
+        row = (f"[`{name}`]({name}.md)", called, described.line, _write_cost(described))
         groups.setdefault(described.group, []).append(row)
     for group, rows in groups.items():
-        parts += [f"## {group}", _table(("name", "what a score is", "cost"), rows)]
+        parts += [f"## {group}", _table(("name", "class", "what a score is", "cost"), rows)]
     parts += ["## All methods by name", write_directive("lens_mix.METHODS", 3, show_attribute_values=False)]
     return "\n\n".join(parts) + "\n"
 

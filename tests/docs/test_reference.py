@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import lens_mix as lm
-from docs.make import reference
+from docs.make import methods, reference
+from lens_mix import registry
 from tests.source_tree import ROOT
 
 # No constant: two public names have the same object only if one is imported from the other.
@@ -79,6 +80,22 @@ def test_a_public_name_on_no_page_is_an_error(monkeypatch):
         reference.write_pages()
 
 
+def test_the_navigation_has_methods_in_the_order_of_lists():
+    lines = [f"          - reference/methods/{name}.md\n" for name in ("index", "removed", "alti")]
+    written = methods.write_navigation(f"      - Methods:\n{''.join(lines)}  - Evidence:\n")
+    listed = re.findall(r"methods/(\w+)\.md", written)
+    assert written.startswith(f"      - Methods:\n{lines[0]}          - reference/methods/attention.md\n")
+    assert written.endswith(".md\n  - Evidence:\n")
+    assert listed == ["index", *(name for name in registry.list_names() if name in lm.METHODS)]
+
+
+def test_both_names_of_a_method_are_in_the_table(pages):
+    listed = re.findall(
+        r"^\| \[`(\w+)`\]\(\1\.md\) \| `lm\.(\w+)` \|", pages["methods/index.md"], re.MULTILINE
+    )
+    assert sorted(listed) == sorted((name, method.__name__) for name, method in lm.METHODS.items())
+
+
 @pytest.mark.parametrize("name", sorted(lm.METHODS))
 def test_every_method_has_a_page_with_formula_paper_engines_and_scores(name, pages):
     page, method = pages[f"methods/{name}.md"], lm.METHODS[name]
@@ -118,6 +135,7 @@ def test_the_best_method_of_a_task_is_at_least_as_good_as_every_other(pages):
 
 def test_the_navigation_has_every_page(pages):
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert methods.write_navigation(navigation) == navigation, "run `make stub`"
     listed = re.findall(r"- reference/(\S+\.md)$", navigation, re.MULTILINE)
     assert sorted(listed) == sorted(pages) == sorted(reference.list_pages())
 
