@@ -40,15 +40,6 @@ if TYPE_CHECKING:
     import numpy
     from matplotlib.figure import Figure
 
-# Methods are on a higher floor, so their names are listed here; a test compares them with the methods.
-_METHODS_WITH_HEADS = (
-    "AttentionAttribution",
-    "AttentionWeights",
-    "GradientAttention",
-    "InformationFlowRoutes",
-    "ValueNorms",
-    "ValueZeroing",
-)
 # The options of `lens_mix.view.layer_maps` that `show_position` does not have.
 _ONLY_LAYER_MAPS = {"layers", "head", "layer", "diagonal", "queries"}
 
@@ -757,8 +748,8 @@ class MixingMap:
         if not self.has_heads:
             raise ValueError(
                 f"{argument}: expected a map with heads, got shape {tuple(self.scores.shape)}; compute it "
-                "with per_head=True, as in lm.run(model, prompt, lm.AttentionWeights(per_head=True)). "
-                f"Methods with heads: {', '.join(_METHODS_WITH_HEADS)}"
+                "by a method that has the parameter per_head, as in lm.run(model, prompt, "
+                "lm.AttentionWeights(per_head=True))"
             )
 
     to_dataframe = exchange.to_dataframe

@@ -200,6 +200,15 @@ def test_the_page_names_all_that_a_block_offers() -> None:
     assert missing == []
 
 
+@pytest.mark.once
+def test_the_page_names_every_attribute_and_override_of_a_method() -> None:
+    named = {name for name in (*vars(lm.Method), *lm.Method.__annotations__) if not name.startswith("_")}
+    assert {"reads", "group", "needs_for", "place_in_list"} <= named
+    # These are for callers; a method overrides neither.
+    named -= {"hooks", "is_input_map", "parameters"}
+    assert [name for name in sorted(named) if not re.search(rf"`{name}\b", HOW_TO)] == []
+
+
 @pytest.mark.usefixtures("hub")
 def test_the_example_of_the_page_on_gradients_runs() -> None:
     names: dict[str, Any] = {}

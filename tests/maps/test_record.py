@@ -17,8 +17,6 @@ from safetensors.torch import load_file, save_file
 from lens_mix.aggregation.rollout import rollout
 from lens_mix.maps import MixingMap, Source, words
 from lens_mix.maps.explained import Explained
-from lens_mix.maps.record import _METHODS_WITH_HEADS
-from lens_mix.methods import METHODS
 from tests.random_maps import random_attention
 
 TOKENS = ["<|endoftext|>", "The", " Eif", "fel", " Tower"]
@@ -638,8 +636,6 @@ def test_top_heads_needs_a_key_and_takes_the_default_row():
 def test_a_map_without_heads_says_how_to_get_them():
     with pytest.raises(ValueError, match=r"top_heads: expected a map with heads.*Weights\(per_head=True"):
         make().top_heads(None, 0)
-    has_heads = [method.__name__ for method in METHODS.values() if hasattr(method, "per_head")]
-    assert sorted(has_heads) == list(_METHODS_WITH_HEADS)
 
 
 @pytest.mark.parametrize("heads", [None, 2])
