@@ -101,14 +101,9 @@ def test_methods_are_listed_by_group_and_place():
     lm.register(variant(name="in_its_group", group="Attention weights"))
     lm.register(variant(name="before_it", group="Attention weights", place_in_list=99))
     listed = registry.list_names()
-    assert listed[:6] == [
-        "input_map",
-        "attention",
-        "attn_res_w",
-        "before_it",
-        "in_its_group",
-        "value_zeroing",
-    ]
+    assert listed[0] == "input_map"
+    some = ["attention", "attn_res_w", "before_it", "in_its_group", "value_zeroing", "occlusion"]
+    assert [name for name in listed if name in some] == some
     assert listed[-1] == "largest"
     groups = [registry.describe(name).group for name in listed]
     assert list(dict.fromkeys(groups)) == ["Recommended", *registry._GROUPS]
