@@ -38,8 +38,9 @@ from .methods.value_norms import ValueNorms
 from .methods.value_zeroing import ValueZeroing
 from .recommended import input_map
 from .registry import register
-from .runner import run, run_many, support
+from .runner import run, run_many
 from .statistics.summary import table
+from .supported_methods import support
 from .traces.documents import Documents
 from .traces.many import trace_many
 from .traces.trace import Trace, trace

@@ -369,9 +369,9 @@ def serve(
 @app.command()
 def support(model: _Model, as_json: _Json = False) -> None:
     """List the methods that run on a model, and why others do not."""
-    from lens_mix import runner
+    from lens_mix import supported_methods
 
-    table = runner.support(_load(model))
+    table = supported_methods.support(_load(model))
     if not as_json:
         typer.echo(str(table))
         return
@@ -692,7 +692,7 @@ def _read_prompts(path: Path) -> list[str]:
 
 def _read_traced(text: str | None, documents: Sequence[str], question: str, instruction: str) -> Any:
     """Return the prompt of a trace: the text, or the documents in the files with what belongs to them."""
-    from lens_mix.inputs import read_text
+    from lens_mix.plain_text import read_text
     from lens_mix.traces.documents import Documents
 
     if text is not None and documents:

@@ -1,36 +1,24 @@
-"""Read what users give as prompts: text in every form, open files, files by their endings, and tables.
+"""Read several prompts: from open files, files by their endings, tables and iterables.
 
-Every way into the library reads text with `as_text`, and several prompts with `read_items`. A value that is
-not certainly the user's text is an error, never another text.
+Text is read as by `lens_mix.plain_text`: what is not certainly the user's text is an error.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import csv
 import gzip
 import io
 import json
 import os
-import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from lens_mix.arguments import check_file_path, describe_value
+from lens_mix.plain_text import SURROGATE, decode, encoding_of, is_table
 
-# The first bytes of a text say how it is encoded. The mark of UTF-32 begins with that of UTF-16.
-_MARKS = {
-    codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
 _ENDINGS = {
     "": "lines or rows",
     ".txt": "lines",
@@ -42,7 +30,6 @@ _ENDINGS = {
     ".tsv": "\t",
     ".parquet": "parquet",
 }
-_SURROGATE = re.compile("[\ud800-\udfff]")
 # A Parquet file is read in so many rows at a time.
 _ROWS_READ = 1024
 # The largest limit that the C code of every platform takes. Python's own limit is global: 131,072 characters.
@@ -55,90 +42,9 @@ class Unreadable(NamedTuple):
     reason: str
 
 
-def as_text(name: str, value: Any) -> Any:
-    """Return text of any library as a string, and any other value unchanged.
-
-    Text is a string, or bytes in UTF-8 (or in UTF-16 or UTF-32 with a mark), also as a scalar of NumPy or
-    pyarrow.
-
-    Args:
-        name: The name of the argument, for errors.
-        value: The value.
-
-    Raises:
-        ValueError: If bytes are not text in their encoding, or a string has a half of a surrogate pair.
-    """
-    if hasattr(value, "as_py"):
-        # This is a scalar of pyarrow.
-        value = value.as_py()
-    if isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "USO":
-        value = value.item()
-    if isinstance(value, (bytes, bytearray)):
-        value = decode(name, bytes(value))
-    if not isinstance(value, str):
-        return value
-    half = _SURROGATE.search(value)
-    if half:
-        raise ValueError(
-            f"{name}: expected text that UTF-8 can represent, got U+{ord(half[0]):04X}, a half of a "
-            f"surrogate pair, at character {half.start()}; remove it, or read the text again in its own "
-            "encoding"
-        )
-    return str.__str__(value)
-
-
-def decode(name: str, data: bytes) -> str:
-    """Return bytes as text: in UTF-16 or UTF-32 if their mark says so, in UTF-8 otherwise.
-
-    Raises:
-        ValueError: If the bytes are not text in this encoding.
-    """
-    encoding = _encoding_of(data[:4])
-    try:
-        return data.decode(encoding)
-    except UnicodeDecodeError as problem:
-        expected = "UTF-8" if encoding == "utf-8-sig" else encoding.upper()
-        raise ValueError(
-            f"{name}: expected text in {expected}, got {describe_value(data)}: {problem.reason} at byte "
-            f"{problem.start}"
-        ) from problem
-
-
-def _encoding_of(start: bytes) -> str:
-    return next((encoding for mark, encoding in _MARKS.items() if start.startswith(mark)), "utf-8-sig")
-
-
-def read_text(name: str, path: Any) -> str:
-    """Return the whole text of a file, in which every line ends in the same way.
-
-    Raises:
-        TypeError: If `path` is not a path.
-        ValueError: If the file is not text.
-        FileNotFoundError: If it does not exist.
-    """
-    text = decode(f"{name} ({path})", Path(check_file_path(name, path)).read_bytes())
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _is_table(value: Any) -> bool:
-    """Return whether a value has columns by name: a data frame, a table of pyarrow, or a dataset."""
-    has_names = isinstance(getattr(value, "column_names", None), list) or hasattr(value, "columns")
-    has_rows = hasattr(value, "__len__") and hasattr(value, "__getitem__")
-    return has_names and has_rows and not isinstance(value, Mapping)
-
-
 def _is_open_file(value: Any) -> bool:
     """Return whether a value is an open file."""
     return callable(getattr(value, "read", None)) and hasattr(value, "readline")
-
-
-def advise(value: Any) -> str:
-    """Return what to give instead of a value that is not a prompt; "" if there is no advice."""
-    if isinstance(value, os.PathLike):
-        return "; give the text of the file, as in path.read_text()"
-    if _is_table(value):
-        return "; give one text of a column, or the column to run_many"
-    return ""
 
 
 def read_several(prompts: Any, single: str) -> Iterable[Any]:
@@ -159,7 +65,7 @@ def read_several(prompts: Any, single: str) -> Iterable[Any]:
             raise ValueError(f"prompts: {reasons[0]}")
         return items
     # The rows of a dataset of Hugging Face may be what a tokenizer returned.
-    is_frame = _is_table(prompts) and not hasattr(prompts, "with_format")
+    is_frame = is_table(prompts) and not hasattr(prompts, "with_format")
     is_single = isinstance(prompts, (str, bytes, bytearray, Mapping)) or getattr(prompts, "ndim", 1) == 0
     if is_frame or is_single or not isinstance(prompts, Iterable):
         advice = "give one of its columns" if is_frame else f"use {single} for one prompt"
@@ -179,7 +85,7 @@ def check_several(prompts: Any) -> None:
         _format_of(check_file_path("prompts", prompts))
     elif _is_open_file(prompts):
         _format_of(_name_of(prompts))
-    elif not _is_table(prompts) and (
+    elif not is_table(prompts) and (
         isinstance(prompts, (bytes, bytearray, Mapping, set, frozenset)) or not isinstance(prompts, Iterable)
     ):
         raise TypeError(
@@ -215,7 +121,7 @@ def read_items(prompts: Any, column: str = "text", fields: Sequence[str] = ()) -
             content = prompts.read()
             data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
             yield from _read_file(io.BytesIO(data), _format_of(name), wanted)
-    elif _is_table(prompts):
+    elif is_table(prompts):
         _check_columns(_column_names(prompts), wanted)
         for values in zip(*(prompts[name] for name in wanted), strict=True):
             yield dict(zip(wanted, values, strict=True))
@@ -302,7 +208,7 @@ def _read_file(file: Any, format: str, wanted: list[str]) -> Iterator[Any]:
 
 def _open_text(file: Any, newline: str | None = None) -> io.TextIOWrapper:
     """Return a file as text, in which bytes that are not text are halves of surrogate pairs."""
-    encoding = _encoding_of(file.read(4))
+    encoding = encoding_of(file.read(4))
     file.seek(0)
     errors = "surrogateescape" if encoding == "utf-8-sig" else "surrogatepass"
     return io.TextIOWrapper(file, encoding, errors, newline)
@@ -323,7 +229,7 @@ def _read_lines(file: Iterable[str], format: str) -> Iterator[Any]:
 
 def _find_problem(text: str, number: int) -> Unreadable | None:
     """Return why a line cannot be the user's text; None if it can be."""
-    half = _SURROGATE.search(text)
+    half = SURROGATE.search(text)
     if half:
         code = ord(half[0])
         got = f"the byte {code - 0xDC00:#x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}"

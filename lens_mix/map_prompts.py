@@ -25,9 +25,7 @@ from lens_mix.lens.predictions import join_explained
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import RESIDUAL_KEY, Method
-from lens_mix.residual_shares import ResidualShares
 from lens_mix.session import CheckedPass, Session
-from lens_mix.targets import as_target
 
 # A session has the method that measures the residual under this label, which is not the name of any method.
 _MEASURED = "measured residual"
@@ -41,7 +39,11 @@ _ENTERING = (
 def find_measuring_method(methods: Mapping[str, Method]) -> dict[str, Method]:
     """Return the method that measures residual shares, by its label, if some map of `methods` needs them."""
     is_needed = any(not method.is_input_map and not method.includes_residual for method in methods.values())
-    return {_MEASURED: ResidualShares()} if is_needed else {}
+    if not is_needed:
+        return {}
+    from lens_mix.residual_shares import ResidualShares
+
+    return {_MEASURED: ResidualShares()}
 
 
 def map_prompts(
@@ -215,6 +217,15 @@ def _check_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
     return scores
 
 
+def _explains_logits(method: Method) -> bool:
+    """Return whether a method explains a target that is a function of the logits."""
+    if method.target is None:
+        return False
+    from lens_mix.targets import as_target
+
+    return as_target(method.target).reads == "logits"
+
+
 def _select(tensor: Tensor, axis: int, indices: Int[Tensor, " place"]) -> Tensor:
     """Return the tensor at some indices of an axis. All of them in order need no copy."""
     every = torch.arange(tensor.shape[axis], device=indices.device)
@@ -232,8 +243,8 @@ class _Record:
         self._dropped_classifier = provenance.dropped_classifier(checked.clean.lens)
         layer = checked.clean.find_entering_patches()
         self._entering = () if layer is None else (_ENTERING.format(where=checked.clean.lens.where(layer)),)
-        targets = [m.target for m in checked.session.methods.values() if m.target is not None]
-        if self._dropped_classifier and any(as_target(target).reads == "logits" for target in targets):
+        methods = checked.session.methods.values()
+        if self._dropped_classifier and any(_explains_logits(method) for method in methods):
             warnings.warn(f"the target reads logits, but {self._dropped_classifier}", stacklevel=2)
 
     @functools.cached_property
@@ -309,8 +320,7 @@ class _Record:
 
     def _note_classifier(self, method: Method) -> str | None:
         """Return the note about a missing classifier, unless the method's target has the classifier."""
-        reads_logits = method.target is None or as_target(method.target).reads == "logits"
-        return self._dropped_classifier if reads_logits else None
+        return self._dropped_classifier if method.target is None or _explains_logits(method) else None
 
     def _note_block(self, block: Block, index: int) -> list[str]:
         """Return the notes about one prompt in a block: what user hooks change, and those of the method."""

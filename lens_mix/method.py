@@ -10,15 +10,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.arguments import check_flags
-from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, record_attention
+from lens_mix.hooks.base import DEFAULT_ATTENTION, HookPair
+from lens_mix.hooks.recording import record_attention
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.changed_backward import BackwardRules
+from lens_mix.lens.backward_rules import BackwardRules
 from lens_mix.lens.cost import COSTS, Cost, Growth
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
-from lens_mix.maps.spans import Group
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
+    from lens_mix.maps.spans import Group
 
 # In cross-attention this is the key of a decoder position's own residual stream, because that is not a token
 # of the source.

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from jaxtyping import Int
 from torch import Tensor
 
-from lens_mix.hooks import HookPair, record_all, record_attention
-from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
+from lens_mix.hooks.base import HookPair
+from lens_mix.hooks.recording import ATTENTION_ROLES, RESID_PRE, record_all, record_attention
+from lens_mix.lens.backward_rules import BackwardRules
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.block_outputs import BlockOutputs
-from lens_mix.lens.changed_backward import BackwardRules
 from lens_mix.lens.cross import names_before_cross
 from lens_mix.lens.model import Lens
 from lens_mix.lens.rows import Rows

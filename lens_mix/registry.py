@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar, get_args
 
 from lens_mix.arguments import describe_value
-from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
+from lens_mix.hooks.recording import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.components import UNEMBEDDING, VALUE
 from lens_mix.lens.cost import COSTS, Cost
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS

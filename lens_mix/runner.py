@@ -13,23 +13,20 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix.arguments import check_choice, check_flags, check_whole_number, describe_value
-from lens_mix.inputs import read_several
 from lens_mix.lens.batches import PaddingSide, Prompt, group_by_length
-from lens_mix.lens.features import find_feature_name, reads_features
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, reads_features
 from lens_mix.lens.parts import parts_of
 from lens_mix.lens.prompts import further_inputs, is_causal_model, read_encoding
 from lens_mix.lens.raw_errors import LibraryErrors
 from lens_mix.lens.rows import Selection
 from lens_mix.lens.stacks import choose_stack
-from lens_mix.lens.verification.support import Support, any_tokens, support_table
 from lens_mix.map_prompts import find_measuring_method, map_prompts
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.methods import METHODS
 from lens_mix.pass_plan import PassPlan
-from lens_mix.registry import all_methods, check_attributes, check_class, find_method
+from lens_mix.registry import check_attributes, check_class, find_method
 from lens_mix.session import Session
 
 # Prompts of a list are grouped by length, so many batches at a time.
@@ -221,7 +218,11 @@ def run_many(
         ValueError: If an argument or a prompt has a wrong value, in the same way.
         UnsupportedModelError: As in `run`.
     """
+    from lens_mix.inputs import read_several
+
     if isinstance(prompts, Mapping) and reads_features(model):
+        from lens_mix.lens.features import find_feature_name
+
         attention_mask = prompts.get("attention_mask") if attention_mask is None else attention_mask
         prompts = prompts[find_feature_name(model)]
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
@@ -374,27 +375,6 @@ def _check_entry_counts(inputs: Mapping[str, Any], count: int) -> None:
     for name, value in inputs.items():
         if isinstance(value, Sized) and getattr(value, "ndim", 1) != 0 and len(value) > count:
             raise ValueError(f"{name}: expected one entry per prompt ({count}), got {len(value)} entries")
-
-
-def support(model: TransformerLensModel, *, part: str | None = None) -> Support:
-    """Return a table of all methods: the engine that "auto" uses on this model, or the reason for an error.
-
-    Args:
-        model: Any TransformerLens model.
-        part: The part of an encoder-decoder: "encoder" (default), "decoder", "cross" or "joint".
-    """
-    methods = all_methods()
-    table = support_table(model, [method() for method in methods.values()], part)
-    rows = []
-    for name, engine, reason in table:
-        if engine is not None and "position_ids" in methods[name].needs:
-            # Whether such a method works on the model is known only from a run.
-            try:
-                run(model, any_tokens(model), name, part=part, queries=[-1], progress=None)
-            except UnsupportedModelError as problem:
-                engine, reason = None, str(problem)
-        rows.append((name, engine, reason))
-    return dataclasses.replace(table, rows=tuple(rows))
 
 
 def read_methods(methods: MethodLike | Sequence[MethodLike]) -> tuple[dict[str, Method], bool]:

@@ -16,19 +16,17 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lens_mix.arguments import check_whole_number
-from lens_mix.hooks.record import RESID_PRE
+from lens_mix.hooks.recording import RESID_PRE
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.autograd_graph import AutogradGraph
+from lens_mix.lens.backward_rules import BackwardRules, PlainRules
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
-from lens_mix.lens.changed_backward import BackwardRules, PlainRules
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.components import UNEMBEDDING
-from lens_mix.lens.continuation import predict_in_chunks
 from lens_mix.lens.cross import keep_stream_before_cross
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.known_faults import wrong_logits
-from lens_mix.lens.masks import AllowedKeys, allowed_keys
+from lens_mix.lens.masks import AllowedKeys, allowed_keys, padding_leaks
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import (
     TransformerLensModel,
@@ -45,7 +43,6 @@ from lens_mix.lens.users_hooks import has_user_hooks, name_user_hooks
 from lens_mix.lens.verification.engines import choose_engine, find_obstacle, needs_unembedding
 from lens_mix.lens.verification.kept import verification_of
 from lens_mix.lens.verification.prompt_check import UnexpectedBlock, Verifier, find_input_mismatch
-from lens_mix.lens.verification.verify import padding_leaks
 from lens_mix.lens.verification_record import Verification
 from lens_mix.maps.spans import Group
 from lens_mix.method import Method
@@ -361,6 +358,8 @@ class Session:
         """
         lens, batch, graph = plan.lens, plan.batch, None
         if plan.rules is not None:
+            from lens_mix.lens.autograd_graph import AutogradGraph
+
             anatomies = list(plan.verification.anatomy.values())
             graph = AutogradGraph(lens, anatomies, plan.rules, batch.tokens.shape[1])
             leaving.callback(graph.release)
@@ -397,6 +396,8 @@ class Session:
             outputs=outputs,
         )
         if plan.predict_at is not None and not plan.predicts_at_end:
+            from lens_mix.lens.continuation import predict_in_chunks
+
             clean = predict_in_chunks(clean, plan.predict_at, plan.predicted_at_once)
         _require_same_input(clean)
         self._check_entering_patches(clean)

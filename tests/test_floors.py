@@ -25,6 +25,7 @@ FLOORS = {
     "session": 3,
     "pass_plan": 3,
     "again": 7,
+    "supported_methods": 7,
     "aggregation": 4,
     "methods": 4,
     "graphs": 5,
@@ -54,6 +55,7 @@ FLOORS = {
     "arguments": 0,
     "files": 0,
     "inputs": 0,
+    "plain_text": 0,
     "tables": 0,
     "": 9,
 }

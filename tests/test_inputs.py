@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lens_mix.inputs import Unreadable, as_text, count_items, read_items, read_several, read_text
+from lens_mix.inputs import Unreadable, count_items, read_items, read_several
+from lens_mix.plain_text import as_text, read_text
 
 pytestmark = pytest.mark.once
 TEXTS = ["The office", "Osl\u00f8 is"]

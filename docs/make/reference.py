@@ -259,10 +259,13 @@ def first_line(path: str) -> str:
 def _docstring_of_constant(path: str) -> str:
     """Return the string that follows the assignment of a constant, in the module that assigns it."""
     module, _, name = path.rpartition(".")
-    body = ast.parse(inspect.getsource(importlib.import_module(module))).body
+    source = inspect.getfile(importlib.import_module(module))
+    # A package that imports its names when they are first used lists them in a stub.
+    stub = Path(source).with_suffix(".pyi")
+    body = ast.parse((stub if stub.exists() else Path(source)).read_text(encoding="utf-8")).body
     for node in body:
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
-            return _docstring_of_constant(f"{node.module}.{name}")
+            return _docstring_of_constant(f"{module if node.level else ''}.{node.module}.{name}".lstrip("."))
     for node, after in itertools.pairwise(body):
         is_string = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         if is_string and isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
@@ -309,21 +312,16 @@ def _write_page(page: Page) -> str:
             parts.append(title)
         # Without a heading above them, names are the second level of the page.
         level = 3 if title else 2
-        parts += [directive for path in paths for directive in _write_directives(path, level)]
+        parts += [_write_directive(path, level) for path in paths]
     return "\n\n".join(parts) + "\n"
 
 
-def _write_directives(path: str, level: int) -> Iterator[str]:
-    """Yield the directive of a name, and those of a class's methods that are functions of another module."""
+def _write_directive(path: str, level: int) -> str:
+    """Return the directive of a name."""
     thing = find(path)
     # A function with the name of its module: mkdocstrings would describe the module.
     place = f"{thing.__module__}.{thing.__name__}" if path in sys.modules else path
-    yield methods.write_directive(place, level, heading=path if place != path else None)
-    for name, member in vars(thing).items() if inspect.isclass(thing) else ():
-        function = getattr(member, "__func__", member)
-        if inspect.isfunction(function) and function.__module__ != thing.__module__ and name[0] != "_":
-            place = f"{function.__module__}.{function.__name__}"
-            yield methods.write_directive(place, level + 1, heading=f"{path}.{name}")
+    return methods.write_directive(place, level, heading=path if place != path else None)
 
 
 def _write_index() -> str:
@@ -354,7 +352,7 @@ def _short(path: str, page: Page) -> str:
 
 def _anchor(path: str) -> str:
     """Return the name of a directive's anchor, which is the path that mkdocstrings describes."""
-    return next(_write_directives(path, 2)).partition("\n")[0].removeprefix("::: ")
+    return _write_directive(path, 2).partition("\n")[0].removeprefix("::: ")
 
 
 def _cell(text: str) -> str:

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from lens_mix.arguments import check_dense_tensor, check_whole_number, describe_value
-from lens_mix.inputs import Unreadable, advise, as_text, read_items
+from lens_mix.inputs import Unreadable, read_items
+from lens_mix.plain_text import advise, as_text
 
 _LONGEST_REASON = 2000
 # Python's reader and writer of JSON have a limit that depends on the call.

@@ -11,45 +11,8 @@ The second entry of a pair is the hook function. Its attribute `calls` counts ho
 `AttentionHook` is the base class for an intervention of your own that needs several hook points.
 """
 
-from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookFunction, HookName, HookPair, must_fire
-from lens_mix.hooks.gradient import (
-    freeze_scale,
-    hold_activation_ratio,
-    scale_gradient,
-    scale_pattern_gradient,
-)
-from lens_mix.hooks.mask import mask_attention, mask_keys
-from lens_mix.hooks.pattern import add_to_pattern, freeze_pattern, prune_heads, replace_pattern, scale_pattern
-from lens_mix.hooks.record import record, record_all, record_attention, record_mixing, watch_pattern
-from lens_mix.hooks.vectors import zero_queries, zero_values
+import lazy_loader
 
-__all__ = [
-    "DEFAULT_ATTENTION",
-    "AttentionHook",
-    "HookFunction",
-    "HookName",
-    "HookPair",
-    "add_to_pattern",
-    "freeze_pattern",
-    "freeze_scale",
-    "hold_activation_ratio",
-    "mask_attention",
-    "mask_keys",
-    "must_fire",
-    "prune_heads",
-    "record",
-    "record_all",
-    "record_attention",
-    "record_mixing",
-    "replace_pattern",
-    "scale_gradient",
-    "scale_pattern",
-    "scale_pattern_gradient",
-    "watch_pattern",
-    "zero_queries",
-    "zero_values",
-]
-
-
-def __dir__() -> list[str]:
-    return __all__
+# A file is imported when one of its names is first used, so the library's own files import only the hooks
+# that they use. `__init__.pyi` lists the file of each name, for `lazy_loader` and for type checkers.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

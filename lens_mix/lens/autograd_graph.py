@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.hooks import record_mixing
 from lens_mix.hooks.mixing import check_mixing
+from lens_mix.hooks.recording import record_mixing
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.changed_backward import BackwardRules, ChangedRules
+from lens_mix.lens.backward_rules import BackwardRules
+from lens_mix.lens.changed_backward import ChangedRules
 from lens_mix.lens.copies import bytes_through_block
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError

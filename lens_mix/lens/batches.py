@@ -10,15 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.lens.pictures import (
-    Picture,
-    check_neighbours,
-    drop_pictures,
-    find_pixels,
-    is_picture,
-    label_pictures,
-    only_grid,
-)
+from lens_mix.lens.pictures import Picture, is_picture, label_pictures, only_grid
 
 if TYPE_CHECKING:
     from lens_mix.maps.grid import Grid
@@ -68,6 +60,10 @@ class Prompt:
     @property
     def pixels(self) -> Tensor | None:
         """Return the pixels of the only picture beside the tokens; None if there is none, or several."""
+        if not self.pictures:
+            return None
+        from lens_mix.lens.picture_inputs import find_pixels
+
         return find_pixels(self.pictures, self.picture_inputs)
 
     def label(self, strings: Sequence[str]) -> list[str]:
@@ -85,9 +81,13 @@ class Prompt:
         Raises:
             UnsupportedModelError: If only some positions of a picture remain, or two would become one.
         """
-        pictures, picture_inputs = drop_pictures(self.pictures, self.picture_inputs, keeps)
-        if any(name.endswith("token_type_ids") for name in self.inputs):
-            check_neighbours(self.pictures, pictures)
+        pictures, picture_inputs = self.pictures, self.picture_inputs
+        if pictures:
+            from lens_mix.lens.picture_inputs import check_neighbours, drop_pictures
+
+            pictures, picture_inputs = drop_pictures(self.pictures, self.picture_inputs, keeps)
+            if any(name.endswith("token_type_ids") for name in self.inputs):
+                check_neighbours(self.pictures, pictures)
         return dataclasses.replace(
             self,
             tokens=self.tokens[keeps],

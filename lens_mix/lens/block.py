@@ -10,13 +10,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lens_mix.hooks import HookPair
-from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
+from lens_mix.hooks.base import HookPair
+from lens_mix.hooks.recording import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.components import FINAL_NORM, measure_end
-from lens_mix.lens.continuation import logits_from, unembedding_from
 from lens_mix.lens.copies import count_copies
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.model_classes import UnsupportedModelError
@@ -245,6 +244,8 @@ class Block:
         self, fwd_hooks: Sequence[HookPair] = (), **options: Any
     ) -> Float[Tensor, "copy *pos d_vocab"]:
         """Return the model's logits in a pass from this block on; options are those of `logits_from`."""
+        from lens_mix.lens.continuation import logits_from
+
         return logits_from(self.clean, self.layer, fwd_hooks, **options)
 
     # ------------------------------------------------------------- norms behind the block
@@ -289,6 +290,8 @@ class Block:
         Raises:
             UnsupportedModelError: The logits are not the final norm followed by the unembedding.
         """
+        from lens_mix.lens.continuation import unembedding_from
+
         has_norm = self._lens.final_norm() is not None
         return unembedding_from(self.clean, self._read_final_norm() if has_norm else None)
 

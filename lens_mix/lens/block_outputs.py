@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lens_mix.hooks import HookPair, record_all
+from lens_mix.hooks.base import HookPair
+from lens_mix.hooks.recording import record_all
 from lens_mix.lens.changes import Change, forward_hook
 from lens_mix.lens.cross import names_before_cross
 from lens_mix.lens.model import Lens

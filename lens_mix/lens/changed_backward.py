@@ -11,21 +11,23 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lens_mix.hooks import (
-    HookFunction,
-    HookName,
-    HookPair,
+from lens_mix.hooks.base import HookFunction, HookName, HookPair
+from lens_mix.hooks.gradient import (
+    Constant,
+    GradientCounter,
+    beside,
     hold_activation_ratio,
+    is_differentiated,
+    replace_gradient,
     scale_gradient,
     scale_pattern_gradient,
 )
-from lens_mix.hooks.gradient import Constant, GradientCounter, beside, is_differentiated, replace_gradient
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.anatomy import (
     ACTIVATIONS,
@@ -36,29 +38,13 @@ from lens_mix.lens.anatomy import (
     read_norm,
     read_value_path,
 )
+from lens_mix.lens.backward_rules import Activations, BackwardRules, PlainRules
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.replay import BlockCall, enter_with, first_tensor, relative_error, with_first
 from lens_mix.lens.stacks import Stack
 from lens_mix.lens.unembedding import read_b_U
-
-Activations = Literal["gradient", "ratio"]
-
-
-class BackwardRules(Protocol):
-    """The rules of a backward pass; except in `PlainRules`, the scale of a norm is treated as constant."""
-
-    @property
-    def activations(self) -> Activations:
-        """The activations' rule: "gradient", or "ratio" for `lens_mix.hooks.hold_activation_ratio`."""
-
-    @property
-    def gate_up(self) -> float:
-        """The factor of the gradients of gate and up, the two factors of a gated feed-forward."""
-
-    def interventions(self, layer: int, *, attention: str) -> Sequence[HookPair]:
-        """Return the hooks on one attention module."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +63,6 @@ class Rules:
     def interventions(self, layer: int, *, attention: str) -> list[HookPair]:
         """Return the hooks on one attention module."""
         return [scale_pattern_gradient(layer, self.scores, temperature=self.temperature, attention=attention)]
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainRules:
-    """No changed rules: the backward pass is the model's own."""
-
-    activations: Activations = "gradient"
-    gate_up: float = 1.0
-
-    def interventions(self, layer: int, *, attention: str) -> list[HookPair]:
-        """Return no hooks."""
-        return []
 
 
 @contextlib.contextmanager

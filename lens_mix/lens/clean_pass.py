@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lens_mix.hooks import HookPair, record_attention, watch_pattern
-from lens_mix.lens.autograd_graph import AutogradGraph
+from lens_mix.hooks.base import HookPair
+from lens_mix.hooks.recording import record_attention, watch_pattern
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Changes, forward_hook
 from lens_mix.lens.model import Lens
@@ -28,6 +28,7 @@ from lens_mix.lens.unembedding import row_at, unembedding_at
 from lens_mix.maps.explained import Explained
 
 if TYPE_CHECKING:
+    from lens_mix.lens.autograd_graph import AutogradGraph
     from lens_mix.lens.block_outputs import BlockOutputs
 
 # Pieces of torch's errors about different dtypes, or about a number that a dtype can't represent.

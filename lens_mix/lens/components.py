@@ -17,7 +17,6 @@ from einops import einsum
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.hooks import zero_values
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import ValuePath
 from lens_mix.lens.recorded import RecordedBlock, RecordedEnd
@@ -278,6 +277,8 @@ def _whole_block(block: RecordedBlock) -> Tensor | None:
 
 
 def _z_of_replay_without_first_value(block: RecordedBlock) -> Tensor:
+    from lens_mix.hooks.vectors import zero_values
+
     _require_mixable(block)
     out, z = block.replay_with([zero_values(block.layer, 0, attention=block.attention_template)])
     if z is None:

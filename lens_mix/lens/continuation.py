@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lens_mix.hooks import HookPair
+from lens_mix.hooks.base import HookPair
 from lens_mix.lens import known_faults
 from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.batches import Batch, pad

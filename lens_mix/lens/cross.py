@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.hooks import record
+from lens_mix.hooks.recording import record
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.model import Lens

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lens_mix.arguments import check_dense_tensor, describe_value
 from lens_mix.lens.batches import Prompt
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, reads_features
 from lens_mix.lens.processor import is_pil_picture, process_picture
 from lens_mix.maps.grid import Grid
 
@@ -44,15 +44,9 @@ _AXES = {
 }
 
 
-def reads_features(model: TransformerLensModel) -> bool:
-    """Return whether the model reads pictures or sound instead of tokens."""
-    flags = ("is_visual_model", "is_audio_model")
-    return any(bool(getattr(model.cfg, flag, False)) for flag in flags)
-
-
 def require_known_features(model: TransformerLensModel) -> None:
-    """Raise an UnsupportedModelError if the model reads pictures or sound in an unknown way."""
-    if reads_features(model) and _model_type(model) not in _OUTSIDE:
+    """Raise an UnsupportedModelError unless it is known how this model reads pictures or sound."""
+    if _model_type(model) not in _OUTSIDE:
         raise UnsupportedModelError(
             f"model: expected tokens, or pictures or sound of {sorted(_OUTSIDE)}, got a model of type "
             f"{_model_type(model)!r}, whose positions have no known places"
@@ -71,11 +65,6 @@ def require_tokens(model: TransformerLensModel, name: str) -> None:
             f"{name}: expected a model that reads text, because no picture or sound can be given here, got "
             f"one of type {_model_type(model)!r}; in Python, use lm.run(model, pixels, ...)"
         )
-
-
-def has_classifier(model: TransformerLensModel) -> bool:
-    """Return whether a model of pictures or sound has logits, and not only a last hidden state."""
-    return hasattr(model, "unembed")
 
 
 def find_feature_name(model: TransformerLensModel) -> str:

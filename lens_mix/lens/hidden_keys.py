@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lens_mix.hooks import HookPair, watch_pattern
+from lens_mix.hooks.base import HookPair
 from lens_mix.hooks.mixing import visible
+from lens_mix.hooks.recording import watch_pattern
 from lens_mix.lens.changes import Change, forward_pre_hook
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.stacks import Stack

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lens_mix.hooks import record, zero_queries
+from lens_mix.hooks.recording import record
 from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.rows import rows_at
@@ -198,8 +198,16 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
 
 
 def _attended_without_queries(clean: CleanPass, layer: int) -> Bool[Tensor, "batch query key"]:
+    from lens_mix.hooks.vectors import zero_queries
+
     stack = clean.lens.stack
     store: dict[str, Tensor] = {}
     name = stack.hook_name("pattern", layer)
     clean.replay(layer).run([zero_queries(layer, attention=stack.attention_template), record(store, name)])
     return (store[name] != 0).any(dim=1)
+
+
+def padding_leaks(clean: CleanPass) -> list[int]:
+    """Return the watched layers in which a prompt's own position has weight on padding."""
+    hidden = clean.real_rows[:, :, None] & ~clean.real_keys[:, None, :]
+    return [layer for layer, attended in clean.attended.items() if bool((attended & hidden).any())]

@@ -11,22 +11,21 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from lens_mix.arguments import check_layer
-from lens_mix.hooks import AttentionHook, HookName, HookPair
+from lens_mix.hooks.base import AttentionHook, HookName, HookPair
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens import known_faults
 from lens_mix.lens.angles import angles_differ, forget_longer_passes, rotary_modules
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Change, Changes, forward_pre_hook, hooked, replace_attributes
-from lens_mix.lens.features import require_known_features
 from lens_mix.lens.hidden_keys import HiddenKeys
 from lens_mix.lens.model_classes import (
     ModelClass,
     TransformerLensModel,
     UnsupportedModelError,
     model_class_of,
+    reads_features,
     transformer_lens_version,
 )
-from lens_mix.lens.pictures import join_inputs
 from lens_mix.lens.prompts import (
     device_of,
     further_inputs,
@@ -65,7 +64,10 @@ class Lens:
         self.model_class = model_class_of(model)
         # Each class also has attributes that the protocol does not have.
         self.model = cast(Any, model)
-        require_known_features(self.model)
+        if reads_features(self.model):
+            from lens_mix.lens.features import require_known_features
+
+            require_known_features(self.model)
         stacks = stacks_of(self.model)
         self.stack: Stack = choose_stack(self.model, part)
         name = self.stack.name
@@ -262,6 +264,8 @@ class Lens:
         if batch.target is not None:
             inputs["decoder_input_ids"] = batch.target
         if batch.has_pictures:
+            from lens_mix.lens.picture_inputs import join_inputs
+
             inputs |= join_inputs([one.picture_inputs for one in batch.prompts], self.dtype, self.device)
             with Changes([_kept_rope_deltas(self.modules)]):
                 return self._forward_bridge(batch, inputs, as_given, options)

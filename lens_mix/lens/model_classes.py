@@ -106,6 +106,17 @@ def _explain_missing_adapter(hf_model: Any) -> str | None:
     return f". TransformerLens {version} has no adapter for {kind}, so it can't be mapped"
 
 
+def reads_features(model: TransformerLensModel) -> bool:
+    """Return whether the model reads pictures or sound instead of tokens."""
+    flags = ("is_visual_model", "is_audio_model")
+    return any(bool(getattr(model.cfg, flag, False)) for flag in flags)
+
+
+def has_classifier(model: TransformerLensModel) -> bool:
+    """Return whether a model of pictures or sound has logits, and not only a last hidden state."""
+    return hasattr(model, "unembed")
+
+
 # The attribute of a Bridge with (the model of transformers that it was made from, whether it has its logits).
 _ORIGINAL = "_lens_mix_original"
 

@@ -14,27 +14,26 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lens_mix.arguments import check_dense_tensor, check_flags, check_whole_number
-from lens_mix.inputs import advise, as_text
 from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
-from lens_mix.lens.features import read_features, reads_features
 from lens_mix.lens.known_faults import picture_fault
 from lens_mix.lens.model_classes import (
     ModelClass,
     TransformerLensModel,
     UnsupportedModelError,
+    reads_features,
     transformer_lens_version,
 )
 from lens_mix.lens.offloading import execution_device
 from lens_mix.lens.pictures import (
     PICTURE_INPUTS,
     Picture,
-    find_pictures,
     image_token,
     note_missing_pixels,
     note_missing_types,
     only_grid,
 )
+from lens_mix.plain_text import advise, as_text
 
 # Tokenizers return these on request, but no model takes them.
 _NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_to_sample_mapping"}
@@ -130,6 +129,8 @@ def read_prompt(
     if reads_features(model):
         if prepend_bos is not None:
             raise ValueError(f"prepend_bos: expected None for a model without tokens, got {prepend_bos}")
+        from lens_mix.lens.features import read_features
+
         return read_features(model, prompt, device_of(model), attention_mask, inputs)
     prompt = read_plain("prompt", prompt)
     text = _as_text(prompt)
@@ -170,6 +171,8 @@ def read_prompt(
     notes += _notes_on_length(model, tokens, "prompt")
     pictures: tuple[Picture, ...] = ()
     if picture_inputs:
+        from lens_mix.lens.picture_inputs import find_pictures
+
         pictures, further = find_pictures(model, tokens, picture_inputs)
         notes += further + note_missing_types(further_inputs(model, model_class), extra)
     else:

@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lens_mix.hooks import HookPair, record
+from lens_mix.hooks.base import HookPair
+from lens_mix.hooks.recording import record
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.clean_pass import CleanPass, StopForward
 from lens_mix.lens.rows import rows_at

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lens_mix.hooks import HookPair
+from lens_mix.hooks.base import HookPair
 from lens_mix.lens.changes import Change, forward_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError

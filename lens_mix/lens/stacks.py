@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from lens_mix.hooks.record import ATTENTION_ROLES
+from lens_mix.hooks.recording import ATTENTION_ROLES
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError, model_class_of
 

@@ -1,6 +1,6 @@
 """Convert a `MixingMap` to a file, a table, a labelled array, a graph or a line of text.
 
-Most of these functions are methods of `MixingMap`.
+`MixingMap` imports this file when one of its methods needs it.
 """
 
 from __future__ import annotations
@@ -37,20 +37,7 @@ _MAX_RECORD_LENGTH = 90_000_000
 
 
 def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
-    """Write the map to a safetensors file; `MixingMap.load` returns an identical map.
-
-    The tensors are written as tensors, and all other fields as JSON in the metadata. The file is written
-    under another name and is moved to `path` when it is complete.
-
-    Args:
-        mixing_map: The map.
-        path: The file, which is replaced if it exists.
-
-    Raises:
-        TypeError: If `parameters` or `provenance` contain something that JSON cannot represent.
-        ValueError: If the fields that are written as JSON are too long.
-        OSError: If the file cannot be written.
-    """
+    """Write a map to a safetensors file, as `MixingMap.save`."""
     location = check_file_path("path", path, write=True)
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     record["explained"] = as_records(mixing_map.explained)
@@ -87,18 +74,7 @@ def _require_json(value: Any, name: str) -> None:
 
 
 def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MixingMap:
-    """Read a map that `save` wrote. Later changes of the file do not change the map.
-
-    Args:
-        cls: The class of the map.
-        path: The path of the file.
-        device: The device of the map's tensors.
-
-    Raises:
-        FileNotFoundError: If the file does not exist.
-        ValueError: If the file does not contain a map or was changed after it was written, or if torch cannot
-            use the device.
-    """
+    """Read a map that `save` wrote, as `MixingMap.load`."""
     expected = f"path: expected a map that MixingMap.save wrote ({_FORMAT!r})"
     try:
         torch.empty(0, device=device, dtype=torch.float32)
@@ -137,14 +113,7 @@ def _label_axes(mixing_map: MixingMap) -> dict[str, Sequence[int]]:
 
 
 def to_dataframe(mixing_map: MixingMap) -> Table:
-    """Return the map as a table in long form, with one row per entry.
-
-    The columns are layer, (head,) query, key, query_token, key_token and score. Scores are raw, and NaN if
-    the query could not see the key. If the map has predictions, the columns prediction and probability
-    repeat those of the row. `attrs` contains the other fields as JSON. The table's `to_csv` and
-    `to_excel` write a token that may be misread (`NA`, `01`, `=1+1`) as a JSON string.
-    `MixingMap.from_dataframe` decodes it.
-    """
+    """Return a map as a table in long form, as `MixingMap.to_dataframe`."""
     import numpy as np
     import pandas as pd
 
@@ -202,14 +171,7 @@ def _convert_names(value: Any) -> Any:
 
 
 def to_xarray(mixing_map: MixingMap) -> xarray.DataArray:
-    """Return the map as a labelled array with dimensions layer, (head,) query, key.
-
-    Tokens are coordinates, and the other fields are in `attrs`. Scores are raw, and NaN if the query could
-    not see the key.
-
-    Raises:
-        ImportError: If xarray is not installed.
-    """
+    """Return a map as a labelled array, as `MixingMap.to_xarray`."""
     try:
         import xarray
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Convert a table or a labelled array back to a `MixingMap`."""
+"""Convert a table or a labelled array back to a `MixingMap`, for two of its methods."""
 
 from __future__ import annotations
 
@@ -28,22 +28,7 @@ _READ_AS_TEXT = (
 
 
 def from_dataframe(cls: type[MixingMap], /, table: pandas.DataFrame, **fields: Any) -> MixingMap:
-    """Return the map of a table that `to_dataframe` made, also one that was read from a CSV file.
-
-    The columns contain the tokens, layers, heads and rows; a key without a score (NaN) is hidden. The other
-    fields come from the table's `attrs`, which a CSV file does not keep. If all tokens are written as
-    `to_csv` writes them, tokens that are JSON strings are decoded.
-
-    Args:
-        cls: The class of the map.
-        table: The table, with its rows in any order.
-        fields: Fields of the `MixingMap` (`method="attention"`), which replace those of the table.
-
-    Raises:
-        TypeError: If a field has a wrong type.
-        ValueError: If `table` is not such a table, an entry is missing or occurs twice, a token is not text,
-            or a field does not fit.
-    """
+    """Return the map of a table, as `MixingMap.from_dataframe`."""
     from lens_mix.tables import Table, are_written, read_cell
 
     check_columns("table", table, _COLUMNS)
@@ -124,17 +109,7 @@ def _read_tokens(table: pandas.DataFrame, axis: str, positions: list[int]) -> di
 
 
 def from_xarray(cls: type[MixingMap], /, array: xarray.DataArray, **fields: Any) -> MixingMap:
-    """Return the map of an array that `to_xarray` made.
-
-    Args:
-        cls: The class of the map.
-        array: The array.
-        fields: Fields of the `MixingMap`, which replace those of the array.
-
-    Raises:
-        TypeError: If a field has a wrong type.
-        ValueError: If `array` is not such an array, or if a field does not fit.
-    """
+    """Return the map of an array, as `MixingMap.from_xarray`."""
     import xarray
 
     has_tokens = isinstance(array, xarray.DataArray) and {"query_token", "key_token"} <= set(array.coords)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -21,7 +22,7 @@ from lens_mix.arguments import (
     check_whole_number,
     write_count,
 )
-from lens_mix.maps import arithmetic, checks, difference, exchange, read_back, words
+from lens_mix.maps import arithmetic, checks, difference
 from lens_mix.maps.explained import Explained, as_explained, label_row
 from lens_mix.maps.grid import Grid, as_grid
 from lens_mix.maps.positions import (
@@ -33,12 +34,16 @@ from lens_mix.maps.positions import (
     kept_positions,
     shorten,
 )
-from lens_mix.maps.spans import Span, Words, find_positions, resolve_words
 
 if TYPE_CHECKING:
     import networkx
     import numpy
+    import pandas
+    import xarray
     from matplotlib.figure import Figure
+
+    from lens_mix.maps.spans import Span, Words
+    from lens_mix.tables import Table
 
 # The options of `lens_mix.view.layer_maps` that `show_position` does not have.
 _ONLY_LAYER_MAPS = {"layers", "head", "layer", "diagonal", "queries"}
@@ -469,7 +474,9 @@ class MixingMap:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray:
         """Return `scores` as a numpy array."""
-        numbers = exchange.to_numpy(self.scores)
+        from lens_mix.maps.exchange import to_numpy
+
+        numbers = to_numpy(self.scores)
         return numbers.astype(dtype or numbers.dtype, copy=bool(copy))
 
     __sub__ = difference.difference
@@ -593,14 +600,16 @@ class MixingMap:
             ValueError: If groups do not fit the tokens, the tokens have no word marks, `keys` or `queries` is
                 not such a name, or no word has its rows in the map.
         """
+        from lens_mix.maps import spans, words
+
         reduce_keys = words.find_reduction(keys, "keys")
         reduce_queries = words.find_reduction(queries, "queries")
-        query_words, names = resolve_words(self.tokens, groups, "groups")
+        query_words, names = spans.resolve_words(self.tokens, groups, "groups")
         key_words = query_words
         key_names: list[str] | None = None
         if not self.keys_are_tokens:
             given = [[key] for key in range(len(self.key_tokens))] if key_groups is None else key_groups
-            key_words, key_names = resolve_words(self.key_tokens, given, "key_groups")
+            key_words, key_names = spans.resolve_words(self.key_tokens, given, "key_groups")
         elif key_groups is not None:
             raise ValueError("key_groups: expected None on a map whose keys are its tokens, got groups")
         explained = self.default_query_position if self.kind == "input" else self.default_query
@@ -726,6 +735,8 @@ class MixingMap:
             ValueError: If the map has no heads, the query or key does not exist, the query cannot see the
                 key, or `k` is below 1.
         """
+        from lens_mix.maps.spans import find_positions
+
         if key is None:
             raise TypeError('key: expected a position or a text of the prompt, as in key=" Paris", got None')
         k, row = check_whole_number("k", k, 1), self.row_index(query)
@@ -752,13 +763,108 @@ class MixingMap:
                 "lm.AttentionWeights(per_head=True))"
             )
 
-    to_dataframe = exchange.to_dataframe
-    to_xarray = exchange.to_xarray
-    from_dataframe = classmethod(read_back.from_dataframe)
-    from_xarray = classmethod(read_back.from_xarray)
-    save = exchange.save
-    load = classmethod(exchange.load)
-    __repr__ = exchange.describe
+    def to_dataframe(self) -> Table:
+        """Return the map as a table in long form, with one row per entry.
+
+        The columns are layer, (head,) query, key, query_token, key_token and score. Scores are raw, and NaN
+        if the query could not see the key. If the map has predictions, the columns prediction and probability
+        repeat those of the row. `attrs` contains the other fields as JSON. The table's `to_csv` and
+        `to_excel` write a token that may be misread (`NA`, `01`, `=1+1`) as a JSON string.
+        `MixingMap.from_dataframe` decodes it.
+        """
+        from lens_mix.maps import exchange
+
+        return exchange.to_dataframe(self)
+
+    def to_xarray(self) -> xarray.DataArray:
+        """Return the map as a labelled array with dimensions layer, (head,) query, key.
+
+        Tokens are coordinates, and the other fields are in `attrs`. Scores are raw, and NaN if the query
+        could not see the key.
+
+        Raises:
+            ImportError: If xarray is not installed.
+        """
+        from lens_mix.maps import exchange
+
+        return exchange.to_xarray(self)
+
+    @classmethod
+    def from_dataframe(cls, /, table: pandas.DataFrame, **fields: Any) -> MixingMap:
+        """Return the map of a table that `to_dataframe` made, also one that was read from a CSV file.
+
+        The columns contain the tokens, layers, heads and rows; a key without a score (NaN) is hidden. The
+        other fields come from the table's `attrs`, which a CSV file does not keep. If all tokens are written
+        as `to_csv` writes them, tokens that are JSON strings are decoded.
+
+        Args:
+            table: The table, with its rows in any order.
+            fields: Fields of the `MixingMap` (`method="attention"`), which replace those of the table.
+
+        Raises:
+            TypeError: If a field has a wrong type.
+            ValueError: If `table` is not such a table, an entry is missing or occurs twice, a token is not
+                text, or a field does not fit.
+        """
+        from lens_mix.maps import read_back
+
+        return read_back.from_dataframe(cls, table, **fields)
+
+    @classmethod
+    def from_xarray(cls, /, array: xarray.DataArray, **fields: Any) -> MixingMap:
+        """Return the map of an array that `to_xarray` made.
+
+        Args:
+            array: The array.
+            fields: Fields of the `MixingMap`, which replace those of the array.
+
+        Raises:
+            TypeError: If a field has a wrong type.
+            ValueError: If `array` is not such an array, or if a field does not fit.
+        """
+        from lens_mix.maps import read_back
+
+        return read_back.from_xarray(cls, array, **fields)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the map to a safetensors file; `MixingMap.load` returns an identical map.
+
+        The tensors are written as tensors, and all other fields as JSON in the metadata. The file is written
+        under another name and is moved to `path` when it is complete.
+
+        Args:
+            path: The file, which is replaced if it exists.
+
+        Raises:
+            TypeError: If `parameters` or `provenance` contain something that JSON cannot represent.
+            ValueError: If the fields that are written as JSON are too long.
+            OSError: If the file cannot be written.
+        """
+        from lens_mix.maps import exchange
+
+        exchange.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MixingMap:
+        """Read a map that `save` wrote. Later changes of the file do not change the map.
+
+        Args:
+            path: The path of the file.
+            device: The device of the map's tensors.
+
+        Raises:
+            FileNotFoundError: If the file does not exist.
+            ValueError: If the file does not contain a map or was changed after it was written, or if torch
+                cannot use the device.
+        """
+        from lens_mix.maps import exchange
+
+        return exchange.load(cls, path, device)
+
+    def __repr__(self) -> str:
+        from lens_mix.maps import exchange
+
+        return exchange.describe(self)
 
     def to_networkx(
         self, layer: int | None = None, head: int | None = None, threshold: float = 0.0
@@ -781,6 +887,8 @@ class MixingMap:
         """
         single = self.merge_heads() if head is None else self.head(head)
         threshold = check_number("threshold", threshold, 0)
+        from lens_mix.maps import exchange
+
         if layer is not None:
             return exchange.layer_graph(self, single.scores[self.layer_index(layer)], threshold)
         if self.kind == "input" or not self.keys_are_tokens:

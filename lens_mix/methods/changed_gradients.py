@@ -15,7 +15,8 @@ from typing_extensions import override
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.changed_backward import Activations, BackwardRules, changed_backward
+from lens_mix.lens.backward_rules import Activations, BackwardRules
+from lens_mix.lens.changed_backward import changed_backward
 from lens_mix.lens.cost import Growth
 from lens_mix.method import Method
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, gradients_of

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, add_to_pattern, must_fire
 from lens_mix.lens.autograd_graph import Mixing
-from lens_mix.lens.changed_backward import PlainRules
+from lens_mix.lens.backward_rules import PlainRules
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.method import Method
 from lens_mix.methods.bound_target import BoundTarget, TargetMethod, bind, gradients_of

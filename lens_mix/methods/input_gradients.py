@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.arguments import check_choice, check_whole_number
-from lens_mix.lens.changed_backward import PlainRules
+from lens_mix.lens.backward_rules import PlainRules
 from lens_mix.lens.cost import Cost, Growth
 from lens_mix.method import Method
 from lens_mix.methods import baselines

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from lens_mix import registry, runner
+from lens_mix import registry, supported_methods
 from lens_mix.lens.features import require_tokens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.model_names import strip_path
@@ -116,7 +116,7 @@ class Site(ThreadingHTTPServer):
             KeyboardInterrupt: Ctrl-C was pressed.
         """
         require_tokens(model, "model")
-        table = runner.support(model)
+        table = supported_methods.support(model)
         name = strip_path(table.model)
         reasons = {INPUT_MAP: ""} | {method: reason for method, _, reason in table}
         ordered = {method: reasons[method] for method in registry.list_names() if method in reasons}

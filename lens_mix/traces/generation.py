@@ -16,7 +16,7 @@ from lens_mix.arguments import check_flags, check_number, check_whole_number, de
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
-from lens_mix.lens.pictures import join_inputs
+from lens_mix.lens.picture_inputs import join_inputs
 from lens_mix.lens.prompts import context_length, is_encoder_decoder, most_tokens, vocabulary
 from lens_mix.lens.replay import is_out_of_memory
 from lens_mix.traces.attribution import Written, read_written, rounding_of

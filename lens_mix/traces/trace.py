@@ -22,7 +22,6 @@ from lens_mix.arguments import (
     describe_value,
 )
 from lens_mix.evaluation.candidates import Aggregation
-from lens_mix.inputs import as_text
 from lens_mix.lens.changes import Changes
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
@@ -35,6 +34,7 @@ from lens_mix.maps.explained import Explained
 from lens_mix.method import Method
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.input_gradients import InputGradients
+from lens_mix.plain_text import as_text
 from lens_mix.runner import MethodLike, read_methods
 from lens_mix.traces.attribution import (
     Explainer,

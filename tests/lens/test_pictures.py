@@ -9,7 +9,8 @@ import torch
 
 import lens_mix as lm
 from lens_mix.lens.batches import Prompt
-from lens_mix.lens.pictures import Picture, check_neighbours, drop_pictures, find_pictures, join_inputs
+from lens_mix.lens.picture_inputs import check_neighbours, drop_pictures, find_pictures, join_inputs
+from lens_mix.lens.pictures import Picture
 from lens_mix.maps import Grid
 
 

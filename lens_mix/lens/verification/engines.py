@@ -9,9 +9,13 @@ from lens_mix.arguments import check_choice
 from lens_mix.lens import known_faults
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.components import UNEMBEDDING
-from lens_mix.lens.features import has_classifier, reads_features
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
+from lens_mix.lens.model_classes import (
+    UnsupportedModelError,
+    has_classifier,
+    reads_features,
+    transformer_lens_version,
+)
 from lens_mix.lens.state import find_gradient_obstacle
 from lens_mix.lens.verification_record import Verification
 

@@ -10,12 +10,8 @@ from typing import Any
 from torch import nn
 
 from lens_mix.lens.batches import PaddingSide, Prompt
-from lens_mix.lens.block import Block
-from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.users_hooks import has_user_hooks, read_user_module_settings
-from lens_mix.lens.verification.verify import masks_padding, short_batch, verify
 from lens_mix.lens.verification_record import UNEMBEDDING_UNVERIFIED, Verification
 
 _verifications: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Verification]]] = (
@@ -46,30 +42,51 @@ def verification_of(
     _require_no_open_pass(lens)
     # The state is read inside the context, because no other thread's run has hooks on the model then.
     with lens.evaluation_mode():
-        stored = _verifications.setdefault(lens.model, {}).get(lens.stack.name)
-        is_current = not again and stored is not None and stored[0] == _state(lens)
-        verification = (
-            stored[1] if is_current and stored is not None and not _may_be_outdated(lens, stored[1]) else None
-        )
-        complete = verify(lens, prompt) if verification is None else verification
-        if lens.stack.source is not None and (verification is None or padding is not None):
-            source = verification_of(
-                Lens(lens.model, lens.stack.source.name), prompt, padding=padding, again=again
-            )
-            complete = dataclasses.replace(complete, source=source)
-        if with_unembedding and complete.unembedding_failure == UNEMBEDDING_UNVERIFIED:
-            complete = dataclasses.replace(
-                complete, unembedding_failure=_find_unembedding_failure(lens, prompt, complete)
-            )
-        if padding is not None and padding not in complete.masks_padding:
-            masked = masks_padding(lens, prompt, padding)
-            masked = masked and (complete.source is None or complete.source.masks_padding[padding])
-            sides = {**complete.masks_padding, padding: masked}
-            complete = dataclasses.replace(complete, masks_padding=sides)
-        if complete is not verification:
+        current = None if again else _find_current(lens)
+        has_unembedding = current is not None and current.unembedding_failure != UNEMBEDDING_UNVERIFIED
+        if current is not None and padding is None and (has_unembedding or not with_unembedding):
+            return current
+        complete = _complete(lens, prompt, current, with_unembedding, padding, again)
+        if complete is not current:
             # The state is read afterwards, because a Bridge adds hooks to norms in its first forward pass.
             _verifications[lens.model][lens.stack.name] = (_state(lens), complete)
         return complete
+
+
+def _find_current(lens: Lens) -> Verification | None:
+    """Return the stored verification of the lens's stack; None if there is none, or if it may be outdated."""
+    stored = _verifications.setdefault(lens.model, {}).get(lens.stack.name)
+    if stored is None or stored[0] != _state(lens) or _may_be_outdated(lens, stored[1]):
+        return None
+    return stored[1]
+
+
+def _complete(
+    lens: Lens,
+    prompt: Prompt,
+    current: Verification | None,
+    with_unembedding: bool,
+    padding: PaddingSide | None,
+    again: bool,
+) -> Verification:
+    """Return a verification with all that `verification_of` was asked for; `current` is what is known."""
+    # Most runs find all of it, and do not need the passes of a verification.
+    from lens_mix.lens.verification.verify import find_unembedding_failure, masks_padding, verify
+
+    complete = verify(lens, prompt) if current is None else current
+    if lens.stack.source is not None and (current is None or padding is not None):
+        below = Lens(lens.model, lens.stack.source.name)
+        source = verification_of(below, prompt, padding=padding, again=again)
+        complete = dataclasses.replace(complete, source=source)
+    if with_unembedding and complete.unembedding_failure == UNEMBEDDING_UNVERIFIED:
+        failure = find_unembedding_failure(lens, prompt, complete)
+        complete = dataclasses.replace(complete, unembedding_failure=failure)
+    if padding is not None and padding not in complete.masks_padding:
+        masked = masks_padding(lens, prompt, padding)
+        masked = masked and (complete.source is None or complete.source.masks_padding[padding])
+        sides = {**complete.masks_padding, padding: masked}
+        complete = dataclasses.replace(complete, masks_padding=sides)
+    return complete
 
 
 def _require_no_open_pass(lens: Lens) -> None:
@@ -96,15 +113,6 @@ def _may_be_outdated(lens: Lens, verification: Verification) -> bool:
     """
     failed = any(entry.error is not None and not entry.ok for entry in verification.components)
     return failed and has_user_hooks(lens.modules)
-
-
-def _find_unembedding_failure(lens: Lens, prompt: Prompt, verification: Verification) -> str | None:
-    clean = clean_pass(lens, short_batch(lens, prompt), watched=())
-    try:
-        Block(clean, max(verification.anatomy), verification, "algebra", None).unembedding()
-    except UnsupportedModelError as problem:
-        return str(problem)
-    return None
 
 
 def read_state(lens: Lens) -> tuple[Any, ...]:

@@ -9,9 +9,14 @@ from typing import Any
 import torch
 
 from lens_mix.lens.components import ComponentError
-from lens_mix.lens.features import any_features, reads_features
+from lens_mix.lens.features import any_features
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
+from lens_mix.lens.model_classes import (
+    TransformerLensModel,
+    UnsupportedModelError,
+    model_class_of,
+    reads_features,
+)
 from lens_mix.lens.model_names import strip_path
 from lens_mix.lens.prompts import device_of, is_encoder_decoder, read_prompt
 from lens_mix.lens.provenance import model_name

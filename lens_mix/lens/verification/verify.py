@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lens_mix.hooks import record_all
 from lens_mix.hooks.mixing import pass_tolerance
+from lens_mix.hooks.recording import record_all
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
+from lens_mix.lens.block import Block
 from lens_mix.lens.block_outputs import BlockOutputs
 from lens_mix.lens.changes import Change, Changes, forward_pre_hook
 from lens_mix.lens.clean_pass import CleanPass, StopForward, clean_pass
 from lens_mix.lens.components import COMPONENTS, FEED_FORWARD, MIXING, ComponentError, measure
-from lens_mix.lens.features import shorten
+from lens_mix.lens.masks import padding_leaks
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, wrapped_config
@@ -46,6 +47,8 @@ def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
     alone, unless user hooks need the pictures too: each run is compared with its own prompt anyway.
     """
     if prompt.features is not None:
+        from lens_mix.lens.features import shorten
+
         return prompt if has_user_hooks(lens.modules) else shorten(lens.model, prompt, LONGEST)
     whole, prompt = prompt, prompt.without_pictures()
     count, target_count = LONGEST, SHORTEST
@@ -122,7 +125,7 @@ def verify(lens: Lens, prompt: Prompt) -> Verification:
         return visit
 
     with Changes(reading):
-        pairs, batch = record_all(store, names), short_batch(lens, prompt)
+        pairs, batch = record_all(store, names), _short_batch(lens, prompt)
         clean = clean_pass(lens, batch, pairs, store, required=required, start=start, outputs=outputs)
     entries: list[ComponentError] = []
     ending = [_on_input(module, _end_if_changed(reads[layer])) for layer, module in feed_forwards.items()]
@@ -137,7 +140,7 @@ def verify(lens: Lens, prompt: Prompt) -> Verification:
     return Verification(tuple(entries), anatomies, causal, norms, z_factors=factors)
 
 
-def short_batch(lens: Lens, prompt: Prompt) -> Batch:
+def _short_batch(lens: Lens, prompt: Prompt) -> Batch:
     """Return the prompt of a verification as a batch of one."""
     return pad([_short_prompt(lens, prompt)], pad_token(lens.model), "right")
 
@@ -270,6 +273,16 @@ def _with_z_factors(block: RecordedBlock) -> tuple[RecordedBlock, ComponentError
     return (scaled, entry_of_scaled) if entry_of_scaled.ok else (block, entry)
 
 
+def find_unembedding_failure(lens: Lens, prompt: Prompt, verification: Verification) -> str | None:
+    """Return why the unembedding cannot be rebuilt on the first tokens of a prompt; None if it can be."""
+    clean = clean_pass(lens, _short_batch(lens, prompt), watched=())
+    try:
+        Block(clean, max(verification.anatomy), verification, "algebra", None).unembedding()
+    except UnsupportedModelError as problem:
+        return str(problem)
+    return None
+
+
 def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bool:
     """Return whether a padded prompt has the output that it has alone, and no weight on its padding.
 
@@ -299,9 +312,3 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
         return relative_error(padded, plain) <= pass_tolerance(lens.dtype)
     except ValueError:  # The outputs are not finite.
         return False
-
-
-def padding_leaks(clean: CleanPass) -> list[int]:
-    """Return the watched layers in which a prompt's own position has weight on padding."""
-    hidden = clean.real_rows[:, :, None] & ~clean.real_keys[:, None, :]
-    return [layer for layer, attended in clean.attended.items() if bool((attended & hidden).any())]
