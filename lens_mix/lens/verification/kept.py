@@ -49,13 +49,13 @@ def verification_of(
         complete = _complete(lens, prompt, current, with_unembedding, padding, again)
         if complete is not current:
             # The state is read afterwards, because a Bridge adds hooks to norms in its first forward pass.
-            _verifications[lens.model][lens.stack.name] = (_state(lens), complete)
+            _verifications.setdefault(lens.model, {})[lens.stack.name] = (_state(lens), complete)
         return complete
 
 
 def _find_current(lens: Lens) -> Verification | None:
     """Return the stored verification of the lens's stack; None if there is none, or if it may be outdated."""
-    stored = _verifications.setdefault(lens.model, {}).get(lens.stack.name)
+    stored = _verifications.get(lens.model, {}).get(lens.stack.name)
     if stored is None or stored[0] != _state(lens) or _may_be_outdated(lens, stored[1]):
         return None
     return stored[1]

@@ -347,7 +347,7 @@ def test_the_verification_is_stored_until_weights_or_hooks_change(monkeypatch):
     model = llama_like()
     made = []
     original = verifications.verify
-    monkeypatch.setattr("lens_mix.lens.verification.kept.verify", lambda *a: made.append(1) or original(*a))
+    monkeypatch.setattr("lens_mix.lens.verification.verify.verify", lambda *a: made.append(1) or original(*a))
     prompt = prompt_of(model)
     lm.run(model, prompt, "attention")
     lm.run(model, prompt, "attention")
