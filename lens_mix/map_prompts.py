@@ -211,8 +211,8 @@ def _check_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
     if scores.ndim not in (3, 4) or (scores.shape[0], scores.shape[-2]) != (batch, rows):
         raise ValueError(
             f"{method.name}: expected a map [batch, (head,) query, key] with batch {batch} and {rows} "
-            f"queries for block {block.layer}, got {list(scores.shape)}; if the method can only compute all "
-            "rows, let takes_rows return False"
+            f"queries for block {block.layer}, got {list(scores.shape)}; return block.rows_of(map) if the "
+            "map has all rows"
         )
     return scores
 

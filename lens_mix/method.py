@@ -55,9 +55,9 @@ class Method:
             map has one more key after the source's tokens, `RESIDUAL_KEY`.
         has_unit_rows: Whether rows sum to 1, unless an attention sink has some of their weight.
         reads: What it reads for a map. "block": a layer map, from the records of its own block alone, by the
-            call. "above": layer maps, from passes from a block up to a target. "below": input maps, from a
-            block down to the tokens. "model": one input map of all blocks, which is labelled as the last
-            layer. All except "block" are computed by `of_blocks`.
+            call. "above": layer maps, from further passes of the block or from the block up to a target.
+            "below": input maps, from a block down to the tokens. "model": one input map of all blocks, which
+            is labelled as the last layer. All except "block" are computed by `of_blocks`.
         parts: The parts of an encoder-decoder for which it is defined: "encoder", "decoder", "cross" and
             "joint". A method for "encoder" or "decoder" is also defined for models with one stack.
         layers_add_up: Whether the layers of an input map are shares of one number, so that their sum is the
@@ -139,7 +139,8 @@ class Method:
         It is defined by methods whose `reads` is "block". With the engines "recorded" and "algebra", the map
         has only the rows of `block.queries`. It is then computed while the clean pass runs, and the records
         of the block are freed afterwards, so that the memory of a long prompt is that of one block. So these
-        engines must not read another block, nor run one (`Block.replay`, `Block.logits`).
+        engines must not read another block, nor run one (`Block.replay`, `Block.logits`): a method that does
+        declares the engine "hooks", for which whole maps are computed after the pass, or `reads = "above"`.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
@@ -172,14 +173,6 @@ class Method:
     def is_input_map(self) -> bool:
         """Whether the map reaches down to the input tokens; else it is a layer map."""
         return self.reads in ("below", "model")
-
-    def takes_rows(self, engine: str) -> bool:
-        """Return whether an engine computes only the selected rows; else the runner selects them."""
-        return engine != "hooks" or self.reads in ("above", "model")
-
-    def reads_one_block(self, engine: str) -> bool:
-        """Return whether an engine maps each block while the clean pass runs, as `__call__` describes."""
-        return self.reads == "block" and engine != "hooks"
 
     def explain_next_tokens(self) -> Self:
         """Return the method with the prompt's own next tokens in place of predictions; itself if not needed.

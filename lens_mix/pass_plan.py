@@ -26,6 +26,16 @@ from lens_mix.method import Method
 VERIFICATION = "verification"
 
 
+def takes_rows(method: Method, engine: str) -> bool:
+    """Return whether an engine of a method computes only the selected rows; else they are selected later."""
+    return engine != "hooks" or method.reads in ("above", "model")
+
+
+def visits_blocks(method: Method, engine: str) -> bool:
+    """Return whether an engine of a method maps each block while the pass runs; else it runs after it."""
+    return engine != "hooks" and method.reads == "block"
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
     """What happens at one block.

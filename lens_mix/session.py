@@ -46,7 +46,7 @@ from lens_mix.lens.verification.prompt_check import UnexpectedBlock, Verifier, f
 from lens_mix.lens.verification_record import Verification
 from lens_mix.maps.spans import Group
 from lens_mix.method import Method
-from lens_mix.pass_plan import VERIFICATION, LayerPlan, PassPlan
+from lens_mix.pass_plan import VERIFICATION, LayerPlan, PassPlan, takes_rows, visits_blocks
 
 _MOST_LOGITS = 1 << 29  # the bytes of the logits that are computed at once for the predictions
 _LEAST_LOGITS = 1 << 24  # a smaller `max_memory` does not bound them, because each chunk costs a pass
@@ -258,11 +258,12 @@ class Session:
         methods = self.methods
         method_layers = {label: self.layers_of(method) for label, method in methods.items()}
         keeps_rows = all(
-            not method.is_input_map and method.takes_rows(engines[label]) for label, method in methods.items()
+            not method.is_input_map and takes_rows(method, engines[label])
+            for label, method in methods.items()
         )
         visiting = None
         if is_visited:
-            visiting = [label for label in methods if methods[label].reads_one_block(engines[label])]
+            visiting = [label for label in methods if visits_blocks(methods[label], engines[label])]
         compared: set[str] = set()
         if "algebra" in engines.values():
             compared = {"algebra"}.union(*(method.needs for method in methods.values()))
@@ -539,7 +540,7 @@ class CheckedPass:
         """Return the blocks of a method, with the rows that it must compute."""
         method, engine = self.session.methods[label], self.engines[label]
         layers, blocks = self.session.layers_of(method), []
-        rows = self.rows.positions if self.rows is not None and method.takes_rows(engine) else None
+        rows = self.rows.positions if self.rows is not None and takes_rows(method, engine) else None
         by_prompt = [self.session.key_groups(method, prompt) for prompt in self.clean.batch.prompts]
         positions = [[group.positions for group in groups] for groups in by_prompt if groups is not None]
         for layer in layers:

@@ -13,12 +13,12 @@ import torch
 
 import lens_mix as lm
 from benchmarks.common import peak_bytes
-from lens_mix.method import Method
 from lens_mix.methods import METHODS
+from lens_mix.pass_plan import visits_blocks
 from tests.matrix import cases, prompt_of, slow
 from tests.tiny_models import available, bridge, hooked_transformer, tokens
 
-EARLY = [name for name, method in METHODS.items() if method().reads_one_block("algebra")]
+EARLY = [name for name, method in METHODS.items() if visits_blocks(method(), "algebra")]
 LENGTH = 96
 HEADS, WIDTH = 16, 32
 
@@ -67,7 +67,7 @@ def forget():
 def finished_passes(monkeypatch):
     """Enter a context in which every block is mapped after the clean pass."""
     with monkeypatch.context() as patched:
-        patched.setattr(Method, "reads_one_block", lambda method, engine: False)
+        patched.setattr("lens_mix.session.visits_blocks", lambda method, engine: False)
         yield
 
 
@@ -186,7 +186,8 @@ def test_a_method_that_runs_a_block_during_the_pass_is_told_what_to_declare(run_
     ):
         lm.run(model, tokens(model, 1, 7), Watching())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.blocks)
-    monkeypatch.setattr(Watching, "reads_one_block", lambda self, engine: False)
+    monkeypatch.setattr(Watching, "reads", "above")
+    monkeypatch.setattr(Watching, "of_blocks", lambda self, blocks: [self(block) for block in blocks])
     found = lm.run(model, tokens(model, 1, 7), Watching()).scores
     assert torch.equal(found, lm.run(model, tokens(model, 1, 7), "attention").scores)
 

@@ -9,6 +9,7 @@ import lens_mix as lm
 from lens_mix.method import Method
 from lens_mix.methods import METHODS
 from lens_mix.methods.attn_res import attn_res
+from lens_mix.pass_plan import takes_rows
 from lens_mix.session import Session
 from tests.matrix import build_or_skip, cases, maps_of, prompt_of
 from tests.tiny_models import bridge, gpt2_like, hooked_transformer, tokens
@@ -27,7 +28,7 @@ def supported(model, stack):
     engines = {name: engine for name, engine, _ in lm.support(model, part=stack) if engine is not None}
     names = list(engines)
     layerwise = [name for name in names if not METHODS[name]().is_input_map]
-    alone = [name for name in layerwise if METHODS[name]().takes_rows(engines[name])]
+    alone = [name for name in layerwise if takes_rows(METHODS[name](), engines[name])]
     whole = [name for name in names if METHODS[name].reads == "model"]
     return alone, [name for name in names if name not in whole], whole
 
@@ -149,13 +150,13 @@ def test_a_method_that_ignores_the_rows_is_refused_in_words():
             return torch.ones(len(block.real), positions, positions).tril()
 
     class Cut(Whole):
-        def takes_rows(self, engine):
-            return False
+        def __call__(self, block):
+            return block.rows_of(super().__call__(block))
 
     model = gpt2_like()
     prompt = tokens(model, 1, 6)
     assert lm.run(model, prompt, Whole()).scores.shape == (2, 6, 6)
-    with pytest.raises(ValueError, match=r"whole: expected a map .* 1 queries for block 0, got"):
+    with pytest.raises(ValueError, match=r"1 queries for block 0, got .*; return block\.rows_of"):
         lm.run(model, prompt, Whole(), queries=-1)
     assert lm.run(model, prompt, Cut(), queries=-1).scores.shape == (2, 1, 6)
 

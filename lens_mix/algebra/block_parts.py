@@ -59,8 +59,8 @@ def block_parts(block: Block) -> BlockParts:
 
     The result has a vector per pair of query and key, whatever `max_memory`: use few queries or short
     prompts. The method that calls it has to record "pattern" and "value", and to list the components that it
-    uses in `needs`. A decoder's block with cross-attention is run again for it, so the method's
-    `reads_one_block` has to return False.
+    uses in `needs`. A decoder's block with cross-attention is run again for it, so the method has to declare
+    `reads = "above"`.
 
     Raises:
         UnsupportedModelError: A norm follows a feed-forward without a formula, or the block is mapped by its

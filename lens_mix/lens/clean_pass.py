@@ -226,8 +226,8 @@ def clean_pass(
         if visiting:
             raise ValueError(
                 f"block {visiting[0]}: expected a method that reads the records of the block, got one that "
-                "runs a block while the clean pass runs; write engines = ('hooks',), or let reads_one_block "
-                "return False"
+                "runs a block while the clean pass runs; write engines = ('hooks',), or reads = 'above' with "
+                "the maps in of_blocks"
             )
         _require_finite(clean, layer)
         silent.extend(name for name in required.get(layer, ()) if name not in recorded)

@@ -227,7 +227,7 @@ def shared(block: Block, name: object, make: Callable[[], T]) -> T:
     """
     if block.max_memory is not None:
         return make()
-    # One run may request rows of one method and whole maps of another (`Method.takes_rows`).
+    # One run may request rows of one method and whole maps of another (`Method.reads`).
     stored = block.cache.get((name, block.every_query))
     if stored is None or not (block.every_query or torch.equal(stored[0], block.queries)):
         stored = block.cache[name, block.every_query] = (block.queries, make())

@@ -21,21 +21,19 @@ class Probe(lm.Method):
     name: ClassVar[str] = "probe"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
+    reads: ClassVar[str] = "above"
     records: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
     needs: ClassVar[frozenset[str]] = frozenset({"projection", "residual"})
 
     kept: list = dataclasses.field(default_factory=list)
 
-    def __call__(self, block):
-        parts = lm.block_parts(block)
-        self.kept.append((block, parts, block.resid_post))
-        return parts.keys.norm(dim=-1)
+    def of_blocks(self, blocks):
+        found = [(block, lm.block_parts(block), block.resid_post) for block in blocks]
+        self.kept.extend(found)
+        return [parts.keys.norm(dim=-1) for _, parts, _ in found]
 
     def parameters(self):
         return {}
-
-    def reads_one_block(self, engine):
-        return False
 
 
 @pytest.mark.parametrize("label", CASES)
