@@ -276,8 +276,9 @@ class _Record:
         prompt_record = provenance.of_prompt(prompt) | {"engine": self._checked_pass.engines[label]}
         if has_sink:
             prompt_record["sink"] = True
-        if method.layers_add_up:
-            prompt_record["layers_add_up"] = True
+        if method.reads == "model":
+            prompt_record["whole_model"] = True
+        prompt_record |= {name: True for name in ("layers_add_up", "has_tree") if getattr(method, name)}
         prompt_record["predicts_next"] = self._checked_pass.verification.predicts_next or stack.reads_target
         if joint:
             prompt_record["joint"] = {"source": len(prompt.tokens), "target": len(tokens)}

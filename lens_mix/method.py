@@ -66,6 +66,8 @@ class Method:
             the sums of the rows of its tokens.
         has_gradient_weights: Whether its layer maps are attention weighted by a gradient, as
             `lens_mix.gradient_rollout` expects.
+        has_tree: Whether its paper draws an attribution tree of its layer maps, which a page then shows
+            (`lens_mix.attribution_tree`).
         needs: What the method needs: components of a block for the algebra engine
             (`lens_mix.lens.verification`); "unembedding", which means verified logits; "gradients" with
             respect to tensors inside the model; "causal", which means a causal model; "position_ids", which
@@ -91,6 +93,7 @@ class Method:
     layers_add_up: ClassVar[bool] = False
     needs_one_position: ClassVar[bool] = False
     has_gradient_weights: ClassVar[bool] = False
+    has_tree: ClassVar[bool] = False
     parts: ClassVar[frozenset[str]] = frozenset({"encoder", "decoder"})
     needs: ClassVar[frozenset[str]] = frozenset(ALGEBRA_COMPONENTS)
     records: ClassVar[frozenset[str]] = frozenset()

@@ -77,6 +77,7 @@ class AttentionAttribution(TargetMethod):
     name: ClassVar[str] = "attention_attribution"
     description: ClassVar[str] = "how much of the answer's score each attention weight accounts for"
     place_in_list: ClassVar[int] = 3
+    has_tree: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
     residual: ClassVar[float] = 0.5
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}

@@ -17,16 +17,12 @@ def name_layers(mixing_map: MixingMap) -> list[str]:
     labels = mixing_map.layer_labels
     if mixing_map.kind == "layer":
         return [f"layer {label}" for label in labels]
-    # The methods import TransformerLens, which takes seconds and which a loaded layer map does not need.
-    from lens_mix.registry import all_methods
-
     # Both maps of a difference have the same layers, so the names are those of its first map.
     record = _mapping(_mapping(mixing_map.provenance, "difference"), "of") or mixing_map.provenance
     aggregation = _mapping(record, "aggregation")
-    method = None if aggregation else all_methods().get(mixing_map.method.split(" - ")[0])
     if len(labels) == 1 and aggregation.get("name") == "layer_mean":
         return ["mean of the layers"]
-    if len(labels) == 1 and method is not None and method.reads == "model":
+    if len(labels) == 1 and record.get("whole_model") and not aggregation:
         return ["whole model"]
     # If layers add up, layer l is what block l adds; in every other input map, what reached its output.
     reaches = "added by" if record.get("layers_add_up") else "up to"

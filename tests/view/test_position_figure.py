@@ -80,7 +80,7 @@ def test_the_title_says_what_is_explained_and_the_sentence_names_the_largest_sco
 
 def test_a_map_with_one_layer_is_a_coloured_text_above_the_others() -> None:
     layers = explained_map()
-    whole = layers.layer(-1).replace(kind="input", method="gim")
+    whole = layers.layer(-1).replace(kind="input", method="gim", provenance={"whole_model": True})
     figure = show_position({"layers": layers, "input": whole})
     assert len(heat_maps(figure)) == 1
     (text,) = [axes for axes in figure.axes if len(axes.texts) == 6 and not axes.images]
@@ -294,7 +294,7 @@ def test_the_row_that_is_meant() -> None:
 
 
 def test_a_map_of_the_whole_model_has_no_layer_in_its_sentence() -> None:
-    one = raw_map(kind="input", method="gim").layer(-1)
+    one = raw_map(kind="input", method="gim", provenance={"whole_model": True}).layer(-1)
     assert PositionView.from_maps(one).sentence.split(" of the GIM row")[0].endswith(" %")
     assert PositionView.from_maps(raw_map(kind="input")).sentence.startswith("Up to layer ")
 

@@ -117,8 +117,8 @@ def page(
         maps: A map; several of one prompt, as `lm.run` returns them; or a list with one of these per prompt.
         path: The file to write; None: no file is written.
         trees: Graphs of `attribution_tree` or `lens_mix.graphs`: one, several by name, or a list with one of
-            these per prompt; {}: none. None: for each map that has all rows, the attribution tree of
-            `attention_attribution` or the routes of `information_flow_routes` to the explained position
+            these per prompt; {}: none. None: for each map that has all rows, the attribution tree (of
+            `attention_attribution`) or the routes (of `information_flow_routes`) to the explained position
             (`MixingMap.default_query_position`). The page computes these again for the token that is clicked.
             For a graph with more than 4,000 edges the page contains the largest ones, and says so.
         picture: For maps with a grid: the picture below a row, as in `lens_mix.view.show_picture`, or a list

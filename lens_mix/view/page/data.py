@@ -187,7 +187,7 @@ def _find_sentences(tokens: Sequence[str]) -> list[int]:
 
 def _compute_feed_forward(mixing_map: MixingMap) -> list[list[float]] | None:
     """Return the feed-forward's share of each block's output, [layer][query]; None if it was not measured."""
-    if mixing_map.kind != "layer" or mixing_map.method != "information_flow_routes":
+    if mixing_map.kind != "layer":
         return None
     try:
         shares = part_shares(mixing_map).mlp_out

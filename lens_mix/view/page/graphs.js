@@ -482,7 +482,7 @@ async function treeView(view) {
   view.append(makeHeadline(`${title}${root ? `: what leads to ${name}` : ""}`, root ? treeFinding(tree, root) : []), treeCaption(tree, whole, packed, left));
   const choose = (position, index) => packed.of ? set({ query: position })
     : set({ ...(index >= 0 && { node: tree.source ? tree.source[index] : index }), ...(isText && { query: position }) });
-  const score = m.method === "attention_attribution" ? "attribution score" : "score";
+  const score = m.provenance.has_tree ? "attribution score" : "score";
   drawGraph(view, { title: `${title}${root ? ` to ${nodeName(root)}` : ""}`, tokens: tokensOf(tree), chosen: isText ? state.query : -1,
     ...treeMarks(tree), roots: tree.roots, levels: [], levelNames: layerNamesOf(tree), beside: null, unitName: tree.shares ? "importance, 0 to 1" : tree.options.order ? score : "weight",
     format: twoDigits, shareName: tree.nodes.some(hasShare) && "share", legend: "feed-forward", choose });

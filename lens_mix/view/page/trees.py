@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import networkx as nx
@@ -51,18 +51,15 @@ def pack_trees(
 def _make_graphs(maps: Mapping[str, MixingMap]) -> list[dict[str, Any]]:
     """Return the packed graph of each map whose method's paper draws one, to the explained position.
 
+    It is the tree of a method with `has_tree`, or the routes of a map that records the shares of components.
     The page can compute such a graph again for another position, so the entry `of` names its map. Maps from
     which no graph can be made (with some rows only, or merged tokens) are left out.
     """
-    makers: dict[str, Callable[[MixingMap], tuple[nx.DiGraph, dict[str, Any]]]] = {
-        "attention_attribution": _make_tree,
-        "information_flow_routes": _make_routes,
-    }
     graphs = []
     for label, m in maps.items():
-        if m.kind == "layer" and m.method in makers:
+        if m.kind == "layer":
             try:
-                graph, more = makers[m.method](m)
+                graph, more = _make_tree(m) if m.provenance.get("has_tree") else _make_routes(m)
             except ValueError:
                 continue
             graphs.append(_pack_graph(graph, label) | {"of": label, "most_edges": _MOST_EDGES} | more)

@@ -30,7 +30,7 @@ def prompts():
     """Return a decoder's maps with an input map, heads, signs and routes; an encoder; and cross-attention."""
     explained = [Explained(" next", 0.5, ((" a", 0.1),))] * 6
     attention = map_of(random_attention(heads=2), explained=explained, notes=("a note",))
-    signed = map_of(random_attention() - 0.1 * torch.ones(6, 6).tril(), method="attention_attribution")
+    signed = map_of(random_attention() - 0.1 * torch.ones(6, 6).tril(), provenance={"has_tree": True})
     decoder = {
         "attention": attention,
         "signed": signed,

@@ -57,7 +57,7 @@ def maps():
         causal=True,
         kind="input",
         queries=[5],
-        provenance={"input_map": {"recipe": "attribution_patching", "figures": "0.5"}},
+        provenance={"whole_model": True, "input_map": {"recipe": "attribution_patching", "figures": "0.5"}},
         explained=explained(target=TARGET)[5:],
     )
     maps = {"attention": attention, "value_zeroing": zeroing, "recommended": recommended}
@@ -141,7 +141,7 @@ def test_another_position_is_explained_by_a_click(opened, maps):
     assert "rollout, up to layer 3" in text(browser, "#text-legend")
     assert_shares(browser, maps["rollout"].normalized().scores[-1, 3], 3)
     # An input map of a method with a score is preferred to a layer map.
-    gim = maps["rollout"].replace(method="gim", provenance={}).select_layers([3])
+    gim = maps["rollout"].replace(method="gim", provenance={"whole_model": True}).select_layers([3])
     browser = opened({"attention": maps["attention"], "gim": gim}, "query=3")
     assert "GIM, whole model" in text(browser, "#text-legend")
     assert_shares(browser, gim.normalized().scores[0, 3], 3)

@@ -23,7 +23,7 @@ pytestmark = NEEDS_CHROMIUM
 
 def attribution(heads=2):
     scores = random_attention(heads=heads) - 0.1 * torch.ones(6, 6).tril()
-    return map_of(scores, method="attention_attribution")
+    return map_of(scores, provenance={"has_tree": True})
 
 
 def routes(heads=None):

@@ -508,7 +508,7 @@ def test_several_prompts_cross_attention_and_single_rows(opened, maps):
 @pytest.mark.slow
 def test_tokens_are_shown_and_never_run(opened):
     hostile = "\x01</script>\ud800<b>"
-    attribution = {"method": "attention_attribution", "notes": (hostile,)}
+    attribution = {"notes": (hostile,), "provenance": {"has_tree": True}}
     m = map_of(random_attention(size=len(NASTY)), tokens=list(NASTY), **attribution)
     for view in VIEWS:
         browser = opened({hostile: m}, f"view={view}&threshold=0.01")
@@ -554,7 +554,8 @@ def test_a_notebooks_frame_answers_clicks(browser, maps, tmp_path):
 def test_layers_of_input_maps_are_named_for_what_they_are(opened, maps):
     """Each view names a layer of a rollout "up to layer", and a map of the whole model without a layer."""
     rolled = lm.rollout(maps["attention"])
-    whole = maps["alti"].select_layers([3]).replace(method="gim", kind="input", residual=None)
+    whole = maps["alti"].select_layers([3])
+    whole = whole.replace(kind="input", residual=None, provenance={"whole_model": True})
     browser = opened({"rolled": rolled, "whole": whole}, "view=grid&map=0&layer=2&query=5")
     assert browser.find_element("css selector", ".large .caption").text.startswith("rolled · up to layer 2.")
     canvas = browser.find_element("css selector", "canvas[data-grid=all]")

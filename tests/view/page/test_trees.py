@@ -19,7 +19,7 @@ from tests.view.page.tokens import NASTY
 
 def attribution(**fields):
     scores = random_attention(heads=2) - 0.1 * torch.ones(6, 6).tril()
-    return map_of(scores, method="attention_attribution", **fields)
+    return map_of(scores, provenance={"has_tree": True}, **fields)
 
 
 def graph_of(packed):
