@@ -254,53 +254,40 @@ class _Record:
     def make_map(self, label: str, index: int) -> MixingMap:
         """Return the map of one prompt and one method."""
         session, clean, rows = self._checked_pass.session, self._checked_pass.clean, self._checked_pass.rows
-        method, stack, prompt = session.methods[label], clean.lens.stack, clean.batch.prompts[index]
+        method, prompt = session.methods[label], clean.batch.prompts[index]
         layers, tokens = session.mapped_layers(method), self._checked_pass.tokens(index)
-        key_tokens: Any = self._checked_pass.key_tokens(index)
-        named = session.key_groups(method, prompt)
-        groups = None if named is None else [group.positions for group in named]
-        key_tokens = key_tokens if named is None else [group.name for group in named]
-        joint, real_keys = stack.source is not None, clean.real_keys[index]
-        keys = (clean.real_inputs[index] if joint else real_keys).nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
-        residual_key = stack.is_cross and method.includes_residual
-        scores = self._select_scores(label, index, keys, groups, residual_key)
-        prompt_mask = self._make_mask(label, index, real_keys.nonzero()[:, 0], layers)
-        prompt_mask = prompt_mask.with_own_key() if residual_key else prompt_mask
-        prompt_mask = prompt_mask.with_source(len(prompt.tokens)) if joint else prompt_mask
-        causal, mask = prompt_mask.causal_and_mask()
+        key_tokens, groups = self._name_keys(method, index)
+        prompt_mask = self._make_mask(label, index, layers)
+        causal, mask = prompt_mask.causal_and_mask() if groups is None else (False, None)
         accepted = pass_tolerance(clean.lens.dtype) if method.reads == "model" else 0.0
+        scores = self._select_scores(label, index, groups)
         scores = prompt_mask.without_rounding(scores, groups, accepted)
         blocks = [self._blocks[label][layer] for layer in layers]
         has_sink = method.has_unit_rows and provenance.has_sink(scores, clean.lens.dtype)
-        prompt_record = provenance.of_prompt(prompt) | {"engine": self._checked_pass.engines[label]}
-        if has_sink:
-            prompt_record["sink"] = True
-        if method.reads == "model":
-            prompt_record["whole_model"] = True
-        prompt_record |= {name: True for name in ("layers_add_up", "has_tree") if getattr(method, name)}
-        prompt_record["predicts_next"] = self._checked_pass.verification.predicts_next or stack.reads_target
-        if joint:
-            prompt_record["joint"] = {"source": len(prompt.tokens), "target": len(tokens)}
         return MixingMap(
             scores=scores,
             tokens=tokens,
             method=method.name,
-            causal=causal and groups is None,
-            mask=mask if groups is None else None,
-            key_tokens=[*key_tokens, RESIDUAL_KEY] if residual_key and key_tokens is not None else key_tokens,
+            causal=causal,
+            mask=mask,
+            key_tokens=key_tokens,
             queries=queries,
             layers=layers,
             parameters=method.parameters(),
             residual=method.residual,
             kind="input" if method.is_input_map else "layer",
-            provenance={**self._provenance, **prompt_record, **provenance.details(blocks, index)},
+            provenance={
+                **self._provenance,
+                **self._record_run(label, index, has_sink),
+                **provenance.details(blocks, index),
+            },
             default_query=self._find_default_query(label, index, len(tokens)),
             explained=self._explain(label, index),
             features=prompt.pixels if prompt.features is None else prompt.features,
             grid=prompt.grid if groups is None else None,
             notes=(
-                *filter(None, (stack.gaps, self._note_classifier(method), clean.no_predictions)),
+                *filter(None, (clean.lens.stack.gaps, self._note_classifier(method), clean.no_predictions)),
                 *self._entering,
                 *prompt.notes,
                 *provenance.notes(scores, layers, queries),
@@ -308,6 +295,47 @@ class _Record:
                 *(text for block in blocks for text in self._note_block(block, index)),
             ),
         )
+
+    def _name_keys(self, method: Method, index: int) -> tuple[list[str] | None, list[list[int]] | None]:
+        """Return the tokens of a map's keys, None if they are the queries' own, and the groups that are keys.
+
+        Args:
+            method: The method.
+            index: The index of the prompt.
+
+        Returns:
+            The tokens, or the names of the groups; and the positions of each group, or None if each position
+            is a key.
+        """
+        session, keys = self._checked_pass.session, self._checked_pass.key_tokens(index)
+        named = session.key_groups(method, self._checked_pass.clean.batch.prompts[index])
+        if named is not None:
+            keys = [group.name for group in named]
+        if keys is not None and self._has_residual_key(method):
+            keys = [*keys, RESIDUAL_KEY]
+        return keys, None if named is None else [group.positions for group in named]
+
+    def _has_residual_key(self, method: Method) -> bool:
+        """Return whether a method's map has a last key for the residual."""
+        return self._checked_pass.clean.lens.stack.is_cross and method.includes_residual
+
+    def _record_run(self, label: str, index: int, has_sink: bool) -> dict[str, Any]:
+        """Return what the provenance of one prompt's map says of its run."""
+        checked, stack = self._checked_pass, self._checked_pass.clean.lens.stack
+        method, prompt = checked.session.methods[label], checked.clean.batch.prompts[index]
+        record = provenance.of_prompt(prompt) | {"engine": checked.engines[label]}
+        facts = {
+            "sink": has_sink,
+            "whole_model": method.reads == "model",
+            "layers_add_up": method.layers_add_up,
+            "has_tree": method.has_tree,
+        }
+        record |= {name: True for name, is_true in facts.items() if is_true}
+        record["predicts_next"] = checked.verification.predicts_next or stack.reads_target
+        if stack.source is not None:
+            target = len(checked.token_ids(index))
+            record["joint"] = {"source": len(prompt.tokens), "target": target}
+        return record
 
     def _find_default_query(self, label: str, index: int, count: int) -> int | None:
         """Return the position that the method's target reads, else 0 in a bidirectional model, else None."""
@@ -355,27 +383,22 @@ class _Record:
         return [entry if read in (None, position) else bare for position in positions]
 
     def _select_scores(
-        self,
-        label: str,
-        index: int,
-        keys: Tensor,
-        groups: list[list[int]] | None,
-        residual_key: bool,
+        self, label: str, index: int, groups: list[list[int]] | None
     ) -> Float[Tensor, "layer *head query key"]:
         """Return the scores of one prompt in the chosen rows, without padding.
 
         Args:
             label: The label of the method.
             index: The index of the prompt.
-            keys: The indices of the prompt's keys in the batch.
             groups: The groups of positions that are the keys of the map; None: each position is a key.
-            residual_key: Whether the map has a last key for the residual.
         """
-        blocks = self._blocks[label]
+        clean, blocks = self._checked_pass.clean, self._blocks[label]
+        is_joint = clean.lens.stack.source is not None
+        keys = (clean.real_inputs if is_joint else clean.real_keys)[index].nonzero()[:, 0]
         # Every layer of an input map has the rows of the last block.
         rows = self._find_rows(index, has_some_rows=not blocks[max(blocks)].every_query)
         stacked = _select(self._scores[label][:, index], -2, rows)
-        if residual_key:
+        if self._has_residual_key(self._checked_pass.session.methods[label]):
             keys = torch.cat([keys, keys.new_tensor([stacked.shape[-1] - 1])])
         elif groups is None and stacked.shape[-1] <= int(keys[-1]):
             raise ValueError(
@@ -399,14 +422,17 @@ class _Record:
         positions = rows.positions[index, : len(rows.by_prompt[index])]
         return torch.arange(len(positions), device=positions.device) if has_some_rows else positions
 
-    def _make_mask(self, label: str, index: int, keys: Tensor, layers: Sequence[int]) -> PromptMask:
+    def _make_mask(self, label: str, index: int, layers: Sequence[int]) -> PromptMask:
         """Return the mask of one prompt: which keys its rows may see, or the rows that its target reads."""
         clean, blocks = self._checked_pass.clean, self._blocks[label]
-        allowed = self._reaching if self._checked_pass.session.methods[label].is_input_map else self._allowed
+        method, keys = self._checked_pass.session.methods[label], clean.real_keys[index].nonzero()[:, 0]
+        allowed = self._reaching if method.is_input_map else self._allowed
         rows = self._find_rows(index, has_some_rows=clean.rows is not None)
         mask = allowed.of_prompt(index, rows, keys, layers)
         read = blocks[max(blocks)].record.rows_read[index]
-        if read is None:
-            return mask
-        every = clean.real[index].nonzero()[:, 0]
-        return mask.with_rows(allowed.of_prompt(index, every[read.start : read.stop], keys, layers))
+        if read is not None:
+            every = clean.real[index].nonzero()[:, 0]
+            mask = mask.with_rows(allowed.of_prompt(index, every[read.start : read.stop], keys, layers))
+        mask = mask.with_own_key() if self._has_residual_key(method) else mask
+        is_joint = clean.lens.stack.source is not None
+        return mask.with_source(len(clean.batch.prompts[index].tokens)) if is_joint else mask

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from jaxtyping import Bool, Int
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from lens_mix.arguments import check_whole_number
 from lens_mix.hooks.recording import RESID_PRE
-from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.backward_rules import BackwardRules, PlainRules
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
@@ -47,6 +47,9 @@ from lens_mix.lens.verification_record import Verification
 from lens_mix.maps.spans import Group
 from lens_mix.method import Method
 from lens_mix.pass_plan import VERIFICATION, LayerPlan, PassPlan, takes_rows, visits_blocks
+
+if TYPE_CHECKING:
+    from lens_mix.lens.autograd_graph import AutogradGraph
 
 _MOST_LOGITS = 1 << 29  # the bytes of the logits that are computed at once for the predictions
 _LEAST_LOGITS = 1 << 24  # a smaller `max_memory` does not bound them, because each chunk costs a pass
@@ -251,60 +254,75 @@ class Session:
             is_visited: Whether methods that read one block map it when it has run. False: all methods run
                 after the pass, on its records.
         """
-        lens, engines = self.lens, self._choose_engines(verification, no_algebra)
+        lens, methods = self.lens, self.methods
+        engines = self._choose_engines(verification, no_algebra)
         has_hooks = has_user_hooks(lens.modules)
+        compared = self._choose_compared(engines, has_hooks)
+        visiting = [label for label in methods if visits_blocks(methods[label], engines[label])]
+        layers = {
+            layer: self._plan_layer(
+                layer, verification, engines, visiting if is_visited else None, compared, has_hooks
+            )
+            for layer in self.recorded_layers
+        }
         real = batch.real_positions(lens.stack.name)
         rows = None if self.queries is None else Rows.of(self.queries, real)
-        methods = self.methods
-        method_layers = {label: self.layers_of(method) for label, method in methods.items()}
-        keeps_rows = all(
-            not method.is_input_map and takes_rows(method, engines[label])
-            for label, method in methods.items()
-        )
-        visiting = None
-        if is_visited:
-            visiting = [label for label in methods if visits_blocks(methods[label], engines[label])]
-        compared: set[str] = set()
-        if "algebra" in engines.values():
-            compared = {"algebra"}.union(*(method.needs for method in methods.values()))
-        if has_hooks:
-            # The engine "recorded" reads pattern and values, so it would miss a user hook that changes z. The
-            # other engines do not miss it: replays run this hook, and algebra is compared with block outputs.
-            compared |= {"recorded"} & set(engines.values())
-        layers = {}
-        for layer in self.recorded_layers:
-            engines_here = {label: engines[label] for label in methods if layer in method_layers[label]}
-            layers[layer] = self._plan_layer(
-                verification.anatomy[layer], engines_here, visiting, compared, has_hooks
-            )
         rules = self._choose_rules(batch, verification, has_hooks=has_hooks)
-        reads_end = any(UNEMBEDDING in method.needs for method in methods.values())
-        last = lens.n_layers - 1 if reads_end or rules is not None else self.recorded_layers[-1]
-        # Padding may get attention weight in any block that runs, so with padding all blocks are watched.
-        run_layers = [layer for layer in lens.stack.attention_layers if layer <= last]
-        watches_all = batch.has_pictures or not bool(real.all())
+        last = self._find_last(rules)
         return PassPlan(
             lens=lens,
             batch=batch,
             methods=methods,
-            method_layers=method_layers,
+            method_layers={label: self.layers_of(method) for label, method in methods.items()},
             verification=verification,
             engines=engines,
             layers=layers,
             rows=rows,
-            recorded_rows=rows if keeps_rows else None,
-            watched=tuple(run_layers if watches_all else self.recorded_layers),
+            recorded_rows=rows if self._every_method_takes_rows(engines) else None,
+            watched=self._choose_watched(batch, last),
             last=last,
             rules=rules,
             predict_at=self._positions_to_predict(real, rows, verification),
             predicted_at_once=self._count_predictions(len(batch)),
-            compared=frozenset(compared),
+            compared=compared,
             has_hooks=has_hooks,
         )
 
+    def _choose_compared(self, engines: Mapping[str, str], has_hooks: bool) -> frozenset[str]:
+        """Return what the verification compares in the pass: engines, and names of the methods' `needs`."""
+        compared: frozenset[str] = frozenset()
+        if "algebra" in engines.values():
+            compared = frozenset({"algebra"}).union(*(method.needs for method in self.methods.values()))
+        if has_hooks:
+            # The engine "recorded" reads pattern and values, so it would miss a user hook that changes z. The
+            # other engines do not miss it: replays run this hook, and algebra is compared with block outputs.
+            compared |= {"recorded"} & set(engines.values())
+        return compared
+
+    def _every_method_takes_rows(self, engines: Mapping[str, str]) -> bool:
+        """Return whether no method reads other rows than those that were asked for."""
+        return all(
+            not method.is_input_map and takes_rows(method, engines[label])
+            for label, method in self.methods.items()
+        )
+
+    def _find_last(self, rules: BackwardRules | None) -> int:
+        """Return the last block that is recorded: the highest that a method reads, or the last of all."""
+        reads_end = any(UNEMBEDDING in method.needs for method in self.methods.values())
+        return self.lens.n_layers - 1 if reads_end or rules is not None else self.recorded_layers[-1]
+
+    def _choose_watched(self, batch: Batch, last: int) -> tuple[int, ...]:
+        """Return the layers whose attended keys are read, of a pass whose last recorded block is `last`."""
+        is_padded = not bool(batch.real_positions(self.lens.stack.name).all())
+        if not batch.has_pictures and not is_padded:
+            return tuple(self.recorded_layers)
+        # Padding may get attention weight in any block that runs.
+        return tuple(layer for layer in self.lens.stack.attention_layers if layer <= last)
+
     def _plan_layer(
         self,
-        anatomy: BlockAnatomy,
+        layer: int,
+        verification: Verification,
         engines: Mapping[str, str],
         visiting: Collection[str] | None,
         compared: Collection[str],
@@ -313,14 +331,16 @@ class Session:
         """Return what happens at one block.
 
         Args:
-            anatomy: The anatomy of the block.
-            engines: The engine of each method that reads the block.
+            layer: The number of the block.
+            verification: The verification of the model.
+            engines: The engine of each method.
             visiting: The labels of the methods that map blocks while the pass runs. None: all records are
                 kept.
             compared: What the verification compares.
             has_hooks: Whether user hooks are on the model.
         """
-        methods = {label: self.methods[label] for label in engines}
+        anatomy = verification.anatomy[layer]
+        methods = {label: each for label, each in self.methods.items() if layer in self.layers_of(each)}
         roles = {role for method in methods.values() for role in method.records - {RESID_PRE}}
         uses_algebra = "algebra" in compared
         # The verification needs these tensors even if no method does.
@@ -357,13 +377,6 @@ class Session:
         Raises:
             UnexpectedBlock: A block is not as the plan expects.
         """
-        lens, batch, graph = plan.lens, plan.batch, None
-        if plan.rules is not None:
-            from lens_mix.lens.autograd_graph import AutogradGraph
-
-            anatomies = list(plan.verification.anatomy.values())
-            graph = AutogradGraph(lens, anatomies, plan.rules, batch.tokens.shape[1])
-            leaving.callback(graph.release)
         outputs, store = plan.block_outputs(), dict[str, Tensor]()
         is_whole = {layer: planned.is_whole for layer, planned in plan.layers.items()}
         verifier = Verifier(plan.verification, plan.compared, is_whole, outputs, has_hooks=plan.has_hooks)
@@ -372,25 +385,18 @@ class Session:
             visitors: list[Visitor] = [verifier]
             if make_visitor is not None:
                 visitors.append(make_visitor(CheckedPass(self, plan, clean, verifier.notes)))
-
-            def visit(layer: int) -> None:
-                keep_stream_before_cross(clean, plan.verification.anatomy, layer)
-                for visitor in visitors:
-                    visitor.visit(clean, layer)
-                plan.free(clean.recorded, layer)
-
-            return visit
+            return functools.partial(_visit, clean, plan, visitors)
 
         clean = clean_pass(
-            lens,
-            batch,
+            plan.lens,
+            plan.batch,
             plan.hooks(store),
             store,
             required=plan.required(),
             watched=plan.watched,
             stop_after=plan.last,
             rows=plan.recorded_rows,
-            graph=graph,
+            graph=_open_graph(plan, leaving),
             predict_at=plan.predict_at if plan.predicts_at_end else None,
             z_factors=plan.verification.z_factors,
             start=start,
@@ -483,6 +489,26 @@ class Session:
         if not wanted or not fits or torch.is_inference_mode_enabled():
             return None
         return max(wanted, key=wanted.count)
+
+
+def _open_graph(plan: PassPlan, leaving: contextlib.ExitStack) -> AutogradGraph | None:
+    """Return the autograd graph that the pass of a plan keeps, until the context ends; None for none."""
+    if plan.rules is None:
+        return None
+    from lens_mix.lens.autograd_graph import AutogradGraph
+
+    anatomies = list(plan.verification.anatomy.values())
+    graph = AutogradGraph(plan.lens, anatomies, plan.rules, plan.batch.tokens.shape[1])
+    leaving.callback(graph.release)
+    return graph
+
+
+def _visit(clean: CleanPass, plan: PassPlan, visitors: Sequence[Visitor], layer: int) -> None:
+    """Let visitors read a block that has run, in their order, and free what nobody reads later."""
+    keep_stream_before_cross(clean, plan.verification.anatomy, layer)
+    for visitor in visitors:
+        visitor.visit(clean, layer)
+    plan.free(clean.recorded, layer)
 
 
 def _require_same_input(clean: CleanPass) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lens_mix.hooks.base import HookPair
 from lens_mix.hooks.recording import record_attention, watch_pattern
 from lens_mix.lens.batches import Batch
-from lens_mix.lens.changes import Changes, forward_hook
+from lens_mix.lens.changes import Change, Changes, forward_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.predictions import describe_missing, name_token, read_predictions
@@ -211,84 +211,133 @@ def clean_pass(
     clean = CleanPass(lens, batch, {}, recorded, {}, rows, z_factors=z_factors, graph=graph)
     template = lens.stack.attention_template
     watching = [watch_pattern(layer, _watch_keys(layer, clean), attention=template) for layer in layers]
-    capturing = captured_calls(dict(enumerate(lens.stack.blocks[: last + 1])), clean.calls)
-    if lens.stack.source is not None:
-        capturing += captured_calls({0: lens.stack.source.blocks[0]}, clean.source_calls)
-    fwd_hooks = [*fwd_hooks, *watching]
-    if outputs is not None:
-        fwd_hooks += outputs.fwd_hooks
-        capturing += outputs.changes
-    silent: list[str] = []
-    visiting: list[int] = []
-    visit = start(clean) if start is not None else None
-
-    def after_block(layer: int) -> None:
-        if visiting:
-            raise ValueError(
-                f"block {visiting[0]}: expected a method that reads the records of the block, got one that "
-                "runs a block while the clean pass runs; write engines = ('hooks',), or reads = 'above' with "
-                "the maps in of_blocks"
-            )
-        _require_finite(clean, layer)
-        silent.extend(name for name in required.get(layer, ()) if name not in recorded)
-        # If a hook has not fired, the pass runs to its end, so that its error names all such hooks.
-        if visit is not None and not silent:
-            # Recorded tensors are detached even if the pass builds an autograd graph.
-            recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
-            visiting.append(layer)
-            with torch.no_grad():
-                visit(layer)
-            visiting.pop()
-
-    failures: list[Exception] = []
-    capturing += [
-        forward_hook(block, _caller(after_block, layer, failures))
-        for layer, block in enumerate(lens.stack.blocks[: last + 1])
-    ]
+    ends = _BlockEnds(clean, required, None if start is None else start(clean))
+    changes = [*_capture_calls(clean, last), *([] if outputs is None else outputs.changes), *ends.hooks(last)]
     if predict_at is None:
         # It is registered last, because it raises: torch would not call any hook after it.
-        capturing.append(forward_hook(lens.stack.blocks[last], stop_forward))
-    hooks = lens.hooked(fwd_hooks)
-    mode, stopping = lens.evaluation_mode(gradients=graph is not None), contextlib.suppress(StopForward)
-    narrowing = unembedding_at(lens.model, predict_at)
-    with mode, graph.built() if graph else contextlib.nullcontext(), hooks, Changes(capturing), stopping:
-        try:
-            with narrowing as narrowed:
-                output = lens.forward(batch, as_given=as_given)
-            clean = _with_predictions(clean, output, predict_at, is_narrow=bool(narrowed))
-        except StopForward:
-            raise
-        except Exception as problem:
-            if predict_at is not None and last in clean.calls:
-                # All records are complete, so an error of the model's last modules must not prevent a map.
-                clean = dataclasses.replace(clean, no_predictions=describe_missing(problem))
-            else:
-                if not is_out_of_memory(problem) and find_user_code(problem) is None:
-                    _explain(lens, batch, problem)
-                raise
-    if failures:
-        raise failures.pop(0)
+        changes.append(forward_hook(lens.stack.blocks[last], stop_forward))
+    hooks = [*fwd_hooks, *watching, *([] if outputs is None else outputs.fwd_hooks)]
+    clean = _run_forward(clean, hooks, changes, last, predict_at, as_given=as_given)
+    ends.raise_failure()
     recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
-    _require_complete(clean, silent, layers, last)
+    _require_complete(clean, ends.silent, layers, last)
     if graph is not None:
         graph.read(clean.calls)
     return clean
 
 
-def _caller(call: Callable[[int], None], layer: int, failures: list[Exception]) -> Callable[..., None]:
-    """Return a forward hook of torch that calls a function with a layer, and ends the pass if it fails.
+def _capture_calls(clean: CleanPass, last: int) -> list[Change]:
+    """Return the hooks that record the calls of the blocks into a pass."""
+    stack = clean.lens.stack
+    hooks = captured_calls(dict(enumerate(stack.blocks[: last + 1])), clean.calls)
+    if stack.source is not None:
+        hooks += captured_calls({0: stack.source.blocks[0]}, clean.source_calls)
+    return hooks
 
-    The error is not raised in the model, whose code may catch it, and is not taken for one of the model.
+
+class _BlockEnds:
+    """What happens when a block of a clean pass has run: its output is checked, and then it is visited.
+
+    An error is not raised in the model, whose code may catch it, and is not taken for one of the model. It
+    ends the pass, and `raise_failure` raises it afterwards.
+
+    Args:
+        clean: The pass.
+        required: As in `clean_pass`.
+        visit: The function to call with the number of a block; None for none.
+
+    Attributes:
+        silent: The names of the required hooks that have not fired.
     """
 
-    def call_with_layer(*_: Any) -> None:
+    def __init__(
+        self,
+        clean: CleanPass,
+        required: Mapping[int, Collection[str]],
+        visit: Callable[[int], None] | None,
+    ) -> None:
+        self._clean, self._required, self._visit = clean, required, visit
+        self._visited: list[int] = []
+        self._failures: list[Exception] = []
+        self.silent: list[str] = []
+
+    def hooks(self, last: int) -> list[Change]:
+        """Return the forward hooks of the blocks up to the last recorded one."""
+        blocks = self._clean.lens.stack.blocks[: last + 1]
+        return [
+            forward_hook(block, functools.partial(self._end, layer)) for layer, block in enumerate(blocks)
+        ]
+
+    def raise_failure(self) -> None:
+        """Raise the error that has ended the pass, if there is one."""
+        if self._failures:
+            raise self._failures.pop(0)
+
+    def _end(self, layer: int, *_: Any) -> None:
         try:
-            call(layer)
+            self._read(layer)
         except Exception as problem:
-            failures.append(problem)
+            self._failures.append(problem)
             raise StopForward from None
 
-    return call_with_layer
+    def _read(self, layer: int) -> None:
+        if self._visited:
+            raise ValueError(
+                f"block {self._visited[0]}: expected a method that reads the records of the block, got one "
+                "that runs a block while the clean pass runs; write engines = ('hooks',), or reads = 'above' "
+                "with the maps in of_blocks"
+            )
+        _require_finite(self._clean, layer)
+        recorded = self._clean.recorded
+        self.silent += [name for name in self._required.get(layer, ()) if name not in recorded]
+        # If a hook has not fired, the pass runs to its end, so that its error names all such hooks.
+        if self._visit is not None and not self.silent:
+            # Recorded tensors are detached even if the pass builds an autograd graph.
+            recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
+            self._visited.append(layer)
+            with torch.no_grad():
+                self._visit(layer)
+            self._visited.pop()
+
+
+def _run_forward(
+    clean: CleanPass,
+    fwd_hooks: Sequence[HookPair],
+    changes: Sequence[Change],
+    last: int,
+    predict_at: Int[Tensor, "batch query"] | None,
+    *,
+    as_given: bool,
+) -> CleanPass:
+    """Run the model, and return the pass with its predictions; the arguments are those of `clean_pass`.
+
+    Args:
+        clean: The pass, which the hooks fill.
+        fwd_hooks: The TransformerLens hooks.
+        changes: The hooks of torch, in order.
+        last: The last block that is recorded.
+        predict_at: The positions of the predictions.
+        as_given: As in `Lens.forward`.
+    """
+    lens, batch, graph = clean.lens, clean.batch, clean.graph
+    mode, hooks = lens.evaluation_mode(gradients=graph is not None), lens.hooked(fwd_hooks)
+    building = graph.built() if graph is not None else contextlib.nullcontext()
+    narrowing = unembedding_at(lens.model, predict_at)
+    with mode, building, hooks, Changes(changes), contextlib.suppress(StopForward):
+        try:
+            with narrowing as narrowed:
+                output = lens.forward(batch, as_given=as_given)
+            return _with_predictions(clean, output, predict_at, is_narrow=bool(narrowed))
+        except StopForward:
+            raise
+        except Exception as problem:
+            if predict_at is not None and last in clean.calls:
+                # All records are complete, so an error of the model's last modules must not prevent a map.
+                return dataclasses.replace(clean, no_predictions=describe_missing(problem))
+            if not is_out_of_memory(problem) and find_user_code(problem) is None:
+                _explain(lens, batch, problem)
+            raise
+    return clean
 
 
 def _with_predictions(
