@@ -319,8 +319,7 @@ def methods(as_json: _Json = False) -> None:
         lines += ["", group]
         for name, one in described.items():
             if one.group == group:
-                lines.append(f"  {name:<24}{one.line}")
-                lines += [f"  {'':<24}{one.cost}"] if one.cost else []
+                lines += [f"  {name:<24}{one.line}", f"  {'':<24}{one.cost_in_words}"]
     typer.echo("\n".join(lines[1:]))
 
 

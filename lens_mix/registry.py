@@ -71,6 +71,11 @@ class Description(NamedTuple):
     line: str
     cost: Cost | None = None
 
+    @property
+    def cost_in_words(self) -> str:
+        """Return the cost as lists show it."""
+        return str(self.cost) if self.cost else "an unknown number of forward passes"
+
 
 # `lm.input_map` runs one of several methods, so no class describes it.
 _INPUT_MAP = Description(

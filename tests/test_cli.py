@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix import registry
+from lens_mix.lens.cost import COSTS
 from tests.demos.tiny_folder import save_tiny_llama
 from tests.tiny_models import available, bridge
 
@@ -210,7 +212,16 @@ def test_methods_are_listed_with_their_groups_and_costs():
     for record in records:
         assert record["says"] in found
         assert record["group"] in found
-        assert record["cost"] in found
+        cost = registry.describe(record["name"]).cost
+        assert record["cost"] == (cost and str(cost))
+        assert cost is None or str(cost) in found
+
+
+def test_a_method_without_a_recorded_cost_is_listed_with_an_unknown_one(monkeypatch):
+    monkeypatch.delitem(COSTS, "attention")
+    assert re.search(r"\n  attention .*\n +an unknown number of forward passes\n", called("methods").output)
+    (record,) = (one for one in json.loads(called("methods", "--json").stdout) if one["name"] == "attention")
+    assert record["cost"] is None
 
 
 def test_the_version():

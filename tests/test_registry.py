@@ -140,6 +140,7 @@ def test_a_method_without_a_description_is_described_by_its_docstring():
     assert registry.describe("plain").line == ""
     assert registry.describe("described") == ("Other methods", "the largest weight", Cost(2, per_row=5))
     assert registry.describe("by hand") == ("Other methods", "", None)
+    assert registry.describe("plain").cost_in_words == "an unknown number of forward passes"
 
 
 def test_another_class_can_not_take_a_name():

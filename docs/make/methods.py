@@ -141,15 +141,11 @@ def _facts_of(
             "Parts of an encoder-decoder",
             ", ".join(f'`part="{part}"`' for part in _PARTS if part in method.parts),
         ),
-        ("Cost", _write_cost(described)),
+        ("Cost", described.cost_in_words),
     ]
     if method.reads in ("below", "model"):
         rows = [row for row in rows if not row[0].startswith("Residual")]
     return header, rows
-
-
-def _write_cost(described: Description) -> str:
-    return str(described.cost) if described.cost else "unknown"
 
 
 def _list_built_in() -> list[str]:
@@ -255,7 +251,7 @@ def _write_index() -> str:
     for name in _list_built_in():
         described = describe(name)
         called = f"`lm.{lm.METHODS[name].__name__}`"
-        row = (f"[`{name}`]({name}.md)", called, described.line, _write_cost(described))
+        row = (f"[`{name}`]({name}.md)", called, described.line, described.cost_in_words)
         groups.setdefault(described.group, []).append(row)
     for group, rows in groups.items():
         parts += [f"## {group}", _table(("name", "class", "what a score is", "cost"), rows)]

@@ -155,16 +155,15 @@ def make_busy(job: str, state: str, request: Request) -> str:
 
 
 def _make_checkbox(name: str, reason: str, is_picked: bool) -> str:
-    _, line, cost = registry.describe(name)
+    described = registry.describe(name)
     state = " disabled" if reason else " checked" if is_picked else ""
     style = ' class="unsupported"' if reason else ""
-    details = f"Not on this model: {escape(reason)}" if reason else escape(line)
-    if cost is not None and not reason:
-        details += f" <i>{escape(str(cost))}</i>"
-    about = f"<small>{details}</small>" if details else ""
+    details = f"{escape(described.line)} <i>{escape(described.cost_in_words)}</i>"
+    if reason:
+        details = f"Not on this model: {escape(reason)}"
     return (
         f'<label{style}><input type="checkbox" name="method" value="{escape(name)}"{state}> '
-        f"<span>{escape(name)}{about}</span></label>"
+        f"<span>{escape(name)}<small>{details}</small></span></label>"
     )
 
 

@@ -220,10 +220,11 @@ def test_the_form_describes_each_method_and_its_cost(visited):
         name: label for _, list_ in groups for name, label in re.findall(r'value="(\w+)"(.*?)</label>', list_)
     }
     for name, label in labels.items():
-        _, line, cost = registry.describe(name)
-        assert html.escape(line) in label
-        assert cost is None or str(cost) in label
+        described = registry.describe(name)
+        assert html.escape(described.line) in label
+        assert described.cost_in_words in label
     assert "Compute without end" in labels["endless"]
+    assert "an unknown number of forward passes" in labels["endless"]
     assert 'for="text"' in text
 
 
