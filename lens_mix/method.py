@@ -152,7 +152,8 @@ class Method:
 
         It is defined by methods whose `reads` is not "block". For "below", the blocks are all blocks up to
         the last selected one. That one has the requested rows, and the others have all rows, of which
-        `blocks[-1].rows_of(map)` selects the requested ones. For "model", the result is one map for all blocks.
+        `blocks[-1].rows_of(map)` selects the requested ones. For "model", the result is one map for all
+        blocks.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no of_blocks")
 
