@@ -21,7 +21,7 @@ from lens_mix.lens.cost import Cost, Growth
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows
 from lens_mix.methods.row_gradients import make_graph
-from lens_mix.methods.side_by_side import values_beside
+from lens_mix.methods.side_by_side import measure_direct
 from lens_mix.removal import replacement
 from lens_mix.targets import describe
 
@@ -154,28 +154,27 @@ class AttributionPatching(RowTargetMethod):
         return Rules(temperature=2.0, scores=0.5, activations="ratio" if written else "gradient")
 
     def interventions(
-        self, layer: int, allowed: Bool[Tensor, "*axes index index"], *, attention: str = DEFAULT_ATTENTION
+        self, layer: int, allowed: Bool[Tensor, "*axes query key"], *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
-        """Return the hooks that let each index of the pass see only what the layout allows.
+        """Return the hooks that let each token of a pass see only the tokens that it is allowed to see.
 
-        In your own run, for the direct term of the tokens `chosen` (the last token has none like it):
+        The direct term is computed in a row with the replacement of token j and, once more, the last token
+        after the prompt. In your own run:
 
-            rerun = torch.eye(len(tokens), dtype=torch.bool)[chosen]  # a copy for each chosen token
-            rerun[:, -1] = True  # and the last token sees it
-            layout = Layout.of(rerun)  # from lens_mix.lens.layout
-            copies = tokens.repeat(len(chosen), 1)
-            copies[range(len(chosen)), chosen] = other_token
-            hooks = [pair for layer in layers for pair in method.interventions(layer, layout.allowed)]
+            n = len(tokens)
+            row = torch.cat([tokens, torch.tensor([other_token, tokens[-1]])])
+            positions = torch.tensor([*range(n), j, n - 1])
+            allowed = torch.eye(n + 2, dtype=torch.bool)  # each token sees itself
+            allowed[:, :n] |= torch.arange(n) < positions[:, None]  # and the prompt before it
+            allowed[-1, [j, n]] = torch.tensor([False, True])  # the last one: the replacement instead of j
+            hooks = [pair for layer in layers for pair in method.interventions(layer, allowed)]
             with model.hooks(fwd_hooks=hooks):
-                beside = layout.fill(tokens, copies)
-                logits = model(beside, position_ids=layout.positions)[0]
-            direct = (target(logits[layout.index[:, -1]]) - target(logits[len(tokens) - 1])).abs()
-
-        With `rerun[:, j:] = True` for each copy of token j instead, the scores are measured.
+                logits = model(row[None], position_ids=positions[None])[0]
+            direct = (target(logits[-1]) - target(logits[n - 1])).abs()
 
         Args:
             layer: The number of the block.
-            allowed: Which indices of the pass each index may see.
+            allowed: Which tokens of the pass each of them may see.
             attention: The name of the attention module, with `{layer}`.
         """
         return [mask_attention(layer, allowed, attention=attention)]
@@ -312,9 +311,7 @@ class AttributionPatching(RowTargetMethod):
         removal = replacement(self.replacements, self.n_samples, self.seed)
         copies = removal.make_copies(first, prompt.expand(len(chosen)), removed)
         if is_direct:
-            rerun = copies.removed.clone()
-            rerun[:, bound.queries[row]] = True
-            values = values_beside(bound, row, copies, rerun)
+            values = measure_direct(bound, row, copies)
         else:
             index, by_chunk = prompt.new_tensor([row]), []
             for chunk in first.chunks(len(copies)):

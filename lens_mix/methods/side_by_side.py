@@ -1,26 +1,22 @@
-"""Run a prompt, and in the same row tokens of copies that see the prompt's own tokens beside a replaced one.
+"""Run a prompt once, and after it, in the same row, replaced tokens that only the row's own token reads.
 
-These copies are not prompts: the tokens between the replaced one and the last are those of the clean pass.
-The mask of the row replaces the model's own, so every pass is compared with the clean pass.
+The mask of such a pass replaces the model's own, so every block is compared with the clean pass.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from lens_mix.hooks import mask_attention, must_fire
 from lens_mix.hooks.mixing import pass_tolerance
-from lens_mix.lens.changes import forward_hook
+from lens_mix.lens.batches import Batch, Prompt
 from lens_mix.lens.copies import count_copies
-from lens_mix.lens.layout import Layout
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.replay import first_tensor, relative_error
+from lens_mix.lens.replay import BlockCall, captured_calls, relative_error
 from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.methods.bound_target import BoundRows, evaluate
 
@@ -28,141 +24,77 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
     from lens_mix.removal import Copies
 
-# The most tokens that run after the prompt in one pass. More would cost more in attention than they save.
-_MOST_TOKENS = {"cpu": 256}
-_MOST_TOKENS_ELSEWHERE = 2048
-
-
-def values_beside(
-    bound: BoundRows, row: int, copies: Copies, rerun: Bool[Tensor, "copy input"]
-) -> Float[Tensor, " copy"]:
-    """Return the number of a row in copies of its prompt that run some positions again.
-
-    Args:
-        bound: The target of all rows.
-        row: The index of the row.
-        copies: The copies.
-        rerun: Which positions of each copy are run again, the row's among them.
-
-    Raises:
-        UnsupportedModelError: The prompt's own tokens are not those of the clean pass, or user hooks act on
-            some positions only.
-        ValueError: A pass with one copy needs more memory than `max_memory`.
-    """
-    first, prompt, query = bound.block, int(bound.prompt_index[row]), int(bound.queries[row])
-    places = first.real[prompt].nonzero()[:, 0]
-    length, read = len(places), places[places <= query]
-    # If the angles depend on the largest position, the pass needs the same one as the clean pass.
-    places = places if first.clean.lens.angles_differ(len(read), length) else read
-    rerun, own = rerun[:, places], first.tokens[prompt, places]
-    others = copies.others[copies.sample, prompt][:, places]
-    others = torch.where(copies.removed[:, places], others, own)
-
-    def read_values(tokens: Int[Tensor, "copy pos"], of_copies: Bool[Tensor, "copy pos"]) -> Tensor:
-        logits = _run(first, prompt, places, tokens, of_copies)
-        return evaluate(bound.functions[row], logits[:, None].expand(-1, length, -1))
-
-    values = []
-    chunks = list(_split(first, len(places), rerun.sum(1).tolist()))
-    for chunk in first.with_bar(chunks, len(chunks), "chunks"):
-        if has_user_hooks(first.clean.lens.modules):
-            # A hook on certain positions misses the copies, which the prompt's own tokens detect.
-            same = read_values(own.expand_as(others[chunk]), rerun[chunk])
-            _check_same(same, bound.clean[row], pass_tolerance(first.inputs.dtype))
-        values.append(read_values(others[chunk], rerun[chunk]))
-    return torch.cat(values)
-
-
-def _split(first: Block, count: int, sizes: list[int]) -> Iterator[slice]:
-    """Yield slices over copies of these numbers of tokens, each of which runs beside the prompt's `count`."""
-    lens, needed = first.clean.lens, max(sizes)
-    most = max(needed, _MOST_TOKENS.get(lens.device.type, _MOST_TOKENS_ELSEWHERE))
-    while True:
-        length = count + most + 1
-        try:
-            count_copies(lens, first.max_memory, length, logits=length)
-            break
-        except ValueError:
-            if most == needed:
-                raise
-            most = max(needed, most // 2)
-    start, total = 0, 0
-    for copy, size in enumerate(sizes):
-        if total + size > most:
-            yield slice(start, copy)
-            start, total = copy, 0
-        total += size
-    yield slice(start, len(sizes))
+_MOST_COPIES = 256  # More in one pass would cost more in attention than they save.
 
 
 @torch.no_grad()
+def measure_direct(bound: BoundRows, row: int, copies: Copies) -> Float[Tensor, " copy"]:
+    """Return the number of a row in copies whose replaced token is read by the row's own token alone."""
+    block, prompt, clean, half = bound.block, int(bound.prompt_index[row]), bound.clean[row], len(copies) // 2
+    lens, places = block.clean.lens, block.real[prompt].nonzero()[:, 0]
+    read = places[places <= bound.queries[row]]
+    # If the angles depend on the largest position, the pass needs the same one as the clean pass.
+    places = places if lens.angles_differ(len(read), len(places)) else read
+    length, is_too_long = len(places) + 2 * len(copies) + 1, len(copies) > _MOST_COPIES
+    try:
+        count_copies(lens, block.max_memory, length, logits=length)
+    except ValueError:
+        if half == 0:
+            raise
+        is_too_long = True
+    if is_too_long:
+        parts = copies.at(slice(half)), copies.at(slice(half, None))
+        return torch.cat([measure_direct(bound, row, part) for part in parts])
+    rerun, own = copies.removed[:, places], block.tokens[prompt, places].expand(len(copies), -1)
+    others = torch.where(rerun, copies.others[copies.sample, prompt][:, places], own)
+    rerun[:, len(read) - 1] = True
+    logits, errors = _run(block, prompt, places, others, rerun)
+    if has_user_hooks(lens.modules):
+        # A hook on certain positions misses the copies, which the prompt's own tokens detect.
+        same = evaluate(bound.functions[row], _run(block, prompt, places, own, rerun)[0])
+        errors.append(float((same - clean).abs().max() / clean.abs().clamp_min(1)))
+    if not all(error <= pass_tolerance(block.inputs.dtype) for error in errors):
+        raise UnsupportedModelError(
+            "expected attention to read only tokens and their positions, and hooks to act alike at all "
+            "positions, so that a prompt can run beside its replacements; got other numbers for the same "
+            "tokens. Likely causes: a sliding window shorter than the prompt and its replacements, positions "
+            "that are counted instead of read, as with ALiBi, or a hook on certain positions"
+        )
+    return evaluate(bound.functions[row], logits)
+
+
 def _run(
-    first: Block,
-    prompt: int,
-    places: Int[Tensor, " pos"],
-    others: Int[Tensor, "copy pos"],
-    rerun: Bool[Tensor, "copy pos"],
-) -> Float[Tensor, "copy d_vocab"]:
-    """Return the logits of copies at the last position that they run, after a check of the prompt's tokens.
+    block: Block, prompt: int, places: Tensor, others: Tensor, rerun: Bool[Tensor, "copy pos"]
+) -> tuple[Float[Tensor, "copy 1 d_vocab"], list[float]]:
+    """Return the logits of the last token that each copy runs, and each block's error in the prompt's tokens.
 
-    All positions of the prompt are compared with the clean pass, and so is the last one once more: it ends
-    the row, and sees the whole prompt, as the copies do. No index sees more tokens, or tokens further away.
-
-    Raises:
-        UnsupportedModelError: The model gives these tokens other residual streams, or cannot run so.
+    A copy runs its tokens `rerun` and sees the prompt's others. One more copy, the prompt's last token alone,
+    ends the row and has an error too: no other token sees more tokens, or tokens further away in the row.
     """
-    own, lens, stack = first.tokens[prompt, places], first.clean.lens, first.stack
-    control = torch.arange(len(own), device=rerun.device) == len(own) - 1
-    layout = Layout.of(torch.cat([rerun, control[None]]))
-    tokens = layout.fill(own, torch.cat([others, own[None]]))
-    masks, pairs = lens.takes_padding_mask, []
-    if not masks:
-        template = stack.attention_template
-        pairs = [mask_attention(layer, layout.allowed, attention=template) for layer in range(len(stack))]
-    index = torch.cat([torch.arange(len(own), device="cpu"), layout.index[-1, -1:]]).to(tokens.device)
-    found: dict[int, Tensor] = {}
-    keeping = [
-        forward_hook(block, functools.partial(_keep, found, layer, index))
-        for layer, block in enumerate(stack.blocks)
-    ]
-    last = torch.where(layout.rerun[:-1], layout.index[:-1], -1).amax(1).to(tokens.device)
-    batch = layout.batch(tokens, layout.allowed if masks else None, lens.dtype)
+    lens, own = block.clean.lens, block.tokens[prompt, places]
+    index = torch.arange(len(own), device=own.device)
+    rerun, others = torch.cat([rerun, index[None] == index[-1]]), torch.cat([others, own[None]])
+    copy, again = rerun.nonzero().unbind(1)
+    tokens, positions = torch.cat([own, others[rerun]])[None], torch.cat([index, again])
+    of_prompt = torch.cat([index <= index[:, None], ~rerun[copy] & (index <= again[:, None])])
+    of_copy = (copy == copy[:, None]) & (again <= again[:, None])
+    allowed = torch.cat([of_prompt, torch.nn.functional.pad(of_copy, (0, 0, len(own), 0))], 1)
+    pairs, inputs = [], {"position_ids": positions[None]}
+    if lens.takes_padding_mask:
+        # transformers adds such a mask to the scores of every layer, instead of making one.
+        inputs["attention_mask"] = (~allowed).to(lens.dtype)[None, None] * torch.finfo(lens.dtype).min
+    else:
+        name = block.stack.attention_template
+        pairs = [mask_attention(layer, allowed, attention=name) for layer in range(len(block.stack))]
+    batch = Batch((Prompt(tokens[0]),), tokens, torch.ones_like(tokens, dtype=torch.bool), None, None, inputs)
+    calls: dict[int, BlockCall] = {}
+    changes = captured_calls(dict(enumerate(block.stack.blocks)), calls)
+    last, compared = len(own) + rerun[:-1].sum(1).cumsum(0) - 1, [*range(len(own)), -1]
     try:
         with must_fire(*pairs) as hooks:
-            logits = first.logits(hooks, batch=batch, positions=last[None], changes=keeping)
+            logits = block.logits(hooks, batch=batch, positions=last[None], changes=changes)
     except RuntimeError as problem:
         raise UnsupportedModelError(str(problem)) from problem
-    for layer, call in enumerate(first.clean.calls.values()):
-        clean = call.resid_post[prompt, places]
-        _check_control(found[layer], torch.cat([clean, clean[-1:]]))
-    return logits[0]
-
-
-def _keep(
-    found: dict[int, Tensor], layer: int, index: Tensor, module: nn.Module, args: Any, output: Any
-) -> None:
-    """Keep some indices of a block's output. This is a forward hook."""
-    found[layer] = first_tensor(output)[0, index]
-
-
-def _check_same(values: Float[Tensor, " copy"], clean: Tensor, bound: float) -> None:
-    """Check that copies with the prompt's own tokens have the target of the clean pass."""
-    error = float((values - clean).abs().max())
-    if not error <= bound * max(1.0, float(clean.abs())):
-        raise UnsupportedModelError(
-            "expected the model's hooks to act alike at all positions, because "
-            "replacements run at others; tokens that replace themselves change the target by "
-            f"{error:.1e}"
-        )
-
-
-def _check_control(found: Float[Tensor, "index d_model"], clean: Float[Tensor, "index d_model"]) -> None:
-    """Check that the prompt's tokens and the control leave a block as in the clean pass."""
-    error = relative_error(found, clean)
-    if not error <= pass_tolerance(found.dtype):
-        raise UnsupportedModelError(
-            "expected attention to read only tokens and their positions, so that a "
-            "prompt can be run beside its replacements; got other residual streams for the same tokens. "
-            "Likely causes: a sliding window shorter than the prompt and its replacements, or positions that "
-            "are counted instead of read, as with ALiBi"
-        )
+    clean = [call.resid_post[prompt, places][compared] for call in block.clean.calls.values()]
+    found = [call.resid_post[0, compared] for call in calls.values()]
+    return logits.transpose(0, 1), [relative_error(*pair) for pair in zip(found, clean, strict=True)]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import re
+import textwrap
 
 import pytest
 import torch
@@ -10,9 +12,8 @@ import lens_mix as lm
 from benchmarks.input_map.cheaper import hidden_rows
 from benchmarks.input_map.decoder import Decoder
 from lens_mix.hooks import mixing as hooks_mixing
-from lens_mix.hooks import must_fire, record_mixing, zero_values
+from lens_mix.hooks import record_mixing, zero_values
 from lens_mix.lens.autograd_graph import Mixing
-from lens_mix.lens.layout import Layout
 from lens_mix.lens.model import Lens
 from lens_mix.methods.attribution_patching import (
     hidden_effects,
@@ -101,9 +102,26 @@ def test_little_memory_changes_nothing():
 def test_hooks_that_know_positions_are_refused(position):
     model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
     pairs = [zero_values(layer, position) for layer in (0, 1)]
-    # The control detects hooks at the last position. Tokens that replace themselves detect other hooks.
-    reason = "only tokens and their positions" if position == 6 else "alike at all positions"
-    with model.hooks(fwd_hooks=pairs), pytest.raises(lm.UnsupportedModelError, match=reason):
+    with (
+        model.hooks(fwd_hooks=pairs),
+        pytest.raises(lm.UnsupportedModelError, match="alike at all"),
+    ):
+        last_row(model, prompt)
+
+
+def test_a_hook_behind_the_blocks_that_knows_positions_is_refused():
+    """No block differs, so only the numbers of tokens that replace themselves detect it."""
+    model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
+
+    def change_last(tensor, hook):
+        tensor[:, 6] += torch.arange(tensor.shape[-1])
+        return tensor
+
+    hooks = [("unembed.hook_out", change_last)]
+    with (
+        model.hooks(fwd_hooks=hooks),
+        pytest.raises(lm.UnsupportedModelError, match="alike at all"),
+    ):
         last_row(model, prompt)
 
 
@@ -211,22 +229,23 @@ def test_as_many_keys_as_asked_are_exact():
 # Hugging Face's RMSNorms and softmaxes are float32 in any dtype.
 @pytest.mark.parametrize(("name", "bound"), [("gpt2", 1e-10), ("llama", 1e-5)])
 def test_edits_on_a_run_of_ones_own_give_the_direct_term(name, bound):
+    """The example of `AttributionPatching.interventions` runs unchanged."""
     model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 10)
     method = lm.AttributionPatching(replacements=STAND_INS[:1], paths="direct")
     found = lm.run(model, prompt, method, queries=[-1]).scores[0, 0]
-    chosen, last = [0, 2, 4, 6], len(prompt) - 1
-    rerun = torch.eye(len(prompt), dtype=torch.bool)[chosen]
-    rerun[:, -1] = True
-    layout = Layout.of(rerun)
-    hooks = [pair for layer in range(2) for pair in method.interventions(layer, layout.allowed)]
-    copies = prompt.repeat(len(chosen), 1)
-    copies[range(len(chosen)), chosen] = STAND_INS[0] + (prompt[chosen] == STAND_INS[0]).long()
-    with torch.no_grad(), must_fire(*hooks) as pairs, model.hooks(fwd_hooks=pairs):
-        beside = layout.fill(prompt, copies)
-        logits = model(beside, position_ids=layout.positions)[0].log_softmax(-1)
-    log_p = logits[:, logits[last].argmax()]
-    expected = (log_p[layout.index[:, -1]] - log_p[last]).abs()
-    torch.testing.assert_close(found[chosen], expected, atol=bound, rtol=0)
+    with torch.no_grad():
+        clean = model(prompt[None])[0, -1]
+    (example,) = re.findall(r"run:\n\n(.*?)\n\n", method.interventions.__doc__, re.DOTALL)
+    for j in (0, 2, 4):
+        names = {"model": model, "tokens": prompt, "method": method, "torch": torch, "layers": range(2)}
+        # The token at position 2 is the stand-in itself, so the next one of the vocabulary replaces it.
+        names |= {"j": j, "other_token": STAND_INS[0] + (j == 2)}
+        names["target"] = lambda logits: logits.log_softmax(-1)[clean.argmax()]
+        with torch.no_grad():
+            exec(textwrap.dedent(example), names)
+        torch.testing.assert_close(found[j], names["direct"], atol=bound, rtol=0)
+        assert float(found[j]) > 100 * bound
+        assert all(function.calls == 1 for _, function in names["hooks"])
 
 
 @pytest.mark.parametrize(("name", "bound"), [("gpt2", 1e-10), ("llama", 1e-6)])
