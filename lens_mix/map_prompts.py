@@ -296,7 +296,7 @@ class _Record:
             ),
         )
 
-    def _name_keys(self, method: Method, index: int) -> tuple[list[str] | None, list[list[int]] | None]:
+    def _name_keys(self, method: Method, index: int) -> tuple[Any, list[list[int]] | None]:
         """Return the tokens of a map's keys, None if they are the queries' own, and the groups that are keys.
 
         Args:
@@ -307,7 +307,8 @@ class _Record:
             The tokens, or the names of the groups; and the positions of each group, or None if each position
             is a key.
         """
-        session, keys = self._checked_pass.session, self._checked_pass.key_tokens(index)
+        session = self._checked_pass.session
+        keys: Any = self._checked_pass.key_tokens(index)
         named = session.key_groups(method, self._checked_pass.clean.batch.prompts[index])
         if named is not None:
             keys = [group.name for group in named]

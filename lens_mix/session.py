@@ -342,17 +342,21 @@ class Session:
         anatomy = verification.anatomy[layer]
         methods = {label: each for label, each in self.methods.items() if layer in self.layers_of(each)}
         roles = {role for method in methods.values() for role in method.records - {RESID_PRE}}
-        uses_algebra = "algebra" in compared
+        is_verified = has_hooks or "algebra" in compared
         # The verification needs these tensors even if no method does.
-        roles |= {"pattern", "value"} if uses_algebra or has_hooks else set()
+        roles |= {"pattern", "value"} if is_verified else set()
         roles |= {"z"} if has_hooks else set()
-        is_whole = any(
+        # The verification computes a feed-forward if a method does, or if a hook may act in it. The others
+        # would take most of its time, and those without a formula cannot be computed.
+        is_whole = has_hooks or any(
             engines[label] == "algebra" and "feed_forward" in method.needs_for(anatomy)
             for label, method in methods.items()
         )
-        # The verification computes a feed-forward if a method does, or if a hook may act in it. The others
-        # would take most of its time, and those without a formula cannot be computed.
-        is_computed = anatomy.feed_forward is not None and not anatomy.cross and (is_whole or has_hooks)
+        outputs: tuple[str, ...] = ()
+        if "algebra" in compared and not (
+            is_whole and anatomy.feed_forward is not None and not anatomy.cross
+        ):
+            outputs = ("feed_forward_out", "cross_out")
         visitors = [label for label in methods if label in (visiting or ())]
         template = self.lens.stack.attention_template
         late = [method for label, method in methods.items() if label not in visitors]
@@ -360,10 +364,10 @@ class Session:
         kept = [role for role in roles if self.lens.stack.hook_name(role, 0) in names]
         return LayerPlan(
             records=tuple(sorted(roles)),
-            outputs=("feed_forward_out", "cross_out") if uses_algebra and not is_computed else (),
-            visitors=(*([VERIFICATION] if uses_algebra or has_hooks else []), *visitors),
+            outputs=outputs,
+            visitors=(*([VERIFICATION] if is_verified else []), *visitors),
             kept=tuple(sorted(roles if visiting is None else kept)),
-            is_whole=is_whole or has_hooks,
+            is_whole=is_whole,
         )
 
     def _run(

@@ -60,6 +60,23 @@ FLOORS = {
     "": 9,
 }
 
+# What only some prompts, methods or files need. `METHODS` imports all methods, and with them most of these.
+RARELY_NEEDED = {
+    "classifiers",
+    "hooks.gradient",
+    "inputs",
+    "lens.autograd_graph",
+    "lens.continuation",
+    "lens.features",
+    "lens.picture_inputs",
+    "lens.verification.support",
+    "lens.verification.verify",
+    "maps.exchange",
+    "maps.words",
+    "residual_shares",
+    "targets",
+}
+
 # These functions may import from a higher floor when they are called: drawing, and callers of drawing.
 DRAWING = {"view"}
 DRAWING_FUNCTIONS = {"show", "_repr_html_"}
@@ -155,6 +172,15 @@ def test_imports_from_above_within_a_function_are_for_drawing():
 def test_imports_for_type_checkers_run_down_too():
     wrong = list(run_upwards(arrow for arrow in imports() if arrow.when == "types"))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_a_run_imports_what_not_every_run_needs_only_when_it_does():
+    following: dict[str, set[str]] = {}
+    for arrow in imports():
+        if arrow.when == "module":
+            following.setdefault(arrow.importer, set()).add(arrow.imported)
+    assert not _reached("runner", following) & RARELY_NEEDED
+    assert set(trees()) >= RARELY_NEEDED
 
 
 def test_no_circle_of_files():
