@@ -24,8 +24,8 @@ from lens_mix.hooks.base import HookFunction, HookPointLike
 from lens_mix.lens.features import as_features, blurred, covered_cells, mean_of
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.pictures import image_token
+from lens_mix.lens.precision import relative_error
 from lens_mix.lens.prompts import vocabulary
-from lens_mix.lens.replay import relative_error
 from lens_mix.targets import Context
 
 if TYPE_CHECKING:

@@ -44,12 +44,12 @@ from lens_mix.lens.verification.engines import choose_engine, find_obstacle, nee
 from lens_mix.lens.verification.kept import verification_of
 from lens_mix.lens.verification.prompt_check import UnexpectedBlock, Verifier, find_input_mismatch
 from lens_mix.lens.verification_record import Verification
-from lens_mix.maps.spans import Group
 from lens_mix.method import Method
 from lens_mix.pass_plan import VERIFICATION, LayerPlan, PassPlan, takes_rows, visits_blocks
 
 if TYPE_CHECKING:
     from lens_mix.lens.autograd_graph import AutogradGraph
+    from lens_mix.maps.spans import Group
 
 _MOST_LOGITS = 1 << 29  # the bytes of the logits that are computed at once for the predictions
 _LEAST_LOGITS = 1 << 24  # a smaller `max_memory` does not bound them, because each chunk costs a pass

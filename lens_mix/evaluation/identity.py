@@ -25,8 +25,8 @@ import transformers
 from torch import Tensor, nn
 
 from lens_mix.lens.model_classes import TransformerLensModel, transformer_lens_version
+from lens_mix.lens.model_names import model_name
 from lens_mix.lens.offloading import load_offloaded
-from lens_mix.lens.provenance import model_name
 from lens_mix.lens.state import all_modules
 from lens_mix.lens.users_hooks import find_user_functions, plain_values, read_user_module_settings
 from lens_mix.version import __version__

@@ -25,8 +25,7 @@ from lens_mix.evaluation.identity import digest_identity, identity, identity_of_
 from lens_mix.evaluation.tasks import Case, Task
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.model_names import strip_path
-from lens_mix.lens.provenance import model_name
+from lens_mix.lens.model_names import model_name, strip_path
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.runner import MethodLike, read_methods, run

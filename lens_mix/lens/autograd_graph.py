@@ -18,7 +18,8 @@ from lens_mix.lens.changed_backward import ChangedRules
 from lens_mix.lens.copies import bytes_through_block
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.replay import BlockCall, enter_with, first_tensor, relative_error
+from lens_mix.lens.precision import relative_error
+from lens_mix.lens.replay import BlockCall, enter_with, first_tensor
 
 # The graph of all blocks is kept up to this many bytes, by an estimate of at least twice its true size: of
 # SmolLM2, up to about 300 tokens. With a longer prompt, running blocks again takes a third more time.

@@ -290,7 +290,7 @@ class Block:
         Raises:
             UnsupportedModelError: The logits are not the final norm followed by the unembedding.
         """
-        from lens_mix.lens.continuation import unembedding_from
+        from lens_mix.lens.ends import unembedding_from
 
         has_norm = self._lens.final_norm() is not None
         return unembedding_from(self.clean, self._read_final_norm() if has_norm else None)

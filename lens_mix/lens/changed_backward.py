@@ -42,7 +42,8 @@ from lens_mix.lens.backward_rules import Activations, BackwardRules, PlainRules
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
-from lens_mix.lens.replay import BlockCall, enter_with, first_tensor, relative_error, with_first
+from lens_mix.lens.precision import relative_error
+from lens_mix.lens.replay import BlockCall, enter_with, first_tensor, with_first
 from lens_mix.lens.stacks import Stack
 from lens_mix.lens.unembedding import read_b_U
 

@@ -21,9 +21,9 @@ from lens_mix.lens.changes import Change, Changes, forward_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.predictions import describe_missing, name_token, read_predictions
-from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, is_out_of_memory
+from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls
 from lens_mix.lens.rows import Rows, rows_at
-from lens_mix.lens.tracebacks import find_user_code
+from lens_mix.lens.tracebacks import find_user_code, is_out_of_memory
 from lens_mix.lens.unembedding import row_at, unembedding_at
 from lens_mix.maps.explained import Explained
 

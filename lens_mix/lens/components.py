@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import ValuePath
+from lens_mix.lens.precision import relative_error
 from lens_mix.lens.recorded import RecordedBlock, RecordedEnd
-from lens_mix.lens.replay import relative_error
 from lens_mix.lens.sketch import random_vectors, sketched_error
 
 _CHUNK_ROWS = 512  # The number of rows, of all prompts together, that are rebuilt at once.

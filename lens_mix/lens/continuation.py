@@ -19,19 +19,16 @@ from torch import Tensor, nn
 
 from lens_mix.hooks.base import HookPair
 from lens_mix.lens import known_faults
-from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.batches import Batch, pad
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replace_method
 from lens_mix.lens.clean_pass import CleanPass, StopForward, stop_forward
-from lens_mix.lens.components import LOGITS, measure_end
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.predictions import describe_missing, name_token, read_predictions
 from lens_mix.lens.prompts import pad_token, read_prompt
-from lens_mix.lens.recorded import RecordedEnd
 from lens_mix.lens.replay import BlockCall, captured_calls, enter_with, with_first
 from lens_mix.lens.tracebacks import find_user_code
-from lens_mix.lens.unembedding import Unembedding, read_unembedding, row_at, unembedding_at
+from lens_mix.lens.unembedding import row_at, unembedding_at
 from lens_mix.maps.explained import Explained
 
 
@@ -97,38 +94,6 @@ def last_residual_from(
     with contextlib.suppress(StopForward):
         run_from(clean, layer, fwd_hooks, changes=ending, **options)
     return calls[0].resid_post
-
-
-def unembedding_from(clean: CleanPass, norm: Norm | None) -> Unembedding:
-    """Return the model's unembedding, verified on a pass that reached the last block.
-
-    Raises:
-        UnsupportedModelError: The logits are not the unembedding of the last residual stream after `norm`.
-    """
-    lens, last = clean.lens, clean.lens.n_layers - 1
-    if lens.stack.name == "encoder":
-        raise UnsupportedModelError("unembedding: the encoder of an encoder-decoder has no logits")
-    logits = logits_from(clean, last)
-    if logits.ndim != 3:
-        raise UnsupportedModelError(
-            f"unembedding: expected logits of every position, got {list(logits.shape)}"
-        )
-    resid, logits = (
-        tensor[clean.real][None].to(lens.wide_dtype) for tensor in (clean.calls[last].resid_post, logits)
-    )
-    unembedding = read_unembedding(lens.model, norm, resid.shape[-1], logits.shape[-1])
-    rebuilt = unembedding(resid)
-    scale = float((rebuilt * logits).sum() / rebuilt.square().sum())  # This is the least-squares solution.
-    if abs(scale - 1) > lens.tolerance:
-        # Cohere and Granite multiply the logits by a constant.
-        unembedding = unembedding.scaled(scale)
-    error = measure_end(LOGITS, RecordedEnd(resid, unembedding=unembedding, logits=logits))
-    if not error <= lens.tolerance:  # This is also true for NaN.
-        raise UnsupportedModelError(
-            "unembedding: expected logits = final norm, then unembedding; rebuilt logits have a relative "
-            f"error of {error:.1e} (a dense layer or a cap between the two can't be split by token)"
-        )
-    return unembedding
 
 
 def run_from(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lens_mix.arguments import check_whole_number
 from lens_mix.lens.model_classes import NO_REGISTERS
-from lens_mix.lens.replay import relative_error
+from lens_mix.lens.precision import relative_error
 
 if TYPE_CHECKING:
     from transformers import Dinov2Model, Dinov2PreTrainedModel, ViTModel

@@ -25,13 +25,9 @@ from lens_mix.lens.model_classes import (
     model_class_of,
     reads_features,
     transformer_lens_version,
-)
-from lens_mix.lens.prompts import (
-    device_of,
-    further_inputs,
-    is_encoder_decoder,
     wrapped_config,
 )
+from lens_mix.lens.prompts import device_of, further_inputs, is_encoder_decoder
 from lens_mix.lens.stacks import Stack, choose_stack, stacks_of
 from lens_mix.lens.state import all_modules, evaluation_mode
 

@@ -153,3 +153,8 @@ def transformer_lens_version() -> tuple[int, int]:
     """Return (major, minor) of the installed TransformerLens, which has no `__version__`."""
     numbers = re.findall(r"\d+", importlib.metadata.version("transformer-lens"))
     return int(numbers[0]), int(numbers[1])
+
+
+def wrapped_config(model: TransformerLensModel, name: str) -> Any:
+    """Return a setting of the transformers model inside a TransformerBridge; None if there is none."""
+    return getattr(getattr(getattr(model, "original_model", None), "config", None), name, None)

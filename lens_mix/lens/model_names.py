@@ -1,8 +1,10 @@
-"""Name a model without the folder that it was loaded from."""
+"""Name a model, without the folder that it was loaded from."""
 
 from __future__ import annotations
 
 import regex
+
+from lens_mix.lens.model_classes import TransformerLensModel, wrapped_config
 
 # Names of folders that do not name a model: a hash, and those that tools give to every model's folder.
 _MEANS_NOTHING = regex.compile(
@@ -29,3 +31,9 @@ def strip_path(model: str) -> str:
         return model
     meaningful = [folder for folder in folders if not _MEANS_NOTHING.fullmatch(folder)]
     return (meaningful or folders or [""])[-1]
+
+
+def model_name(model: TransformerLensModel) -> str:
+    """Return the model's name, or the name of its class if it has none."""
+    name = getattr(getattr(model, "cfg", None), "model_name", None)
+    return str(name or wrapped_config(model, "_name_or_path") or type(model).__name__)

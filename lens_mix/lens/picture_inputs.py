@@ -19,7 +19,7 @@ from lens_mix.lens.pictures import Picture, image_token, only_grid
 from lens_mix.maps.grid import Grid
 
 
-class Layout(NamedTuple):
+class _Patches(NamedTuple):
     """The patches of one picture: rows and columns, and the height and width of its pixels."""
 
     rows: int
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
         return Grid(self.rows, self.columns, positions, (self.height, self.width), patch, patch)
 
 
-_Layouts = list[Layout]
+_Layouts = list[_Patches]
 
 
 def find_pictures(
@@ -103,14 +103,14 @@ def _by_pixels(config: Any, inputs: Mapping[str, Tensor]) -> _Layouts:
     patch = config.vision_config.patch_size
     count, _, height, width = inputs["pixel_values"].shape
     sizes = inputs["image_sizes"].tolist() if "image_sizes" in inputs else [(height, width)] * count
-    return [Layout(rows // patch, columns // patch, rows, columns) for rows, columns in sizes]
+    return [_Patches(rows // patch, columns // patch, rows, columns) for rows, columns in sizes]
 
 
 def _by_pooling(config: Any, inputs: Mapping[str, Tensor]) -> _Layouts:
     """Return the averages of square groups of patches (Gemma 3)."""
     side = math.isqrt(config.mm_tokens_per_image)
     count, _, height, width = inputs["pixel_values"].shape
-    return [Layout(side, side, height, width)] * count
+    return [_Patches(side, side, height, width)] * count
 
 
 def _by_shuffle(config: Any, inputs: Mapping[str, Tensor]) -> _Layouts:
@@ -118,7 +118,7 @@ def _by_shuffle(config: Any, inputs: Mapping[str, Tensor]) -> _Layouts:
     pixels = inputs["pixel_values"]
     count = int((pixels != 0).flatten(2).any(-1).sum())
     patch, height, width = config.vision_config.patch_size * config.scale_factor, *pixels.shape[-2:]
-    return [Layout(height // patch, width // patch, height, width)] * count
+    return [_Patches(height // patch, width // patch, height, width)] * count
 
 
 def _by_grid(config: Any, inputs: Mapping[str, Tensor]) -> _Layouts | None:
@@ -128,7 +128,7 @@ def _by_grid(config: Any, inputs: Mapping[str, Tensor]) -> _Layouts | None:
         return None
     merged, patch = vision.spatial_merge_size, vision.patch_size
     return [
-        Layout(time * (rows // merged), columns // merged, time * rows * patch, columns * patch)
+        _Patches(time * (rows // merged), columns // merged, time * rows * patch, columns * patch)
         for time, rows, columns in grids.tolist()
     ]
 
@@ -138,7 +138,7 @@ def _by_sizes(config: Any, inputs: Mapping[str, Tensor]) -> _Layouts | None:
     sizes, patch = inputs.get("image_sizes"), config.vision_config.patch_size * config.spatial_merge_size
     if sizes is None:
         return None
-    return [Layout(height // patch, width // patch, height, width) for height, width in sizes.tolist()]
+    return [_Patches(height // patch, width // patch, height, width) for height, width in sizes.tolist()]
 
 
 _LAYOUTS: dict[str, Callable[[Any, Mapping[str, Tensor]], _Layouts | None]] = {

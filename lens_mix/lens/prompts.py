@@ -23,6 +23,7 @@ from lens_mix.lens.model_classes import (
     UnsupportedModelError,
     reads_features,
     transformer_lens_version,
+    wrapped_config,
 )
 from lens_mix.lens.offloading import execution_device
 from lens_mix.lens.pictures import (
@@ -49,11 +50,6 @@ def is_encoder_decoder(model: TransformerLensModel, model_class: ModelClass) -> 
     """Return whether the model takes a pair of source and target."""
     is_hooked = model_class is ModelClass.HOOKED_ENCODER_DECODER
     return is_hooked or bool(wrapped_config(model, "is_encoder_decoder"))
-
-
-def wrapped_config(model: TransformerLensModel, name: str) -> Any:
-    """Return a setting of the transformers model inside a TransformerBridge; None if there is none."""
-    return getattr(getattr(getattr(model, "original_model", None), "config", None), name, None)
 
 
 def is_causal_model(model: TransformerLensModel, model_class: ModelClass) -> bool:

@@ -14,9 +14,9 @@ from lens_mix.lens.anatomy import read_weight
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.block import Block
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel, transformer_lens_version
+from lens_mix.lens.model_classes import transformer_lens_version, wrapped_config
+from lens_mix.lens.model_names import model_name
 from lens_mix.lens.precision import switched_off
-from lens_mix.lens.prompts import wrapped_config
 from lens_mix.version import __version__
 
 # TransformerBridge has no classifiers of these kinds.
@@ -108,12 +108,6 @@ def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:
         "prepend_bos": prepend_bos,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def model_name(model: TransformerLensModel) -> str:
-    """Return the model's name, or the name of its class if it has none."""
-    name = getattr(getattr(model, "cfg", None), "model_name", None)
-    return str(name or wrapped_config(model, "_name_or_path") or type(model).__name__)
 
 
 def of_prompt(prompt: Prompt) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from torch import nn
 
 from lens_mix.lens.changes import Changes
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.provenance import model_name
-from lens_mix.lens.replay import is_out_of_memory
-from lens_mix.lens.tracebacks import find_user_code, is_own_error
+from lens_mix.lens.model_names import model_name
+from lens_mix.lens.tracebacks import find_user_code, is_out_of_memory, is_own_error
 
 # Checks of shapes are for developers. An error that they raise is a mistake in lens_mix.
 _CHECKS = frozenset({"jaxtyping", "beartype"})

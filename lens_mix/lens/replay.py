@@ -19,6 +19,8 @@ from lens_mix.hooks.base import HookPair
 from lens_mix.lens.changes import Change, forward_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.precision import relative_error
+from lens_mix.lens.tracebacks import is_out_of_memory
 
 _RESIDUAL_KEYWORDS = ("hidden_states", "resid_pre")  # Hugging Face's blocks, and TransformerLens's
 
@@ -197,34 +199,6 @@ class BlockReplay:
         rows = torch.tensor([batch - 1, 0, batch - 1], device=self.call.resid_pre.device, dtype=torch.long)
         clean = self.call.resid_post.index_select(0, rows)
         return relative_error(self._run(rows, expansion), clean, self.real.index_select(0, rows))
-
-
-def is_out_of_memory(problem: Exception) -> bool:
-    """Return whether an error means that memory ran out, which is not a fault of the model."""
-    texts = ("out of memory", "not enough memory", "can't allocate")
-    return isinstance(problem, torch.cuda.OutOfMemoryError) or any(text in str(problem) for text in texts)
-
-
-def relative_error(
-    got: Float[Tensor, "*batch d"], expected: Float[Tensor, "*batch d"], counted: Tensor | None = None
-) -> float:
-    """Return the largest error of a position, relative to the norm of its own vector.
-
-    The norm is that of the position, because a large vector elsewhere would otherwise hide the error of a
-    small one. The result is NaN if a compared position has a NaN.
-
-    Args:
-        got: The vectors to compare.
-        expected: The vectors to compare them with.
-        counted: The mask of the positions to compare, over all axes but the last; None for all.
-    """
-    wide = torch.float64 if expected.dtype == torch.float64 else torch.float32
-    difference = torch.linalg.vector_norm((got.to(wide) - expected.to(wide)), dim=-1)
-    size = torch.linalg.vector_norm(expected.to(wide), dim=-1)
-    ratio = (difference / size).masked_fill_(difference == 0, 0)
-    # A selection of the counted positions would take as long as all the other steps.
-    ratio = ratio if counted is None else ratio.masked_fill_(~counted, 0)
-    return float(ratio.max()) if ratio.numel() else 0.0
 
 
 def captured_calls(modules: Mapping[_Key, nn.Module], calls: dict[_Key, BlockCall]) -> list[Change]:

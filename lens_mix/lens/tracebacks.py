@@ -1,4 +1,4 @@
-"""Find whose code raised an error: the user's, lens_mix's, or that of the libraries below."""
+"""Find what an error means, and whose code raised it: the user's, lens_mix's, or that of a library below."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 import sysconfig
 import traceback
 from types import FrameType, TracebackType
+
+import torch
 
 _LIBRARIES = frozenset({"lens_mix", "torch", "transformer_lens", "transformers", "transformers_modules"})
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -50,3 +52,9 @@ def _is_users(frame: FrameType) -> bool:
     package, file = _top_package(frame), frame.f_code.co_filename
     is_library = package in _LIBRARIES or package in sys.stdlib_module_names
     return not is_library and not file.startswith(("<", *_INSTALLED))
+
+
+def is_out_of_memory(problem: Exception) -> bool:
+    """Return whether an error means that memory ran out, which is not a fault of the model."""
+    texts = ("out of memory", "not enough memory", "can't allocate")
+    return isinstance(problem, torch.cuda.OutOfMemoryError) or any(text in str(problem) for text in texts)

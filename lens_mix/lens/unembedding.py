@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from lens_mix.lens.anatomy import Norm, read_weight
 from lens_mix.lens.changes import Changes, forward_pre_hook
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, wrapped_config
 from lens_mix.lens.offloading import is_offloaded
-from lens_mix.lens.prompts import wrapped_config
 from lens_mix.lens.users_hooks import has_user_hooks
 
 

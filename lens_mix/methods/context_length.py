@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from lens_mix.lens.batches import Batch, Prompt, pad
 from lens_mix.lens.cost import Growth
-from lens_mix.lens.prompts import pad_token, wrapped_config
+from lens_mix.lens.model_classes import wrapped_config
+from lens_mix.lens.prompts import pad_token
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, evaluate, read_output
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lens_mix.lens.autograd_graph import AutogradGraph
 from lens_mix.lens.backward_rules import BackwardRules
 from lens_mix.lens.clean_pass import clean_pass
-from lens_mix.lens.replay import relative_error
+from lens_mix.lens.precision import relative_error
 from lens_mix.lens.users_hooks import has_user_hooks
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens.batches import Batch, Prompt
 from lens_mix.lens.copies import count_copies
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.replay import BlockCall, captured_calls, relative_error
+from lens_mix.lens.precision import relative_error
+from lens_mix.lens.replay import BlockCall, captured_calls
 from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.methods.bound_target import BoundRows, evaluate
 

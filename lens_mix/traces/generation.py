@@ -18,7 +18,7 @@ from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.picture_inputs import join_inputs
 from lens_mix.lens.prompts import context_length, is_encoder_decoder, most_tokens, vocabulary
-from lens_mix.lens.replay import is_out_of_memory
+from lens_mix.lens.tracebacks import is_out_of_memory
 from lens_mix.traces.attribution import Written, read_written, rounding_of
 from lens_mix.traces.reading import PromptText, Reading, add_answer
 

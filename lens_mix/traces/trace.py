@@ -25,9 +25,9 @@ from lens_mix.evaluation.candidates import Aggregation
 from lens_mix.lens.changes import Changes
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
-from lens_mix.lens.model_names import strip_path
+from lens_mix.lens.model_names import model_name, strip_path
 from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder, read_plain
-from lens_mix.lens.provenance import model_name, of_run
+from lens_mix.lens.provenance import of_run
 from lens_mix.lens.verification.kept import read_state
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained

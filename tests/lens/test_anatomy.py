@@ -11,7 +11,7 @@ from torch import nn
 import lens_mix as lm
 from lens_mix.lens.anatomy import read_norm
 from lens_mix.lens.model_classes import transformer_lens_version
-from lens_mix.lens.replay import relative_error
+from lens_mix.lens.precision import relative_error
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import bridge
 

@@ -12,7 +12,8 @@ from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changes import forward_hook, forward_pre_hook
 from lens_mix.lens.clean_pass import CleanPass, StopForward
 from lens_mix.lens.components import NEXT_NORM, measure_end
-from lens_mix.lens.continuation import run_from, unembedding_from
+from lens_mix.lens.continuation import run_from
+from lens_mix.lens.ends import unembedding_from
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.recorded import RecordedEnd
 

@@ -16,8 +16,8 @@ from lens_mix.lens.batches import pad
 from lens_mix.lens.block_outputs import BlockOutputs
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.components import COMPONENTS, VALUES, Component, ComponentError, measure
+from lens_mix.lens.precision import relative_error
 from lens_mix.lens.recorded import RecordedBlock
-from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import spread
 from lens_mix.lens.verification_record import Verification
 

@@ -17,9 +17,8 @@ from lens_mix.lens.model_classes import (
     model_class_of,
     reads_features,
 )
-from lens_mix.lens.model_names import strip_path
+from lens_mix.lens.model_names import model_name, strip_path
 from lens_mix.lens.prompts import device_of, is_encoder_decoder, read_prompt
-from lens_mix.lens.provenance import model_name
 from lens_mix.lens.raw_errors import LibraryErrors
 from lens_mix.lens.verification.engines import HasEngines, choose_engine, find_obstacle, needs_unembedding
 from lens_mix.lens.verification.kept import verification_of

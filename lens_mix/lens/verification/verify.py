@@ -26,10 +26,10 @@ from lens_mix.lens.clean_pass import CleanPass, StopForward, clean_pass
 from lens_mix.lens.components import COMPONENTS, FEED_FORWARD, MIXING, ComponentError, measure
 from lens_mix.lens.masks import padding_leaks
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.prompts import pad_token, wrapped_config
+from lens_mix.lens.model_classes import UnsupportedModelError, wrapped_config
+from lens_mix.lens.precision import relative_error
+from lens_mix.lens.prompts import pad_token
 from lens_mix.lens.recorded import RecordedBlock
-from lens_mix.lens.replay import relative_error
 from lens_mix.lens.tracebacks import find_user_code
 from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.lens.verification.next_norms import next_norm_failures
