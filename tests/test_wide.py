@@ -100,7 +100,7 @@ def cell(label, name):
     one_row = (
         architecture(label) in CLASSES
         and METHODS[name].reads == "model"
-        and hasattr(METHODS[name](), "target")
+        and METHODS[name]().target is not None
     )
     options = {"queries": [0]} if one_row else {}
     try:

@@ -66,7 +66,8 @@ def test_the_unembedding_is_verified_only_for_methods_that_split_logits(model, m
     assert len(looked) == 2  # The verification and this prompt's pass call it once each.
     lm.run(model, prompt_of(model), "alti_logit")
     assert len(looked) == 3
-    assert [name for name, method in lm.METHODS.items() if needs_unembedding([method])] == ["alti_logit"]
+    assert needs_unembedding([lm.Alti(), lm.AltiLogit()])
+    assert not needs_unembedding([lm.AttentionWeights(), lm.ValueZeroing(), lm.Alti(), lm.DecompX()])
 
 
 def test_an_unembedding_that_was_not_compared_is_not_verified():
