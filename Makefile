@@ -75,7 +75,7 @@ test-newest: $(NEWEST)/.ready
 	@echo "== smoke test with the newest dependencies"
 	@$(NEWEST)/bin/python -m pip list --disable-pip-version-check --format freeze | \
 		grep -E '^(torch|transformers|transformer-lens|numpy|pandas|pyarrow)=='
-	@$(call RUN_TESTS,$(NEWEST)) $(SMOKE) tests/test_public_calls.py tests/lens/test_wrap.py
+	@$(call RUN_TESTS,$(NEWEST)) $(SMOKE) tests/test_public_calls.py tests/_model/test_wrap.py
 
 # The Space's app needs gradio, which is large and no dependency of the library.
 test-space: $(SPACE)/.ready

@@ -7,7 +7,7 @@ environment of its own:
     .environments/tracr/bin/pip install tracr-pypi==1.0.0
     .environments/tracr/bin/python benchmarks/compile_programs.py
 
-The arrays of the file have the names `<program>/<name of lens_mix.lens.from_weights.Weights>`.
+The arrays of the file have the names `<program>/<name of lens_mix._model.from_weights.Weights>`.
 """
 
 from __future__ import annotations

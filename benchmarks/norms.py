@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.common import MODELS, gemm, interleaved, random_tokens
-from lens_mix.algebra.feed_forward import feed_forward_maps, feed_forward_shares
-from lens_mix.algebra.vectors import Vectors, attention_vectors
+from lens_mix._algebra.feed_forward import feed_forward_maps, feed_forward_shares
+from lens_mix._algebra.vectors import Vectors, attention_vectors
 from lens_mix.method import Method
 from lens_mix.methods.alti import Alti
 from lens_mix.methods.atb_ff import AtbFfResLn

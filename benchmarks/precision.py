@@ -18,7 +18,7 @@ import torch
 
 import lens_mix as lm
 from benchmarks import common
-from lens_mix.algebra import value_zeroing as value_zeroing_algebra
+from lens_mix._algebra import value_zeroing as value_zeroing_algebra
 
 SMALLEST = 1e-7
 

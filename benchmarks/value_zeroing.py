@@ -28,7 +28,7 @@ import lens_mix as lm
 from benchmarks import common
 from benchmarks.baselines import PlainModel, value_zeroing_by_blocks
 from benchmarks.peers import peer_seconds
-from lens_mix.lens.block import Block
+from lens_mix._blocks.block import Block
 
 # Above these numbers of positions the slow alternatives take minutes.
 HOOKS_UP_TO, NAIVE_UP_TO, BATCHED_UP_TO = 128, 128, 256

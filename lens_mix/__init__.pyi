@@ -1,4 +1,10 @@
 from . import corpus, evaluation, graphs, hooks, statistics, targets, testing, view
+from ._algebra.block_parts import BlockParts, block_parts
+from ._classes.model_classes import UnsupportedModelError
+from ._model.layer_scale import fold_layer_scale
+from ._model.model import Lens
+from ._model.wrap import wrap
+from ._verification.support import check
 from .again import run_again
 from .aggregation.flow import flow
 from .aggregation.gradient_rollout import gradient_rollout
@@ -6,15 +12,9 @@ from .aggregation.joint import joint
 from .aggregation.layer_mean import layer_mean
 from .aggregation.rollout import rollout
 from .aggregation.tree import attribution_tree, tree_text
-from .algebra.block_parts import BlockParts, block_parts
 from .citations import citation
 from .evaluation.compare import compare
 from .evaluation.leaderboard import evaluate
-from .lens.layer_scale import fold_layer_scale
-from .lens.model import Lens
-from .lens.model_classes import UnsupportedModelError
-from .lens.verification.support import check
-from .lens.wrap import wrap
 from .maps import MixingMap
 from .method import Method
 from .methods import METHODS

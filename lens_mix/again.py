@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lens_mix._classes.model_classes import TransformerLensModel
 from lens_mix.arguments import check_instance, check_items, check_real_tensor
-from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.registry import all_methods

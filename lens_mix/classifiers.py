@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lens_mix._care.changes import Changes, forward_hook, forward_pre_hook, replace_method
+from lens_mix._care.state import all_modules, evaluation_mode
+from lens_mix._classes.model_classes import find_original
 from lens_mix.arguments import check_whole_number, describe_value
 from lens_mix.hooks.mixing import pass_tolerance
-from lens_mix.lens.changes import Changes, forward_hook, forward_pre_hook, replace_method
-from lens_mix.lens.model_classes import find_original
-from lens_mix.lens.state import all_modules, evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

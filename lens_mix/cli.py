@@ -384,7 +384,7 @@ def check(model: _Model, as_json: _Json = False) -> None:
 
     Every block is rebuilt from its components and compared with the model.
     """
-    from lens_mix.lens.verification import support as verification
+    from lens_mix._verification import support as verification
 
     found = verification.check(_load(model))
     if not as_json:
@@ -653,7 +653,7 @@ def _read_selection(option: str, text: str | None) -> list[int] | slice | None:
 
 def _name(model: str) -> str:
     """Return the name of a model without the folders of this computer."""
-    from lens_mix.lens.model_names import strip_path
+    from lens_mix._classes.model_names import strip_path
 
     return strip_path(model)
 
@@ -762,7 +762,7 @@ def _load(name: str) -> Any:
 
 def _load_for_text(name: str) -> Any:
     """Load a model that a prompt of text is given to."""
-    from lens_mix.lens.features import require_tokens
+    from lens_mix._inputs.features import require_tokens
 
     model = _load(name)
     require_tokens(model, "MODEL")

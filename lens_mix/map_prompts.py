@@ -13,15 +13,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from lens_mix._blocks import provenance
+from lens_mix._blocks.block import Block, LayerRecord
+from lens_mix._blocks.cost import find_warnings
+from lens_mix._inputs.batches import PaddingSide, Prompt
+from lens_mix._passes.clean_pass import CleanPass
+from lens_mix._passes.effort import Effort
+from lens_mix._passes.masks import AllowedKeys, PromptMask
+from lens_mix._passes.predictions import join_explained
 from lens_mix.hooks.mixing import pass_tolerance
-from lens_mix.lens import provenance
-from lens_mix.lens.batches import PaddingSide, Prompt
-from lens_mix.lens.block import Block, LayerRecord
-from lens_mix.lens.clean_pass import CleanPass
-from lens_mix.lens.cost import find_warnings
-from lens_mix.lens.effort import Effort
-from lens_mix.lens.masks import AllowedKeys, PromptMask
-from lens_mix.lens.predictions import join_explained
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import RESIDUAL_KEY, Method

@@ -58,7 +58,7 @@ def _read() -> dict[str, Any]:
 
 
 def recorded_costs() -> dict[str, dict[str, Any]]:
-    """Return the costs of the built-in methods and `input_map`, as fields of `lens_mix.lens.cost.Cost`."""
+    """Return the costs of the built-in methods and `input_map`, as fields of `lens_mix._blocks.cost.Cost`."""
     costs: dict[str, dict[str, Any]] = _read().get("costs", {})
     return costs
 

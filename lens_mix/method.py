@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix._blocks.cost import COSTS, Cost, Growth
+from lens_mix._blocks.verification_record import ALGEBRA_COMPONENTS
+from lens_mix._model.anatomy import BlockAnatomy
+from lens_mix._passes.backward_rules import BackwardRules
 from lens_mix.arguments import check_flags
 from lens_mix.hooks.base import DEFAULT_ATTENTION, HookPair
 from lens_mix.hooks.recording import record_attention
-from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.backward_rules import BackwardRules
-from lens_mix.lens.cost import COSTS, Cost, Growth
-from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
     from lens_mix.maps.spans import Group
 
 # In cross-attention this is the key of a decoder position's own residual stream, because that is not a token
@@ -69,7 +69,7 @@ class Method:
         has_tree: Whether its paper draws an attribution tree of its layer maps, which a page then shows
             (`lens_mix.attribution_tree`).
         needs: What the method needs: components of a block for the algebra engine
-            (`lens_mix.lens.verification`); "unembedding", which means verified logits; "gradients" with
+            (`lens_mix._verification`); "unembedding", which means verified logits; "gradients" with
             respect to tensors inside the model; "causal", which means a causal model; "position_ids", which
             means a model that takes them.
         records: What the method reads from a layer of the clean pass ("pattern", "value", "z", "resid_pre").

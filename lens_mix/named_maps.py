@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lens_mix import registry
-from lens_mix.lens.model_classes import TransformerLensModel
-from lens_mix.lens.rows import Selection
+from lens_mix._classes.model_classes import TransformerLensModel
+from lens_mix._inputs.rows import Selection
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.recommended import find_default_row, input_map, recommended_method

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from jaxtyping import Int
 from torch import Tensor
 
+from lens_mix._blocks.verification_record import Verification
+from lens_mix._inputs.batches import Batch
+from lens_mix._inputs.rows import Rows
+from lens_mix._model.model import Lens
+from lens_mix._passes.backward_rules import BackwardRules
+from lens_mix._passes.block_outputs import BlockOutputs
+from lens_mix._passes.cross import names_before_cross
 from lens_mix.hooks.base import HookPair
 from lens_mix.hooks.recording import ATTENTION_ROLES, RESID_PRE, record_all, record_attention
-from lens_mix.lens.backward_rules import BackwardRules
-from lens_mix.lens.batches import Batch
-from lens_mix.lens.block_outputs import BlockOutputs
-from lens_mix.lens.cross import names_before_cross
-from lens_mix.lens.model import Lens
-from lens_mix.lens.rows import Rows
-from lens_mix.lens.verification_record import Verification
 from lens_mix.method import Method
 
 # The verification as a visitor.

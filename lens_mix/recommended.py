@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
+from lens_mix._inputs.prompts import further_inputs, is_causal_model, is_encoder_decoder
+from lens_mix._inputs.rows import Selection
+from lens_mix._inputs.texts import token_ids
+from lens_mix._verification.support import any_prompt
 from lens_mix.arguments import check_choice, check_whole_number
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
-from lens_mix.lens.prompts import further_inputs, is_causal_model, is_encoder_decoder
-from lens_mix.lens.rows import Selection
-from lens_mix.lens.texts import token_ids
-from lens_mix.lens.verification.support import any_prompt
 from lens_mix.maps import MixingMap
 from lens_mix.measured import sentence
 from lens_mix.method import Method

@@ -18,11 +18,11 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar, get_args
 
+from lens_mix._blocks.components import UNEMBEDDING, VALUE
+from lens_mix._blocks.cost import COSTS, Cost
+from lens_mix._blocks.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.arguments import describe_value
 from lens_mix.hooks.recording import ATTENTION_ROLES, RESID_PRE
-from lens_mix.lens.components import UNEMBEDDING, VALUE
-from lens_mix.lens.cost import COSTS, Cost
-from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.method import Method, MethodGroup, Reads
 from lens_mix.methods import METHODS
 

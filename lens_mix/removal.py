@@ -18,19 +18,19 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
+from lens_mix._care.precision import relative_error
+from lens_mix._classes.model_classes import UnsupportedModelError
+from lens_mix._inputs.features import as_features, blurred, covered_cells, mean_of
+from lens_mix._inputs.pictures import image_token
+from lens_mix._inputs.prompts import vocabulary
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, watch_pattern, zero_values
 from lens_mix.hooks.base import HookFunction, HookPointLike
-from lens_mix.lens.features import as_features, blurred, covered_cells, mean_of
-from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.pictures import image_token
-from lens_mix.lens.precision import relative_error
-from lens_mix.lens.prompts import vocabulary
 from lens_mix.targets import Context
 
 if TYPE_CHECKING:
-    from lens_mix.lens.batches import Batch
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
+    from lens_mix._inputs.batches import Batch
     from lens_mix.maps.grid import Grid
 
 # The changes of a pass: the copies as another batch (None if they equal their prompts), and hooks.

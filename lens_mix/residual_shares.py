@@ -11,12 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.lens.states import states_of
+from lens_mix._blocks.states import states_of
 from lens_mix.maps.spans import Group
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 
 @dataclasses.dataclass(frozen=True)

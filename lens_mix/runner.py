@@ -12,15 +12,15 @@ from typing import Any, Literal, cast, overload
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from lens_mix._care.raw_errors import LibraryErrors
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError, reads_features
+from lens_mix._inputs.batches import PaddingSide, Prompt, group_by_length
+from lens_mix._inputs.prompts import further_inputs, is_causal_model, read_encoding
+from lens_mix._inputs.rows import Selection
+from lens_mix._model.model import Lens
+from lens_mix._model.parts import parts_of
+from lens_mix._model.stacks import choose_stack
 from lens_mix.arguments import check_choice, check_flags, check_whole_number, describe_value
-from lens_mix.lens.batches import PaddingSide, Prompt, group_by_length
-from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, reads_features
-from lens_mix.lens.parts import parts_of
-from lens_mix.lens.prompts import further_inputs, is_causal_model, read_encoding
-from lens_mix.lens.raw_errors import LibraryErrors
-from lens_mix.lens.rows import Selection
-from lens_mix.lens.stacks import choose_stack
 from lens_mix.map_prompts import find_measuring_method, map_prompts
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
@@ -71,7 +71,7 @@ def run(
             changed.
         prompt: A string, or tokens `[pos]` or `[1, pos]`; (source, target) for an encoder-decoder; a pair of
             strings for a BERT; chat messages; or the output of a tokenizer. The documentation of
-            `lens_mix.lens.prompts.read_prompt` explains which tokens a string becomes.
+            `lens_mix._inputs.prompts.read_prompt` explains which tokens a string becomes.
         methods: A name ("attention", "value_zeroing"), a method with its parameters
             (`lm.ValueZeroing(metric="euclidean")`), or several of these. `lm.METHODS` lists the names and
             classes; a class, or the name of one, is the method with its defaults.
@@ -221,7 +221,7 @@ def run_many(
     from lens_mix.inputs import read_several
 
     if isinstance(prompts, Mapping) and reads_features(model):
-        from lens_mix.lens.features import find_feature_name
+        from lens_mix._inputs.features import find_feature_name
 
         attention_mask = prompts.get("attention_mask") if attention_mask is None else attention_mask
         prompts = prompts[find_feature_name(model)]

@@ -16,39 +16,39 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.arguments import check_whole_number
-from lens_mix.hooks.recording import RESID_PRE
-from lens_mix.lens.backward_rules import BackwardRules, PlainRules
-from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
-from lens_mix.lens.block import Block
-from lens_mix.lens.clean_pass import CleanPass, clean_pass
-from lens_mix.lens.components import UNEMBEDDING
-from lens_mix.lens.cross import keep_stream_before_cross
-from lens_mix.lens.effort import Effort
-from lens_mix.lens.known_faults import wrong_logits
-from lens_mix.lens.masks import AllowedKeys, allowed_keys, padding_leaks
-from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import (
+from lens_mix._blocks.block import Block
+from lens_mix._blocks.components import UNEMBEDDING
+from lens_mix._blocks.provenance import dropped_classifier
+from lens_mix._blocks.verification_record import Verification
+from lens_mix._care.raw_errors import LibraryErrors
+from lens_mix._care.state import reading
+from lens_mix._care.users_hooks import has_user_hooks, name_user_hooks
+from lens_mix._classes.known_faults import wrong_logits
+from lens_mix._classes.model_classes import (
     TransformerLensModel,
     UnsupportedModelError,
     transformer_lens_version,
 )
-from lens_mix.lens.prompts import pad_token, read_prompt
-from lens_mix.lens.provenance import dropped_classifier
-from lens_mix.lens.raw_errors import LibraryErrors
-from lens_mix.lens.rows import Rows, Selection, read_selection
-from lens_mix.lens.state import reading
-from lens_mix.lens.token_strings import token_strings
-from lens_mix.lens.users_hooks import has_user_hooks, name_user_hooks
-from lens_mix.lens.verification.engines import choose_engine, find_obstacle, needs_unembedding
-from lens_mix.lens.verification.kept import verification_of
-from lens_mix.lens.verification.prompt_check import UnexpectedBlock, Verifier, find_input_mismatch
-from lens_mix.lens.verification_record import Verification
+from lens_mix._inputs.batches import Batch, PaddingSide, Prompt, pad
+from lens_mix._inputs.prompts import pad_token, read_prompt
+from lens_mix._inputs.rows import Rows, Selection, read_selection
+from lens_mix._inputs.token_strings import token_strings
+from lens_mix._model.model import Lens
+from lens_mix._passes.backward_rules import BackwardRules, PlainRules
+from lens_mix._passes.clean_pass import CleanPass, clean_pass
+from lens_mix._passes.cross import keep_stream_before_cross
+from lens_mix._passes.effort import Effort
+from lens_mix._passes.masks import AllowedKeys, allowed_keys, padding_leaks
+from lens_mix._verification.engines import choose_engine, find_obstacle, needs_unembedding
+from lens_mix._verification.kept import verification_of
+from lens_mix._verification.prompt_check import UnexpectedBlock, Verifier, find_input_mismatch
+from lens_mix.arguments import check_whole_number
+from lens_mix.hooks.recording import RESID_PRE
 from lens_mix.method import Method
 from lens_mix.pass_plan import VERIFICATION, LayerPlan, PassPlan, takes_rows, visits_blocks
 
 if TYPE_CHECKING:
-    from lens_mix.lens.autograd_graph import AutogradGraph
+    from lens_mix._passes.autograd_graph import AutogradGraph
     from lens_mix.maps.spans import Group
 
 _MOST_LOGITS = 1 << 29  # the bytes of the logits that are computed at once for the predictions
@@ -113,7 +113,7 @@ class Session:
         self.recorded_layers = sorted(set().union(*map(self.layers_of, self.methods.values())))
 
     def read(self, prompt: Any, **options: Any) -> Prompt:
-        """Return a prompt as tokens and inputs; options are those of `lens_mix.lens.prompts.read_prompt`."""
+        """Return a prompt as tokens and inputs; options are those of `read_prompt`."""
         stack = self.lens.stack.name if self.lens.stack.reads_target else None
         with reading(self.lens.model):
             return read_prompt(self.lens.model, self.lens.model_class, prompt, target_for=stack, **options)
@@ -407,7 +407,7 @@ class Session:
             outputs=outputs,
         )
         if plan.predict_at is not None and not plan.predicts_at_end:
-            from lens_mix.lens.continuation import predict_in_chunks
+            from lens_mix._passes.continuation import predict_in_chunks
 
             clean = predict_in_chunks(clean, plan.predict_at, plan.predicted_at_once)
         _require_same_input(clean)
@@ -499,7 +499,7 @@ def _open_graph(plan: PassPlan, leaving: contextlib.ExitStack) -> AutogradGraph 
     """Return the autograd graph that the pass of a plan keeps, until the context ends; None for none."""
     if plan.rules is None:
         return None
-    from lens_mix.lens.autograd_graph import AutogradGraph
+    from lens_mix._passes.autograd_graph import AutogradGraph
 
     anatomies = list(plan.verification.anatomy.values())
     graph = AutogradGraph(plan.lens, anatomies, plan.rules, plan.batch.tokens.shape[1])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.verification.support import Support, any_tokens, support_table
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix._verification.support import Support, any_tokens, support_table
 from lens_mix.registry import all_methods
 from lens_mix.runner import run
 

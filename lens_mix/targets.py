@@ -39,15 +39,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix import classifiers
+from lens_mix._inputs import texts
+from lens_mix._passes.predictions import name_token, read_predictions
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_whole_number, describe_value
-from lens_mix.lens import texts
-from lens_mix.lens.predictions import name_token, read_predictions
 from lens_mix.maps.explained import Explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lens_mix.lens.model_classes import TransformerLensModel
+    from lens_mix._classes.model_classes import TransformerLensModel
 
 __all__ = [
     "Context",

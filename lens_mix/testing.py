@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix._model.from_weights import Norm, Weights, model_from_weights
 from lens_mix.again import run_again
-from lens_mix.lens.from_weights import Norm, Weights, model_from_weights
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.registry import all_methods, check_class

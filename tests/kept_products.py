@@ -1,8 +1,8 @@
-"""Count and delete the products that `lens_mix.algebra.weight_cache` keeps between runs."""
+"""Count and delete the products that `lens_mix._algebra.weight_cache` keeps between runs."""
 
 from __future__ import annotations
 
-from lens_mix.algebra import weight_cache
+from lens_mix._algebra import weight_cache
 
 
 def number(kind: str) -> int:

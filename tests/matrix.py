@@ -155,7 +155,7 @@ class Case:
     @property
     def exists(self) -> bool:
         """Whether the installed TransformerLens has the model. Nothing is built."""
-        from lens_mix.lens.model_classes import transformer_lens_version
+        from lens_mix._classes.model_classes import transformer_lens_version
 
         kind, _, rest = self.label.partition(" ")
         return (
@@ -187,7 +187,7 @@ class Case:
     @property
     def refusal(self) -> str | None:
         """Return the words of the error on the installed TransformerLens; None if maps are expected."""
-        from lens_mix.lens.model_classes import transformer_lens_version
+        from lens_mix._classes.model_classes import transformer_lens_version
 
         major = transformer_lens_version()[0]
         tables = [UNSUPPORTED]
@@ -199,14 +199,14 @@ class Case:
     @property
     def picture_refusal(self) -> str | None:
         """Return the words of the error for a prompt with pictures on the installed TransformerLens."""
-        from lens_mix.lens.model_classes import transformer_lens_version
+        from lens_mix._classes.model_classes import transformer_lens_version
 
         return UNSUPPORTED_PICTURES_BEFORE_4.get(self.label) if transformer_lens_version()[0] < 4 else None
 
     @property
     def wrong_logits(self) -> bool:
         """Return whether this release has maps but wrong logits (the decoder of TransformerLens 2)."""
-        from lens_mix.lens.model_classes import transformer_lens_version
+        from lens_mix._classes.model_classes import transformer_lens_version
 
         return self.label == "HookedEncoderDecoder encoder" and transformer_lens_version()[0] < 3
 

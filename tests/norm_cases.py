@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra.definitions import residual_vectors, through_norm, value_vectors
+from lens_mix._algebra.definitions import residual_vectors, through_norm, value_vectors
+from lens_mix._classes.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.hooks.mixing import mix
-from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.statistics.passes import run_prompt
 from tests.matrix import OF_EACH_KIND, Case, cases, prompt_of, wide_cases
 
@@ -81,7 +81,7 @@ def read_by_a_norm(blocks: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class WrittenOut:
-    """`lens_mix.algebra.definitions` of one block, [batch, query, key, d_model], and the true states."""
+    """`lens_mix._algebra.definitions` of one block, [batch, query, key, d_model], and the true states."""
 
     attention: torch.Tensor
     branch: torch.Tensor

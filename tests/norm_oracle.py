@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lens_mix.lens.anatomy import ACTIVATIONS, Norm
+from lens_mix._model.anatomy import ACTIVATIONS, Norm
 
 NODES = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """One block of one prompt, [query, key + 1, d_model] for each stage; see `lens_mix.lens.anatomy`."""
+    """One block of one prompt, [query, key + 1, d_model] for each stage; see `lens_mix._model.anatomy`."""
 
     attention: Tensor
     residual: Tensor
@@ -37,7 +37,7 @@ def oracle(block: Any, biases: str = "on_path", feed_forward: bool = True) -> Or
     """Return all stages of a block of a batch with one prompt.
 
     Args:
-        block: A `lens_mix.lens.block.Block` with a recorded pattern.
+        block: A `lens_mix._blocks.block.Block` with a recorded pattern.
         biases: "on_path" (A) or "fixed" (B).
         feed_forward: Whether the feed-forward and later stages are computed.
     """

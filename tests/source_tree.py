@@ -18,7 +18,7 @@ When = Literal["module", "function", "types"]
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """An import of one of the library's files in another, as module names ("lens.verification.verify")."""
+    """An import of one of the library's files in another, as module names ("_verification.verify")."""
 
     importer: str
     imported: str
@@ -30,7 +30,7 @@ class Import:
 
 
 def module_name(path: Path) -> str:
-    """Return a module's name in lens_mix ("lens.verification.verify"); the package's for `__init__.py`."""
+    """Return a module's name in lens_mix ("_verification.verify"); the package's for `__init__.py`."""
     parts = path.relative_to(LIBRARY).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -67,7 +67,7 @@ def _import_statements(
 
 
 def _files_of(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """Return the files of one statement: algebra.budget for `from lens_mix.algebra import budget`."""
+    """Return the files of one statement: maps.words for `from lens_mix.maps import words`."""
     if isinstance(node, ast.Import):
         modules = [alias.name for alias in node.names]
     else:

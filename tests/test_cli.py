@@ -11,7 +11,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix import registry
-from lens_mix.lens.cost import COSTS
+from lens_mix._blocks.cost import COSTS
 from tests.demos.tiny_folder import save_tiny_llama
 from tests.tiny_models import available, bridge
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra.definitions import norms, through_norm, value_vectors
-from lens_mix.lens.anatomy import Norm
+from lens_mix._algebra.definitions import norms, through_norm, value_vectors
+from lens_mix._model.anatomy import Norm
 from lens_mix.method import RESIDUAL_KEY
 from lens_mix.methods.alti import alti, normalize_rows
 from lens_mix.statistics.contextualisation import top_pairs
@@ -186,7 +186,7 @@ def test_attributions_to_cross_patterns_sum_to_what_the_branch_does_to_the_targe
 
 @pytest.mark.parametrize("model_class", ["TransformerBridge", "HookedEncoderDecoder"])
 def test_inseq_with_its_conventions(model_class):
-    from lens_mix.lens.model_classes import transformer_lens_version
+    from lens_mix._classes.model_classes import transformer_lens_version
 
     model = build_or_skip(inseq_t5, model_class)
     if transformer_lens_version()[0] < (4 if model_class == "TransformerBridge" else 3):
@@ -467,7 +467,7 @@ def test_a_hook_that_edits_what_the_proof_speaks_of_is_noticed():
 
 def bridge_or_hooked():
     """Return an encoder-decoder that this TransformerLens can run."""
-    from lens_mix.lens.model_classes import transformer_lens_version
+    from lens_mix._classes.model_classes import transformer_lens_version
 
     if transformer_lens_version()[0] < 3:
         pytest.skip("the decoder of TransformerLens 2 is refused: tested in the matrix")

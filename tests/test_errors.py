@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lens_mix as lm
-from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix._classes.model_classes import transformer_lens_version
 from tests.matrix import build_or_skip
 from tests.tiny_models import (
     Unavailable,
@@ -183,16 +183,21 @@ def test_left_padding_of_an_encoder():
         lm.run_many(model, [GOOD], "attention", padding_side="left")
 
 
+PLACES = ["_verification.support.verification_of", "_passes.replay.BlockReplay._error"]
+
+
 @pytest.mark.parametrize(
     "problem",
     [torch.cuda.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
 )
-@pytest.mark.parametrize("place", ["verification.support.verification_of", "replay.BlockReplay._error"])
+@pytest.mark.parametrize(
+    "place", ["_verification.support.verification_of", "_passes.replay.BlockReplay._error"]
+)
 def test_running_out_of_memory_is_not_called_unsupported(monkeypatch, problem, place):
     def fails(*_, **__):
         raise problem
 
-    monkeypatch.setattr(f"lens_mix.lens.{place}", fails)
+    monkeypatch.setattr(f"lens_mix.{place}", fails)
     with pytest.raises(RuntimeError) as raised:
         lm.support(gpt2_like(seed=11))
     assert raised.value is problem

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.continuation import prompt_logits
-from lens_mix.lens.model import Lens
+from lens_mix._model.model import Lens
+from lens_mix._passes.continuation import prompt_logits
 from tests.matrix import build_or_skip, cases, model_of, prompt_of
 from tests.test_classifiers import NO_BERT, TOKENS, classifier_of
 from tests.tiny_models import bridge, bridge_or_hooked

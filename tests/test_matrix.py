@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.batches import pad
-from lens_mix.lens.model import Lens
-from lens_mix.lens.prompts import pad_token, read_prompt
+from lens_mix._inputs.batches import pad
+from lens_mix._inputs.prompts import pad_token, read_prompt
+from lens_mix._model.model import Lens
 from lens_mix.methods import METHODS
 from tests.matrix import cases, every_case, model_of, prompt_of, slow, zeroed
 

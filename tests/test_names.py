@@ -16,8 +16,8 @@ READERS = ("lens_mix", "demos", "benchmarks", "hooks")
 FOR_USERS = ("methods", "statistics", "tables", "view/norm_figures")
 CALLED_FROM_OUTSIDE = {
     "cli.serve": "a command",
-    "algebra.definitions.head_parts": "a definition, with which tests compare the algebra",
-    "algebra.logit_shares.through_unembedding": "returns the directions that two formulas take",
+    "_algebra.definitions.head_parts": "a definition, with which tests compare the algebra",
+    "_algebra.logit_shares.through_unembedding": "returns the directions that two formulas take",
 }
 
 

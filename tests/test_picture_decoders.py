@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix._classes.model_classes import transformer_lens_version
 from lens_mix.maps import Grid
 from lens_mix.methods import METHODS
 from lens_mix.statistics.passes import run_prompt

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import lens_mix as lm
-from lens_mix.lens.features import any_features, blurred, covered_cells
+from lens_mix._inputs.features import any_features, blurred, covered_cells
 from lens_mix.maps import Grid
 from tests.hugging_face_oracle import Reference, attention_attribution, gradient_attention
 from tests.tiny_models import available, bridge, tokens, wrapped_model

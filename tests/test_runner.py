@@ -9,9 +9,9 @@ import torch
 
 import lens_mix as lm
 from lens_mix import runner
-from lens_mix.lens.model_classes import transformer_lens_version
-from lens_mix.lens.state import all_modules
-from lens_mix.lens.users_hooks import has_user_hooks
+from lens_mix._care.state import all_modules
+from lens_mix._care.users_hooks import has_user_hooks
+from lens_mix._classes.model_classes import transformer_lens_version
 from lens_mix.map_prompts import map_prompts
 from lens_mix.method import Method
 from lens_mix.runner import read_methods

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens import model as lens_model
+from lens_mix._model import model as lens_model
 from lens_mix.session import Session
 from lens_mix.statistics import cancel_effect, mixing_ratio
 from tests.tiny_models import gpt2_like, tokens

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, TypeCheckError, config, jaxtyped
 from torch import Tensor
 
-from lens_mix.algebra.distances import distance
+from lens_mix._algebra.distances import distance
 from tests.shape_checks import shapes
 from tests.source_tree import trees
 

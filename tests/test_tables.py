@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.verification.support import Support
+from lens_mix._verification.support import Support
 from lens_mix.tables import Table, are_written, format_cell, read_cell, read_csv
 from tests.source_tree import LIBRARY
 

@@ -23,8 +23,8 @@ import gradio as gr
 
 import lens_mix as lm
 from lens_mix import registry
-from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.model_names import strip_path
+from lens_mix._classes.model_classes import UnsupportedModelError
+from lens_mix._classes.model_names import strip_path
 from lens_mix.named_maps import DEFAULT_METHODS, INPUT_MAP, compute_maps
 from lens_mix.serve.answers import Limits, Workshop
 from lens_mix.serve.estimate import measure_pace

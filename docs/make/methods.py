@@ -10,7 +10,7 @@ import unicodedata
 
 import lens_mix as lm
 from docs.make import scores
-from lens_mix.lens.components import COMPONENTS, LOGITS, UNEMBEDDING, VALUE, names_needed_for
+from lens_mix._blocks.components import COMPONENTS, LOGITS, UNEMBEDDING, VALUE, names_needed_for
 from lens_mix.method import Method
 from lens_mix.registry import Description, describe, list_names
 

@@ -63,9 +63,9 @@ PAGES = (
             "UnsupportedModelError",
         ),
         others=(
-            "lens_mix.lens.prompts.read_prompt",
-            "lens_mix.lens.verification.support.Support",
-            "lens_mix.lens.verification.support.Check",
+            "lens_mix._inputs.prompts.read_prompt",
+            "lens_mix._verification.support.Support",
+            "lens_mix._verification.support.Check",
         ),
         links={
             "Tutorial": "tutorial",
@@ -183,7 +183,7 @@ PAGES = (
         "Write a method of your own, from the data of one block, and test it.",
         ("Method", "register", "Lens", "block_parts", "BlockParts"),
         ("testing",),
-        others=("lens_mix.lens.block.Block", "lens_mix.lens.anatomy.BlockAnatomy"),
+        others=("lens_mix._blocks.block.Block", "lens_mix._model.anatomy.BlockAnatomy"),
         links={"Add a method": "guides/add_a_method"},
     ),
 )

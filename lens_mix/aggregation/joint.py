@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix._model.parts import PARTS
 from lens_mix.aggregation.rollout import (
     later_start_note,
     mix_layers,
@@ -16,7 +17,6 @@ from lens_mix.aggregation.rollout import (
     to_float64,
 )
 from lens_mix.arguments import check_flags, check_instance, describe_value
-from lens_mix.lens.parts import PARTS
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import RESIDUAL_KEY

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix._inputs.batches import Prompt, group_by_length
 from lens_mix.corpus.entries import Entry, Shard
 from lens_mix.corpus.files import BrokenShardError, Folder, write_table, writing_maps
 from lens_mix.corpus.reductions import Mean, merge_moments
 from lens_mix.corpus.rows import failed_row, map_row
-from lens_mix.lens.batches import Prompt, group_by_length
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.map_prompts import find_measuring_method, map_prompts
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method

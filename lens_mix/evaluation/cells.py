@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.arguments import (
     check_choice,
     check_flags,
@@ -25,7 +26,6 @@ from lens_mix.evaluation.intervention_passes import FLAT, InterventionPasses, in
 from lens_mix.evaluation.kept_cells import Job, RankedCells, Visible, kept_pattern
 from lens_mix.hooks import freeze_pattern, must_fire
 from lens_mix.hooks.mixing import tolerance
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps import MixingMap
 from lens_mix.targets import TargetLike
 

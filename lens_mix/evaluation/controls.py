@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix._model.model import Lens
 from lens_mix.arguments import check_whole_number
-from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps import MixingMap
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lens_mix._classes.model_classes import TransformerLensModel
+from lens_mix._inputs.rows import Selection
 from lens_mix.arguments import check_whole_number
 from lens_mix.evaluation.intervention_passes import (
     FLAT,
@@ -19,8 +21,6 @@ from lens_mix.evaluation.intervention_passes import (
     intervention_passes,
     read_rows,
 )
-from lens_mix.lens.model_classes import TransformerLensModel
-from lens_mix.lens.rows import Selection
 from lens_mix.removal import Removal, as_removal
 from lens_mix.targets import TargetLike
 

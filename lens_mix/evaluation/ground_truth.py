@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.aggregation.flow import flow
 from lens_mix.aggregation.gradient_rollout import gradient_rollout
 from lens_mix.aggregation.layer_mean import layer_mean
@@ -26,7 +27,6 @@ from lens_mix.arguments import check_flags, check_instance, check_items
 from lens_mix.evaluation.agreement import bootstrap
 from lens_mix.evaluation.candidates import Aggregation, join_layers
 from lens_mix.evaluation.constructed import ConstructedModel, Routes, constructed_models
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.methods import METHODS

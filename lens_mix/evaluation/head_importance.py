@@ -15,6 +15,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix import targets as targets_module
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix._inputs.prompts import read_prompt
+from lens_mix._model.model import Lens
+from lens_mix._verification.kept import verification_of
+from lens_mix._verification.support import any_prompt
 from lens_mix.arguments import (
     check_choice,
     check_flags,
@@ -26,11 +31,6 @@ from lens_mix.arguments import (
     check_whole_number,
 )
 from lens_mix.hooks import must_fire, prune_heads
-from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.prompts import read_prompt
-from lens_mix.lens.verification.kept import verification_of
-from lens_mix.lens.verification.support import any_prompt
 from lens_mix.method import Method
 from lens_mix.methods.attention import AttentionWeights
 from lens_mix.methods.attention_attribution import AttentionAttribution

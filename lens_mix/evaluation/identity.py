@@ -24,11 +24,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lens_mix.lens.model_classes import TransformerLensModel, transformer_lens_version
-from lens_mix.lens.model_names import model_name
-from lens_mix.lens.offloading import load_offloaded
-from lens_mix.lens.state import all_modules
-from lens_mix.lens.users_hooks import find_user_functions, plain_values, read_user_module_settings
+from lens_mix._care.state import all_modules
+from lens_mix._care.users_hooks import find_user_functions, plain_values, read_user_module_settings
+from lens_mix._classes.model_classes import TransformerLensModel, transformer_lens_version
+from lens_mix._classes.model_names import model_name
+from lens_mix._classes.offloading import load_offloaded
 from lens_mix.version import __version__
 
 # An identity has the versions of these libraries, so the names of their functions and classes are enough.

@@ -12,12 +12,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix import targets
+from lens_mix._blocks.block import Block
+from lens_mix._classes.model_classes import TransformerLensModel
+from lens_mix._inputs.rows import Selection, read_selection
+from lens_mix._passes.copies import count_copies
 from lens_mix.arguments import check_instance, check_real_tensor
 from lens_mix.hooks import HookPair
-from lens_mix.lens.block import Block
-from lens_mix.lens.copies import count_copies
-from lens_mix.lens.model_classes import TransformerLensModel
-from lens_mix.lens.rows import Selection, read_selection
 from lens_mix.method import Method
 from lens_mix.methods.bound_target import BoundTarget, bind
 from lens_mix.removal import Removal

@@ -8,13 +8,13 @@ import random
 from typing import Any
 
 from lens_mix import targets
+from lens_mix._classes.model_classes import TransformerLensModel, model_class_of
+from lens_mix._inputs.prompts import is_causal_model, read_prompt
+from lens_mix._inputs.texts import token_ids
+from lens_mix._model.model import Lens
+from lens_mix._passes.continuation import prompt_logits
 from lens_mix.arguments import check_whole_number
 from lens_mix.evaluation.tasks import Case
-from lens_mix.lens.continuation import prompt_logits
-from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
-from lens_mix.lens.prompts import is_causal_model, read_prompt
-from lens_mix.lens.texts import token_ids
 
 # Which words of the context (the prefix) decide in BLiMP's minimal pairs.
 _BLIMP_CUES = {

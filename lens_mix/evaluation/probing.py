@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix._classes.model_classes import TransformerLensModel
+from lens_mix._inputs.rows import Selection
 from lens_mix.arguments import (
     check_instance,
     check_items,
@@ -23,8 +25,6 @@ from lens_mix.arguments import (
     check_real_tensor,
     check_whole_number,
 )
-from lens_mix.lens.model_classes import TransformerLensModel
-from lens_mix.lens.rows import Selection
 from lens_mix.methods.attention import AttentionWeights
 from lens_mix.statistics.passes import iterate_prompts
 from lens_mix.statistics.ranks import spearman

@@ -12,6 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from lens_mix._classes.model_classes import TransformerLensModel
+from lens_mix._model.model import Lens
 from lens_mix.arguments import (
     check_choice,
     check_flags,
@@ -29,8 +31,6 @@ from lens_mix.evaluation.head_importance import (
     open_with_heads_in_every_block,
     pruned,
 )
-from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel
 
 if TYPE_CHECKING:
     import pandas

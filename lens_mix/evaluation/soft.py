@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix import targets
+from lens_mix._classes.model_classes import TransformerLensModel
+from lens_mix._inputs.rows import Selection
 from lens_mix.arguments import check_number, check_whole_number
 from lens_mix.evaluation.intervention_passes import InterventionPasses, intervention_passes, read_rows
-from lens_mix.lens.model_classes import TransformerLensModel
-from lens_mix.lens.rows import Selection
 from lens_mix.targets import TargetLike
 
 if TYPE_CHECKING:

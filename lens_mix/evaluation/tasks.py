@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lens_mix._classes.model_classes import TransformerLensModel
 from lens_mix.arguments import check_items, check_whole_number
 from lens_mix.evaluation.agreement import (
     average_precision,
@@ -25,7 +26,6 @@ from lens_mix.evaluation.agreement import (
 from lens_mix.evaluation.cells import Operator, keep_cells
 from lens_mix.evaluation.curves import removal_curves
 from lens_mix.evaluation.sources import lds, top_k_drop
-from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.maps import MixingMap
 from lens_mix.maps.spans import Groups
 from lens_mix.methods.occlusion import Occlusion

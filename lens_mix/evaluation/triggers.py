@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
+from lens_mix._classes.model_classes import TransformerLensModel, model_class_of
+from lens_mix._inputs.prompts import device_of, read_prompt
+from lens_mix._inputs.token_strings import token_strings
+from lens_mix._model.model import Lens
+from lens_mix._passes.continuation import prompt_logits
 from lens_mix.arguments import (
     check_flags,
     check_instance,
@@ -20,11 +25,6 @@ from lens_mix.arguments import (
     check_whole_number,
 )
 from lens_mix.evaluation.head_importance import choose_method, list_targets
-from lens_mix.lens.continuation import prompt_logits
-from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
-from lens_mix.lens.prompts import device_of, read_prompt
-from lens_mix.lens.token_strings import token_strings
 from lens_mix.maps import MixingMap
 from lens_mix.methods.attention_attribution import AttentionAttribution
 from lens_mix.runner import run

@@ -12,16 +12,16 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.algebra.logit_shares import logit_shares, token_directions
+from lens_mix._algebra.logit_shares import logit_shares, token_directions
+from lens_mix._blocks.components import UNEMBEDDING
+from lens_mix._model.anatomy import BlockAnatomy
 from lens_mix.arguments import check_choice, check_whole_number
-from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.components import UNEMBEDDING
 from lens_mix.method import MethodGroup, Reads
 from lens_mix.methods.alti import Alti, Distance
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,15 +10,15 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.algebra.feed_forward import Variant, feed_forward_maps, unsupported_feed_forward
+from lens_mix._algebra.feed_forward import Variant, feed_forward_maps, unsupported_feed_forward
+from lens_mix._blocks.cost import Growth
+from lens_mix._blocks.verification_record import ALGEBRA_COMPONENTS
+from lens_mix._model.anatomy import BlockAnatomy
 from lens_mix.arguments import check_choice
-from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.cost import Growth
-from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class AtbFf(VectorMethod):
 
     F_ij is the vector of key j in what the feed-forward reads at query i. m_i are the integrated gradients
     through the activation, in closed form. For gated feed-forwards, each neuron has one integral, which is
-    computed by quadrature (`lens_mix.algebra.activations`).
+    computed by quadrature (`lens_mix._algebra.activations`).
 
     Shape [layer, query, key], at least 0, in the units of the feed-forward's output. In parallel blocks, the
     feed-forward reads the block's input, so that only the diagonal differs from zero.

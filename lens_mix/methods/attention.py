@@ -11,11 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.algebra.budget import budget_beside
+from lens_mix._algebra.budget import budget_beside
 from lens_mix.method import Method, MethodGroup
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 
 @dataclasses.dataclass(frozen=True)

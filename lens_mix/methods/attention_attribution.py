@@ -11,17 +11,17 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.algebra.quadrature import NestedRules, nested_rules, one_rule, rule_name
+from lens_mix._algebra.quadrature import NestedRules, nested_rules, one_rule, rule_name
+from lens_mix._blocks.cost import Cost, Growth
 from lens_mix.arguments import check_number, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
-from lens_mix.lens.cost import Cost, Growth
 from lens_mix.method import Method
 from lens_mix.methods.baselines import check_baseline, describe_baseline, make_pattern_baseline
 from lens_mix.methods.bound_target import BoundTarget, TargetMethod, bind
 from lens_mix.methods.path_integral import Integral, Path
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,15 +9,15 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.algebra.definitions import norms, residual_vectors, through_norm
-from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors
-from lens_mix.lens.anatomy import LinearNorm, Norm
+from lens_mix._algebra.definitions import norms, residual_vectors, through_norm
+from lens_mix._algebra.vectors import AttentionVectors, Vectors, attention_vectors
+from lens_mix._model.anatomy import LinearNorm, Norm
 from lens_mix.method import Method
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
-    from lens_mix.lens.anatomy import BlockAnatomy
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
+    from lens_mix._model.anatomy import BlockAnatomy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,13 +12,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
+from lens_mix._blocks.cost import Cost, Growth
+from lens_mix._classes.model_classes import UnsupportedModelError
+from lens_mix._passes.autograd_graph import AutogradGraph, Mixing
+from lens_mix._passes.changed_backward import Rules
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_attention
 from lens_mix.hooks.mixing import heads_at_once, sink
-from lens_mix.lens.autograd_graph import AutogradGraph, Mixing
-from lens_mix.lens.changed_backward import Rules
-from lens_mix.lens.cost import Cost, Growth
-from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows
 from lens_mix.methods.row_gradients import make_graph
 from lens_mix.methods.side_by_side import measure_direct
@@ -26,8 +26,8 @@ from lens_mix.removal import replacement
 from lens_mix.targets import describe
 
 if TYPE_CHECKING:
-    from lens_mix.lens.anatomy import BlockAnatomy
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
+    from lens_mix._model.anatomy import BlockAnatomy
 
 
 # With n_measured="auto", the replacements that are measured may change this many times the tokens that the

@@ -11,7 +11,7 @@ from torch import Tensor
 from lens_mix.arguments import check_choice
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
     from lens_mix.methods.bound_target import BoundRows
 
 # A larger completeness gap than this share of F(x) - F(baseline) gets a note.

@@ -13,10 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.lens.continuation import last_residual_from
-from lens_mix.lens.cost import find_usual_row
-from lens_mix.lens.model_classes import UnsupportedModelError, find_missing_logits
-from lens_mix.lens.unembedding import row_at
+from lens_mix._blocks.cost import find_usual_row
+from lens_mix._classes.model_classes import UnsupportedModelError, find_missing_logits
+from lens_mix._model.unembedding import row_at
+from lens_mix._passes.continuation import last_residual_from
 from lens_mix.method import Method, MethodGroup, Reads
 from lens_mix.targets import (
     Context,
@@ -30,10 +30,10 @@ from lens_mix.targets import (
 )
 
 if TYPE_CHECKING:
+    from lens_mix._blocks.block import Block
+    from lens_mix._inputs.batches import Batch
+    from lens_mix._passes.autograd_graph import AutogradGraph
     from lens_mix.hooks import HookPair
-    from lens_mix.lens.autograd_graph import AutogradGraph
-    from lens_mix.lens.batches import Batch
-    from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,19 +12,19 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lens_mix._blocks.cost import Growth
+from lens_mix._model.anatomy import BlockAnatomy
+from lens_mix._passes.backward_rules import Activations, BackwardRules
+from lens_mix._passes.changed_backward import changed_backward
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
-from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.backward_rules import Activations, BackwardRules
-from lens_mix.lens.changed_backward import changed_backward
-from lens_mix.lens.cost import Growth
 from lens_mix.method import Method
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, gradients_of
 from lens_mix.methods.row_gradients import Streams, score_rows
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 # If the gap is a larger share than this of the sum's absolute terms, a note says that conservation fails.
 _CONSERVATION_TOLERANCE = 0.01

@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.distances import lengths
+from lens_mix._algebra.distances import lengths
+from lens_mix._blocks.states import BlockStates
+from lens_mix._model.anatomy import BlockAnatomy
 from lens_mix.arguments import check_instance
-from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.states import BlockStates
 from lens_mix.maps import MixingMap
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 
 class PartShares(NamedTuple):

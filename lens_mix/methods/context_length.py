@@ -11,14 +11,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.lens.batches import Batch, Prompt, pad
-from lens_mix.lens.cost import Growth
-from lens_mix.lens.model_classes import wrapped_config
-from lens_mix.lens.prompts import pad_token
+from lens_mix._blocks.cost import Growth
+from lens_mix._classes.model_classes import wrapped_config
+from lens_mix._inputs.batches import Batch, Prompt, pad
+from lens_mix._inputs.prompts import pad_token
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows, evaluate, read_output
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,22 +12,22 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.algebra.activations import gated_multipliers, plain_multiplier
-from lens_mix.algebra.bias_split import SPLITS, Split, split_bias, through_linear
-from lens_mix.algebra.decomposition import Decomposition, carried
-from lens_mix.algebra.definitions import through_norm, value_vectors
-from lens_mix.algebra.feed_forward import unsupported_feed_forward
-from lens_mix.algebra.linear_block import SLOPES, DecomposedBlock, Slope, decomposed
+from lens_mix._algebra.activations import gated_multipliers, plain_multiplier
+from lens_mix._algebra.bias_split import SPLITS, Split, split_bias, through_linear
+from lens_mix._algebra.decomposition import Decomposition, carried
+from lens_mix._algebra.definitions import through_norm, value_vectors
+from lens_mix._algebra.feed_forward import unsupported_feed_forward
+from lens_mix._algebra.linear_block import SLOPES, DecomposedBlock, Slope, decomposed
+from lens_mix._blocks.components import VALUE
+from lens_mix._blocks.cost import Growth
+from lens_mix._blocks.verification_record import ALGEBRA_COMPONENTS
+from lens_mix._model.anatomy import BlockAnatomy, Norm
 from lens_mix.arguments import check_choice
-from lens_mix.lens.anatomy import BlockAnatomy, Norm
-from lens_mix.lens.components import VALUE
-from lens_mix.lens.cost import Growth
-from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.method import Method, MethodGroup, Reads
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 
 @dataclasses.dataclass(frozen=True)

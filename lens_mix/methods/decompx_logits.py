@@ -10,14 +10,14 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.algebra.bias_split import Split, through_linear, through_linear_norm
-from lens_mix.algebra.decomposition import HIDDEN_ELEMENTS, carried, hidden_width
-from lens_mix.algebra.linear_block import decomposed
-from lens_mix.lens.anatomy import LinearNorm
+from lens_mix._algebra.bias_split import Split, through_linear, through_linear_norm
+from lens_mix._algebra.decomposition import HIDDEN_ELEMENTS, carried, hidden_width
+from lens_mix._algebra.linear_block import decomposed
+from lens_mix._model.anatomy import LinearNorm
 from lens_mix.methods.decompx import DecompX
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 
 def logit_shares(

@@ -10,14 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.algebra.budget import attention_budget, second_norm_bytes
-from lens_mix.algebra.definitions import norms, through_norm
-from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors, head_vectors
-from lens_mix.lens.anatomy import BlockAnatomy, LinearNorm, Norm
+from lens_mix._algebra.budget import attention_budget, second_norm_bytes
+from lens_mix._algebra.definitions import norms, through_norm
+from lens_mix._algebra.vectors import AttentionVectors, Vectors, attention_vectors, head_vectors
+from lens_mix._model.anatomy import BlockAnatomy, LinearNorm, Norm
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 
 @dataclasses.dataclass(frozen=True)

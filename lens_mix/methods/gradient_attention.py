@@ -12,17 +12,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
+from lens_mix._classes.model_classes import UnsupportedModelError
+from lens_mix._passes.autograd_graph import Mixing
+from lens_mix._passes.backward_rules import PlainRules
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, add_to_pattern, must_fire
-from lens_mix.lens.autograd_graph import Mixing
-from lens_mix.lens.backward_rules import PlainRules
-from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.method import Method
 from lens_mix.methods.bound_target import BoundTarget, TargetMethod, bind, gradients_of
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
-    from lens_mix.lens.anatomy import BlockAnatomy
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
+    from lens_mix._model.anatomy import BlockAnatomy
 
 
 @dataclasses.dataclass(frozen=True)

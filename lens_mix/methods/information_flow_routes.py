@@ -10,17 +10,17 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.algebra.budget import attention_budget, head_proximity_bytes, route_bytes
-from lens_mix.algebra.distances import head_proximities
-from lens_mix.algebra.vectors import attention_vectors, head_vectors
+from lens_mix._algebra.budget import attention_budget, head_proximity_bytes, route_bytes
+from lens_mix._algebra.distances import head_proximities
+from lens_mix._algebra.vectors import attention_vectors, head_vectors
+from lens_mix._model.anatomy import BlockAnatomy
 from lens_mix.arguments import check_choice
-from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.method import Method
 from lens_mix.methods.component_shares import lacks_block_output, proximity, record_shares
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.algebra.quadrature import quadrature, rule_name
+from lens_mix._algebra.quadrature import quadrature, rule_name
+from lens_mix._blocks.cost import Cost, Growth
+from lens_mix._passes.backward_rules import PlainRules
 from lens_mix.arguments import check_choice, check_whole_number
-from lens_mix.lens.backward_rules import PlainRules
-from lens_mix.lens.cost import Cost, Growth
 from lens_mix.method import Method
 from lens_mix.methods import baselines
 from lens_mix.methods.bound_target import BoundRows, RowTargetMethod, bind_rows
@@ -23,8 +23,8 @@ from lens_mix.methods.row_gradients import Streams, score_rows
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
-    from lens_mix.lens.anatomy import BlockAnatomy
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
+    from lens_mix._model.anatomy import BlockAnatomy
 
 Score = Literal["norm", "times_input", "integrated"]
 

@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lens_mix._blocks.cost import Cost, Growth
+from lens_mix._classes.model_classes import UnsupportedModelError
 from lens_mix.arguments import check_choice, check_items
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
-from lens_mix.lens.cost import Cost, Growth
-from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.maps.spans import Group, Groups, check_groups, read_groups
 from lens_mix.method import Method
 from lens_mix.methods.bound_target import RowTargetMethod, bind_rows
@@ -23,7 +23,7 @@ from lens_mix.removal import FillPatches, MaskKeys, Removal, ZeroValues, each_gr
 from lens_mix.targets import as_target
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 By = Literal["replace", "mask", "values", "mean", "blur"]
 Measure = Literal["difference", "absolute", "kl"]

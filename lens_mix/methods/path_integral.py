@@ -12,13 +12,13 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.algebra.quadrature import NestedRules
+from lens_mix._algebra.quadrature import NestedRules
 from lens_mix.hooks import HookPair, must_fire
 from lens_mix.methods.baselines import LARGE_GAP
 from lens_mix.methods.bound_target import BoundTarget, gradients_of
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 # If the terms of dF/dα cancel to less than this share of their sizes, a norm hides the scale of the pattern.
 _LARGEST_DEGENERATE_SHARE = 2e-3

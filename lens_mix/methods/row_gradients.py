@@ -11,15 +11,15 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.lens.autograd_graph import AutogradGraph
-from lens_mix.lens.backward_rules import BackwardRules
-from lens_mix.lens.clean_pass import clean_pass
-from lens_mix.lens.precision import relative_error
-from lens_mix.lens.users_hooks import has_user_hooks
+from lens_mix._care.precision import relative_error
+from lens_mix._care.users_hooks import has_user_hooks
+from lens_mix._passes.autograd_graph import AutogradGraph
+from lens_mix._passes.backward_rules import BackwardRules
+from lens_mix._passes.clean_pass import clean_pass
 
 if TYPE_CHECKING:
-    from lens_mix.lens.batches import Batch
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
+    from lens_mix._inputs.batches import Batch
     from lens_mix.methods.bound_target import BoundRows
 
 # The gradients of so many rows are computed at once. With more, they do not fit into a processor's caches,

@@ -11,18 +11,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lens_mix._care.precision import relative_error
+from lens_mix._care.users_hooks import has_user_hooks
+from lens_mix._classes.model_classes import UnsupportedModelError
+from lens_mix._inputs.batches import Batch, Prompt
+from lens_mix._passes.copies import count_copies
+from lens_mix._passes.replay import BlockCall, captured_calls
 from lens_mix.hooks import mask_attention, must_fire
 from lens_mix.hooks.mixing import pass_tolerance
-from lens_mix.lens.batches import Batch, Prompt
-from lens_mix.lens.copies import count_copies
-from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.precision import relative_error
-from lens_mix.lens.replay import BlockCall, captured_calls
-from lens_mix.lens.users_hooks import has_user_hooks
 from lens_mix.methods.bound_target import BoundRows, evaluate
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
     from lens_mix.removal import Copies
 
 _MOST_COPIES = 256  # More in one pass would cost more in attention than they save.

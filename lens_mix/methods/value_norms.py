@@ -9,13 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.algebra.budget import budget_beside, vector_bytes
-from lens_mix.algebra.definitions import norms, value_vectors
-from lens_mix.algebra.vectors import attention_vectors, head_vectors
+from lens_mix._algebra.budget import budget_beside, vector_bytes
+from lens_mix._algebra.definitions import norms, value_vectors
+from lens_mix._algebra.vectors import attention_vectors, head_vectors
 from lens_mix.method import Method, MethodGroup
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,18 +12,18 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lens_mix.algebra.distances import distance
-from lens_mix.algebra.value_zeroing import value_zeroing_maps
-from lens_mix.algebra.value_zeroing_pairs import find_zeroed_groups
+from lens_mix._algebra.distances import distance
+from lens_mix._algebra.value_zeroing import value_zeroing_maps
+from lens_mix._algebra.value_zeroing_pairs import find_zeroed_groups
+from lens_mix._blocks.cost import Cost, Growth
+from lens_mix._model.anatomy import BlockAnatomy
 from lens_mix.arguments import check_choice, check_heads, check_layer, check_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
-from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.cost import Cost, Growth
 from lens_mix.maps.spans import Group, Groups, check_groups, read_groups
 from lens_mix.method import Method, MethodGroup
 
 if TYPE_CHECKING:
-    from lens_mix.lens.block import Block
+    from lens_mix._blocks.block import Block
 
 Metric = Literal["cosine", "euclidean"]
 LastLayer = Literal["before_final_norm", "after_final_norm"]

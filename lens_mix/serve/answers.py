@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.named_maps import compute_maps, read_names
 from lens_mix.serve import forms
 from lens_mix.serve.estimate import Estimate, Pace, estimate, in_words

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lens_mix import registry
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
-from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder
-from lens_mix.lens.verification.support import any_tokens
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
+from lens_mix._inputs.prompts import is_causal_model, is_encoder_decoder
+from lens_mix._verification.support import any_tokens
 from lens_mix.named_maps import has_all_rows
 from lens_mix.runner import run
 

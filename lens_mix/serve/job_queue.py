@@ -62,7 +62,7 @@ class JobQueue(Generic[T]):
     """Accept jobs from any thread and run them in the main thread.
 
     Python delivers signals to the main thread only, so a job there can be stopped at any time by the signal
-    of Ctrl-C. lens_mix restores the model after it (`lens_mix.lens.changes`). A single operation of torch
+    of Ctrl-C. lens_mix restores the model after it (`lens_mix._care.changes`). A single operation of torch
     cannot be stopped: the job ends after it.
 
     Args:

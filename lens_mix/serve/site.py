@@ -21,9 +21,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from lens_mix import registry, supported_methods
-from lens_mix.lens.features import require_tokens
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.model_names import strip_path
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix._classes.model_names import strip_path
+from lens_mix._inputs.features import require_tokens
 from lens_mix.named_maps import DEFAULT_METHODS, INPUT_MAP
 from lens_mix.serve import forms
 from lens_mix.serve.answers import (

@@ -8,10 +8,10 @@ from typing import Any
 import pandas as pd
 import torch
 
-from lens_mix.algebra.vectors import attention_vectors
+from lens_mix._algebra.vectors import attention_vectors
+from lens_mix._care.precision import in_full_precision
+from lens_mix._classes.model_classes import TransformerLensModel
 from lens_mix.arguments import check_columns, check_items, check_whole_number
-from lens_mix.lens.model_classes import TransformerLensModel
-from lens_mix.lens.precision import in_full_precision
 from lens_mix.methods.value_norms import ValueNorms
 from lens_mix.statistics.passes import iterate_prompts
 from lens_mix.statistics.ranks import spearman

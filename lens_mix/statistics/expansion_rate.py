@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.lens.anatomy import ValuePath
-from lens_mix.lens.components import VALUE
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.precision import in_full_precision
-from lens_mix.lens.verification.support import check
+from lens_mix._blocks.components import VALUE
+from lens_mix._care.precision import in_full_precision
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix._model.anatomy import ValuePath
+from lens_mix._verification.support import check
 
 
 @in_full_precision

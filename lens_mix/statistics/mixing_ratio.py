@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.feed_forward import feed_forward_shares
-from lens_mix.algebra.vectors import AttentionVectors, attention_vectors
+from lens_mix._algebra.feed_forward import feed_forward_shares
+from lens_mix._algebra.vectors import AttentionVectors, attention_vectors
+from lens_mix._blocks.block import Block
+from lens_mix._care.precision import in_full_precision
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.arguments import check_choice, check_columns, check_items
-from lens_mix.lens.block import Block
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.precision import in_full_precision
 from lens_mix.method import Method
 from lens_mix.methods.atb_ff import AtbFfResLn
 from lens_mix.methods.attn_res import AttnResLn

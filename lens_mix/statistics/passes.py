@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from lens_mix._blocks.block import Block
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix._inputs.rows import Selection
 from lens_mix.arguments import check_items
-from lens_mix.lens.block import Block
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.rows import Selection
 from lens_mix.method import Method
 from lens_mix.session import Session
 

@@ -13,15 +13,15 @@ from tqdm.auto import tqdm
 from typing_extensions import override
 
 from lens_mix import targets
+from lens_mix._care.raw_errors import LibraryErrors
+from lens_mix._classes.model_classes import TransformerLensModel
+from lens_mix._inputs.batches import Prompt, pad
+from lens_mix._inputs.prompts import pad_token
+from lens_mix._model.model import Lens
+from lens_mix._model.unembedding import row_at, unembedding_at
+from lens_mix._passes.predictions import name_token, read_predictions
 from lens_mix.arguments import check_instance, describe_value
 from lens_mix.evaluation.candidates import Aggregation, aggregations_by_name, join_layers
-from lens_mix.lens.batches import Prompt, pad
-from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel
-from lens_mix.lens.predictions import name_token, read_predictions
-from lens_mix.lens.prompts import pad_token
-from lens_mix.lens.raw_errors import LibraryErrors
-from lens_mix.lens.unembedding import row_at, unembedding_at
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import Method

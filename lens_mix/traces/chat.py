@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lens_mix._inputs import texts
 from lens_mix.arguments import check_instance, describe_value
-from lens_mix.lens import texts
 from lens_mix.traces.documents import Section
 
 _WORD = re.compile(r"\S+")

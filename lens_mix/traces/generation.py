@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from lens_mix._care.tracebacks import is_out_of_memory
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
+from lens_mix._inputs.batches import Prompt
+from lens_mix._inputs.picture_inputs import join_inputs
+from lens_mix._inputs.prompts import context_length, is_encoder_decoder, most_tokens, vocabulary
+from lens_mix._model.model import Lens
 from lens_mix.arguments import check_flags, check_number, check_whole_number, describe_value
-from lens_mix.lens.batches import Prompt
-from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
-from lens_mix.lens.picture_inputs import join_inputs
-from lens_mix.lens.prompts import context_length, is_encoder_decoder, most_tokens, vocabulary
-from lens_mix.lens.tracebacks import is_out_of_memory
 from lens_mix.traces.attribution import Written, read_written, rounding_of
 from lens_mix.traces.reading import PromptText, Reading, add_answer
 

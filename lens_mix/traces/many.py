@@ -8,9 +8,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from lens_mix._classes.model_classes import TransformerLensModel
 from lens_mix.arguments import check_flags, describe_value
 from lens_mix.inputs import read_several
-from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.traces.documents import Documents
 from lens_mix.traces.trace import Trace, trace
 

@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from lens_mix._care.state import reading
+from lens_mix._classes.model_classes import TransformerLensModel, model_class_of
+from lens_mix._inputs import texts
+from lens_mix._inputs.batches import Prompt
+from lens_mix._inputs.prompts import is_encoder_decoder, read_prompt, tensor_of, vocabulary
+from lens_mix._inputs.token_strings import token_strings
 from lens_mix.arguments import check_dense_tensor, describe_value
-from lens_mix.lens import texts
-from lens_mix.lens.batches import Prompt
-from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
-from lens_mix.lens.prompts import is_encoder_decoder, read_prompt, tensor_of, vocabulary
-from lens_mix.lens.state import reading
-from lens_mix.lens.token_strings import token_strings
 from lens_mix.plain_text import as_text
 from lens_mix.traces.chat import count_equal, render_chat
 from lens_mix.traces.documents import PICTURE, Documents, Section

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix._inputs.batches import Prompt
+from lens_mix._inputs.pictures import Picture
 from lens_mix.arguments import check_file_path
-from lens_mix.lens.batches import Prompt
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.pictures import Picture
 from lens_mix.maps.explained import as_explained, as_records
 from lens_mix.maps.tensor_files import read_tensors, write_tensors
 from lens_mix.registry import all_methods

@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from lens_mix._classes.model_classes import UnsupportedModelError
 from lens_mix.arguments import check_flags, check_whole_number
-from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.traces.attribution import read_written

@@ -13,6 +13,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix._blocks.provenance import of_run
+from lens_mix._care.changes import Changes
+from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
+from lens_mix._classes.model_names import model_name, strip_path
+from lens_mix._inputs.prompts import is_causal_model, is_encoder_decoder, read_plain
+from lens_mix._model.model import Lens
+from lens_mix._verification.kept import read_state
 from lens_mix.arguments import (
     check_choice,
     check_flags,
@@ -22,13 +29,6 @@ from lens_mix.arguments import (
     describe_value,
 )
 from lens_mix.evaluation.candidates import Aggregation
-from lens_mix.lens.changes import Changes
-from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
-from lens_mix.lens.model_names import model_name, strip_path
-from lens_mix.lens.prompts import is_causal_model, is_encoder_decoder, read_plain
-from lens_mix.lens.provenance import of_run
-from lens_mix.lens.verification.kept import read_state
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import Method

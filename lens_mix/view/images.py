@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from jaxtyping import UInt8
 
+from lens_mix._inputs.processor import convert_picture, is_pil_picture
 from lens_mix.arguments import check_dense_tensor, describe_value
-from lens_mix.lens.processor import convert_picture, is_pil_picture
 from lens_mix.maps import MixingMap
 
 _READ = "pixels that the model read"

@@ -10,7 +10,7 @@ from typing import Any
 
 import regex
 
-from lens_mix.lens.model_names import strip_path
+from lens_mix._classes.model_names import strip_path
 from lens_mix.maps import MixingMap
 from lens_mix.maps.characters import join_tokens, split_number
 from lens_mix.maps.exchange import full_name

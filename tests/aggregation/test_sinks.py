@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix._blocks.provenance import SINK
 from lens_mix.graphs import layered_graph
-from lens_mix.lens.provenance import SINK
 from tests.matrix import build_or_skip
 from tests.random_maps import map_of, random_attention
 from tests.tiny_models import bridge, tokens

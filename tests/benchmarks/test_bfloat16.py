@@ -9,7 +9,7 @@ import torch
 
 import lens_mix as lm
 from benchmarks import bfloat16
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix._classes.model_classes import UnsupportedModelError
 from tests.tiny_models import available, bridge, llama_like, tokens, toy_tokenizer
 
 

@@ -7,8 +7,8 @@ import torch
 
 import lens_mix as lm
 from lens_mix import corpus
-from tests.lens.test_edges import Quantised
-from tests.lens.test_offloading import offloaded
+from tests._classes.test_offloading import offloaded
+from tests._verification.test_edges import Quantised
 from tests.tiny_models import available, bridge, tokens
 
 pytestmark = [

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import lens_mix as lm
-from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix._classes.model_classes import transformer_lens_version
 from tests.demos.test_pages import examples
 from tests.demos.tiny_folder import save_tiny_bert
 from tests.pictured_models import picture_prompt, pictured

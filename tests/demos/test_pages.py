@@ -15,9 +15,9 @@ import pytest
 import lens_mix as lm
 from benchmarks import facts
 from lens_mix import registry
-from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.block import Block
-from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix._blocks.block import Block
+from lens_mix._classes.model_classes import transformer_lens_version
+from lens_mix._model.anatomy import BlockAnatomy
 from tests.demos.tiny_folder import save_tiny_bert, save_tiny_classifier, save_tiny_llama, save_tiny_t5
 from tests.tiny_models import available, bridge
 

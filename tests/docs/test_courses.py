@@ -13,7 +13,7 @@ import pytest
 
 from docs.make import courses
 from docs.make.courses import COURSES, ROOT, CourseError
-from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix._classes.model_classes import transformer_lens_version
 
 SOURCES = sorted(COURSES.glob("*.py"))
 each_course = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)

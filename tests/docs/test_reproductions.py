@@ -1,7 +1,7 @@
 """Test that the faults of TransformerBridge on the page are still there, and that it shows their programs.
 
 A failing program is good news: TransformerLens has mended the fault. Its section then leaves the page,
-and perhaps an entry leaves `lens_mix/lens/known_faults.py`.
+and perhaps an entry leaves `lens_mix/_classes/known_faults.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix._classes.model_classes import transformer_lens_version
 
 PAGE = Path(__file__).parents[2] / "docs" / "neighbours" / "transformer_bridge.md"
 TEXT = PAGE.read_text(encoding="utf-8")

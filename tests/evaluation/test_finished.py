@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix._care.state import all_modules
 from lens_mix.evaluation import Case, Importance, identity
-from lens_mix.lens.state import all_modules
 from tests import tiny_models
+from tests._care.test_users_hooks import Noting, containing_itself, with_a_noting_module
 from tests.evaluation.test_leaderboard import OCCLUSION, prompts
-from tests.lens.test_users_hooks import Noting, containing_itself, with_a_noting_module
 from tests.matrix import build_or_skip
 from tests.source_tree import ROOT
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix._classes.model_classes import transformer_lens_version
 from lens_mix.evaluation import (
     HeadImportance,
     ablation_importance,
@@ -13,7 +14,6 @@ from lens_mix.evaluation import (
     importance_correlations,
 )
 from lens_mix.hooks import prune_heads
-from lens_mix.lens.model_classes import transformer_lens_version
 from tests import tiny_models
 from tests.tiny_models import available, bridge, gpt2_like, hooked_encoder_decoder
 

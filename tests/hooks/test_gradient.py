@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from lens_mix._model.anatomy import ACTIVATIONS
 from lens_mix.hooks import (
     freeze_scale,
     hold_activation_ratio,
@@ -17,7 +18,6 @@ from lens_mix.hooks import (
     scale_pattern_gradient,
 )
 from lens_mix.hooks.gradient import _compute_activation_ratio, _compute_pattern_gradient
-from lens_mix.lens.anatomy import ACTIVATIONS
 from tests.matrix import build_or_skip
 from tests.tiny_models import available, bridge, gpt2_like, hooked_encoder, hooked_transformer, tokens
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lens_mix._passes.autograd_graph import Mixing
 from lens_mix.hooks import (
     freeze_pattern,
     mask_attention,
@@ -20,7 +21,6 @@ from lens_mix.hooks import (
 )
 from lens_mix.hooks.gradient import _compute_pattern_gradient
 from lens_mix.hooks.mixing import mix, sink
-from lens_mix.lens.autograd_graph import Mixing
 from lens_mix.methods.attribution_patching import hidden_effects
 from tests.tiny_models import available, bridge, hooked_transformer, tokens
 

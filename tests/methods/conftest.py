@@ -2,7 +2,7 @@
 
 import pytest
 
-from lens_mix.lens.model import Lens
+from lens_mix._model.model import Lens
 
 
 @pytest.fixture

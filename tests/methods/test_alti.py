@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra.distances import distances, lengths
-from lens_mix.algebra.logit_shares import logit_shares, through_unembedding, token_directions
-from lens_mix.algebra.vectors import attention_vectors
+from lens_mix._algebra.distances import distances, lengths
+from lens_mix._algebra.logit_shares import logit_shares, through_unembedding, token_directions
+from lens_mix._algebra.vectors import attention_vectors
 from lens_mix.methods.alti import alti, normalize_rows
 from lens_mix.methods.alti_logit import alti_logit
 from lens_mix.statistics.passes import run_prompt

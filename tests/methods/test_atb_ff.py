@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra.activations import _mean_on_path, derivative, gated_multipliers, plain_multiplier
-from lens_mix.algebra.definitions import through_norm
-from lens_mix.algebra.feed_forward import feed_forward_maps
-from lens_mix.lens.anatomy import ACTIVATIONS
+from lens_mix._algebra.activations import _mean_on_path, derivative, gated_multipliers, plain_multiplier
+from lens_mix._algebra.definitions import through_norm
+from lens_mix._algebra.feed_forward import feed_forward_maps
+from lens_mix._model.anatomy import ACTIVATIONS
 from lens_mix.methods.atb_ff import atb_ff
 from tests.norm_cases import blocks_of, each_model, each_model_with, largest, read_by_a_norm, written_out
 from tests.norm_oracle import norms, oracle
@@ -90,7 +90,7 @@ def test_next_norm_is_the_one_that_reads_the_output(case):
 
 @pytest.mark.parametrize("count", [3, 20])
 def test_folding_W_in_changes_nothing(monkeypatch, count):
-    from lens_mix.algebra import feed_forward, weight_cache
+    from lens_mix._algebra import feed_forward, weight_cache
     from tests import kept_products
 
     if not available(bridge, "llama", torch.float64):
@@ -116,7 +116,7 @@ def test_folding_W_in_changes_nothing(monkeypatch, count):
 
 
 def test_kept_matrices_see_edits(monkeypatch):
-    from lens_mix.algebra import feed_forward
+    from lens_mix._algebra import feed_forward
 
     if not available(bridge, "llama", torch.float64):
         pytest.skip("no TransformerBridge in this TransformerLens")
@@ -133,7 +133,7 @@ def test_kept_matrices_see_edits(monkeypatch):
 
 
 def test_paths_are_integrated_some_at_a_time(monkeypatch):
-    from lens_mix.algebra import activations
+    from lens_mix._algebra import activations
 
     generator = torch.Generator().manual_seed(0)
     start, end = torch.randn(2, 3, 50, generator=generator, dtype=torch.float64)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import lens_mix as lm
-from lens_mix.algebra.quadrature import nested_rules, quadrature
+from lens_mix._algebra.quadrature import nested_rules, quadrature
 from lens_mix.hooks import record
 from lens_mix.methods.attention_attribution import integrated_gradients
 from tests import tiny_models

@@ -3,8 +3,8 @@
 import pytest
 
 import lens_mix as lm
-from lens_mix.algebra.definitions import mixing_ratio, norms
-from lens_mix.algebra.vectors import attention_vectors
+from lens_mix._algebra.definitions import mixing_ratio, norms
+from lens_mix._algebra.vectors import attention_vectors
 from lens_mix.methods.attention import attention_weights, attn_res_w
 from lens_mix.methods.attn_res import attn_res, attn_res_ln
 from tests.matrix import build_or_skip

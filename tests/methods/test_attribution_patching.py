@@ -11,10 +11,10 @@ import torch
 import lens_mix as lm
 from benchmarks.input_map.cheaper import hidden_rows
 from benchmarks.input_map.decoder import Decoder
+from lens_mix._model.model import Lens
+from lens_mix._passes.autograd_graph import Mixing
 from lens_mix.hooks import mixing as hooks_mixing
 from lens_mix.hooks import record_mixing, zero_values
-from lens_mix.lens.autograd_graph import Mixing
-from lens_mix.lens.model import Lens
 from lens_mix.methods.attribution_patching import (
     hidden_effects,
     hidden_key_effects,

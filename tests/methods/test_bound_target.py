@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.clean_pass import CleanPass
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix._classes.model_classes import UnsupportedModelError
+from lens_mix._passes.clean_pass import CleanPass
 from lens_mix.methods import bound_target
 from lens_mix.targets import Context
 from tests.test_classifiers import classifier_of

@@ -5,9 +5,9 @@ import torch
 
 import lens_mix as lm
 from benchmarks.common import PeakMemory
-from lens_mix.algebra.bias_split import SPLITS, split_bias, through_linear
-from lens_mix.algebra.linear_block import SLOPES
-from lens_mix.lens.block import Block
+from lens_mix._algebra.bias_split import SPLITS, split_bias, through_linear
+from lens_mix._algebra.linear_block import SLOPES
+from lens_mix._blocks.block import Block
 from lens_mix.methods.decompx import decompx
 from lens_mix.methods.decompx_logits import input_shares_of_logits, logit_shares
 from lens_mix.session import Session

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix._classes.model_classes import transformer_lens_version
 from lens_mix.hooks import record, replace_pattern
-from lens_mix.lens.model_classes import transformer_lens_version
 from lens_mix.methods.gradient_attention import weighted_by_gradient
 from tests import tiny_models
 from tests.methods import attribution_reference as hao

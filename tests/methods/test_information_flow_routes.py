@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra.definitions import head_parts, through_norm
-from lens_mix.algebra.distances import head_proximities
-from lens_mix.algebra.head_vectors import HeadVectors
-from lens_mix.algebra.vectors import Pairs, Vectors
+from lens_mix._algebra.definitions import head_parts, through_norm
+from lens_mix._algebra.distances import head_proximities
+from lens_mix._algebra.head_vectors import HeadVectors
+from lens_mix._algebra.vectors import Pairs, Vectors
+from lens_mix._model.anatomy import ValuePath
 from lens_mix.hooks.mixing import mix
-from lens_mix.lens.anatomy import ValuePath
 from lens_mix.methods.component_shares import part_shares
 from lens_mix.methods.information_flow_routes import importance
 from lens_mix.statistics.passes import run_prompt

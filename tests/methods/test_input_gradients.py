@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra.quadrature import quadrature
+from lens_mix._algebra.quadrature import quadrature
 from lens_mix.methods.bound_target import BoundRows
 from lens_mix.methods.input_gradients import gradient_norm, gradient_times_input, integrated_gradients
 from tests import reference_models

@@ -9,7 +9,7 @@ import torch
 
 import lens_mix as lm
 from benchmarks.common import PeakMemory
-from lens_mix.algebra import folded_weights
+from lens_mix._algebra import folded_weights
 from lens_mix.methods.value_zeroing import ValueZeroing
 from tests.matrix import build_or_skip, slow
 from tests.tiny_models import available, bridge, gpt2_like, hooked_transformer, tokens

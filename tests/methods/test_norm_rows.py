@@ -9,7 +9,7 @@ import torch
 
 import lens_mix as lm
 from benchmarks.common import peak_bytes
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix._classes.model_classes import UnsupportedModelError
 from lens_mix.method import Method
 from lens_mix.session import Session
 from tests.matrix import Case, slow

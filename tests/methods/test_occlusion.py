@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix._blocks.cost import Cost
 from lens_mix.hooks import mask_keys, zero_values
-from lens_mix.lens.cost import Cost
 from lens_mix.methods.occlusion import lost_without_key
 from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, prompt_of

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from lens_mix.algebra.quadrature import nested_rules, one_rule
+from lens_mix._algebra.quadrature import nested_rules, one_rule
 from lens_mix.methods.path_integral import Integral
 
 

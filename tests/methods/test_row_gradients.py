@@ -9,7 +9,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix import session
-from lens_mix.lens.model import Lens
+from lens_mix._model.model import Lens
 from lens_mix.methods import row_gradients
 from tests.matrix import build_or_skip, case_of, cases, prompt_of
 from tests.tiny_models import bridge

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.replay import first_tensor, with_first
+from lens_mix._passes.replay import first_tensor, with_first
 from lens_mix.methods import side_by_side
 from tests.matrix import build_or_skip, slow
 from tests.tiny_models import bridge

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra.definitions import head_parts
-from lens_mix.algebra.head_vectors import HeadVectors
-from lens_mix.algebra.pair_norms import _factor_norms, _gram, _qr_factor, by_key
-from lens_mix.algebra.vectors import Pairs, attention_vectors
-from lens_mix.lens.anatomy import Norm, ValuePath
+from lens_mix._algebra.definitions import head_parts
+from lens_mix._algebra.head_vectors import HeadVectors
+from lens_mix._algebra.pair_norms import _factor_norms, _gram, _qr_factor, by_key
+from lens_mix._algebra.vectors import Pairs, attention_vectors
+from lens_mix._model.anatomy import Norm, ValuePath
 from lens_mix.methods.value_norms import value_norms
 from tests.norm_cases import blocks_of, each_model, heads_of, largest, written_out
 from tests.norm_oracle import norms, oracle

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra.distances import distance
+from lens_mix._algebra.distances import distance
 from lens_mix.hooks import must_fire, record
 from lens_mix.hooks.mixing import mix
 from lens_mix.methods.value_zeroing import value_zeroing

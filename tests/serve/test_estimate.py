@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lens_mix.lens.cost import COSTS
+from lens_mix._blocks.cost import COSTS
 from lens_mix.recommended import find_default_row
 from lens_mix.serve.estimate import Estimate, Pace, estimate, in_words, measure_pace
 

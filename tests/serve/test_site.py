@@ -30,14 +30,14 @@ import pytest
 
 import lens_mix as lm
 from lens_mix import named_maps, registry, runner
-from lens_mix.lens.cost import COSTS, Cost
-from lens_mix.lens.verification.support import Support
+from lens_mix._blocks.cost import COSTS, Cost
+from lens_mix._verification.support import Support
 from lens_mix.method import Method
 from lens_mix.serve import Limits, Site, answers, site
 from lens_mix.serve.estimate import Pace
 from lens_mix.serve.forms import Request
+from tests._care.test_state import assert_same, state_of
 from tests.demos.tiny_folder import save_tiny_llama
-from tests.lens.test_state import assert_same, state_of
 from tests.tiny_models import available, bridge
 
 pytest.importorskip("typer")

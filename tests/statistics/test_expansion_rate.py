@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.anatomy import ValuePath
+from lens_mix._model.anatomy import ValuePath
 from lens_mix.statistics.expansion_rate import _compute_rates, expansion_rates
 from tests.matrix import build_or_skip
 from tests.tiny_models import bridge, llama_like

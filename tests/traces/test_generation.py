@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix._classes.model_classes import transformer_lens_version
 from tests.matrix import build_or_skip, cases, model_of, prompt_of
 from tests.tiny_models import available, bridge, gpt2_like, hooked_transformer, llama_like, toy_tokenizer
 from tests.traces.readers import PLAIN, reader, tokenizer_of

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies
 
 import lens_mix as lm
-from lens_mix.lens.token_strings import strings_of
+from lens_mix._inputs.token_strings import strings_of
 from lens_mix.traces.reading import _place_written
 from tests.traces.readers import KINDS, reader, tokenizer_of
 
@@ -38,7 +38,7 @@ def tokenizer(kind):
 def tokens_of(kind, data):
     """Return one token per byte."""
     if kind == "byte-level":
-        from lens_mix.lens.token_strings import _BYTES
+        from lens_mix._inputs.token_strings import _BYTES
 
         # A byte has one character here; ByT5 writes some in another way.
         visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

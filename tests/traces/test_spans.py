@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix._classes.model_classes import transformer_lens_version
 from lens_mix.traces.spans import find_span
 from tests.matrix import build_or_skip
 from tests.tiny_models import bridge, hooked_transformer, wrapped_model

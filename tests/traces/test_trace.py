@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.state import all_modules
+from lens_mix._care.state import all_modules
 from tests.matrix import Case, case_of, cases, model_of, prompt_of
 from tests.tiny_models import is_encoder_decoder
 from tests.traces.readers import PLAIN, reader

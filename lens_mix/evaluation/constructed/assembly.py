@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.lens.from_weights import Norm, Weights
+from lens_mix._model.from_weights import Norm, Weights
 
 TOKENS = 16  # It is also the number of dimensions of a head.
 CONTEXT = 12

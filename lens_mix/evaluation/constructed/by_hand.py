@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lens_mix._model.from_weights import Norm
 from lens_mix.evaluation.constructed.assembly import (
     CONTEXT,
     TOKENS,
@@ -24,7 +25,6 @@ from lens_mix.evaluation.constructed.assembly import (
     look_for_copies,
 )
 from lens_mix.evaluation.constructed.model import Cell, ConstructedModel, Sample, Spare, draw
-from lens_mix.lens.from_weights import Norm
 
 _KEYS = range(1, 5)  # The tokens that planted_key looks for, and the first tokens of broadcast_sink.
 _FILLERS = range(5, TOKENS)

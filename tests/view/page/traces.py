@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lens_mix.lens.batches import Prompt
+from lens_mix._inputs.batches import Prompt
 from lens_mix.maps.explained import Explained
 from lens_mix.traces.documents import Documents
 from lens_mix.traces.reading import Reading

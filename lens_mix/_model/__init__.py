@@ -1,0 +1,1 @@
+"""One face for every model: its stack of blocks, their anatomy and the unembedding."""

@@ -1,0 +1,199 @@
+"""Passes with interventions: the model is run from a block on, or from its tokens.
+
+From a block on, a pass starts with the residual stream that a clean pass recorded there. The blocks below are
+not run: each returns its output of the clean pass. This works on every class of TransformerLens, whose own
+`start_at_layer` is missing or wrong on several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lens_mix._care.changes import Change, Changes, forward_hook, forward_pre_hook, replace_method
+from lens_mix._care.tracebacks import find_user_code
+from lens_mix._classes import known_faults
+from lens_mix._classes.model_classes import UnsupportedModelError, transformer_lens_version
+from lens_mix._inputs.batches import Batch, pad
+from lens_mix._inputs.prompts import pad_token, read_prompt
+from lens_mix._model.model import Lens
+from lens_mix._model.unembedding import row_at, unembedding_at
+from lens_mix._passes.clean_pass import CleanPass, StopForward, stop_forward
+from lens_mix._passes.predictions import describe_missing, name_token, read_predictions
+from lens_mix._passes.replay import BlockCall, captured_calls, enter_with, with_first
+from lens_mix.hooks.base import HookPair
+from lens_mix.maps.explained import Explained
+
+
+def logits_from(
+    clean: CleanPass,
+    layer: int,
+    fwd_hooks: Sequence[HookPair] = (),
+    *,
+    positions: Int[Tensor, " copy"] | Int[Tensor, "copy read"] | None = None,
+    **options: Any,
+) -> Float[Tensor, "copy *pos d_vocab"]:
+    """Run the model with hooks from a block on, and return its logits.
+
+    Args:
+        clean: The clean pass to start from.
+        layer: The first block to run.
+        fwd_hooks: TransformerLens hooks for this pass.
+        positions: The only positions to unembed, one or several per example; None for all.
+        **options: Further arguments of `run_from`.
+
+    Raises:
+        UnsupportedModelError: The block does not reproduce its output, or the model returns no logits.
+    """
+    with clean.lens.evaluation_mode(), unembedding_at(clean.lens.model, positions) as narrowed:
+        out = run_from(clean, layer, fwd_hooks, **options)
+    logits = out if torch.is_tensor(out) else getattr(out, "logits", None)
+    if logits is None:
+        raise UnsupportedModelError(f"logits: expected the model to return them, got a {type(out).__name__}")
+    return logits if positions is None or narrowed else row_at(logits, positions)
+
+
+def predict_in_chunks(clean: CleanPass, positions: Int[Tensor, "batch query"], size: int) -> CleanPass:
+    """Return a clean pass with the model's predictions, for which the pass had too many positions at once.
+
+    Args:
+        clean: The clean pass.
+        positions: The positions of the predictions.
+        size: The number of positions of each prompt at a time.
+    """
+    last = max(clean.calls)
+    resid_post = clean.calls[last].resid_post if last == clean.lens.n_layers - 1 else None
+    found: list[list[Explained]] = [[] for _ in positions]
+    try:
+        for chunk in positions.split(size, dim=1):
+            logits = logits_from(clean, last, positions=chunk, resid_post=resid_post)
+            if logits.ndim != 3:
+                return clean
+            for entries, rows in zip(found, logits, strict=True):
+                entries += read_predictions(rows, functools.partial(name_token, clean.lens.tokenizer))
+    # A map is right without the predictions, as in `clean_pass`.
+    except Exception as problem:
+        return dataclasses.replace(clean, no_predictions=describe_missing(problem))
+    return dataclasses.replace(clean, predictions=found)
+
+
+def last_residual_from(
+    clean: CleanPass, layer: int, fwd_hooks: Sequence[HookPair] = (), **options: Any
+) -> Float[Tensor, "copy pos d_model"]:
+    """Return the output of the stack's last block; the arguments are those of `run_from`."""
+    last = clean.lens.stack.blocks[-1]
+    calls: dict[int, BlockCall] = {}
+    ending = [*captured_calls({0: last}, calls), forward_hook(last, stop_forward)]
+    with contextlib.suppress(StopForward):
+        run_from(clean, layer, fwd_hooks, changes=ending, **options)
+    return calls[0].resid_post
+
+
+def run_from(
+    clean: CleanPass,
+    layer: int,
+    fwd_hooks: Sequence[HookPair] = (),
+    *,
+    resid_pre: Float[Tensor, "copy pos d_model"] | None = None,
+    resid_post: Float[Tensor, "copy pos d_model"] | None = None,
+    rows: Int[Tensor, " copy"] | None = None,
+    gradients: bool = False,
+    batch: Batch | None = None,
+    changes: Sequence[Change] = (),
+) -> Any:
+    """Run the model with interventions from a block on, and return its output.
+
+    Args:
+        clean: The clean pass to start from.
+        layer: The first block to run.
+        fwd_hooks: TransformerLens hooks for this pass, which get `[copy, ...]` tensors.
+        resid_pre: The input of that block; None for the clean residual stream. For the joint part, the inputs
+            of the encoder and the decoder (`CleanPass.inputs`).
+        resid_post: The output of the last block; no block is run then.
+        rows: The example of the clean batch that each copy is made from; None for each example once.
+        gradients: Whether to build the autograd graph.
+        batch: Other prompts to run instead, from their tokens on; `layer` and `rows` have no effect then.
+        changes: Further changes to the model.
+    """
+    lens = clean.lens
+    entering: list[Change] = []
+    if resid_post is not None:
+        batch = clean.batch if rows is None else clean.batch.select(rows)
+        outputs = (with_first(clean.calls[number].output, resid_post) for number in range(lens.n_layers))
+        entering = [_skipped(block, output) for block, output in zip(lens.stack.blocks, outputs, strict=True)]
+    elif batch is None:
+        entering = _entered_at(clean, lens.layer_index(layer), resid_pre, rows)
+        batch = clean.batch if rows is None else clean.batch.select(rows)
+    try:
+        return _run_batch(lens, batch, fwd_hooks, gradients=gradients, changes=[*entering, *changes])
+    except StopForward:
+        raise
+    except Exception as problem:
+        users, lengths = find_user_code(problem), (batch.tokens.shape[1], clean.batch.tokens.shape[1])
+        if users is None or lengths[0] == lengths[1]:
+            raise
+        raise UnsupportedModelError(
+            f"expected hooks that run at any number of positions, because this method makes a pass over "
+            f"{lengths[0]} tokens and the prompt has {lengths[1]}; got {type(problem).__name__} in {users}: "
+            f"{problem}. Remove the hook, or let it act only if there are enough positions"
+        ) from problem
+
+
+def _run_batch(
+    lens: Lens,
+    batch: Batch,
+    fwd_hooks: Sequence[HookPair] = (),
+    *,
+    gradients: bool = False,
+    changes: Sequence[Change] = (),
+) -> Any:
+    """Return the model's output for a batch; the arguments are those of `run_from`."""
+    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes(changes):
+        return lens.forward(batch, return_type="logits")
+
+
+def prompt_logits(lens: Lens, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
+    """Return the logits of one prompt, as the user gave it.
+
+    Raises:
+        UnsupportedModelError: This release of TransformerLens computes wrong logits for such models.
+    """
+    wrong = known_faults.wrong_logits(lens.model, lens.model_class, transformer_lens_version())
+    if wrong is not None:
+        raise UnsupportedModelError(wrong)
+    read = read_prompt(lens.model, lens.model_class, prompt)
+    logits: Tensor = _run_batch(lens, pad([read], pad_token(lens.model), "right"))[0]
+    return logits
+
+
+def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Tensor | None) -> list[Change]:
+    """Return the changes that make a pass start at a block."""
+    lens, blocks = clean.lens, clean.lens.stack.blocks
+    replay = clean.replay(start)
+    replay.prepare()
+    entries = [(blocks[start], slice(None))]
+    if resid_pre is None:
+        entry = clean.calls[start].resid_pre
+        resid_pre = entry if rows is None else entry.index_select(0, rows)
+    elif lens.stack.source is not None:
+        # For the joint part, the first positions enter the encoder.
+        below = clean.batch.tokens.shape[1]
+        entries = [(lens.stack.source.blocks[0], slice(below)), (blocks[start], slice(below, None))]
+    outputs = [clean.calls[lower].output for lower in range(start)]
+    skipped = outputs if rows is None else [replay.expand(output, rows) for output in outputs]
+    changes = [_skipped(block, output) for block, output in zip(blocks[:start], skipped, strict=True)]
+    return changes + [
+        forward_pre_hook(block, enter_with(resid_pre, span), with_kwargs=True) for block, span in entries
+    ]
+
+
+def _skipped(block: nn.Module, output: Any) -> Change:
+    """Return a change that makes a block return a recorded output without running, as a hook could not."""
+    return replace_method(block, "forward", lambda *args, **kwargs: output)

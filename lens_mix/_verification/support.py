@@ -1,0 +1,205 @@
+"""Tables to print: the methods that a model supports, and the errors of its verification."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from lens_mix._blocks.components import ComponentError
+from lens_mix._blocks.verification_record import Verification
+from lens_mix._care.raw_errors import LibraryErrors
+from lens_mix._classes.model_classes import (
+    TransformerLensModel,
+    UnsupportedModelError,
+    model_class_of,
+    reads_features,
+)
+from lens_mix._classes.model_names import model_name, strip_path
+from lens_mix._inputs.features import any_features
+from lens_mix._inputs.prompts import device_of, is_encoder_decoder, read_prompt
+from lens_mix._model.model import Lens
+from lens_mix._verification.engines import HasEngines, choose_engine, find_obstacle, needs_unembedding
+from lens_mix._verification.kept import verification_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """A table of methods on one model: `ok` with the engine, or the reason why a method cannot run.
+
+    Attributes:
+        model: The model's name.
+        rows: One (method, engine, reason) per method; engine is None if it can't run, reason "" if it can.
+    """
+
+    model: str
+    rows: tuple[tuple[str, str | None, str], ...]
+
+    def __iter__(self) -> Iterator[tuple[str, str | None, str]]:
+        return iter(self.rows)
+
+    def __getitem__(self, method: str) -> str:
+        """Return "ok (engine)" or the reason why a method can't run."""
+        for name, engine, reason in self.rows:
+            if name == method:
+                return reason if engine is None else f"ok ({engine})"
+        raise KeyError(f"expected one of {[name for name, _, _ in self.rows]}, got {method!r}")
+
+    def to_dataframe(self) -> Any:
+        """Return a pandas DataFrame with columns method, engine, reason."""
+        from lens_mix.tables import Table
+
+        return Table(self.rows, columns=["method", "engine", "reason"])
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _, _ in self.rows)
+        lines = [f"{name:<{width}}  {self[name]}" for name, _, _ in self.rows]
+        return "\n".join([f"support for {strip_path(self.model)}", *lines])
+
+    __repr__ = __str__
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """The result of the verification of a model, which can be printed.
+
+    Attributes:
+        model: The model's name.
+        verification: The errors per block and component, and the anatomy of each block.
+    """
+
+    model: str
+    verification: Verification
+
+    @property
+    def ok(self) -> bool:
+        """Whether every component of every block is verified."""
+        return self.verification.algebra_failure is None
+
+    def to_dataframe(self) -> Any:
+        """Return a pandas DataFrame with columns layer, component, error, tolerance, ok, note."""
+        from lens_mix.tables import Table
+
+        rows = [
+            (entry.layer, entry.component, entry.error, entry.tolerance, entry.ok, entry.note)
+            for entry in self.verification.components
+        ]
+        return Table(rows, columns=["layer", "component", "error", "tolerance", "ok", "note"])
+
+    def __str__(self) -> str:
+        components = list(dict.fromkeys(entry.component for entry in self.verification.components))
+        errors = {(entry.layer, entry.component): entry for entry in self.verification.components}
+        lines = [
+            f"verification for {strip_path(self.model)}: largest relative error per block and component "
+            f"(accepted: {self.verification.components[0].tolerance:.0e})",
+            "block  " + "  ".join(f"{name:>12}" for name in components) + "  anatomy",
+        ]
+        for layer, anatomy in self.verification.anatomy.items():
+            cells = [_cell(errors[layer, name]) for name in components]
+            wiring = f"{anatomy.placement}-norm" if anatomy.placement != "none" else "no norm"
+            if anatomy.parallel:
+                wiring += ", parallel"
+            lines.append(
+                f"{layer:>5}  " + "  ".join(cells) + f"  {wiring}, feed-forward {anatomy.feed_forward_kind}"
+            )
+        lines.append(
+            "unembedding: verified"
+            if self.verification.unembedding_failure is None
+            else self.verification.unembedding_failure
+        )
+        lines.append(
+            "padding is "
+            + ("masked" if self.verification.masks_padding["right"] else "NOT masked: prompts run one by one")
+        )
+        for name, reason in (
+            ("hooks", self.verification.hooks_failure),
+            ("algebra", self.verification.algebra_failure),
+        ):
+            lines.append(f"{name}: " + ("verified" if reason is None else f"failed: {reason}"))
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _cell(entry: ComponentError) -> str:
+    return f"{'-':>12}" if entry.error is None else f"{entry.error:>11.1e}{' ' if entry.ok else '!'}"
+
+
+def check(
+    model: TransformerLensModel,
+    prompt: Any = None,
+    *,
+    part: str | None = None,
+    prepend_bos: bool | None = None,
+    **inputs: Any,
+) -> Check:
+    """Verify a model: rebuild every block from its components on the first tokens of a prompt.
+
+    Args:
+        model: A TransformerLens model.
+        prompt: A prompt, as in `lens_mix.run`; None for eight tokens of the vocabulary, or for random pixels
+            or sound.
+        part: "encoder" (default), "decoder" or "cross" of an encoder-decoder.
+        prepend_bos: As in TransformerLens.
+        **inputs: Further model inputs by name.
+
+    Raises:
+        UnsupportedModelError: The model has no hooks that lens_mix can use.
+    """
+    with LibraryErrors(model):
+        lens = Lens(model, part)
+        prompt = any_prompt(model) if prompt is None else prompt
+        read = read_prompt(model, lens.model_class, prompt, prepend_bos=prepend_bos, inputs=inputs)
+        verification = verification_of(lens, read, with_unembedding=True, padding="right", again=True)
+        return Check(model_name(model), verification)
+
+
+def support_table(
+    model: TransformerLensModel, methods: Iterable[HasEngines], part: str | None = None
+) -> Support:
+    """Return which of the methods can run on the model (see `lens_mix.support`)."""
+    rows: list[tuple[str, str | None, str]] = []
+    methods = list(methods)
+    try:
+        with LibraryErrors(model):
+            lens = Lens(model, part)
+            read = read_prompt(model, lens.model_class, any_prompt(model))
+            verification = verification_of(lens, read, with_unembedding=needs_unembedding(methods))
+    except UnsupportedModelError as problem:
+        return Support(model_name(model), tuple((method.name, None, str(problem)) for method in methods))
+    for method in methods:
+        engine, reason = None, find_obstacle(lens, method) or _next_norm_failure(method, verification) or ""
+        if not reason:
+            try:
+                engine = choose_engine(method, verification, "auto")
+            except UnsupportedModelError as problem:
+                reason = str(problem)
+        rows.append((method.name, engine, reason))
+    return Support(model_name(model), tuple(rows))
+
+
+def _next_norm_failure(method: HasEngines, verification: Verification) -> str | None:
+    """Return why a layer has no map: the method needs the norm that reads it, which is unknown."""
+    reasons = verification.next_norm_failures.items()
+    return next(
+        (
+            why
+            for layer, why in reasons
+            if layer in verification.anatomy and "next_norm" in method.needs_for(verification.anatomy[layer])
+        ),
+        None,
+    )
+
+
+def any_prompt(model: TransformerLensModel) -> Any:
+    """Return some tokens of the model's vocabulary, a pair of them, or a random picture or sound."""
+    alone = any_features(model, device_of(model)) if reads_features(model) else any_tokens(model)
+    return (alone, alone) if is_encoder_decoder(model, model_class_of(model)) else alone
+
+
+def any_tokens(model: TransformerLensModel) -> torch.Tensor:
+    """Return eight different tokens from the middle of the vocabulary."""
+    d_vocab = int(model.cfg.d_vocab)
+    return (torch.arange(8, device=device_of(model)) * 7 + d_vocab // 2) % d_vocab

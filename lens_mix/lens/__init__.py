@@ -1,1 +1,0 @@
-"""Run a model with hooks, and read its blocks: the clean pass, the components and their verification."""

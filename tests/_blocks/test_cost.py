@@ -1,0 +1,156 @@
+"""Test how a cost is written, what it grows with, and how a method's parameters scale it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix._blocks.cost import COSTS, Cost, find_warnings
+from tests.shared_models import decoder
+
+PROMPT = torch.tensor([1, *range(4, 27)])
+
+
+@pytest.mark.parametrize(
+    ("cost", "text"),
+    [
+        (Cost(1), "about 1 forward pass"),
+        (Cost(1.5), "about 1.5 forward passes"),
+        (Cost(2, per_row=3), "about 5 forward passes for one position, 194 for all 64"),
+        (Cost(1, per_token=3), "about 3 forward passes per token"),
+        (Cost(1.5, per_layer=6), "about 6 forward passes per layer"),
+    ],
+)
+def test_the_cost_in_words(cost, text):
+    assert str(cost) == text
+
+
+def test_the_cost_grows_with_what_is_computed():
+    cost = Cost(1, 2, 3, 4, bidirectional=5)
+    assert cost.passes(tokens=10, rows=5, layers=2) == 1 + 2 * 5 + 3 * 10 + 4 * 2
+    # A row or a token of half of the layers takes half of the passes.
+    assert cost.passes(10, 5, 2, n_layers=4) == 1 + (2 * 5 + 3 * 10) / 2 + 4 * 2
+    assert cost.passes(10, 5, 2, is_causal=False) == 1 + 5 * (2 * 5 + 3 * 10) + 4 * 2
+    assert cost.times(3) == Cost(1, 6, 9, 12, 5)
+
+
+def test_a_cost_may_have_advice_of_its_own():
+    (sentence,) = find_warnings("mine", Cost(31, cheaper="wait"), Blocks([9], 1).blocks)
+    assert sentence == "mine takes about 30 forward passes (whatever the rows); wait"
+
+
+class Blocks:
+    """What a cost reads of the blocks of a model with 4 layers."""
+
+    def __init__(self, lengths, rows, layers=4, causal=True):
+        keys = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        block = type("Block", (), {})()
+        block.real = block.real_keys = block.real_inputs = keys
+        block.real_queries = keys if rows is None else keys[:, :rows]
+        block.stack = type("Stack", (), {"is_joint": False, "reads_target": False, "__len__": lambda _: 4})()
+        block.verification = type("Verification", (), {"causal": causal})()
+        block.layer, block.n_heads, block.engine = 0, 8, "hooks"
+        self.blocks = [block] * layers
+
+
+def test_only_prompts_with_many_passes_have_a_warning():
+    cost = Cost(1, per_row=1)
+    few, many = find_warnings("mine", cost, Blocks([20, 200], None).blocks)
+    assert few is None
+    assert many == (
+        "mine takes about 200 forward passes (about 1 for each row); queries=[-1] makes the last row alone"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cost", "blocks", "words"),
+    [
+        (
+            Cost(1, per_row=10),
+            Blocks([9], None, causal=False),
+            r"about 90 .*queries=\[0\] makes the first row alone",
+        ),
+        (Cost(1, per_row=50), Blocks([9], 1), r"about 50 .*gim with queries=\[-1\] takes about \d$"),
+        (Cost(1, per_token=5), Blocks([9], 1), r"about 45 .*about 5 for each token\); gim"),
+        (Cost(1, per_token=5), Blocks([99], 1, layers=1), r"about 124 .*about 5 for each token\); gim"),
+        (Cost(1, per_layer=9), Blocks([9], 1), r"about 36 .*about 9 for each layer\); layers=\[-1\]"),
+        (Cost(30), Blocks([9], 1), r"about 29 .*whatever the rows\); gim"),
+    ],
+)
+def test_what_takes_fewer(cost, blocks, words):
+    (sentence,) = find_warnings("mine", cost, blocks.blocks)
+    assert sentence is not None
+    assert re.search(words, sentence), sentence
+
+
+def passes(method, blocks):
+    default = method.default_cost()
+    return method.scale_cost(default, blocks.blocks)
+
+
+def test_parameters_scale_the_recorded_cost():
+    blocks = Blocks([24], None)
+    occlusion, zeroing = COSTS["occlusion"], COSTS["value_zeroing"]
+    assert passes(lm.Occlusion(), blocks) == occlusion
+    assert passes(lm.Occlusion(replacements=[3, 5]), blocks) == occlusion.times(0.5)
+    assert passes(lm.Occlusion(by="values"), blocks) == occlusion.times(0.25)
+    spans = passes(lm.Occlusion(spans=[(4, 2), (20,)]), blocks)
+    assert spans.passes(24, 1, 4) == pytest.approx(occlusion.base + 2 * occlusion.per_token)
+    gradients = COSTS["input_gradients"]
+    path = passes(lm.InputGradients(score="integrated", n_steps=4), blocks)
+    assert path.per_row == pytest.approx(4 * (1 + gradients.per_row))
+    points = passes(lm.AttentionAttribution(n_steps=8), blocks)
+    assert points == passes(lm.AttentionAttribution(n_steps=4), blocks).times(2)
+    patching = COSTS["attribution_patching"]
+    assert passes(lm.AttributionPatching(), blocks) == patching
+    assert passes(lm.AttributionPatching(n_measured="auto"), blocks) == patching.times(2)
+    # The fixture's blocks are replayed: once per token and layer, whatever was recorded of the algebra.
+    assert passes(lm.ValueZeroing(), blocks).passes(24, 24, 2, 4) == 1 + 24 * 2 / 4
+    assert passes(lm.ValueZeroing(per_head=True), blocks).passes(24, 24, 4, 4) == 1 + 24 * 8
+    grouped = passes(lm.ValueZeroing(spans=[(0, 1), (2,)]), blocks)
+    assert grouped.passes(24, 24, 2, 4) == 1 + 2 * 2 / 4
+    for block in blocks.blocks:
+        block.engine = "algebra"
+    assert passes(lm.ValueZeroing(), blocks) == zeroing
+    assert passes(lm.ValueZeroing(per_head=True, heads=[0, 3]), blocks) == zeroing.times(2)
+
+
+def test_a_method_without_a_record_has_no_warning(monkeypatch):
+    monkeypatch.delitem(COSTS, "gim")
+    assert lm.Gim.default_cost() is None
+    assert lm.run(decoder(), PROMPT, "gim", progress=None).notes == ()
+
+
+def read_records() -> dict[tuple[str, int, str], tuple[int, float]]:
+    """Return the layers of the model and the recorded forward passes, by method, tokens and rows."""
+    text = (Path(__file__).parents[2] / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    found = {}
+    for section, layers, first in (("Every method, gpt2-like", 3, 2), ("What calls cost", 30, 0)):
+        lines = text.partition(f"## {section}\n")[2].partition("\n## ")[0].splitlines()
+        header, _, *rows = (
+            [cell.strip() for cell in line[1:-1].split("|")] for line in lines if line[:1] == "|"
+        )
+        tokens, passes = (
+            header.index(name) for name in ("tokens" if first == 0 else "positions", "÷ forward")
+        )
+        for row in rows:
+            name, _, which = row[first].removeprefix("lm.").partition(", ")
+            if name in COSTS and row[passes] and which in ("", "last row", "all rows"):
+                which = "last row" if name == "input_map" else which or "all rows"
+                found[name, int(row[tokens]), which] = (layers, float(row[passes]))
+    newer = {name for (name, _, _), (layers, _) in found.items() if layers == 30}
+    return {key: value for key, value in found.items() if key[0] not in newer or value[0] == 30}
+
+
+@pytest.mark.once
+def test_every_cost_is_within_a_factor_of_two_of_its_record():
+    records = read_records()
+    assert {name for name, _, _ in records} == set(COSTS)
+    for (name, tokens, which), (layers, recorded) in records.items():
+        rows = 1 if which == "last row" else tokens
+        said = COSTS[name].passes(tokens, rows, layers)
+        assert 0.5 <= said / recorded <= 2, (name, tokens, which, said, recorded)
