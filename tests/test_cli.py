@@ -448,10 +448,10 @@ def raising(problem):
 
 
 def test_a_bug_is_one_line_and_a_variable_shows_its_traceback(monkeypatch):
-    from lens_mix import cli, runner
+    from lens_mix import cli, supported_methods
 
     monkeypatch.setattr(cli, "_load_unchecked", lambda name: None)
-    monkeypatch.setattr(runner, "support", raising(KeyError("a bug")))
+    monkeypatch.setattr(supported_methods, "support", raising(KeyError("a bug")))
     assert error_of("support", "any").startswith("lens-mix: KeyError: 'a bug' (LENS_MIX_DEBUG=1")
     assert called("support", "any").exit_code == 1
     monkeypatch.setenv("LENS_MIX_DEBUG", "1")

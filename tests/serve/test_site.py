@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 
 import lens_mix as lm
-from lens_mix import named_maps, registry, runner
+from lens_mix import named_maps, registry, supported_methods
 from lens_mix._blocks.cost import COSTS, Cost
 from lens_mix._verification.support import Support
 from lens_mix.method import Method
@@ -195,7 +195,7 @@ def test_the_form_offers_each_method_and_says_why_not(visited, monkeypatch):
     rows = tuple(
         (name, None if name in reasons else "hooks", reasons.get(name, "")) for name in registry.all_methods()
     )
-    monkeypatch.setattr(runner, "support", lambda model: Support("<i>toy", rows))
+    monkeypatch.setattr(supported_methods, "support", lambda model: Support("<i>toy", rows))
     ((status, _, text),) = visited.answers(visited.site.url)
     assert status == 200
     states = dict(re.findall(r'name="method" value="(\w+)"( checked| disabled|)>', text))
@@ -231,7 +231,7 @@ def test_the_form_describes_each_method_and_its_cost(visited):
 def test_the_name_of_the_model_is_no_path(visited, monkeypatch):
     rows = (("alti", "algebra", ""),)
     folder = "/home/me/models--org--small/snapshots/0123456789abcdef0123"
-    monkeypatch.setattr(runner, "support", lambda model: Support(folder, rows))
+    monkeypatch.setattr(supported_methods, "support", lambda model: Support(folder, rows))
     ((_, _, text),) = visited.answers(visited.site.url)
     assert "<h1>org/small</h1>" in text
     assert "/home" not in text
