@@ -68,7 +68,7 @@ STORES = {
     "_classes.model_classes.transformer_lens_version": "the version that is installed",
     "_care.precision._float32_products": "the user's setting, which is one setting for all threads",
     "_verification.kept._verifications": "verifications, by the model",
-    "_blocks.sketch.random_vectors": "8 numbers per unit of a matrix's width; 64 widths",
+    "_algebra.sketch.random_vectors": "8 numbers per unit of a matrix's width; 64 widths",
     "_care.signals._waiting": "signals that wait at this moment",
     "_inputs.texts._templates": "what TransformerLens has replaced in a tokenizer, by the tokenizer",
     "_care.state._evaluated_models": "models that are in evaluation mode at this moment",

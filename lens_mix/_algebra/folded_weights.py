@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix._algebra import weight_cache
-from lens_mix._blocks.sketch import random_vectors, sketch
+from lens_mix._algebra.sketch import random_vectors, sketch
 from lens_mix._model.anatomy import BlockAnatomy, ValuePath, through
 
 

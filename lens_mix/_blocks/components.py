@@ -13,14 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from einops import einsum
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lens_mix._blocks.recorded import RecordedBlock, RecordedEnd
-from lens_mix._blocks.sketch import random_vectors, sketched_error
 from lens_mix._care.precision import relative_error
-from lens_mix._model.anatomy import ValuePath
 from lens_mix.hooks.mixing import mix
 
 _CHUNK_ROWS = 512  # The number of rows, of all prompts together, that are rebuilt at once.
@@ -84,8 +81,6 @@ class Component(Generic[R]):
         claim: The expectation on these prompts, for the error message.
         of_keys: Whether it has one vector per key instead of one per row.
         needs_replay: Whether rebuilding it runs the block again, with any anatomy.
-        sketched: Returns the block with an anatomy that rebuilds the sketch of the component
-            (`lens_mix._blocks.sketch`); None if the component is always rebuilt as a whole.
     """
 
     name: str
@@ -98,7 +93,6 @@ class Component(Generic[R]):
     claim: str = "its components to give its output on this prompt"
     of_keys: bool = False
     needs_replay: bool = False
-    sketched: Callable[[R], R] | None = None
 
     def error(self, recorded: R) -> float | None:
         """Return the largest relative error of a row; None if there is nothing to compare."""
@@ -110,15 +104,6 @@ class Component(Generic[R]):
             raise _NotRebuilt(f"expected {self.recorded} of {shapes}")
         return relative_error(rebuilt.flatten(2), expected.flatten(2), self._real(recorded))
 
-    def error_of_sketch(self, recorded: R) -> float | None:
-        """Return the largest relative error of a row's sketch, without rebuilding the row itself."""
-        rebuilt = None if self.sketched is None else self.rebuild(self.sketched(recorded))
-        expected, real = self.compare_with(recorded), self._real(recorded)
-        if rebuilt is None or expected is None:
-            return None
-        rebuilt, expected = (tensor.flatten(2).flatten(0, 1) for tensor in (rebuilt, expected))
-        return sketched_error(rebuilt, expected, None if real is None else real.flatten())
-
     def _real(self, recorded: R) -> Bool[Tensor, "batch row"] | None:
         return recorded.real_keys if self.of_keys else recorded.real_rows
 
@@ -127,8 +112,6 @@ def measure(
     component: Component[RecordedBlock],
     block: RecordedBlock,
     places: Int[Tensor, "batch row"] | None = None,
-    *,
-    by_sketch: bool = False,
 ) -> ComponentError:
     """Rebuild a component of a block, compare it, and return the result.
 
@@ -136,13 +119,11 @@ def measure(
         component: An entry of the table.
         block: The recorded tensors of the block, and its anatomy.
         places: Which of the recorded rows to rebuild, in chunks of bounded memory; None for all rows at once.
-        by_sketch: Whether to compare the sketch of a component that has one, at every row or key.
+            A component of keys is rebuilt at every key.
     """
     error, note = None, ""
     try:
-        if by_sketch and component.sketched is not None:
-            error = component.error_of_sketch(block)
-        elif places is None:
+        if places is None or component.of_keys:
             error = component.error(block)
         else:
             chunks = places.split(max(1, _CHUNK_ROWS // len(places)), dim=1)
@@ -201,22 +182,6 @@ def _values(block: RecordedBlock) -> Tensor | None:
     x, norm, path = block.key_input, block.anatomy.attention_input, block.anatomy.value_path
     # The values of cross-attention are computed from the encoder's outputs, and no method needs that step.
     return None if x is None or path is None else path.values(x if norm is None else norm(x))
-
-
-def _sketched_values(block: RecordedBlock) -> RecordedBlock:
-    path = block.anatomy.value_path
-    if path is None:
-        return block
-    W_V, b_V = path.W_V.to(block.wide_dtype), path.b_V
-    heads, d_model, d_head = W_V.shape
-    vectors = random_vectors(heads * d_head, W_V.dtype, W_V.device).unflatten(-1, (heads, d_head))
-    # One value head is enough: its vector has the scalar products of all heads with the random vectors.
-    W_V = einsum(W_V, vectors, "head d_model d_head, v head d_head -> d_model v")[None]
-    if b_V is not None:
-        b_V = einsum(b_V.to(W_V.dtype), vectors, "head d_head, v head d_head -> v")[None]
-    no_output = W_V.new_zeros(1, len(vectors), d_model)
-    sketched = ValuePath(W_V, b_V, no_output, None)
-    return block.read_as(dataclasses.replace(block.anatomy, value_path=sketched))
 
 
 def _projected(block: RecordedBlock) -> Tensor | None:
@@ -341,7 +306,6 @@ VALUES = Component(
     needed_for=VALUE,
     checked_for=VALUE,
     of_keys=True,
-    sketched=_sketched_values,
 )
 
 PROJECTION = Component(

@@ -85,7 +85,7 @@ class Verifier:
         block = RecordedBlock(clean, layer, self._verification.anatomy[layer], outputs)
         rows = _rows(clean, None if self._is_whole[layer] else _SAMPLED_ROWS)
         for component in self._components:
-            entry = measure(component, block, rows, by_sketch=True)
+            entry = measure(component, block, rows)
             if _is_mismatch(entry):
                 raise UnexpectedBlock(_mismatch(component, entry), component.checked_for)
         if self._has_hooks:
@@ -112,7 +112,7 @@ def _describe_user_hooks(block: RecordedBlock) -> list[str]:
     if block.z_factors is not None:
         factors = [round(factor, 4) for factor in block.z_factors.tolist()]
         notes.append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
-    if _is_mismatch(measure(VALUES, block, by_sketch=True)):
+    if _is_mismatch(measure(VALUES, block)):
         notes.append("a hook or an adapter changes its values; the map is of the changed ones")
     return notes
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import lens_mix as lm
-from lens_mix._blocks.sketch import random_vectors
+from lens_mix._algebra.sketch import random_vectors
 from lens_mix._care.state import all_modules
 from lens_mix._verification import kept
 from lens_mix.evaluation import pruned, pruning_curves

@@ -1,9 +1,7 @@
-"""Sketches: products with a few random vectors, which detect a changed matrix and check a matrix product.
+"""Sketches: products with a few random vectors, which detect a changed matrix.
 
-Y = X W is checked by Y S = X (W S), with random vectors S that are independent of X and W. This reads W once
-and does not compute X W (Freivalds 1977, "Probabilistic machines can use less running time"). The estimated
-error of a row is about as large as its true error. With n vectors, the probability of an estimate that is r
-times too small decreases as 1 / rⁿ.
+The random vectors are independent of the matrix. So two matrices with equal sketches are equal, except with a
+probability that is negligible.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 _VECTORS = 8
@@ -37,22 +35,3 @@ def sketch(x: Float[Tensor, "*row column"]) -> Float[Tensor, "*row vector"]:
     vectors = random_vectors(x.shape[-1], x.dtype, x.device)
     # MKL is much slower for x @ vectors.T, because that has so few columns on the right.
     return vectors @ x if x.ndim == 1 else (vectors @ x.T).T
-
-
-def sketched_error(
-    got: Float[Tensor, "row vector"],
-    expected: Float[Tensor, "row column"],
-    counted: Bool[Tensor, " row"] | None = None,
-) -> float:
-    """Return the largest error of a row, estimated from its sketch and relative to the row's norm.
-
-    Args:
-        got: The sketch of the rebuilt matrix.
-        expected: The whole matrix to compare it with.
-        counted: The rows to compare; None for all.
-    """
-    error = torch.linalg.vector_norm(got - sketch(expected), dim=-1) / _VECTORS**0.5
-    ratio = torch.where(error == 0, 0.0, error / torch.linalg.vector_norm(expected, dim=-1))
-    if counted is not None:
-        ratio = ratio[counted]
-    return float(ratio.max()) if ratio.numel() else 0.0
