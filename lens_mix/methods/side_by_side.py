@@ -72,7 +72,7 @@ def _run(
     A copy runs its tokens `rerun` and sees the prompt's others. One more copy, the prompt's last token alone,
     ends the row and has an error too: no other token sees more tokens, or tokens further away in the row.
     """
-    lens, own = block.clean.lens, block.tokens[prompt, places]
+    lens, name, own = block.clean.lens, block.stack.attention_template, block.tokens[prompt, places]
     index = torch.arange(len(own), device=own.device)
     rerun, others = torch.cat([rerun, index[None] == index[-1]]), torch.cat([others, own[None]])
     copy, again = rerun.nonzero().unbind(1)
@@ -85,7 +85,6 @@ def _run(
         # transformers adds such a mask to the scores of every layer, instead of making one.
         inputs["attention_mask"] = (~allowed).to(lens.dtype)[None, None] * torch.finfo(lens.dtype).min
     else:
-        name = block.stack.attention_template
         pairs = [mask_attention(layer, allowed, attention=name) for layer in range(len(block.stack))]
     batch = Batch((Prompt(tokens[0]),), tokens, torch.ones_like(tokens, dtype=torch.bool), None, None, inputs)
     calls: dict[int, BlockCall] = {}
