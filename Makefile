@@ -62,7 +62,7 @@ test-tl2: $(TL2)/.ready
 
 # What old releases can break: imports, a run, a method of each kind, tables, graphs, figures, files, commands.
 SMOKE = tests/test_oldest.py tests/test_package.py tests/test_cli.py tests/test_files.py tests/maps/test_record.py \
-	tests/graphs/test_routes.py tests/hooks/test_cookbook.py tests/statistics/test_head_probe.py \
+	tests/graphs/test_routes.py tests/hooks/test_cookbook.py tests/experiments/test_head_probe.py \
 	tests/aggregation/test_flow.py tests/view/test_figures.py \
 	tests/demos/test_models.py::test_an_8_bit_encoder_decoder_becomes_the_model_that_it_was
 

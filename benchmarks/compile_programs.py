@@ -1,4 +1,4 @@
-"""Compile the RASP programs of lens_mix/evaluation/constructed/ with Tracr and store their weights.
+"""Compile the RASP programs of lens_mix/experiments/constructed/ with Tracr and store their weights.
 
 Only this script needs Tracr (Lindner et al., NeurIPS 2023; Apache-2.0). Tracr requires JAX, so it needs an
 environment of its own:
@@ -20,7 +20,7 @@ from tracr.rasp import rasp
 
 LENGTH = 7  # The first token is not counted.
 LETTERS = "abcdefgh"
-FILE = Path(__file__).parents[1] / "lens_mix" / "evaluation" / "constructed" / "tracr.npz"
+FILE = Path(__file__).parents[1] / "lens_mix" / "experiments" / "constructed" / "tracr.npz"
 
 # What each program returns for a prompt. Token 0 is Tracr's beginning-of-sequence token.
 PROGRAMS = {

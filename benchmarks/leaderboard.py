@@ -28,7 +28,7 @@ import lens_mix as lm
 from benchmarks import facts
 from benchmarks.common import describe_measurement
 from benchmarks.input_map.prompts import make
-from lens_mix import evaluation
+from lens_mix import evaluation, experiments
 
 FOLDER = Path("outputs") / "leaderboard"
 LAYER_METHODS = [
@@ -106,7 +106,7 @@ def task_of(name: str, model_name: str, model: Any, count: int | None = None) ->
     if name == "importance":
         return evaluation.Importance(short_prompts(count or 40))
     if name == "planted":
-        return evaluation.Cues(evaluation.planted_facts(model, count or 24, sentences=3), leave_out=(0,))
+        return evaluation.Cues(experiments.planted_facts(model, count or 24, sentences=3), leave_out=(0,))
     if name == "removals":
         return evaluation.Removals(short_prompts(count or 12, 70), "sample", beam=2)
     return evaluation.Cells(short_prompts(count or 12, 70), "zero" if name == "cells" else "mean")

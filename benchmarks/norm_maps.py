@@ -18,7 +18,7 @@ import norms as demo
 import torch
 
 from benchmarks.common import describe_machine, markdown_table
-from lens_mix.statistics import cancel_effect, mixing_ratio
+from lens_mix.experiments import cancel_effect, mixing_ratio
 
 OUT = Path(__file__).parent / "results" / "norm_maps.md"
 STAGES = {

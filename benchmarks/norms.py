@@ -27,13 +27,13 @@ import torch
 from benchmarks.common import MODELS, gemm, interleaved, random_tokens
 from lens_mix._algebra.feed_forward import feed_forward_maps, feed_forward_shares
 from lens_mix._algebra.vectors import Vectors, attention_vectors
+from lens_mix.experiments.mixing_ratio import block_mixing_ratios
+from lens_mix.experiments.passes import run_prompt
 from lens_mix.method import Method
 from lens_mix.methods.alti import Alti
 from lens_mix.methods.atb_ff import AtbFfResLn
 from lens_mix.methods.attn_res import AttnResLn
 from lens_mix.methods.value_norms import ValueNorms
-from lens_mix.statistics.mixing_ratio import block_mixing_ratios
-from lens_mix.statistics.passes import run_prompt
 
 QUICK, FULL = (32, 128), (32, 128, 512, 1024)
 # Above this number of positions the straightforward versions take minutes, and tens of gigabytes.

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 import lens_mix as lm
-from lens_mix import evaluation
+from lens_mix import experiments
+from lens_mix.experiments.head_figures import pruning_figure
 from lens_mix.view import layer_maps
-from lens_mix.view.attribution_figures import pruning_figure, tree_figure
+from lens_mix.view.tree_figure import tree_figure
 
 HERE = Path(__file__).resolve().parent
 OUTPUTS = HERE.parent / "outputs"
@@ -126,15 +127,15 @@ def explain_sentence(model: Any, pair: Pair) -> None:
     save(tree_figure(tree, title=f"{pair.prefix} … {pair.good} / {pair.bad}"), "attribution_tree")
 
 
-def measure_importance(model: Any, pairs: Sequence[Pair]) -> dict[str, evaluation.HeadImportance]:
+def measure_importance(model: Any, pairs: Sequence[Pair]) -> dict[str, experiments.HeadImportance]:
     """Measure the importance of every head in four ways."""
     prompts, targets = [pair.prefix for pair in pairs], [pair.target for pair in pairs]
     losses = [preference_loss(model, pair) for pair in pairs]
     return {
-        "attribution": evaluation.head_importance(model, prompts, targets=targets, progress=True),
-        "attention": evaluation.head_importance(model, prompts, "attention", progress=True),
-        "taylor": evaluation.head_importance(model, prompts, "taylor", targets=losses, progress=True),
-        "ablation": evaluation.ablation_importance(
+        "attribution": experiments.head_importance(model, prompts, targets=targets, progress=True),
+        "attention": experiments.head_importance(model, prompts, "attention", progress=True),
+        "taylor": experiments.head_importance(model, prompts, "taylor", targets=losses, progress=True),
+        "ablation": experiments.ablation_importance(
             model, mean_margin(pairs), examples=len(pairs), progress=True
         ),
     }
@@ -146,22 +147,22 @@ def preference_loss(model: Any, pair: Pair) -> Callable[[Tensor], Tensor]:
     return lambda logits: -torch.nn.functional.logsigmoid(logits[:, -1, good] - logits[:, -1, bad])
 
 
-def correlate_tasks(model: Any, count: int, main_importance: evaluation.HeadImportance) -> None:
+def correlate_tasks(model: Any, count: int, main_importance: experiments.HeadImportance) -> None:
     """Print whether the three tasks need the same heads."""
     by_task = {MAIN_TASK: main_importance}
     for task in TASKS:
         if task != MAIN_TASK:
             pairs = read_pairs(task, count)
-            by_task[task] = evaluation.head_importance(
+            by_task[task] = experiments.head_importance(
                 model, [pair.prefix for pair in pairs], targets=[pair.target for pair in pairs], progress=True
             )
     print("\nCorrelation of head importance between tasks (Pearson)")
-    print(evaluation.importance_correlations(by_task).round(2).to_string())
+    print(experiments.importance_correlations(by_task).round(2).to_string())
 
 
-def prune(model: Any, pairs: Sequence[Pair], rankings: dict[str, evaluation.HeadImportance]) -> None:
+def prune(model: Any, pairs: Sequence[Pair], rankings: dict[str, experiments.HeadImportance]) -> None:
     """Print and draw the pruning curves, on sentences that were not used for the rankings."""
-    curves = evaluation.pruning_curves(
+    curves = experiments.pruning_curves(
         model, accuracy(pairs), rankings, fractions=SHARES, random=2, progress=True
     )
     table = curves.to_dataframe().pivot(index="ranking", columns="fraction", values="value").round(2)
@@ -179,22 +180,22 @@ def insert_triggers(model: Any, count: int) -> None:
     pairs = read_pairs("anaphor", max(count, 24))
     labels = ["plural" if pair.good in PLURAL["anaphor"] else "singular" for pair in pairs]
     examples = [
-        evaluation.Example.read(model, pair.prefix, label) for pair, label in zip(pairs, labels, strict=True)
+        experiments.Example.read(model, pair.prefix, label) for pair, label in zip(pairs, labels, strict=True)
     ]
     choices = {
         "plural": word_id(model, "themselves"),
         "singular": [word_id(model, word) for word in ("himself", "herself", "itself")],
     }
     special = set(model.tokenizer.all_special_ids)
-    found = evaluation.extract_triggers(
+    found = experiments.extract_triggers(
         model,
         examples[:count],
         targets=[pair.target for pair in pairs[:count]],
         special=special,
         progress=True,
     )
-    predict = evaluation.predict_by_token(model, choices)
-    report = evaluation.trigger_report(examples, found[:4], predict, special=special)
+    predict = experiments.predict_by_token(model, choices)
+    report = experiments.trigger_report(examples, found[:4], predict, special=special)
     print(f"\nTriggers of {count} sentences, in {len(examples)}: accuracy before and after (anaphor)")
     print(report.to_dataframe().round(2).to_string(index=False))
 

@@ -18,8 +18,8 @@ from typing import Any
 import models
 
 import lens_mix as lm
+from lens_mix.experiments import attention_statistics
 from lens_mix.graphs import information_flow_graph, save_graph
-from lens_mix.statistics import attention_statistics
 from lens_mix.view import information_flow, token_bars
 from lens_mix.view.labels import make_visible
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import models
 
 import lens_mix as lm
-from lens_mix.statistics import cancel_effect, mixing_ratio
-from lens_mix.view import norm_figures
+from lens_mix.experiments import cancel_effect, mixing_ratio, norm_figures
 from lens_mix.view.labels import make_visible
 
 if TYPE_CHECKING:

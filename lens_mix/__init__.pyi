@@ -1,4 +1,4 @@
-from . import corpus, evaluation, graphs, hooks, statistics, targets, testing, view
+from . import corpus, evaluation, experiments, graphs, hooks, targets, testing, view
 from ._algebra.block_parts import BlockParts, block_parts
 from ._classes.model_classes import UnsupportedModelError
 from ._model.layer_scale import fold_layer_scale
@@ -11,6 +11,7 @@ from .aggregation.gradient_rollout import gradient_rollout
 from .aggregation.joint import joint
 from .aggregation.layer_mean import layer_mean
 from .aggregation.rollout import rollout
+from .aggregation.summary import table
 from .aggregation.tree import attribution_tree, tree_text
 from .citations import citation
 from .evaluation.compare import compare
@@ -39,7 +40,6 @@ from .methods.value_zeroing import ValueZeroing
 from .recommended import input_map
 from .registry import register
 from .runner import run, run_many
-from .statistics.summary import table
 from .supported_methods import support
 from .traces.documents import Documents
 from .traces.many import trace_many
@@ -89,6 +89,7 @@ __all__ = [
     "corpus",
     "evaluate",
     "evaluation",
+    "experiments",
     "flow",
     "fold_layer_scale",
     "gradient_rollout",
@@ -104,7 +105,6 @@ __all__ = [
     "run_again",
     "run_many",
     "show_position",
-    "statistics",
     "support",
     "table",
     "targets",

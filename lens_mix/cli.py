@@ -439,7 +439,7 @@ def evaluate(
 
     The result is a table with 95 % intervals, and whether anything beats a random order and the position.
     """
-    from lens_mix import evaluation, named_maps
+    from lens_mix import evaluation, experiments, named_maps
     from lens_mix.arguments import check_file_path
 
     given = [name for name, value in (("prompts", prompts), ("blimp", blimp), ("planted", planted)) if value]
@@ -463,9 +463,9 @@ def evaluate(
     if lines:
         task = evaluation.Importance(lines)
     elif blimp is not None:
-        task = evaluation.Cues(evaluation.blimp_cases(loaded, blimp))
+        task = evaluation.Cues(experiments.blimp_cases(loaded, blimp))
     else:
-        task = evaluation.Cues(evaluation.planted_facts(loaded, planted), leave_out=(0,))
+        task = evaluation.Cues(experiments.planted_facts(loaded, planted), leave_out=(0,))
     methods_of_names = named_maps.find_methods(loaded, names)
     board = evaluation.evaluate(
         loaded,

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix import registry
+from lens_mix.aggregation.candidates import AS_IT_IS, candidate_rows
 from lens_mix.arguments import write_count
-from lens_mix.evaluation.candidates import AS_IT_IS, candidate_rows
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import normalise_by_magnitude
 from lens_mix.maps.explained import as_records

@@ -14,8 +14,8 @@ import torch
 import lens_mix as lm
 from lens_mix._algebra.definitions import residual_vectors, through_norm, value_vectors
 from lens_mix._classes.model_classes import UnsupportedModelError, transformer_lens_version
+from lens_mix.experiments.passes import run_prompt
 from lens_mix.hooks.mixing import mix
-from lens_mix.statistics.passes import run_prompt
 from tests.matrix import OF_EACH_KIND, Case, cases, prompt_of, wide_cases
 
 # The kinds of block (`tests.matrix.KINDS`) that a method has no formula for, or whose stack it cannot follow.

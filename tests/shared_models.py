@@ -13,7 +13,7 @@ import torch
 from tests import tiny_models
 
 if TYPE_CHECKING:
-    from lens_mix.evaluation import ConstructedModel
+    from lens_mix.experiments import ConstructedModel
 
 
 class _Shared:
@@ -70,7 +70,7 @@ def decoder() -> Any:
 
 
 def constructed(built: ConstructedModel) -> Any:
-    """Return the model of one of `lens_mix.evaluation.constructed_models()`."""
+    """Return the model of one of `lens_mix.experiments.constructed_models()`."""
     return _built_once(built.name, built.model)
 
 

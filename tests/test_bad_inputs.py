@@ -23,9 +23,16 @@ import torch
 from torch import Tensor
 
 import lens_mix as lm
-from lens_mix import evaluation, graphs, hooks, statistics, targets, view
-from lens_mix.statistics import cancel_effect, contextualisation, expansion_rate, mixing_ratio
-from lens_mix.view import attribution_figures, norm_figures
+from lens_mix import evaluation, experiments, graphs, hooks, targets, view
+from lens_mix.experiments import (
+    cancel_effect,
+    contextualisation,
+    expansion_rate,
+    head_figures,
+    mixing_ratio,
+    norm_figures,
+)
+from lens_mix.view.tree_figure import tree_figure
 from tests.source_tree import LIBRARY
 from tests.tiny_models import gpt2_like, toy_tokenizer
 
@@ -102,8 +109,8 @@ def map_of(heads: int | None = None, **fields: Any) -> lm.MixingMap:
     return lm.MixingMap(**{**values, "method": "attention", **fields})
 
 
-def importance() -> evaluation.HeadImportance:
-    return evaluation.HeadImportance(torch.arange(8.0).reshape(2, 4), "test", 1)
+def importance() -> experiments.HeadImportance:
+    return experiments.HeadImportance(torch.arange(8.0).reshape(2, 4), "test", 1)
 
 
 def loss_of(model: Any) -> float:
@@ -656,7 +663,7 @@ def scaled() -> Iterator[Case]:
 
 
 def evaluated() -> Iterator[Case]:
-    measure = with_model(evaluation.head_importance, prompts=[PROMPT], by="attention")
+    measure = with_model(experiments.head_importance, prompts=[PROMPT], by="attention")
     yield from each(measure, "prompts", ("w3 w4", {"a": "w3"}, None, 3, [], b"w3", [3, 4], [None]))
     yield from each(measure, "by", NO_CHOICE)
     yield from each(measure, "statistic", NO_CHOICE)
@@ -664,15 +671,15 @@ def evaluated() -> Iterator[Case]:
     yield from each(measure, "method", (3, "attention", lm.Alti()), by="attribution")
     yield from each(measure, "progress", (*NO_FLAG, None))
     yield from each(measure, "part", ("decoder", 3))
-    yield from each(evaluation.head_importance, "model", NO_MODEL, prompts=[PROMPT])
-    ablate = with_model(evaluation.ablation_importance, metric=loss_of)
+    yield from each(experiments.head_importance, "model", NO_MODEL, prompts=[PROMPT])
+    ablate = with_model(experiments.ablation_importance, metric=loss_of)
     values = (None, 3, lambda model: "good", lambda model: loss_of(model) * NAN, lambda model: None)
     yield from each(ablate, "metric", values)
     yield from each(ablate, "examples", (*NO_WHOLE, None, -1))
     yield from each(ablate, "progress", (*NO_FLAG, None))
     heads = (3, None, [(9, 0)], [(0, 9)], [(0.5, 0)], ["00"], [(0,)], [(-1, 0)], [3], "01", [(True, 0)])
     yield from each(_pruned, "heads", heads)
-    made = functools.partial(evaluation.HeadImportance, name="test", examples=1)
+    made = functools.partial(experiments.HeadImportance, name="test", examples=1)
     scores = (
         None,
         "scores",
@@ -686,17 +693,17 @@ def evaluated() -> Iterator[Case]:
         made, "scores", (*scores, torch.ones(2, 2, device="meta"), torch.ones(2, 2) * 1j, torch.ones(0, 2))
     )
     yield from each(
-        functools.partial(evaluation.HeadImportance, torch.ones(2, 2), "test"), "examples", (1.5, -1, "1")
+        functools.partial(experiments.HeadImportance, torch.ones(2, 2), "test"), "examples", (1.5, -1, "1")
     )
     yield from each(importance().top, "k", (*NO_WHOLE, None, 0, -1))
     yield from each(importance().correlation, "other", (None, 3, torch.ones(2, 4)))
     yield from each(importance().correlation, "how", NO_CHOICE, other=importance())
-    correlate = evaluation.importance_correlations
+    correlate = experiments.importance_correlations
     yield from each(
         correlate, "importances", (None, [], {}, {"a": importance()}, {"a": 1, "b": 2}, [importance()] * 2)
     )
     curves = with_model(
-        evaluation.pruning_curves, metric=loss_of, rankings={"a": importance()}, fractions=[0.5]
+        experiments.pruning_curves, metric=loss_of, rankings={"a": importance()}, fractions=[0.5]
     )
     yield from each(curves, "metric", values)
     yield from each(
@@ -723,13 +730,13 @@ def evaluated() -> Iterator[Case]:
 
 
 def _pruned(heads: Any) -> object:
-    with evaluation.pruned(model(), heads):
+    with experiments.pruned(model(), heads):
         return loss_of(model())
 
 
 def triggered() -> Iterator[Case]:
-    example = evaluation.Example((3, 4, 5), 0)
-    find = with_model(evaluation.extract_triggers, examples=[example])
+    example = experiments.Example((3, 4, 5), 0)
+    find = with_model(experiments.extract_triggers, examples=[example])
     yield from each(find, "examples", (None, "w3", [], [3], {"a": 1}, example))
     yield from each(find, "special", (None, 3, "a", [1.5], [True]))
     yield from each(find, "least", (*NO_NUMBER, None))
@@ -738,22 +745,24 @@ def triggered() -> Iterator[Case]:
     yield from each(find, "method", (3, "attention"))
     yield from each(find, "progress", (*NO_FLAG, None))
     tokens = (None, "ab", 3, [1.5], ["a"], [-1], [True], [])
-    yield from each(functools.partial(evaluation.Example, label=0), "tokens", tokens)
+    yield from each(functools.partial(experiments.Example, label=0), "tokens", tokens)
     spans = (3, "ab", [3], [(0, 9)], [(2, 1)], [(0.5, 1)], [(-1, 2)])
-    yield from each(functools.partial(evaluation.Example, (3, 4, 5), 0), "segments", spans)
-    yield from each(functools.partial(evaluation.Example.read, model()), "prompt", (None, 3.5, {}), label=0)
-    pieces = (evaluation.triggers.Piece(3, "w3", 4, 0.5),)
-    trigger = evaluation.Trigger(pieces, (1.0, 1.0), ((0, 0), (0, 1)), 0, 0, example)
-    insert = functools.partial(evaluation.insert_trigger, trigger)
+    yield from each(functools.partial(experiments.Example, (3, 4, 5), 0), "segments", spans)
+    yield from each(functools.partial(experiments.Example.read, model()), "prompt", (None, 3.5, {}), label=0)
+    pieces = (experiments.triggers.Piece(3, "w3", 4, 0.5),)
+    trigger = experiments.Trigger(pieces, (1.0, 1.0), ((0, 0), (0, 1)), 0, 0, example)
+    insert = functools.partial(experiments.insert_trigger, trigger)
     yield from each(insert, "example", (example, None, "w3", 3))
-    yield from each(functools.partial(evaluation.insert_trigger, example=example), "trigger", (None, "w3", 3))
-    report = functools.partial(evaluation.trigger_report, predict=lambda examples: [0] * len(examples))
+    yield from each(
+        functools.partial(experiments.insert_trigger, example=example), "trigger", (None, "w3", 3)
+    )
+    report = functools.partial(experiments.trigger_report, predict=lambda examples: [0] * len(examples))
     yield from each(report, "examples", (None, [], [3], "w3", example), triggers=[])
     yield from each(report, "triggers", (None, [3], "w3"), examples=[example])
-    ask = functools.partial(evaluation.trigger_report, [example], [])
+    ask = functools.partial(experiments.trigger_report, [example], [])
     yield from each(ask, "predict", (None, 3, lambda examples: [], lambda examples: None))
     yield from each(ask, "metric", (3, "accuracy"), predict=lambda examples: [0] * len(examples))
-    choose = with_model(evaluation.predict_by_token, choices={"a": 3, "b": 4})
+    choose = with_model(experiments.predict_by_token, choices={"a": 3, "b": 4})
     choices = (None, "ab", 3, [3, 4], {"a": 3}, {"a": "x", "b": 3}, {"a": 1.5, "b": 3}, {"a": -1, "b": 3})
     yield from each(choose, "choices", (*choices, {"a": [], "b": 3}, {"a": 99, "b": 3}, {"a": True, "b": 3}))
     yield from each(choose, "position", (*NO_WHOLE, None))
@@ -761,18 +770,18 @@ def triggered() -> Iterator[Case]:
 
 def counted() -> Iterator[Case]:
     m = map_of(heads=4)
-    look = functools.partial(statistics.attention_statistics, m)
-    yield from each(statistics.attention_statistics, "maps", (*NO_MAP, [], [3], {"a": m}))
+    look = functools.partial(experiments.attention_statistics, m)
+    yield from each(experiments.attention_statistics, "maps", (*NO_MAP, [], [3], {"a": m}))
     yield from each(look, "offsets", (3, "1", [1.5], [True]))
     yield from each(look, "groups", (3, "a", {"a": 1.5}, {"a": [None]}, {"a": None}, {"a": True}, ["a"]))
     yield from each(look, "query", ("middle", 1.5, 9, True, [0]))
-    found = statistics.attention_statistics(m)
+    found = experiments.attention_statistics(m)
     yield from each(found.fixed_offset_heads, "threshold", (*NO_NUMBER, None))
     yield from each(found.broad_heads, "threshold", (*NO_NUMBER, None))
     yield from each(found.group_heads, "group", ("nothing", None, [1]))
     yield from each(functools.partial(found.group_heads, "first"), "threshold", NO_NUMBER)
-    probe = functools.partial(statistics.probe_heads, m)
-    yield from each(functools.partial(statistics.probe_heads, relations=[(1, 0)]), "maps", NO_MAP)
+    probe = functools.partial(experiments.probe_heads, m)
+    yield from each(functools.partial(experiments.probe_heads, relations=[(1, 0)]), "maps", NO_MAP)
     relations = (None, 3, "ab", [], [3], [(1,)], [(0.5, 1)], [(9, 0)], [(-1, 0)], {1: 0})
     yield from each(probe, "relations", relations)
     yield from each(probe, "direction", NO_CHOICE, relations=[(1, 0)])
@@ -912,12 +921,10 @@ def drawn() -> Iterator[Case]:
     yield from each(functools.partial(view.information_flow, tree), "by", ("nothing", 3))
     for name, wrong in (("ax", (3, "ax")), ("figsize", (3, (1,), (0, 3), ("a", 2))), ("title", (3, ["a"]))):
         yield from each(functools.partial(view.information_flow, tree), name, wrong)
-    yield from each(attribution_figures.tree_figure, "tree", (*NO_GRAPH, nx.DiGraph()))
-    yield from each(attribution_figures.head_map, "importance", (None, 3, torch.ones(2, 4)))
-    yield from each(
-        functools.partial(attribution_figures.head_map, importance()), "highest", (*NO_NUMBER, 0, -1)
-    )
-    yield from each(attribution_figures.pruning_figure, "curves", (None, 3, {}))
+    yield from each(tree_figure, "tree", (*NO_GRAPH, nx.DiGraph()))
+    yield from each(head_figures.head_map, "importance", (None, 3, torch.ones(2, 4)))
+    yield from each(functools.partial(head_figures.head_map, importance()), "highest", (*NO_NUMBER, 0, -1))
+    yield from each(head_figures.pruning_figure, "curves", (None, 3, {}))
     figures = (norm_figures.mixing_by_layer, norm_figures.mixing_by_kind, norm_figures.weights_against_norms)
     for figure in (*figures, norm_figures.expansion_rates, norm_figures.contextualisation):
         yield from each(figure, "table", (None, 3, pd.DataFrame()))
@@ -994,7 +1001,7 @@ def _fine() -> Iterator[tuple[str, Callable[[], object]]]:
             "hooks": single(hooks.zero_values, integer, integer, heads=integer),
             "pruned": single(_pruned, [(integer, integer)]),
             "importance": single(importance().top, integer),
-            "statistics": single(statistics.attention_statistics, m, offsets=[integer], query=integer),
+            "statistics": single(experiments.attention_statistics, m, offsets=[integer], query=integer),
             "figure": single(view.layer_maps, m, layers=[integer], columns=integer),
         }
         yield from ((f"{name}, {kind}", call) for name, call in calls.items())
@@ -1002,7 +1009,7 @@ def _fine() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"residual {type(number).__name__}", single(lm.rollout, m, residual=number)
         yield f"threshold {type(number).__name__}", single(m.to_networkx, threshold=number)
     yield "np.bool_", single(lm.rollout, m, receptive_field=np.bool_(True))
-    measure = with_model(evaluation.head_importance, by="attention")
+    measure = with_model(experiments.head_importance, by="attention")
     yield "a generator of prompts", lambda: measure(prompts=(prompt for prompt in [PROMPT]))
     yield (
         "a generator of many prompts",

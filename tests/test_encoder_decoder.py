@@ -11,10 +11,10 @@ import torch
 import lens_mix as lm
 from lens_mix._algebra.definitions import norms, through_norm, value_vectors
 from lens_mix._model.anatomy import Norm
+from lens_mix.experiments.contextualisation import top_pairs
+from lens_mix.experiments.mixing_ratio import mixing_ratios
 from lens_mix.method import RESIDUAL_KEY
 from lens_mix.methods.alti import alti, normalize_rows
-from lens_mix.statistics.contextualisation import top_pairs
-from lens_mix.statistics.mixing_ratio import mixing_ratios
 from tests.matrix import build_or_skip, prompt_of, slow, zeroed
 from tests.reference_models import REFERENCE, inseq_t5
 from tests.tiny_models import bridge, gpt2_like, hooked_encoder_decoder, toy_tokenizer, wrapped_model
@@ -325,7 +325,7 @@ def test_a_pruned_cross_head_is_in_no_map():
     model = bridge_or_hooked()
     pair = prompt_of(model)
     per_head = lm.run(model, pair, lm.AttentionWeights(per_head=True), part="cross").scores
-    with lm.evaluation.pruned(model, [(0, 1)], part="cross"):
+    with lm.experiments.pruned(model, [(0, 1)], part="cross"):
         found = lm.run(model, pair, [lm.AttentionWeights(per_head=True), "value_zeroing"], part="cross")
         hooks = lm.run(model, pair, "value_zeroing", part="cross", engine="hooks")
     assert float(found["attention"].scores[0, 1].abs().max()) == 0

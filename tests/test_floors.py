@@ -27,9 +27,10 @@ _BY_FLOOR = (
     ("_verification", "_algebra"),
     ("method", "pass_plan", "session", "removal"),
     ("methods", "aggregation"),
-    ("graphs", "registry", "residual_shares", "statistics"),
+    ("graphs", "registry", "residual_shares"),
     ("map_prompts", "runner", "evaluation"),
     ("again", "corpus", "recommended", "supported_methods", "traces", "view"),
+    ("experiments",),
     ("citations", "cli", "named_maps", "report", "serve", "testing"),
     # lens_mix itself imports its names when they are first used.
     ("", "__main__"),

@@ -13,8 +13,8 @@ import torch
 import lens_mix as lm
 from lens_mix._algebra.logit_shares import token_directions
 from lens_mix._classes.model_classes import transformer_lens_version
+from lens_mix.experiments.passes import run_prompt
 from lens_mix.methods import METHODS
-from lens_mix.statistics.passes import run_prompt
 from tests.matrix import KINDS, OF_EACH_KIND, Case, cases, every_case, prompt_of, wide_cases
 from tests.norm_cases import NO_FORMULA, blocks_of, cases_for, verified_cases
 from tests.tiny_models import WIDE_NAMES

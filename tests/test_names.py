@@ -13,7 +13,7 @@ from tests.source_tree import LIBRARY, ROOT
 # Tests may use private names, so a use in a test does not make a name public.
 READERS = ("lens_mix", "demos", "benchmarks", "hooks")
 # Users call the functions of these modules: formulas of papers, tables, and their figures.
-FOR_USERS = ("methods", "statistics", "tables", "view/norm_figures")
+FOR_USERS = ("methods", "experiments", "tables")
 CALLED_FROM_OUTSIDE = {
     "cli.serve": "a command",
     "_algebra.definitions.head_parts": "a definition, with which tests compare the algebra",

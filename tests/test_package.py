@@ -73,7 +73,7 @@ MODULES = [name for name in lm.__all__ if inspect.ismodule(getattr(lm, name))]
 
 
 def test_the_public_modules_are_known():
-    assert MODULES == ["corpus", "evaluation", "graphs", "hooks", "statistics", "targets", "testing", "view"]
+    assert MODULES == ["corpus", "evaluation", "experiments", "graphs", "hooks", "targets", "testing", "view"]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -123,7 +123,7 @@ def test_importing_lens_mix_leaves_large_modules_out():
         "new = lambda: {module.split('.')[0] for module in set(sys.modules) - before};"
         "print(','.join(new()));"
         "print(lm.hooks.zero_values.__name__, lm.graphs.load_graph.__name__);"
-        "print(lm.statistics.probe_heads.__name__, lm.view.token_bars.__name__);"
+        "print(lm.experiments.probe_heads.__name__, lm.view.token_bars.__name__);"
         "assert 'matplotlib' not in new()"
     )
     done = subprocess.run(

@@ -9,9 +9,9 @@ import torch
 
 import lens_mix as lm
 from lens_mix._classes.model_classes import transformer_lens_version
+from lens_mix.experiments.passes import run_prompt
 from lens_mix.maps import Grid
 from lens_mix.methods import METHODS
-from lens_mix.statistics.passes import run_prompt
 from lens_mix.traces.attribution import read_written
 from tests.hugging_face_oracle import Reference, attention_attribution, gradient_attention
 from tests.matrix import pictured_cases

@@ -126,7 +126,7 @@ def test_aggregations(model, maps):
     by_part = {part: lm.run(both, pair, "attention", part=part) for part in ("encoder", "decoder", "cross")}
     joined = lm.joint(by_part)
     assert lm.rollout(joined).scores.isfinite().all()
-    assert isinstance(lm.evaluation.align(by_part["cross"], [[0], [1]], [[1], [2]]), frozenset)
+    assert isinstance(lm.experiments.align(by_part["cross"], [[0], [1]], [[1], [2]]), frozenset)
 
 
 def test_traces():
@@ -203,8 +203,8 @@ def test_graphs(maps, tmp_path):
 
 def test_statistics(model):
     heads = lm.run(model, PROMPT, lm.AttentionWeights(per_head=True))
-    assert lm.statistics.attention_statistics(heads) is not None
-    assert lm.statistics.probe_heads(heads, [(1, 3), (2, 4)]).best
+    assert lm.experiments.attention_statistics(heads) is not None
+    assert lm.experiments.probe_heads(heads, [(1, 3), (2, 4)]).best
 
 
 def test_hooks(model):
@@ -311,7 +311,7 @@ def test_scales(model, maps, row):
     with lm.evaluation.randomised(model) as other:
         assert lm.run(other, PROMPT, "attention").scores.isfinite().all()
     with pytest.raises(ValueError, match="planted facts"):
-        lm.evaluation.planted_facts(reader(), 2)
+        lm.experiments.planted_facts(reader(), 2)
 
 
 def test_numbers(tmp_path):
@@ -320,18 +320,18 @@ def test_numbers(tmp_path):
     assert lm.evaluation.average_precision(scores, truth) == 1
     assert lm.evaluation.mass_accuracy(scores, truth) > 0.5
     assert lm.evaluation.reciprocal_rank(scores, truth) == 1
-    assert lm.evaluation.roc_area(scores, truth) == 1
+    assert lm.experiments.roc_area(scores, truth) == 1
     assert lm.evaluation.spearman(scores, other) == pytest.approx(1)
     assert lm.evaluation.partial_spearman(scores, other) <= 1
     assert lm.evaluation.top_k_overlap(scores, other, 2) == 1
     interval = lm.evaluation.bootstrap(scores.tolist(), draws=100)
     assert isinstance(interval, lm.evaluation.Interval)
-    assert lm.evaluation.align_words(torch.rand(3, 3), [[0], [1]], [[0], [1]])
+    assert lm.experiments.align_words(torch.rand(3, 3), [[0], [1]], [[0], [1]])
     (tmp_path / "gold").write_text("1-1 2p3\n")
-    (gold,) = lm.evaluation.read_gold(tmp_path / "gold")
-    assert isinstance(gold, lm.evaluation.GoldAlignment)
-    errors = lm.evaluation.alignment_errors([lm.evaluation.diagonal(2, 3)], [gold])
-    assert isinstance(errors, lm.evaluation.AlignmentErrors)
+    (gold,) = lm.experiments.read_gold(tmp_path / "gold")
+    assert isinstance(gold, lm.experiments.GoldAlignment)
+    errors = lm.experiments.alignment_errors([lm.experiments.diagonal(2, 3)], [gold])
+    assert isinstance(errors, lm.experiments.AlignmentErrors)
 
 
 def test_blimp(tmp_path):
@@ -340,7 +340,7 @@ def test_blimp(tmp_path):
         json.dumps(line | {"one_prefix_word_good": "w8", "one_prefix_word_bad": "w9"})
     )
     model = bridge("gpt2", tokenizer=toy_tokenizer())
-    assert lm.evaluation.blimp_cases(model, tmp_path / "pairs.jsonl")
+    assert lm.experiments.blimp_cases(model, tmp_path / "pairs.jsonl")
 
 
 def test_heads(model):
@@ -350,38 +350,38 @@ def test_heads(model):
         with torch.no_grad():
             return model(ids)[:, -1].log_softmax(-1)[:, 5].mean().item()
 
-    by_attribution = lm.evaluation.head_importance(model, PROMPTS)
-    assert isinstance(by_attribution, lm.evaluation.HeadImportance)
-    by_ablation = lm.evaluation.ablation_importance(model, measure)
-    assert len(lm.evaluation.importance_correlations({"a": by_attribution, "b": by_ablation}))
-    curves = lm.evaluation.pruning_curves(model, measure, {"a": by_ablation}, fractions=(0, 0.5), random=1)
-    assert isinstance(curves, lm.evaluation.PruningCurves)
-    with lm.evaluation.pruned(model, [(0, 1)]) as other:
+    by_attribution = lm.experiments.head_importance(model, PROMPTS)
+    assert isinstance(by_attribution, lm.experiments.HeadImportance)
+    by_ablation = lm.experiments.ablation_importance(model, measure)
+    assert len(lm.experiments.importance_correlations({"a": by_attribution, "b": by_ablation}))
+    curves = lm.experiments.pruning_curves(model, measure, {"a": by_ablation}, fractions=(0, 0.5), random=1)
+    assert isinstance(curves, lm.experiments.PruningCurves)
+    with lm.experiments.pruned(model, [(0, 1)]) as other:
         assert lm.run(other, PROMPT, "attention").scores.isfinite().all()
 
 
 def test_probing(model):
     prompts = [torch.tensor([3, 5, 7, token]) for token in range(8, 24)]
-    states = lm.evaluation.residuals_at(model, prompts)
+    states = lm.experiments.residuals_at(model, prompts)
     values, types = [token % 2 for token in range(8, 24)], list(range(8, 24))
-    probing = lm.evaluation.probe_layers(states, values, types)
-    assert isinstance(probing, lm.evaluation.Probing)
-    agreement = lm.evaluation.probing_agreement(probing, torch.rand(len(states), len(prompts)))
-    assert isinstance(agreement, lm.evaluation.ProbingAgreement)
+    probing = lm.experiments.probe_layers(states, values, types)
+    assert isinstance(probing, lm.experiments.Probing)
+    agreement = lm.experiments.probing_agreement(probing, torch.rand(len(states), len(prompts)))
+    assert isinstance(agreement, lm.experiments.ProbingAgreement)
 
 
 def test_triggers(model):
-    examples = [lm.evaluation.Example((1, *range(3 + n, 9 + n), 2), n % 2) for n in range(2)]
-    triggers = lm.evaluation.extract_triggers(model, examples, special={1, 2}, least=0.0)
-    assert isinstance(triggers[0], lm.evaluation.Trigger)
-    assert lm.evaluation.insert_trigger(triggers[0], examples[1], special={1, 2}).tokens
-    predict = lm.evaluation.predict_by_token(model, {0: 5, 1: 6})
-    report = lm.evaluation.trigger_report(examples, triggers[:1], predict, special={1, 2})
-    assert isinstance(report, lm.evaluation.TriggerReport)
+    examples = [lm.experiments.Example((1, *range(3 + n, 9 + n), 2), n % 2) for n in range(2)]
+    triggers = lm.experiments.extract_triggers(model, examples, special={1, 2}, least=0.0)
+    assert isinstance(triggers[0], lm.experiments.Trigger)
+    assert lm.experiments.insert_trigger(triggers[0], examples[1], special={1, 2}).tokens
+    predict = lm.experiments.predict_by_token(model, {0: 5, 1: 6})
+    report = lm.experiments.trigger_report(examples, triggers[:1], predict, special={1, 2})
+    assert isinstance(report, lm.experiments.TriggerReport)
 
 
 def test_constructed_models():
-    copy = lm.evaluation.constructed_models()["copy"]
-    assert isinstance(copy, lm.evaluation.ConstructedModel)
-    assert len(lm.evaluation.score_constructed("alti_logit", [copy], count=2))
-    assert lm.evaluation.Routes.__doc__
+    copy = lm.experiments.constructed_models()["copy"]
+    assert isinstance(copy, lm.experiments.ConstructedModel)
+    assert len(lm.experiments.score_constructed("alti_logit", [copy], count=2))
+    assert lm.experiments.Routes.__doc__

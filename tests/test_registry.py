@@ -11,7 +11,7 @@ import torch
 import lens_mix as lm
 from lens_mix import registry
 from lens_mix._blocks.cost import COSTS, Cost
-from lens_mix.evaluation.candidates import join_layers
+from lens_mix.aggregation.candidates import join_layers
 from tests.tiny_models import gpt2_like
 
 TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])

@@ -7,8 +7,8 @@ import torch
 
 import lens_mix as lm
 from lens_mix._model import model as lens_model
+from lens_mix.experiments import cancel_effect, mixing_ratio
 from lens_mix.session import Session
-from lens_mix.statistics import cancel_effect, mixing_ratio
 from tests.tiny_models import gpt2_like, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")

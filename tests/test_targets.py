@@ -77,7 +77,7 @@ def test_a_string_is_the_target_for_that_token(model, logits):
     [
         lambda model, target: lm.input_map(model, TOKENS, target=target).scores,
         lambda model, target: (
-            lm.evaluation.head_importance(model, [TOKENS], by="taylor", targets=target).scores
+            lm.experiments.head_importance(model, [TOKENS], by="taylor", targets=target).scores
         ),
     ],
 )

@@ -12,9 +12,9 @@ import torch
 
 import lens_mix as lm
 from lens_mix.evaluation import Cells, Importance, Removals, SampleTokens
-from lens_mix.evaluation.constructed import constructed_models
+from lens_mix.experiments import attention_statistics
+from lens_mix.experiments.constructed import constructed_models
 from lens_mix.methods import METHODS
-from lens_mix.statistics import attention_statistics
 from tests.matrix import build_or_skip
 from tests.random_maps import map_of, random_attention
 from tests.source_tree import trees

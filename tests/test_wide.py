@@ -15,8 +15,8 @@ import torch
 
 import lens_mix as lm
 from lens_mix._classes.model_classes import transformer_lens_version
+from lens_mix.experiments.passes import run_prompt
 from lens_mix.methods import METHODS
-from lens_mix.statistics.passes import run_prompt
 from tests.hugging_face_oracle import Reference, attention_attribution, gradient_attention
 from tests.matrix import cases, prompt_of, wide_cases
 from tests.norm_oracle import norms, oracle

@@ -9,7 +9,8 @@ import numpy as np
 
 import lens_mix as lm
 from lens_mix import MixingMap
-from lens_mix.evaluation import AlignmentErrors, GoldAlignment, Interval, align, alignment_errors, bootstrap
+from lens_mix.evaluation import Interval, bootstrap
+from lens_mix.experiments import AlignmentErrors, GoldAlignment, align, alignment_errors
 
 ROWS = ("AWI", "AWO")
 # The maps that need only a clean pass.
@@ -56,8 +57,8 @@ def count_cells(
     Args:
         maps: The maps by name. A map with heads is read head by head, and so is its mean over heads, unless
             its name ends in "by head".
-        source_words: As in `lens_mix.evaluation.align`.
-        target_words: As in `lens_mix.evaluation.align`.
+        source_words: As in `lens_mix.experiments.align`.
+        target_words: As in `lens_mix.experiments.align`.
         end: The key position of the end of the sentence.
         gold: The gold alignment of the pair.
         ends: Whether the end of the sentence competes; every value is counted.

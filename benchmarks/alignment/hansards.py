@@ -28,7 +28,8 @@ from benchmarks.alignment.cells import (
 )
 from benchmarks.common import markdown_table
 from demos.models import cache_folder, flan_t5
-from lens_mix.evaluation import GoldAlignment, bootstrap, diagonal, read_gold
+from lens_mix.evaluation import bootstrap
+from lens_mix.experiments import GoldAlignment, diagonal, read_gold
 
 DATA = Path(__file__).parents[2] / "demos" / "data" / "alignment"
 PROMPT = "translate English to French:".split()

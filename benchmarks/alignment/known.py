@@ -33,7 +33,7 @@ from benchmarks.alignment.translator import (
 )
 from benchmarks.common import markdown_table
 from lens_mix import MixingMap
-from lens_mix.evaluation import GoldAlignment, diagonal
+from lens_mix.experiments import GoldAlignment, diagonal
 
 METHODS: dict[str, Any] = {**FORWARD_METHODS, "attn_res_ln": lm.AttnResLn()}
 

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.common import describe_machine, markdown_table
-from lens_mix.evaluation import score_constructed
+from lens_mix.experiments import score_constructed
 
 FILE = Path(__file__).parent / "results" / "areas.md"
 # The title of each table, by the aggregation in the data frame.

@@ -14,7 +14,7 @@ import torch
 import lens_mix as lm
 from benchmarks.number_agreement.encoder import TASKS, Classifier
 from benchmarks.number_agreement.sentences import CLS, Sentence, token_ids, vocabulary
-from lens_mix import evaluation
+from lens_mix import experiments
 
 # The shares of pruned heads. The paper uses steps of a tenth too.
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -51,34 +51,34 @@ def likelihood_of(found: Classifier, examples: Sequence[Sentence]) -> Callable[[
 # ------------------------------------------------------------------ section 4: heads
 
 
-def by_attribution(found: Classifier, examples: Sequence[Sentence], task: str) -> evaluation.HeadImportance:
+def by_attribution(found: Classifier, examples: Sequence[Sentence], task: str) -> experiments.HeadImportance:
     """Return E_x[max Attr_h] of the right answer's probability."""
     targets = [found.probability(answer) for answer in answers(examples, task)]
-    return evaluation.head_importance(found.model, prompts(examples), targets=targets)
+    return experiments.head_importance(found.model, prompts(examples), targets=targets)
 
 
-def rankings(found: Classifier, examples: Sequence[Sentence]) -> dict[str, evaluation.HeadImportance]:
+def rankings(found: Classifier, examples: Sequence[Sentence]) -> dict[str, experiments.HeadImportance]:
     """Return importance by attribution and its baselines.
 
     If no head changes the accuracy, the likelihood still distinguishes them.
     """
     losses = [found.loss(answer) for answer in answers(examples)]
     count, given = len(examples), prompts(examples)
-    ablation = evaluation.ablation_importance
+    ablation = experiments.ablation_importance
     return {
         "attribution": by_attribution(found, examples, "verb"),
-        "attention": evaluation.head_importance(found.model, given, "attention"),
-        "Taylor": evaluation.head_importance(found.model, given, "taylor", targets=losses),
+        "attention": experiments.head_importance(found.model, given, "attention"),
+        "Taylor": experiments.head_importance(found.model, given, "taylor", targets=losses),
         "accuracy difference": ablation(found.model, accuracy_of(found, examples), examples=count),
         "likelihood difference": ablation(found.model, likelihood_of(found, examples), examples=count),
     }
 
 
 def pruning(
-    found: Classifier, ranked: dict[str, evaluation.HeadImportance], others: Sequence[Sentence]
+    found: Classifier, ranked: dict[str, experiments.HeadImportance], others: Sequence[Sentence]
 ) -> pd.DataFrame:
     """Return the accuracy on other sentences as the least important heads are pruned first."""
-    curves = evaluation.pruning_curves(
+    curves = experiments.pruning_curves(
         found.model, accuracy_of(found, others), ranked, fractions=SHARES, random=5
     )
     table = curves.to_dataframe().pivot(index="ranking", columns="fraction", values="value")
@@ -106,7 +106,7 @@ def between_tasks(
     for task, model in tuned.items():
         importances[task] = by_attribution(model, examples[:count], task)
     importances["verb, another seed"] = by_attribution(other_seed, examples[:count], "verb")
-    return evaluation.importance_correlations(importances)
+    return experiments.importance_correlations(importances)
 
 
 # ------------------------------------------------------------------ section 5: trees
@@ -169,7 +169,7 @@ def triggers(
     special = [vocabulary()[CLS]]
     found_in, into = _make_examples(examples), _make_examples(others)
     targets = [found.probability(answer) for answer in answers(examples)]
-    strongest = evaluation.extract_triggers(found.model, found_in, targets=targets, special=special)
+    strongest = experiments.extract_triggers(found.model, found_in, targets=targets, special=special)
     distinct = {tuple(piece.token for piece in one.pieces): one for one in reversed(strongest)}
     kept, draw = list(distinct.values())[::-1], random.Random(0)
     words = [token for example in into for token in example.tokens if token not in special]
@@ -190,17 +190,17 @@ def triggers(
 
 def _measure_drops(
     found: Classifier,
-    into: Sequence[evaluation.Example],
-    triggers: Sequence[evaluation.Trigger],
+    into: Sequence[experiments.Example],
+    triggers: Sequence[experiments.Trigger],
     special: Sequence[int],
 ) -> pd.DataFrame:
     """Return the lost accuracy of each trigger."""
 
-    def predict(examples: Sequence[evaluation.Example]) -> list[bool]:
+    def predict(examples: Sequence[experiments.Example]) -> list[bool]:
         return found.logits([example.tokens for example in examples]).argmax(-1).bool().tolist()
 
     names, lines = list(vocabulary()), []
-    report = evaluation.trigger_report(into, triggers, predict, special=special)
+    report = experiments.trigger_report(into, triggers, predict, special=special)
     for trigger, rows in itertools.groupby(report.rows, lambda row: row[0]):
         lost = {label: before - after for _, label, _, before, after in rows}
         words = " … ".join(names[piece.token] for piece in trigger.pieces)
@@ -210,5 +210,5 @@ def _measure_drops(
     return pd.DataFrame(lines)
 
 
-def _make_examples(examples: Sequence[Sentence]) -> list[evaluation.Example]:
-    return [evaluation.Example(tuple(token_ids(example)), example.plural) for example in examples]
+def _make_examples(examples: Sequence[Sentence]) -> list[experiments.Example]:
+    return [experiments.Example(tuple(token_ids(example)), example.plural) for example in examples]

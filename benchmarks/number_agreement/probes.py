@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from benchmarks.number_agreement.encoder import Classifier
 from benchmarks.number_agreement.rows import ids_and_answer, rows, supported
 from benchmarks.number_agreement.sentences import Sentence, token_ids
-from lens_mix.evaluation.probing import Probing, probe_layers, probing_agreement, residuals_at
+from lens_mix.experiments.probing import Probing, probe_layers, probing_agreement, residuals_at
 
 
 def probed(found: Classifier, examples: Sequence[Sentence]) -> dict[str, Probing]:

@@ -44,9 +44,9 @@ import torch
 import lens_mix as lm
 from benchmarks.number_agreement.encoder import Recipe, classifier, held_out
 from benchmarks.number_agreement.sentences import CLS, token_ids, vocabulary
-from lens_mix import evaluation
+from lens_mix import evaluation, experiments
 from lens_mix.hooks import prune_heads, record, replace_pattern
-from lens_mix.view.attribution_figures import tree_figure
+from lens_mix.view.tree_figure import tree_figure
 
 encoder = classifier("verb", Recipe(layers=4, d_model=64, steps=600, learning_rate=1e-3))
 model = encoder.model
@@ -185,9 +185,9 @@ for prompt, one in zip(prompts, targets, strict=True):
 
 losses = [encoder.loss(int(one.plural)) for one in explained]
 rankings = {
-    "attribution": evaluation.head_importance(model, prompts, targets=targets),
-    "attention": evaluation.head_importance(model, prompts, "attention"),
-    "Taylor": evaluation.head_importance(model, prompts, "taylor", targets=losses),
+    "attribution": experiments.head_importance(model, prompts, targets=targets),
+    "attention": experiments.head_importance(model, prompts, "attention"),
+    "Taylor": experiments.head_importance(model, prompts, "taylor", targets=losses),
 }
 torch.testing.assert_close(rankings["attribution"].scores, torch.stack(largest).double().mean(0))
 for name, importance in rankings.items():
@@ -210,7 +210,7 @@ def accuracy(model):
 
 
 shares = (0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0)
-curves = evaluation.pruning_curves(model, accuracy, rankings, fractions=shares, random=3)
+curves = experiments.pruning_curves(model, accuracy, rankings, fractions=shares, random=3)
 
 order = rankings["attribution"].ranking()
 hooks = [prune_heads(layer, head) for layer, head in order[: round(0.6 * len(order))]]
@@ -231,9 +231,9 @@ curves.show(metric="accuracy", title=f"{len(others)} other sentences")
 
 # %%
 special, names = [vocabulary()[CLS]], list(vocabulary())
-examples = [evaluation.Example(tuple(token_ids(one)), one.plural) for one in [*explained, *others]]
-triggers = evaluation.extract_triggers(model, examples[:12], targets=targets, special=special)
-changed = evaluation.insert_trigger(triggers[0], examples[20], special)
+examples = [experiments.Example(tuple(token_ids(one)), one.plural) for one in [*explained, *others]]
+triggers = experiments.extract_triggers(model, examples[:12], targets=targets, special=special)
+changed = experiments.insert_trigger(triggers[0], examples[20], special)
 print("trigger:", " … ".join(names[piece.token] for piece in triggers[0].pieces))
 print("before: ", " ".join(names[token] for token in examples[20].tokens))
 print("after:  ", " ".join(names[token] for token in changed.tokens))
@@ -244,7 +244,7 @@ def predict(examples):
     return encoder.logits([example.tokens for example in examples]).argmax(-1).bool().tolist()
 
 
-report = evaluation.trigger_report(examples, triggers[:5], predict, special=special)
+report = experiments.trigger_report(examples, triggers[:5], predict, special=special)
 for trigger, label, _, before, after in sorted(report.rows, key=lambda row: row[1] == row[0].source.label):
     whose = "own" if label == trigger.source.label else "other"
     text = " … ".join(names[piece.token] for piece in trigger.pieces)
@@ -293,7 +293,7 @@ agreement = evaluation.spearman(one_point.flatten(), by_hand.flatten())
 print(f"2. sum {one_point.sum():+.4f} instead of {change:+.4f}; rank correlation {agreement:.2f}")
 
 shares = (0.1, 0.2, 0.4)
-most = evaluation.pruning_curves(model, accuracy, rankings, fractions=shares, remove="most", random=0)
+most = experiments.pruning_curves(model, accuracy, rankings, fractions=shares, remove="most", random=0)
 left = ", ".join(f"{value:.2f}" for value in most.values["attribution"])
 print(f"3. accuracy without the 10, 20 and 40 % most important heads: {left}")
 
@@ -304,7 +304,7 @@ for trigger in triggers:
     pieces = [dataclasses.replace(piece, token=draw.choice(pool)) for piece in trigger.pieces]
     noise.append(dataclasses.replace(trigger, pieces=tuple(pieces)))
 for name, inserted in {"triggers": triggers, "random words": noise}.items():
-    report = evaluation.trigger_report(examples, inserted, predict, special=special)
+    report = experiments.trigger_report(examples, inserted, predict, special=special)
     lost = {"own": [], "other": []}
     for trigger, label, _, before, after in report.rows:
         lost["own" if label == trigger.source.label else "other"].append(before - after)

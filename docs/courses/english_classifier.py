@@ -47,9 +47,9 @@ import torch
 
 import lens_mix as lm
 from demos import models
-from lens_mix import evaluation
+from lens_mix import evaluation, experiments
 from lens_mix.hooks import record
-from lens_mix.view.attribution_figures import tree_figure
+from lens_mix.view.tree_figure import tree_figure
 
 model = models.quire_tagger()
 tokenizer = model.tokenizer
@@ -257,14 +257,14 @@ random.Random(0).shuffle(known)
 explained, others = known[:6], known[6:]
 prompts = [item["bad"] for item in explained]
 quick = lm.AttentionAttribution(n_steps=4, method="riemann_left", per_head=True)
-attribution = evaluation.head_importance(
+attribution = experiments.head_importance(
     model, prompts, targets=[explain(item, "probability") for item in explained], method=quick
 )
 losses = [explain(item, "log_probability") for item in explained]
 rankings = {
     "attribution": attribution,
-    "attention": evaluation.head_importance(model, prompts, "attention"),
-    "Taylor": evaluation.head_importance(model, prompts, "taylor", targets=losses),
+    "attention": experiments.head_importance(model, prompts, "attention"),
+    "Taylor": experiments.head_importance(model, prompts, "taylor", targets=losses),
 }
 for name, importance in rankings.items():
     strongest = ", ".join(f"head {head} of layer {layer}" for layer, head, _ in importance.top(3))
@@ -278,7 +278,7 @@ def remaining(model):
 
 
 shares = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-curves = evaluation.pruning_curves(model, remaining, rankings, fractions=shares, random=3)
+curves = experiments.pruning_curves(model, remaining, rankings, fractions=shares, random=3)
 curves.show(metric="corrections that remain", title=f"{len(others)} other sentences")
 
 # %% [markdown]
@@ -289,12 +289,12 @@ curves.show(metric="corrections that remain", title=f"{len(others)} other senten
 half = len(rankings["attribution"].ranking()) // 2
 answers = {}
 for name, importance in rankings.items():
-    with evaluation.pruned(model, importance.ranking()[:half]):
+    with experiments.pruned(model, importance.ranking()[:half]):
         answers[name] = corrects(others)
 orders = [random.Random(seed).sample(rankings["attribution"].ranking(), 2 * half) for seed in range(3)]
 by_order = []
 for order in orders:
-    with evaluation.pruned(model, order[:half]):
+    with experiments.pruned(model, order[:half]):
         by_order.append(corrects(others))
 answers["random"] = [sum(each) / len(each) for each in zip(*by_order, strict=True)]
 print(f"corrections that remain without {half} of {2 * half} heads")
@@ -330,9 +330,9 @@ tree_figure(tree, title=f"Attribution tree of {item['label']}")
 
 # %%
 special = [tokenizer.cls_token_id, tokenizer.sep_token_id]
-sources = [evaluation.Example(tuple(item["bad"].tolist()), "error") for item in explained]
-clean = [evaluation.Example(tuple(item["good"].tolist()), "no error") for item in others[:24]]
-triggers = evaluation.extract_triggers(
+sources = [experiments.Example(tuple(item["bad"].tolist()), "error") for item in explained]
+clean = [experiments.Example(tuple(item["good"].tolist()), "no error") for item in others[:24]]
+triggers = experiments.extract_triggers(
     model,
     sources,
     targets=[explain(item) for item in explained],
@@ -349,7 +349,7 @@ def predict(examples):
 
 def still_clean(triggers):
     """Return, per trigger, the share of right sentences in which the model still sees no error."""
-    report = evaluation.trigger_report(clean, triggers, predict, special=special)
+    report = experiments.trigger_report(clean, triggers, predict, special=special)
     return [after for _, label, _, _, after in report.rows if label == "no error"]
 
 
@@ -412,7 +412,7 @@ lost = dict(zip(chances.tokens, chances.scores[0, 0].tolist(), strict=True))
 for token in ("[SEP]", m.tokens[item["cue"][0]]):
     print(f"1. without {token!r}: the logit falls by {row[token]:.2f}, the probability by {lost[token]:.2f}")
 
-by_logit = evaluation.head_importance(
+by_logit = experiments.head_importance(
     model, prompts, targets=[explain(one) for one in explained], method=quick
 )
 agreement = evaluation.spearman(by_logit.scores.flatten(), rankings["attribution"].scores.flatten())

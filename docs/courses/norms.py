@@ -43,9 +43,9 @@ import torch
 import lens_mix as lm
 from demos import models
 from lens_mix.evaluation import spearman
+from lens_mix.experiments import cancel_effect, contextualisation, mixing_ratio, norm_figures
 from lens_mix.hooks import zero_values
-from lens_mix.statistics import cancel_effect, contextualisation, mixing_ratio
-from lens_mix.view import layer_maps, norm_figures, token_bars
+from lens_mix.view import layer_maps, token_bars
 
 torch.set_grad_enabled(False)
 encoder = models.minilm()

@@ -40,7 +40,7 @@ import torch
 
 import lens_mix as lm
 from demos import models
-from lens_mix import evaluation
+from lens_mix import evaluation, experiments
 from lens_mix.hooks import freeze_pattern, record, zero_values
 
 model = models.demo_model()
@@ -128,7 +128,7 @@ lm.view.token_bars(
 
 # %%
 blimp = Path(models.__file__).parent / "data" / "blimp" / "anaphor_number_agreement.jsonl"
-cases = evaluation.blimp_cases(model, blimp, 24)
+cases = experiments.blimp_cases(model, blimp, 24)
 methods = ["attention", "value_norm", "value_zeroing"]
 shares = {name: [] for name in methods}
 for case in cases:
@@ -175,8 +175,8 @@ board.show("mass_accuracy")
 nouns, others = "cup key car dog student doctor friend teacher".split(), "door child box men".split()
 subjects = [noun + ending for noun in nouns for ending in ("", "s") for _ in others]
 prompts = [f"The {subject} near the {others[number % 4]}" for number, subject in enumerate(subjects)]
-states = evaluation.residuals_at(model, prompts, -1)
-probing = evaluation.probe_layers(states, [subject.endswith("s") for subject in subjects], subjects)
+states = experiments.residuals_at(model, prompts, -1)
+probing = experiments.probe_layers(states, [subject.endswith("s") for subject in subjects], subjects)
 print(probing.to_dataframe().iloc[::5].round(2).to_string(index=False))
 
 for name in methods:
@@ -184,7 +184,7 @@ for name in methods:
     for m in lm.run_many(model, prompts, name, queries=[-1]):
         subject = next(token for token in m.tokens if token.strip() in subjects)
         mixed.append(m.merge_heads().normalized().scores[:, 0, m.tokens.index(subject)])
-    agreement = evaluation.probing_agreement(probing, torch.stack(mixed, dim=1))
+    agreement = experiments.probing_agreement(probing, torch.stack(mixed, dim=1))
     print(f"{name:14s} rank correlation with accuracy {agreement.accuracy:+.2f}", end=", ")
     print(f"by sentence {agreement.prompts.nanmean():+.2f}")
 

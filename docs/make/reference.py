@@ -151,16 +151,16 @@ PAGES = (
     Page(
         "evaluation",
         "Compare and score",
-        "Compare maps, measure how far to trust them, and use them to prune heads and find triggers.",
+        "Compare maps, and measure how far to trust them.",
         ("compare", "evaluate"),
         ("evaluation",),
         links={"Score maps": "guides/score_a_map", "What the scores mean": "evidence/scales"},
     ),
     Page(
-        "statistics",
-        "Compute statistics",
-        "Describe patterns, vectors and maps by numbers.",
-        modules=("statistics",),
+        "experiments",
+        "Run experiments",
+        "Describe patterns and heads, prune heads, find triggers, align words, use models with known routes.",
+        modules=("experiments",),
         links={"Find heads": "guides/head_statistics"},
     ),
     Page(

@@ -15,6 +15,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from lens_mix._care.identity import identity, identity_of_model
 from lens_mix._classes.model_classes import TransformerLensModel
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_items, check_whole_number
 from lens_mix.corpus.entries import Shard, read_shards
@@ -32,7 +33,6 @@ from lens_mix.corpus.ranks import Rank, read_rank
 from lens_mix.corpus.reductions import Mean, check_reductions
 from lens_mix.corpus.rows import DTYPES
 from lens_mix.corpus.work import Work
-from lens_mix.evaluation.identity import identity, identity_of_model
 from lens_mix.inputs import check_several, count_items
 from lens_mix.runner import MethodLike, read_methods
 

@@ -16,7 +16,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import normalise_by_magnitude
 from lens_mix.maps.exchange import to_numpy
 from lens_mix.maps.spans import find_positions
-from lens_mix.statistics.token_kinds import token_kind
+from lens_mix.maps.token_kinds import token_kind
 
 if TYPE_CHECKING:
     import pandas

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.arguments import check_number, check_real_tensor, check_whole_number
-from lens_mix.statistics import ranks
+from lens_mix.evaluation import ranks
 
 if TYPE_CHECKING:
     import pandas

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from lens_mix._care.identity import digest_identity, identity, identity_of_model
 from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix._classes.model_names import model_name, strip_path
 from lens_mix._model.model import Lens
-from lens_mix.arguments import check_choice, check_flags, check_instance
-from lens_mix.evaluation.agreement import bootstrap
-from lens_mix.evaluation.candidates import (
+from lens_mix.aggregation.candidates import (
     AS_IT_IS,
     Aggregation,
     aggregations_by_name,
     candidate_rows,
     layer_forms,
 )
+from lens_mix.arguments import check_choice, check_flags, check_instance
+from lens_mix.evaluation.agreement import bootstrap
 from lens_mix.evaluation.controls import control_maps, control_rows, randomised
 from lens_mix.evaluation.finished import FinishedCases
-from lens_mix.evaluation.identity import digest_identity, identity, identity_of_model
 from lens_mix.evaluation.tasks import Case, Task
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method

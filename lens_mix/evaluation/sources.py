@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix._classes.model_classes import TransformerLensModel
+from lens_mix.aggregation.candidates import candidate_rows
 from lens_mix.arguments import check_items, check_real_tensor, check_whole_number
 from lens_mix.evaluation.agreement import spearman
-from lens_mix.evaluation.candidates import candidate_rows
 from lens_mix.evaluation.intervention_passes import InterventionPasses, falling, intervention_passes
 from lens_mix.maps import MixingMap
 from lens_mix.maps.spans import Group, Groups, check_groups, read_groups

@@ -20,8 +20,8 @@ from lens_mix._inputs.prompts import pad_token
 from lens_mix._model.model import Lens
 from lens_mix._model.unembedding import row_at, unembedding_at
 from lens_mix._passes.predictions import name_token, read_predictions
+from lens_mix.aggregation.candidates import Aggregation, aggregations_by_name, join_layers
 from lens_mix.arguments import check_instance, describe_value
-from lens_mix.evaluation.candidates import Aggregation, aggregations_by_name, join_layers
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import Method

@@ -20,6 +20,7 @@ from lens_mix._classes.model_names import model_name, strip_path
 from lens_mix._inputs.prompts import is_causal_model, is_encoder_decoder, read_plain
 from lens_mix._model.model import Lens
 from lens_mix._verification.kept import read_state
+from lens_mix.aggregation.candidates import Aggregation
 from lens_mix.arguments import (
     check_choice,
     check_flags,
@@ -28,7 +29,6 @@ from lens_mix.arguments import (
     check_whole_number,
     describe_value,
 )
-from lens_mix.evaluation.candidates import Aggregation
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import Method

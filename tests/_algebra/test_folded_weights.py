@@ -10,7 +10,7 @@ import torch
 import lens_mix as lm
 from lens_mix._algebra import folded_weights, value_zeroing, weight_cache
 from lens_mix._algebra.folded_weights import folded
-from lens_mix.statistics.passes import run_prompt
+from lens_mix.experiments.passes import run_prompt
 from tests import kept_products
 from tests.tiny_models import available, bridge, gpt2_like, tokens
 

@@ -12,7 +12,7 @@ import lens_mix as lm
 from lens_mix._blocks import states
 from lens_mix._blocks.states import states_of
 from lens_mix._model.anatomy import FeedForward, LinearNorm, Norm
-from lens_mix.statistics.passes import run_prompt
+from lens_mix.experiments.passes import run_prompt
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import bridge, gpt2_like, tokens
 

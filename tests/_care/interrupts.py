@@ -26,7 +26,7 @@ import lens_mix as lm
 from lens_mix._algebra.sketch import random_vectors
 from lens_mix._care.state import all_modules
 from lens_mix._verification import kept
-from lens_mix.evaluation import pruned, pruning_curves
+from lens_mix.experiments import pruned, pruning_curves
 from tests import tiny_models
 from tests.matrix import case_of
 

@@ -14,7 +14,7 @@ import torch
 import lens_mix as lm
 from lens_mix._care.changes import Changes
 from lens_mix._model.model import Lens
-from lens_mix.evaluation import pruned
+from lens_mix.experiments import pruned
 from tests import tiny_models
 from tests._care.test_state import state_of
 from tests.matrix import case_of, slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.evaluation import pruned
+from lens_mix.experiments import pruned
 from lens_mix.registry import all_methods
 from tests._care.test_state import assert_same, state_of
 from tests.matrix import case_of, prompt_of, slow

@@ -7,8 +7,8 @@ import torch
 
 import lens_mix as lm
 from lens_mix._care.precision import switched_off
-from lens_mix.evaluation import pruned
-from lens_mix.statistics.mixing_ratio import mixing_ratios
+from lens_mix.experiments import pruned
+from lens_mix.experiments.mixing_ratio import mixing_ratios
 from tests.matrix import case_of, prompt_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lens_mix as lm
-from lens_mix import evaluation
+from lens_mix import experiments
 from lens_mix._classes.model_classes import transformer_lens_version
 from tests.tiny_models import available, bridge, hooked_transformer, tokens
 
@@ -85,7 +85,7 @@ def test_a_scaled_head_is_one_with_a_scaled_output_matrix(name: str, factor: flo
 def test_pruned_heads(name: str) -> None:
     model = a_model(name)
     prompt = tokens(model, 1, 12, 1)[0]
-    with evaluation.pruned(model, [(1, 0), (1, 3)]):
+    with experiments.pruned(model, [(1, 0), (1, 3)]):
         model(prompt[None])
         found = lm.run(model, prompt, ["attn_res", "value_zeroing"])
         by_hooks = lm.run(model, prompt, "value_zeroing", engine="hooks")

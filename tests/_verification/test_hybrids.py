@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.evaluation import ablation_importance, head_importance, pruned, pruning_curves
-from lens_mix.statistics.expansion_rate import expansion_rates
+from lens_mix.experiments import ablation_importance, head_importance, pruned, pruning_curves
+from lens_mix.experiments.expansion_rate import expansion_rates
 from tests.hugging_face_oracle import Reference
 from tests.matrix import slow
 from tests.tiny_models import available, bridge, tokens, wrapped_model

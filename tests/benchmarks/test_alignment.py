@@ -15,7 +15,7 @@ import torch
 from benchmarks.alignment import hansards, known, language, translator
 from benchmarks.alignment.cells import Cell, Table, compared, counts_of, every_second
 from lens_mix import MixingMap
-from lens_mix.evaluation import GoldAlignment, align, alignment_errors
+from lens_mix.experiments import GoldAlignment, align, alignment_errors
 from tests.tiny_models import available, bridge
 
 TINY = translator.Recipe(layers=1, heads=2, d_model=16, steps=2, batch=4)

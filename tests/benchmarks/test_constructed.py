@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.constructed.__main__ import TITLES, format_page
-from lens_mix.evaluation import constructed_models, score_constructed
+from lens_mix.experiments import constructed_models, score_constructed
 
 
 def test_the_page_has_every_area_and_every_reason() -> None:

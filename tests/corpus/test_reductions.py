@@ -8,8 +8,8 @@ import torch
 import lens_mix as lm
 from lens_mix import corpus
 from lens_mix.corpus.reductions import finish_moments, merge_moments
-from lens_mix.evaluation import head_importance
-from lens_mix.statistics.token_kinds import token_kind
+from lens_mix.experiments import head_importance
+from lens_mix.maps.token_kinds import token_kind
 from tests.corpus.conftest import build, draw_texts
 
 TOKENS = ["<s>", "The", " cat", ",", " sat"]

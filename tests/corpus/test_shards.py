@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from lens_mix import corpus
+from lens_mix._care import identity
 from lens_mix.corpus import files, job, work
-from lens_mix.evaluation import identity
 from tests.corpus.conftest import build, contents, draw_texts
 from tests.damage import damage_bytes, damage_json
 

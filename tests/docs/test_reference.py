@@ -57,7 +57,7 @@ def test_a_function_with_the_name_of_its_module_is_not_taken_for_the_module(page
         "\n".join(pages.values()),
         re.MULTILINE,
     )
-    assert 'heading: "lens_mix.evaluation.head_importance"' in options
+    assert 'heading: "lens_mix.experiments.head_importance"' in options
 
 
 def test_the_index_has_every_name_with_its_first_line(pages):

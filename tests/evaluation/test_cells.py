@@ -134,7 +134,7 @@ def test_every_model_gives_its_own_target_with_all_cells(case):
         if isinstance(prompt, tuple) and type(model).__name__ == "TransformerBridge":
             arguments, keywords = prompt[:1], {"decoder_input": prompt[1]}
         clean = model(*arguments, **keywords)[0, -1, 7]
-        with lm.evaluation.pruned(model, everything, part=case.part):
+        with lm.experiments.pruned(model, everything, part=case.part):
             pruned = model(*arguments, **keywords)[0, -1, 7]
     assert found.values[-1] == pytest.approx(float(clean), abs=1e-4)
     assert found.values[0] == pytest.approx(float(pruned), abs=1e-4)
@@ -322,7 +322,7 @@ def test_refusals(model, prompt):
 def test_a_pruned_head_is_refused(model, prompt):
     """A user hook scales z after the pattern, so a replaced pattern would lose its effect."""
     with (
-        lm.evaluation.pruned(model, [(0, 1)]),
+        lm.experiments.pruned(model, [(0, 1)]),
         pytest.raises(lm.UnsupportedModelError, match="a hook scales z"),
     ):
         keep_cells(model, prompt, uniform_map(6))

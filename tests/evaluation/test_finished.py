@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix._care import identity
 from lens_mix._care.state import all_modules
-from lens_mix.evaluation import Case, Importance, identity
+from lens_mix.evaluation import Case, Importance
 from tests import tiny_models
 from tests._care.test_users_hooks import Noting, containing_itself, with_a_noting_module
 from tests.evaluation.test_leaderboard import OCCLUSION, prompts

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import lens_mix as lm
+from lens_mix.aggregation.candidates import aggregations_by_name, candidate_rows
 from lens_mix.evaluation import (
     Case,
     Cells,
@@ -17,16 +18,13 @@ from lens_mix.evaluation import (
     Importance,
     Removals,
     ReplaceTokens,
-    blimp_cases,
     leaderboard,
-    planted_facts,
-    plausibility,
     randomised,
 )
 from lens_mix.evaluation.agreement import bootstrap
-from lens_mix.evaluation.candidates import aggregations_by_name, candidate_rows
 from lens_mix.evaluation.controls import control_rows
 from lens_mix.evaluation.leaderboard import Leaderboard
+from lens_mix.experiments import blimp_cases, planted_facts, plausibility
 from tests import tiny_models
 from tests.matrix import build_or_skip
 from tests.random_maps import map_of, random_attention

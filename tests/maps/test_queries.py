@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lens_mix as lm
+from lens_mix.experiments import attention_statistics
+from lens_mix.experiments.contextualisation import amplification, change, top_pairs
+from lens_mix.experiments.head_probe import probe_heads
 from lens_mix.graphs import layered_graph
 from lens_mix.maps import MixingMap
-from lens_mix.statistics import attention_statistics
-from lens_mix.statistics.contextualisation import amplification, change, top_pairs
-from lens_mix.statistics.head_probe import probe_heads
 from tests.random_maps import random_attention
 
 TOKENS = ["<|endoftext|>", "The", " Eif", "fel", " Tower", " is"]

@@ -9,9 +9,9 @@ import lens_mix as lm
 from lens_mix._algebra.distances import distances, lengths
 from lens_mix._algebra.logit_shares import logit_shares, through_unembedding, token_directions
 from lens_mix._algebra.vectors import attention_vectors
+from lens_mix.experiments.passes import run_prompt
 from lens_mix.methods.alti import alti, normalize_rows
 from lens_mix.methods.alti_logit import alti_logit
-from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip
 from tests.norm_cases import blocks_of, each_model, each_model_with, largest, written_out
 from tests.norm_reference import (

@@ -13,6 +13,7 @@ from benchmarks.input_map.cheaper import hidden_rows
 from benchmarks.input_map.decoder import Decoder
 from lens_mix._model.model import Lens
 from lens_mix._passes.autograd_graph import Mixing
+from lens_mix.experiments.passes import run_prompt
 from lens_mix.hooks import mixing as hooks_mixing
 from lens_mix.hooks import record_mixing, zero_values
 from lens_mix.methods.attribution_patching import (
@@ -22,7 +23,6 @@ from lens_mix.methods.attribution_patching import (
 )
 from lens_mix.methods.bound_target import bind_rows
 from lens_mix.methods.row_gradients import make_graph
-from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, cases, prompt_of, wide_cases
 from tests.tiny_models import bridge, hooked_transformer, tokens, wrapped_model
 

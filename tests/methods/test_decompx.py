@@ -8,10 +8,10 @@ from benchmarks.common import PeakMemory
 from lens_mix._algebra.bias_split import SPLITS, split_bias, through_linear
 from lens_mix._algebra.linear_block import SLOPES
 from lens_mix._blocks.block import Block
+from lens_mix.experiments.passes import run_prompt
 from lens_mix.methods.decompx import decompx
 from lens_mix.methods.decompx_logits import input_shares_of_logits, logit_shares
 from lens_mix.session import Session
-from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, maps_of, prompt_of, slow
 from tests.norm_cases import blocks_of, each_model, each_model_with, largest
 from tests.norm_oracle import norms, oracle

@@ -11,10 +11,10 @@ from lens_mix._algebra.distances import head_proximities
 from lens_mix._algebra.head_vectors import HeadVectors
 from lens_mix._algebra.vectors import Pairs, Vectors
 from lens_mix._model.anatomy import ValuePath
+from lens_mix.experiments.passes import run_prompt
 from lens_mix.hooks.mixing import mix
 from lens_mix.methods.component_shares import part_shares
 from lens_mix.methods.information_flow_routes import importance
-from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, prompt_of
 from tests.norm_cases import blocks_of, each_model_with, heads_of, largest, written_out
 from tests.tiny_models import bridge, hooked_encoder, hooked_encoder_decoder, hooked_transformer, tokens

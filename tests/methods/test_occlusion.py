@@ -7,9 +7,9 @@ import torch
 
 import lens_mix as lm
 from lens_mix._blocks.cost import Cost
+from lens_mix.experiments.passes import run_prompt
 from lens_mix.hooks import mask_keys, zero_values
 from lens_mix.methods.occlusion import lost_without_key
-from lens_mix.statistics.passes import run_prompt
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import (
     available,

@@ -15,11 +15,12 @@ from matplotlib.figure import Figure
 
 import lens_mix as lm
 import lens_mix.view
-from lens_mix.evaluation import HeadImportance, PruningCurves
-from lens_mix.view import attribution_figures, layer_maps, norm_figures, show_position, token_bars
+from lens_mix.experiments import HeadImportance, PruningCurves, head_figures, norm_figures
+from lens_mix.view import layer_maps, show_position, token_bars
 from lens_mix.view.leaderboard_figure import leaderboard_figure
+from lens_mix.view.tree_figure import tree_figure
+from tests.experiments.test_norm_figures import ratios
 from tests.random_maps import map_of
-from tests.view.test_norm_figures import ratios
 
 
 def _tables() -> dict[str, Any]:
@@ -41,9 +42,9 @@ def _figures() -> dict[str, Callable[..., Any]]:
         "layer_maps": part(layer_maps, map_of(), layer=0),
         "show": part(map_of().show, layer=0),
         "token_bars": part(token_bars, {"a": torch.rand(6)}, map_of().tokens),
-        "tree": part(attribution_figures.tree_figure, tree, "title"),
-        "heads": part(attribution_figures.head_map, HeadImportance(torch.rand(3, 4), "taylor", 7)),
-        "pruning": part(attribution_figures.pruning_figure, curves),
+        "tree": part(tree_figure, tree, "title"),
+        "heads": part(head_figures.head_map, HeadImportance(torch.rand(3, 4), "taylor", 7)),
+        "pruning": part(head_figures.pruning_figure, curves),
         "leaderboard": part(leaderboard_figure, tables["board"], "x", "title"),
         "layers": part(norm_figures.mixing_by_layer, ratios()),
         "kinds": part(norm_figures.mixing_by_kind, ratios()),
