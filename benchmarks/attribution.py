@@ -82,7 +82,7 @@ def released_schedule(model: Any, tokens: Tensor, head: Head, steps: int = 20) -
 
 def attribution(model: Any, tokens: Tensor, head: Head, **options: Any) -> Tensor:
     """Return the scores of lens_mix on the same model in a TransformerBridge."""
-    method = lm.AttentionAttribution(target=lm.targets.head(head), per_head=True, **options)
+    method = lm.methods.AttentionAttribution(target=lm.targets.head(head), per_head=True, **options)
     return lm.run(model, tokens, method).scores
 
 
@@ -129,7 +129,7 @@ def against_captum(layers: int, positions: int, repeats: int, steps: int = 8) ->
     model = common.gpt2_like(layers)
     tokens = common.random_tokens(model, positions)
     target = lm.targets.logit(7)
-    clean = lm.run(model, tokens, lm.AttentionWeights(per_head=True)).scores
+    clean = lm.run(model, tokens, lm.methods.AttentionWeights(per_head=True)).scores
     found: dict[str, Tensor] = {}
 
     def captum() -> None:
@@ -145,7 +145,7 @@ def against_captum(layers: int, positions: int, repeats: int, steps: int = 8) ->
         found["captum"] = torch.stack(maps).detach()
 
     def ours() -> None:
-        method = lm.AttentionAttribution(target=target, n_steps=steps, per_head=True)
+        method = lm.methods.AttentionAttribution(target=target, n_steps=steps, per_head=True)
         found["lens_mix"] = lm.run(model, tokens, method).scores
 
     seconds = common.interleaved({"captum": captum, "lens_mix": ours}, repeats)
@@ -170,7 +170,7 @@ def against_eight_points(
     found: dict[str, lm.MixingMap] = {}
 
     def run(way: str, **options: Any) -> None:
-        method = lm.AttentionAttribution(target=lm.targets.predicted(of="probability"), **options)
+        method = lm.methods.AttentionAttribution(target=lm.targets.predicted(of="probability"), **options)
         found[way] = lm.run(model, tokens, method)
 
     ways = {

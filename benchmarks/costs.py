@@ -131,9 +131,9 @@ def _run_batches(model: Any, prompts: list[torch.Tensor]) -> None:
 
 
 _GRADIENTS = ("gim", "input_gradients", "gradient_attention", "frozen_gradients")
-_INTEGRATED = lm.InputGradients(score="integrated", n_steps=8)
-_MANY_POINTS = lm.InputGradients(score="integrated", n_steps=32)
-_ONE_STAND_IN = lm.Occlusion(by="replace", replacements=[5])
+_INTEGRATED = lm.methods.InputGradients(score="integrated", n_steps=8)
+_MANY_POINTS = lm.methods.InputGradients(score="integrated", n_steps=32)
+_ONE_STAND_IN = lm.methods.Occlusion(by="replace", replacements=[5])
 # The calls of the table of costs. The calls of one name share a process and take turns.
 CALLS: dict[str, tuple[Call, ...]] = {
     "memory": (

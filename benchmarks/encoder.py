@@ -116,7 +116,10 @@ def main(count: str = "40") -> None:
     model, vocabulary = load()
     prompts = reactions(vocabulary, int(count))
     task = MaskedImportance(prompts, leave_out=(0, -1), mask=vocabulary.index("[MASK]"))
-    methods = [*LAYER_METHODS, *(m for m in INPUT_METHODS if not isinstance(m, lm.AttributionPatching))]
+    methods = [
+        *LAYER_METHODS,
+        *(m for m in INPUT_METHODS if not isinstance(m, lm.methods.AttributionPatching)),
+    ]
     board = lm.evaluate(
         model,
         task,

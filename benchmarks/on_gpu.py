@@ -64,8 +64,8 @@ _CHUNKED: dict[str, Any] = {
     "alti": "alti",
     "decompx": "decompx",
     "gim": "gim",
-    "occlusion, one stand-in": lm.Occlusion(by="replace", replacements=[5]),
-    "attention_attribution, 8 points": lm.AttentionAttribution(n_steps=8),
+    "occlusion, one stand-in": lm.methods.Occlusion(by="replace", replacements=[5]),
+    "attention_attribution, 8 points": lm.methods.AttentionAttribution(n_steps=8),
 }
 
 # The lengths of the prompts of the large model, as in the table of lengths.

@@ -102,7 +102,7 @@ def mean_margin(pairs: Sequence[Pair]) -> Callable[[Any], float]:
 
 def explain_sentence(model: Any, pair: Pair) -> None:
     """Print and draw the attribution maps and the tree of one sentence."""
-    method = lm.AttentionAttribution(target=pair.target)
+    method = lm.methods.AttentionAttribution(target=pair.target)
     found = lm.run(model, pair.prefix, method)
     details = found.provenance["details"]
     print(f"\n{pair.prefix!r}: logit({pair.good}) - logit({pair.bad}) = {details['target_value'][0]:.2f}")
@@ -121,7 +121,7 @@ def explain_sentence(model: Any, pair: Pair) -> None:
         print(f"  {score:+.3f}  layer {layer:2d}  {found.tokens[query]!r} <- {found.tokens[key]!r}")
     # The first token has no sources, as [CLS] in the paper's code; an edge costs 0.05 logits.
     tree = lm.attribution_tree(found, root=-1, special=[0], cost=0.05)
-    print("\n" + lm.tree_text(tree))
+    print("\n" + lm.aggregation.tree_text(tree))
     title = f"Attribution of logit({pair.good}) - logit({pair.bad}), layers with a gap below 10 %"
     save(layer_maps(exact, normalize=False, title=title), "attribution_layers")
     save(tree_figure(tree, title=f"{pair.prefix} … {pair.good} / {pair.bad}"), "attribution_tree")

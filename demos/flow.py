@@ -45,7 +45,7 @@ def main() -> None:
 
 def map_prompt(model: Any, prompt: str, folder: Path) -> list[Path]:
     """Map one prompt, print its flow and rollout, and return the files written to `folder`."""
-    heads = lm.run(model, prompt, lm.AttentionWeights(per_head=True))
+    heads = lm.run(model, prompt, lm.methods.AttentionWeights(per_head=True))
     maps = {"attention": heads.merge_heads(), "value zeroing": lm.run(model, prompt, "value_zeroing")}
     layers, tokens = len(heads.layer_labels), heads.tokens
     print(f"{prompt!r}\n{layers} layers, {len(tokens)} tokens\n")

@@ -126,7 +126,7 @@ def minilm() -> Any:
 def dinov2(image_size: int = 224) -> Any:
     """Return DINOv2-small, an encoder of pictures in patches of 14 pixels, as a TransformerBridge.
 
-    LayerScale is folded into its weights (`lens_mix.fold_layer_scale`). It has no classifier.
+    LayerScale is folded into its weights (`lens_mix.models.fold_layer_scale`). It has no classifier.
 
     Args:
         image_size: the height and width of the pictures.
@@ -144,7 +144,7 @@ def dinov2(image_size: int = 224) -> Any:
 
     print(ABOUT_DINOV2)
     with _quietly():
-        vit = lm.fold_layer_scale(Dinov2Model.from_pretrained(dinov2_folder()).eval(), image_size)
+        vit = lm.models.fold_layer_scale(Dinov2Model.from_pretrained(dinov2_folder()).eval(), image_size)
         return TransformerBridge.boot_transformers("dinov2-small", hf_model=vit, device="cpu").eval()
 
 

@@ -113,7 +113,7 @@ def main(folder: Path) -> None:
     pixels = as_pixels(picture)
     maps = lm.run(model, pixels, ["attention", "value_norm", "value_zeroing", "attn_res_ln"], queries=[0])
     maps["rollout"] = lm.rollout(lm.run(model, pixels, "attention")).select_queries([0])[-1]
-    occlusion = lm.Occlusion(target=likeness(pixels, model), by="blur")
+    occlusion = lm.methods.Occlusion(target=likeness(pixels, model), by="blur")
     maps["occlusion"] = lm.run(model, pixels, occlusion, queries=[0], progress=None)
     for name, m in maps.items():
         m.show(picture=True).savefig(folder / f"{name}.png")

@@ -11,7 +11,7 @@ representation? Load a model with TransformerLens, then:
     lm.rollout(m)                 # input maps: from each position down to the input tokens
     lm.flow(m)                    # input maps by maximum flow
 
-    maps = lm.run(model, tokens, ["attention", lm.ValueZeroing(metric="euclidean")])   # one clean pass
+    maps = lm.run(model, tokens, ["attention", lm.methods.ValueZeroing(metric="euclidean")])  # one clean pass
     for m in lm.run_many(model, prompts, "value_zeroing", batch_size=16): ...          # many prompts
     lm.table(lm.run_many(model, prompts, "value_zeroing", queries=[-1]), keys=cues)    # means with intervals
 
@@ -42,9 +42,14 @@ def __getattr__(name: str) -> Any:
     except AttributeError:
         # `from lens_mix import runner` asks for the name first, so this must import nothing of the library.
         import difflib
+        import pathlib
+        import re
 
-        public = {each.replace("_", "").casefold(): each for each in __all__}
+        stub = pathlib.Path(__file__).with_name("methods") / "__init__.pyi"
+        methods = re.findall(r'^    "([A-Z][A-Za-z]+)",$', stub.read_text(encoding="utf-8"), re.MULTILINE)
+        known = [*__all__, *(f"methods.{each}" for each in methods)]
+        public = {each.rpartition(".")[2].replace("_", "").casefold(): each for each in known}
         close = difflib.get_close_matches(name.replace("_", "").casefold(), public, 1)
         suggestion = f"; did you mean lens_mix.{public[close[0]]}?" if close else ""
-        suggestion += " lens_mix.METHODS lists all methods" if close and public[close[0]][0].isupper() else ""
+        suggestion += " lens_mix.METHODS lists all methods" if "methods." in suggestion else ""
         raise AttributeError(f"module 'lens_mix' has no attribute {name!r}{suggestion}", name=name) from None

@@ -49,8 +49,8 @@ def run_again(
         )
     if "joint" in record and record.get("part") != "joint":
         raise ValueError(
-            "mixing_map: expected a map of one part, got a map of lm.joint; compute it again with "
-            'lm.joint(lm.run(..., part="all"))'
+            "mixing_map: expected a map of one part, got a map of lm.aggregation.joint; compute it again "
+            'with lm.aggregation.joint(lm.run(..., part="all"))'
         )
     missing = sorted(set(record.get("picture_inputs", ())) - set(options))
     if missing:

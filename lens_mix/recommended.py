@@ -34,7 +34,7 @@ _MEASURED = ("measured", "measured_passes")
 EVIDENCE = {
     "joint input_gradients": ("flan-t5-joint: input_gradients, norm",),
     "attribution_patching": (
-        "smollm2-forms: … for 24: lm.AttributionPatching",
+        "smollm2-forms: … for 24: lm.methods.AttributionPatching",
         "smollm2-long: SmolLM2, held out, more than 20 tokens",
     ),
     "attribution_patching, measured": ('smollm2-exact: lm.input_map(exact="auto")',),
@@ -86,8 +86,8 @@ def input_map(
             estimated. This is for `attribution_patching` only. The strongest ones are measured, and the
             query's own. "auto": as many as the time of a few estimates allows.
             These are all scores of a row of at most 17 tokens, and none of a row of more than 32 tokens,
-            which this cost did not improve. False: none. `lm.AttributionPatching` (`n_measured`) describes
-            how the others are rescaled.
+            which this cost did not improve. False: none. `lm.methods.AttributionPatching` (`n_measured`)
+            describes how the others are rescaled.
         options: As in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
             part="decoder" excludes the source. `layers` is for `decompx`, which has a map of each layer. Its
             default is the last layer, which was measured. The other recipes have one map, which is labelled
@@ -95,7 +95,7 @@ def input_map(
 
     Returns:
         A map [1, query, key] of scores ≥ 0 in the unit of the target (`decompx`: norms of vectors). They say
-        how much a token matters, not in which direction; `lm.Occlusion` has signs. `method`
+        how much a token matters, not in which direction; `lm.methods.Occlusion` has signs. `method`
         and `parameters` are those of the recipe. `provenance["input_map"]["figures"]` is what was measured of
         it, and `provenance["joint"]` has the number of the source's tokens.
 

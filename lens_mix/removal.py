@@ -185,7 +185,7 @@ class ReplaceTokens(OtherTokens):
         tokens: A token (its text with any leading space, or its number) or several. Each one replaces all
             removed tokens, and the target is averaged over them.
         own: The replacement of a token that is itself the given one: "kept" for the token itself, or "next"
-            for the next number of the vocabulary, as in `lens_mix.Occlusion`.
+            for the next number of the vocabulary, as in `lens_mix.methods.Occlusion`.
         argument: The name of `tokens` in errors.
     """
 
@@ -229,7 +229,7 @@ class SampleTokens(OtherTokens):
         seed: The seed of the draws.
         draw: "per_position" draws a token for each position of each sample, with repetition. "per_sample"
             draws one token for all positions of a sample, and no two samples are equal; there are fewer than
-            `samples` if there are fewer tokens. `lens_mix.Occlusion` uses the latter.
+            `samples` if there are fewer tokens. `lens_mix.methods.Occlusion` uses the latter.
     """
 
     among: Sequence[int] | None = None

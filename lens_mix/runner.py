@@ -73,8 +73,8 @@ def run(
             strings for a BERT; chat messages; or the output of a tokenizer. The documentation of
             `lens_mix._inputs.prompts.read_prompt` explains which tokens a string becomes.
         methods: A name ("attention", "value_zeroing"), a method with its parameters
-            (`lm.ValueZeroing(metric="euclidean")`), or several of these. `lm.METHODS` lists the names and
-            classes; a class, or the name of one, is the method with its defaults.
+            (`lm.methods.ValueZeroing(metric="euclidean")`), or several of these. `lm.METHODS` lists the names
+            and classes; a class, or the name of one, is the method with its defaults.
         queries: The positions of the rows to compute: a number, several numbers or a slice. Negative numbers
             count from the end of the prompt. None: all.
         layers: The layers to compute, in the same form. None: all layers with attention; `m.layers` lists

@@ -794,7 +794,7 @@ def hf_classifier(
     A model that `lm.wrap` made from a classifier contains it:
 
         model = lm.wrap(AutoModelForSequenceClassification.from_pretrained(folder), tokenizer)
-        lm.run(model, text, lm.InputGradients(target=lm.targets.hf_classifier(model, 3)), queries=[0])
+        lm.run(model, text, lm.methods.InputGradients(target=lm.targets.hf_classifier(model, 3)), queries=[0])
 
     For other models, load the model with TransformerBridge, and give the classifier with the same weights
     here, `AutoModelForSequenceClassification.from_pretrained(folder).eval()`.

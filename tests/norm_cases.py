@@ -65,7 +65,7 @@ def blocks_of(case: Case) -> Any:
     """The blocks in float64."""
     # All methods of the family need the same tensors recorded, so one clean pass serves every test.
     model = case.build(torch.float64)
-    return run_prompt(model, prompt_of(model), lm.AttnRes(), part=case.part).blocks
+    return run_prompt(model, prompt_of(model), lm.methods.AttnRes(), part=case.part).blocks
 
 
 def read_by_a_norm(blocks: Any) -> Any:

@@ -15,12 +15,15 @@ TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
     ("method", "options"),
     [
         ("attention", {}),
-        (lm.ValueZeroing(metric="euclidean", per_head=True), {"layers": [1], "engine": "hooks"}),
+        (lm.methods.ValueZeroing(metric="euclidean", per_head=True), {"layers": [1], "engine": "hooks"}),
         (
-            lm.InputGradients(target=lm.targets.token("w9", of="logit"), score="times_input"),
+            lm.methods.InputGradients(target=lm.targets.token("w9", of="logit"), score="times_input"),
             {"queries": [-1]},
         ),
-        (lm.AttentionAttribution(target=lm.targets.logit_difference(9, 12), n_steps=3), {"queries": [4, 2]}),
+        (
+            lm.methods.AttentionAttribution(target=lm.targets.logit_difference(9, 12), n_steps=3),
+            {"queries": [4, 2]},
+        ),
         ("decompx", {"queries": [3]}),
     ],
 )
@@ -62,8 +65,8 @@ def test_with_inputs_and_pairs():
         assert torch.equal(lm.run_again(bridge("t5"), cross).scores, cross.scores)
         # The rows of the cross map are the target's tokens, so the default row is the target's last.
         assert cross.default_query_position == 2
-        joint = lm.joint(lm.run(bridge("t5"), (TOKENS, TOKENS[:3]), "attention", part="all"))
-        with pytest.raises(ValueError, match=r"got a map of lm.joint; compute it again with"):
+        joint = lm.aggregation.joint(lm.run(bridge("t5"), (TOKENS, TOKENS[:3]), "attention", part="all"))
+        with pytest.raises(ValueError, match=r"got a map of lm.aggregation.joint; compute it again with"):
             lm.run_again(bridge("t5"), joint)
     if available(hooked_encoder):
         types = torch.tensor([0, 0, 0, 1, 1, 1])
@@ -76,7 +79,7 @@ def test_refused(model):
         lm.run_again(model, lm.MixingMap(scores=[[[1.0]]], tokens=["a"]))
     with pytest.raises(TypeError, match="expected a MixingMap"):
         lm.run_again(model, "attention")
-    method = lm.GradientAttention(target=lambda logits: logits[:, -1, 3])
+    method = lm.methods.GradientAttention(target=lambda logits: logits[:, -1, 3])
     made = lm.run(model, TOKENS, method)
     with pytest.raises(ValueError, match=r"'gradient_attention', got one .*'Custom'.*; give method="):
         lm.run_again(model, made)

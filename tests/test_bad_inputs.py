@@ -219,47 +219,49 @@ def runs_of_many() -> Iterator[Case]:
 
 def methods() -> Iterator[Case]:
     for method in (
-        lm.AttentionWeights,
-        lm.ValueNorms,
-        lm.ValueZeroing,
-        lm.AttentionAttribution,
-        lm.GradientAttention,
+        lm.methods.AttentionWeights,
+        lm.methods.ValueNorms,
+        lm.methods.ValueZeroing,
+        lm.methods.AttentionAttribution,
+        lm.methods.GradientAttention,
     ):
         yield from each(method, "per_head", (*NO_FLAG, None))
-    yield from each(lm.AttnResLn, "next_norm", (*NO_FLAG, None))
-    yield from each(lm.AtbFfResLn, "next_norm", (*NO_FLAG, None))
-    yield from each(lm.GradientAttention, "rectify", (*NO_FLAG, None))
-    yield from each(lm.Alti, "normalize", (*NO_FLAG, None))
-    yield from each(lm.Alti, "distance", NO_CHOICE)
-    yield from each(lm.AltiLogit, "distance", NO_CHOICE)
-    yield from each(lm.AltiLogit, "token", ("nothing", 1.5, None, True, -1, [3]))
-    yield from each(lm.AltiLogit, "against", ("3", 1.5, True, -1, [3]))
-    yield from each(lm.AtbFf, "biases", NO_CHOICE)
-    yield from each(lm.DecompX, "biases", NO_CHOICE)
-    yield from each(lm.DecompXLocal, "slope", NO_CHOICE)
-    yield from each(lm.ValueZeroing, "metric", NO_CHOICE)
-    yield from each(lm.ValueZeroing, "last_layer", NO_CHOICE)
-    yield from each(lm.ValueZeroing, "threshold", (*NO_NUMBER, -1))
+    yield from each(lm.methods.AttnResLn, "next_norm", (*NO_FLAG, None))
+    yield from each(lm.methods.AtbFfResLn, "next_norm", (*NO_FLAG, None))
+    yield from each(lm.methods.GradientAttention, "rectify", (*NO_FLAG, None))
+    yield from each(lm.methods.Alti, "normalize", (*NO_FLAG, None))
+    yield from each(lm.methods.Alti, "distance", NO_CHOICE)
+    yield from each(lm.methods.AltiLogit, "distance", NO_CHOICE)
+    yield from each(lm.methods.AltiLogit, "token", ("nothing", 1.5, None, True, -1, [3]))
+    yield from each(lm.methods.AltiLogit, "against", ("3", 1.5, True, -1, [3]))
+    yield from each(lm.methods.AtbFf, "biases", NO_CHOICE)
+    yield from each(lm.methods.DecompX, "biases", NO_CHOICE)
+    yield from each(lm.methods.DecompXLocal, "slope", NO_CHOICE)
+    yield from each(lm.methods.ValueZeroing, "metric", NO_CHOICE)
+    yield from each(lm.methods.ValueZeroing, "last_layer", NO_CHOICE)
+    yield from each(lm.methods.ValueZeroing, "threshold", (*NO_NUMBER, -1))
     yield from each(
-        lm.ValueZeroing, "heads", ("01", 1.5, [1.5], [True], ["0"], {1.5: [0]}, {0: "1"}, {-1: [0]}, [-1])
+        lm.methods.ValueZeroing,
+        "heads",
+        ("01", 1.5, [1.5], [True], ["0"], {1.5: [0]}, {0: "1"}, {-1: [0]}, [-1]),
     )
-    yield from each(lm.ValueZeroing, "heads", ([], [0, 0], {"0": [1]}, 10**30))
-    for method in (lm.ValueZeroing, lm.Occlusion):
+    yield from each(lm.methods.ValueZeroing, "heads", ([], [0, 0], {"0": [1]}, 10**30))
+    for method in (lm.methods.ValueZeroing, lm.methods.Occlusion):
         no_spans = ("ab", 3, [], [[]], [[1.5]], [3], [[0], [0]], [[-1]], {0: [1]}, True)
         yield from each(method, "spans", no_spans)
-    for method in (lm.Occlusion, lm.AttributionPatching):
+    for method in (lm.methods.Occlusion, lm.methods.AttributionPatching):
         yield from each(method, "replacements", (" the", 3, [], [1.5], [-1], [None], {0: 1}, True))
         yield from each(method, "n_samples", (*NO_WHOLE, 0, None))
         yield from each(method, "seed", (*NO_WHOLE, -1, None))
-    yield from each(lm.AttentionAttribution, "target", (3, None, [1]))
-    yield from each(lm.GradientAttention, "target", (3, None))
-    yield from each(lm.AttentionAttribution, "n_steps", ("20", 1.5, True, 0, -1, 10**9, NAN, [20]))
-    yield from each(lm.AttentionAttribution, "n_steps", (10**9, 10**30), method="riemann_left")
-    yield from each(lm.AttentionAttribution, "method", NO_CHOICE, n_steps=3)
-    yield from each(lm.AttentionAttribution, "baseline", (None, "one", 3, [1]))
-    yield from each(lm.AttentionAttribution, "internal_batch_size", (*NO_WHOLE, 0, -1, INF))
-    yield from each(lm.AttentionAttribution, "tolerance", (*NO_NUMBER, 0, -1))
-    yield from each(lm.AttentionAttribution, "max_steps", (*NO_WHOLE, None, 2, -1, INF))
+    yield from each(lm.methods.AttentionAttribution, "target", (3, None, [1]))
+    yield from each(lm.methods.GradientAttention, "target", (3, None))
+    yield from each(lm.methods.AttentionAttribution, "n_steps", ("20", 1.5, True, 0, -1, 10**9, NAN, [20]))
+    yield from each(lm.methods.AttentionAttribution, "n_steps", (10**9, 10**30), method="riemann_left")
+    yield from each(lm.methods.AttentionAttribution, "method", NO_CHOICE, n_steps=3)
+    yield from each(lm.methods.AttentionAttribution, "baseline", (None, "one", 3, [1]))
+    yield from each(lm.methods.AttentionAttribution, "internal_batch_size", (*NO_WHOLE, 0, -1, INF))
+    yield from each(lm.methods.AttentionAttribution, "tolerance", (*NO_NUMBER, 0, -1))
+    yield from each(lm.methods.AttentionAttribution, "max_steps", (*NO_WHOLE, None, 2, -1, INF))
 
 
 def explained() -> Iterator[Case]:
@@ -299,7 +301,9 @@ def explained() -> Iterator[Case]:
         is_mask = isinstance(wrong, type(targets.masked_token(3)))
         word = "position" if is_mask or wrong.position is not None else "token"
         yield Case(
-            f"run({wrong})", functools.partial(attribute, methods=lm.GradientAttention(target=wrong)), word
+            f"run({wrong})",
+            functools.partial(attribute, methods=lm.methods.GradientAttention(target=wrong)),
+            word,
         )
 
 
@@ -360,7 +364,7 @@ def traces() -> Iterator[Case]:
         answer=" w4",
     )
     yield from each(trace, "method", (3, "rolout", [], [None], int, {}, ["attention", "alti"]))
-    yield from each(trace, "method", (lm.Gim("w3"), lm.Occlusion(spans=[[0], [1]])))
+    yield from each(trace, "method", (lm.methods.Gim("w3"), lm.methods.Occlusion(spans=[[0], [1]])))
     yield from each(trace, "aggregation", ("rolout", 3, [], ["mean"], b"mean", {}))
     yield from each(trace, "aggregation", ("mean",), method=None)
     yield from each(trace, "language", (*NO_CHOICE[1:], "english", ""))
@@ -562,7 +566,7 @@ def aggregated() -> Iterator[Case]:
     yield from each(tree, "top_layer", (*NO_WHOLE, 9), mixing_map=m)
     yield from each(tree, "order", NO_CHOICE, mixing_map=m)
     yield from each(tree, "within_layer", (*NO_FLAG, None), mixing_map=m)
-    yield from each(lm.tree_text, "tree", (*NO_GRAPH, nx.DiGraph()))
+    yield from each(lm.aggregation.tree_text, "tree", (*NO_GRAPH, nx.DiGraph()))
     yield from each(graphs.layered_graph, "layer", ("0", 1.5, 9), mixing_map=m)
     yield from each(graphs.layered_graph, "threshold", (*NO_NUMBER, None, -1), mixing_map=m)
     flow_graph = functools.partial(graphs.information_flow_graph, m)
@@ -650,7 +654,7 @@ def scaled() -> Iterator[Case]:
     yield from each(evaluation.SampleTokens, "draw", NO_CHOICE)
     yield from each(evaluation.ReplaceTokens, "own", NO_CHOICE, tokens=3)
     score = functools.partial(evaluation.Importance, [PROMPT])
-    yield from each(score, "occlusion", (lm.Occlusion(spans=[[0, 1]]),))
+    yield from each(score, "occlusion", (lm.methods.Occlusion(spans=[[0, 1]]),))
     keep = with_model(evaluation.keep_cells, prompt=prompt, maps=map_of())
     others = (map_of(heads=3), map_of().select_queries([0]), map_of(kind="input"), map_of(layers=[0, 7]))
     yield from each(keep, "maps", (*NO_MAP, {}, {"a": None}, *others))
@@ -668,7 +672,7 @@ def evaluated() -> Iterator[Case]:
     yield from each(measure, "by", NO_CHOICE)
     yield from each(measure, "statistic", NO_CHOICE)
     yield from each(measure, "targets", ([targets.predicted()] * 2, [], 3), by="taylor")
-    yield from each(measure, "method", (3, "attention", lm.Alti()), by="attribution")
+    yield from each(measure, "method", (3, "attention", lm.methods.Alti()), by="attribution")
     yield from each(measure, "progress", (*NO_FLAG, None))
     yield from each(measure, "part", ("decoder", 3))
     yield from each(experiments.head_importance, "model", NO_MODEL, prompts=[PROMPT])
@@ -991,13 +995,13 @@ def _fine() -> Iterator[tuple[str, Callable[[], object]]]:
             "flow": single(lm.flow, m, layer=integer, queries=[integer], processes=integer),
             "tree": single(lm.attribution_tree, signed, root=integer, special=integer, top_layer=integer),
             "target": single(
-                run, methods=lm.GradientAttention(target=targets.token(integer, position=integer))
+                run, methods=lm.methods.GradientAttention(target=targets.token(integer, position=integer))
             ),
             "steps": single(
-                run, methods=lm.AttentionAttribution(n_steps=integer, internal_batch_size=integer)
+                run, methods=lm.methods.AttentionAttribution(n_steps=integer, internal_batch_size=integer)
             ),
-            "zeroing": single(run, methods=lm.ValueZeroing(heads=[integer], spans=[[integer]])),
-            "alti_logit": single(run, methods=lm.AltiLogit(token=integer, against=integer)),
+            "zeroing": single(run, methods=lm.methods.ValueZeroing(heads=[integer], spans=[[integer]])),
+            "alti_logit": single(run, methods=lm.methods.AltiLogit(token=integer, against=integer)),
             "hooks": single(hooks.zero_values, integer, integer, heads=integer),
             "pruned": single(_pruned, [(integer, integer)]),
             "importance": single(importance().top, integer),

@@ -75,7 +75,7 @@ def pair(name, kind="SequenceClassification", dtype=torch.float64, **options):
 
 def value_of(model, target, tokens, **options):
     """Return the value of the target in the clean pass, and the default row of the map."""
-    found = lm.run(model, tokens, lm.GradientAttention(target=target), **options)
+    found = lm.run(model, tokens, lm.methods.GradientAttention(target=target), **options)
     return found.provenance["details"]["target_value"][0], found.default_query
 
 
@@ -210,7 +210,7 @@ def test_measures_of_every_problem_type(name, settings, labels):
     with pytest.raises(ValueError, match="of: expected 'probability', 'log_probability' or 'logit'"):
         lm.targets.hf_classifier(classifier, 0, of="odds")
     # The parameters contain the class that was explained.
-    said = lm.GradientAttention(target=lm.targets.hf_classifier(classifier, 0)).parameters()["target"]
+    said = lm.methods.GradientAttention(target=lm.targets.hf_classifier(classifier, 0)).parameters()["target"]
     assert said["of"] == ("logit" if measures["probability"] is logit else "probability")
     assert said["multi_label"] == (problem == "multi_label_classification")
 
@@ -218,7 +218,7 @@ def test_measures_of_every_problem_type(name, settings, labels):
 @NO_BERT
 def test_a_reranker_is_not_constant():
     classifier, model = pair("bert", labels=1)
-    for method in (lm.Occlusion, lm.InputGradients):
+    for method in (lm.methods.Occlusion, lm.methods.InputGradients):
         found = lm.run(model, TOKENS, method(target=lm.targets.hf_classifier(classifier)), queries=[0])
         assert found.scores.abs().min() > 1e-4
 
@@ -286,11 +286,11 @@ def test_batches(side):
     prompts = [TOKENS, TOKENS[:3], PROMPTS[2], torch.tensor([7, EOS])]
     target = lm.targets.hf_classifier(classifier, 1, of="logit")
     expected = [own_output(classifier, tokens).logits[0, 1].item() for tokens in prompts]
-    maps = list(lm.run_many(model, prompts, lm.GradientAttention(target=target), padding_side=side))
+    maps = list(lm.run_many(model, prompts, lm.methods.GradientAttention(target=target), padding_side=side))
     values = [found.provenance["details"]["target_value"][0] for found in maps]
     assert values == pytest.approx(expected, abs=2e-6)
     assert [found.default_query for found in maps] == [5, 2, 3, 0]
-    method = lm.Occlusion(target=target, replacements=[11])
+    method = lm.methods.Occlusion(target=target, replacements=[11])
     together = lm.run_many(model, prompts, method, queries=[-1], padding_side=side)
     for tokens, found in zip(prompts, together, strict=True):
         assert found.scores[0, 0].tolist() == pytest.approx(replaced(classifier, tokens, 11, 1), abs=2e-6)
@@ -313,7 +313,7 @@ def test_occlusion_is_that_of_the_classifier_itself(name, other):
     classifier, model = pair(name)
     tokens = torch.tensor([5, 9, 12, 7, 30, EOS if other != EOS else 21])
     target = lm.targets.hf_classifier(classifier, 3, of="logit")
-    found = lm.run(model, tokens, lm.Occlusion(target=target, replacements=[other]), queries=[-1])
+    found = lm.run(model, tokens, lm.methods.Occlusion(target=target, replacements=[other]), queries=[-1])
     assert found.scores[0, 0].tolist() == pytest.approx(replaced(classifier, tokens, other, 3), abs=2e-6)
 
 
@@ -322,7 +322,7 @@ def test_hidden_tokens_leave_the_position_where_it_is():
     classifier, model = pair("gpt2")
     target = lm.targets.hf_classifier(classifier, 3, of="logit")
     for by in ("mask", "values"):
-        found = lm.run(model, PROMPTS[1], lm.Occlusion(target=target, by=by), queries=[-1])
+        found = lm.run(model, PROMPTS[1], lm.methods.Occlusion(target=target, by=by), queries=[-1])
         # The target reads position 4, which sees no later position.
         assert found.scores[0, 0, -1].abs() < 1e-12
         assert found.scores[0, 0, :4].abs().min() > 1e-6
@@ -344,9 +344,9 @@ def test_gradients_are_those_of_the_classifier_itself(name):
     handle.remove()
     (gradient,) = torch.autograd.grad(logit, kept)
     target = lm.targets.hf_classifier(classifier, 3, of="logit")
-    found = lm.run(model, PROMPTS[1], lm.InputGradients(target=target), queries=[-1])
+    found = lm.run(model, PROMPTS[1], lm.methods.InputGradients(target=target), queries=[-1])
     assert found.scores[0, 0].tolist() == pytest.approx(gradient[0].norm(dim=-1).tolist(), abs=1e-5)
-    method = lm.InputGradients(target=target, score="integrated", baseline="mean")
+    method = lm.methods.InputGradients(target=target, score="integrated", baseline="mean")
     found = lm.run(model, PROMPTS[1], method, queries=[-1])
     assert abs(found.provenance["details"]["convergence_delta"][0][0]) < 0.05
 
@@ -369,21 +369,21 @@ def test_input_maps_and_removal_curves(name):
 def test_every_method_with_a_target():
     classifier, model = pair("gpt2")
     target = lm.targets.hf_classifier(classifier, 3, of="logit")
-    for method in (lm.AttentionAttribution, lm.Gim, lm.GradientAttention):
-        kept = {"queries": [-1]} if method is lm.Gim else {}
+    for method in (lm.methods.AttentionAttribution, lm.methods.Gim, lm.methods.GradientAttention):
+        kept = {"queries": [-1]} if method is lm.methods.Gim else {}
         assert lm.run(model, PROMPTS[1], method(target=target), **kept).scores.abs().sum() > 0
-    found = lm.run(model, TOKENS, lm.ContextLength(target=target), queries=[-1])
+    found = lm.run(model, TOKENS, lm.methods.ContextLength(target=target), queries=[-1])
     cuts = torch.stack([own_output(classifier, TOKENS[start:]).logits[0, 3] for start in range(6)])
     assert found.scores[0, 0, :5].tolist() == pytest.approx((cuts[:-1] - cuts[1:]).tolist(), abs=2e-6)
     with pytest.raises(ValueError, match="because the positions before the cut do not exist"):
         # The shortest context is all padding, and does not contain the token that is read.
-        lm.run(model, PROMPTS[1], lm.ContextLength(target=target), queries=[-1])
+        lm.run(model, PROMPTS[1], lm.methods.ContextLength(target=target), queries=[-1])
     # A row that does not see the whole prompt cannot show the effect of all its tokens.
     for queries in ([3], [4]):
         with pytest.raises(ValueError, match=r"expected the last row \(queries=\[-1\]\), got a row"):
-            lm.run(model, PROMPTS[1], lm.InputGradients(target=target), queries=queries)
+            lm.run(model, PROMPTS[1], lm.methods.InputGradients(target=target), queries=queries)
     with pytest.raises(ValueError, match=r"one number of the prompt.*queries=\[-1\]"):
-        lm.run(model, PROMPTS[1], lm.InputGradients(target=target))
+        lm.run(model, PROMPTS[1], lm.methods.InputGradients(target=target))
 
 
 @pytest.mark.skipif(not available(bridge, "llama"), reason="no Llama in a Bridge here")
@@ -391,12 +391,12 @@ def test_cut_contexts_of_an_answer():
     """Explain a logit, which reads one position; a probability would also read removed positions."""
     classifier, model = pair("llama", "QuestionAnswering", labels=2)
     target = lm.targets.hf_classifier(classifier, "end", of="logit", position=-1)
-    found = lm.run(model, TOKENS, lm.ContextLength(target=target), queries=[-1])
+    found = lm.run(model, TOKENS, lm.methods.ContextLength(target=target), queries=[-1])
     cuts = torch.stack([own_output(classifier, TOKENS[start:]).end_logits[0, -1] for start in range(6)])
     assert found.scores[0, 0, :5].tolist() == pytest.approx((cuts[:-1] - cuts[1:]).tolist(), abs=2e-6)
     probability = lm.targets.hf_classifier(classifier, "end", position=-1)
     with pytest.raises(ValueError, match="target that reads only the row's position, because the positions"):
-        lm.run(model, TOKENS, lm.ContextLength(target=probability), queries=[-1])
+        lm.run(model, TOKENS, lm.methods.ContextLength(target=probability), queries=[-1])
 
 
 @NO_BERT
@@ -406,7 +406,7 @@ def test_rows_of_a_classifier_of_tokens():
     # Without a position, the target is read at each row's own.
     for position, queries in ((None, list(range(6))), (2, [2])):
         target = lm.targets.hf_classifier(classifier, 1, of="logit", position=position)
-        method = lm.Occlusion(target=target, replacements=[11])
+        method = lm.methods.Occlusion(target=target, replacements=[11])
         found = lm.run(model, TOKENS, method, queries=queries)
         for place in range(6):
             changed = TOKENS.clone()
@@ -426,7 +426,7 @@ def test_without_a_padding_token():
     classifier = classifier_of("gpt2", "GPT2ForSequenceClassification", settings={"pad_token_id": None})
     assert classifier.config.pad_token_id is None
     target = lm.targets.hf_classifier(classifier, 3, of="logit")
-    method = lm.Occlusion(target=target, replacements=[11])
+    method = lm.methods.Occlusion(target=target, replacements=[11])
     found = lm.run(bridge("gpt2", torch.float64), TOKENS, method, queries=[-1])
     assert found.scores[0, 0].tolist() == pytest.approx(replaced(classifier, TOKENS, 11, 3), abs=2e-6)
 
@@ -438,7 +438,12 @@ def test_the_classifier_stays_as_it_was():
     classifier.bert.pooler.dense.weight.requires_grad_(False)
     frozen = [parameter.requires_grad for parameter in classifier.parameters()]
     target = lm.targets.hf_classifier(classifier, 3)
-    lm.run(model, TOKENS, [lm.Occlusion(target=target), lm.InputGradients(target=target)], queries=[0])
+    lm.run(
+        model,
+        TOKENS,
+        [lm.methods.Occlusion(target=target), lm.methods.InputGradients(target=target)],
+        queries=[0],
+    )
     assert [parameter.requires_grad for parameter in classifier.parameters()] == frozen
     assert all(parameter.grad is None for parameter in classifier.parameters())
     assert classifier.config._attn_implementation == "sdpa"
@@ -479,7 +484,11 @@ def test_classifiers_that_read_the_decoder(name):
         value, row = value_of(model, target, (source, shifted), part=part)
         assert (value, row) == (pytest.approx(logits[3].item(), abs=2e-6), 4)
     found = lm.run(
-        model, (source, shifted), lm.Occlusion(target=target, replacements=[11]), part="joint", queries=[-1]
+        model,
+        (source, shifted),
+        lm.methods.Occlusion(target=target, replacements=[11]),
+        part="joint",
+        queries=[-1],
     )
     # These are tokens of the source, which the decoder still reads.
     for place in (0, 3):
@@ -488,7 +497,7 @@ def test_classifiers_that_read_the_decoder(name):
         with torch.no_grad():
             other = classifier(changed[None], decoder_input_ids=shifted[None]).logits[0, 3]
         assert found.scores[0, 0, place].item() == pytest.approx((logits[3] - other).item(), abs=2e-6)
-    method = lm.GradientAttention(target=target)
+    method = lm.methods.GradientAttention(target=target)
     with pytest.raises(ValueError, match=r"expected a map of part='decoder', .* reads the decoder, got"):
         lm.run(model, (source, shifted), method, part="encoder")
     with pytest.raises(

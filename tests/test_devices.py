@@ -17,10 +17,10 @@ CASES = {case.label: case for case in cases(cross=True, refused=False)}
 pytestmark = pytest.mark.filterwarnings("ignore")
 DEVICE = "cuda"
 MORE = {
-    "occlusion by mask": lm.Occlusion(by="mask"),
-    "occlusion by values": lm.Occlusion(by="values"),
-    "integrated gradients": lm.InputGradients(score="integrated", baseline="mean"),
-    "value zeroing by hooks": lm.ValueZeroing(per_head=True),
+    "occlusion by mask": lm.methods.Occlusion(by="mask"),
+    "occlusion by values": lm.methods.Occlusion(by="values"),
+    "integrated gradients": lm.methods.InputGradients(score="integrated", baseline="mean"),
+    "value zeroing by hooks": lm.methods.ValueZeroing(per_head=True),
 }
 
 

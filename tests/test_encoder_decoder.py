@@ -110,7 +110,7 @@ def pair_of(name):
 @pytest.mark.parametrize("name", [*NAMES, *map(slow, OTHERS)])
 def test_attention_and_value_zeroing_equal_transformers_alone(name):
     model, pair, plain = pair_of(name)
-    maps = lm.run(model, pair, [lm.AttentionWeights(per_head=True), "value_zeroing"], part="cross")
+    maps = lm.run(model, pair, [lm.methods.AttentionWeights(per_head=True), "value_zeroing"], part="cross")
     weights = torch.stack(plain.run(output_attentions=True)[0].cross_attentions)[:, 0]
     torch.testing.assert_close(maps["attention"].scores, weights, atol=1e-12, rtol=0)
     columns = [[plain.value_zeroing(layer, key) for key in range(7)] for layer in range(2)]
@@ -154,11 +154,13 @@ def test_gradients_by_cross_patterns_equal_transformers_own(name):
     out, _ = plain.run(output_attentions=True)
     gradients = torch.autograd.grad(out.logits[0, -1, 5], out.cross_attentions)
     weights = [weights.detach() for weights in out.cross_attentions]
-    maps = lm.run(model, pair, lm.GradientAttention(target=target), part="cross")
+    maps = lm.run(model, pair, lm.methods.GradientAttention(target=target), part="cross")
     for layer in range(2):
         weighted = (gradients[layer] * weights[layer])[0]
         torch.testing.assert_close(maps.scores[layer], weighted.clamp_min(0).mean(0), atol=1e-10, rtol=1e-5)
-    one_step = lm.AttentionAttribution(target=target, n_steps=1, method="riemann_right", per_head=True)
+    one_step = lm.methods.AttentionAttribution(
+        target=target, n_steps=1, method="riemann_right", per_head=True
+    )
     attribution = lm.run(model, pair, one_step, part="cross")
     for layer in range(2):
         torch.testing.assert_close(
@@ -169,7 +171,7 @@ def test_gradients_by_cross_patterns_equal_transformers_own(name):
 @pytest.mark.parametrize("name", NAMES[1:])  # All but T5, because ReLU is not smooth.
 def test_attributions_to_cross_patterns_sum_to_what_the_branch_does_to_the_target(name):
     model, pair, plain = pair_of(name)
-    method = lm.AttentionAttribution(target=lm.targets.token(5, of="logit"), n_steps=40)
+    method = lm.methods.AttentionAttribution(target=lm.targets.token(5, of="logit"), n_steps=40)
     scores = lm.run(model, pair, method, part="cross").scores
     with torch.no_grad():
         clean = plain.run()[0].logits[0, -1, 5]
@@ -193,7 +195,7 @@ def test_inseq_with_its_conventions(model_class):
         pytest.skip("this TransformerLens can't run it: refused, tested in the matrix")
     expected = inseq_arrays()
     target = torch.cat([torch.ones(1, dtype=torch.long), expected["target_ids"]])
-    method = lm.ValueZeroing(last_layer="after_final_norm", threshold=1e-5)
+    method = lm.methods.ValueZeroing(last_layer="after_final_norm", threshold=1e-5)
     maps = lm.run(model, (expected["source_ids"], target), method, part="all")
     for part, name in (("encoder", "enc_self"), ("decoder", "dec_self"), ("cross", "cross")):
         theirs = expected[name].double().permute(2, 1, 0).nan_to_num()
@@ -284,16 +286,16 @@ def test_rows_spans_and_heads_of_value_zeroing(engine):
     model = any_pair_model()
     pair = prompt_of(model)
     options = {"part": "cross", "engine": engine}
-    whole = lm.run(model, pair, lm.ValueZeroing(per_head=True), **options)
-    rows = lm.run(model, pair, lm.ValueZeroing(per_head=True), queries=[-1, 0], layers=[1], **options)
+    whole = lm.run(model, pair, lm.methods.ValueZeroing(per_head=True), **options)
+    rows = lm.run(model, pair, lm.methods.ValueZeroing(per_head=True), queries=[-1, 0], layers=[1], **options)
     assert whole.scores.shape == (2, 4, 5, 7)
     torch.testing.assert_close(rows.scores[0], whole.scores[1][:, [-1, 0]])
-    spans = lm.run(model, pair, lm.ValueZeroing(spans=[(0, 1), (6,)]), **options)
+    spans = lm.run(model, pair, lm.methods.ValueZeroing(spans=[(0, 1), (6,)]), **options)
     single = lm.run(model, pair, "value_zeroing", **options)
     assert spans.key_tokens == ["".join(single.key_tokens[:2]), single.key_tokens[6]]
     torch.testing.assert_close(spans.scores[..., 1], single.scores[..., 6])
     with pytest.raises(ValueError, match=r"spans: expected positions 0\.\.6, got \[7\]"):
-        lm.run(model, pair, lm.ValueZeroing(spans=[(0, 7)]), **options)
+        lm.run(model, pair, lm.methods.ValueZeroing(spans=[(0, 7)]), **options)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -324,9 +326,11 @@ def test_prompts_of_other_lengths_in_one_batch():
 def test_a_pruned_cross_head_is_in_no_map():
     model = bridge_or_hooked()
     pair = prompt_of(model)
-    per_head = lm.run(model, pair, lm.AttentionWeights(per_head=True), part="cross").scores
+    per_head = lm.run(model, pair, lm.methods.AttentionWeights(per_head=True), part="cross").scores
     with lm.experiments.pruned(model, [(0, 1)], part="cross"):
-        found = lm.run(model, pair, [lm.AttentionWeights(per_head=True), "value_zeroing"], part="cross")
+        found = lm.run(
+            model, pair, [lm.methods.AttentionWeights(per_head=True), "value_zeroing"], part="cross"
+        )
         hooks = lm.run(model, pair, "value_zeroing", part="cross", engine="hooks")
     assert float(found["attention"].scores[0, 1].abs().max()) == 0
     torch.testing.assert_close(found["attention"].scores[0, [0, 2, 3]], per_head[0, [0, 2, 3]])

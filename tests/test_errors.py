@@ -227,7 +227,7 @@ def test_layers_that_are_not_there(model):
     with pytest.raises(ValueError, match=r"layer -2 does not exist; expected 1, or -1, got -2$"):
         m.select_layers([1]).layer(-2)
     with pytest.raises(ValueError, match="heads: layer 3 does not exist; expected 0 to 1"):
-        lm.run(model, GOOD, lm.ValueZeroing(heads={3: [0]}))
+        lm.run(model, GOOD, lm.methods.ValueZeroing(heads={3: [0]}))
 
 
 def test_a_hook_point_that_is_not_there(model):

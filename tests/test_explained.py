@@ -55,25 +55,25 @@ def test_targets_of_rows():
     model, prompt = causal_model(), torch.arange(3, 10)
     logits = prompt_logits(Lens(model), prompt)
     best = logits.argmax(-1).tolist()
-    mixing_map = lm.run(model, prompt, lm.InputGradients(lm.targets.logit()), queries=[2, -1])
+    mixing_map = lm.run(model, prompt, lm.methods.InputGradients(lm.targets.logit()), queries=[2, -1])
     for entry, position in zip(mixing_map.explained, (2, 6), strict=True):
         assert entry.target == f"logit of {best[position]}"
         assert entry.value == pytest.approx(logits[position, best[position]].item())
         assert entry.prediction == str(best[position])
     assert mixing_map.explanation().endswith(f"'{best[6]}' {mixing_map.explained[1].probability:.2f}")
-    difference = lm.run(model, prompt, lm.Gim(lm.targets.logit_difference(4, 5)), queries=[-1])
+    difference = lm.run(model, prompt, lm.methods.Gim(lm.targets.logit_difference(4, 5)), queries=[-1])
     assert difference.explained[0].target == "logit of 4 minus that of 5"
     assert difference.explained[0].value == pytest.approx((logits[-1, 4] - logits[-1, 5]).item())
 
 
 def test_a_target_of_the_whole_prompt_is_in_every_row():
     model, prompt = causal_model(), torch.arange(3, 10)
-    mixing_map = lm.run(model, prompt, lm.GradientAttention(target=lm.targets.loss()))
+    mixing_map = lm.run(model, prompt, lm.methods.GradientAttention(target=lm.targets.loss()))
     log_probabilities = prompt_logits(Lens(model), prompt).log_softmax(-1)
     loss = -log_probabilities[:-1].gather(-1, prompt[1:, None]).mean().item()
     assert {entry.target for entry in mixing_map.explained} == {"loss of the next tokens"}
     # The prediction is that of each row's own position.
-    one = lm.run(model, prompt, lm.GradientAttention(target=lm.targets.token(5)))
+    one = lm.run(model, prompt, lm.methods.GradientAttention(target=lm.targets.token(5)))
     own = lm.run(model, prompt, "attention").explained
     assert [entry.prediction for entry in one.explained] == [entry.prediction for entry in own]
     assert {entry.target for entry in one.explained} == {"probability of 5 at position 6"}
@@ -85,7 +85,7 @@ def test_a_target_of_one_position_leaves_the_other_rows_their_own_predictions(qu
     model, prompt = causal_model(), torch.arange(3, 10)
     logits = prompt_logits(Lens(model), prompt)
     best, target = logits.argmax(-1).tolist(), lm.targets.token(5, position=3)
-    mixing_map = lm.run(model, prompt, lm.GradientAttention(target=target), queries=queries)
+    mixing_map = lm.run(model, prompt, lm.methods.GradientAttention(target=target), queries=queries)
     assert len(set(best)) > 1
     for entry, position in zip(mixing_map.explained, mixing_map.query_positions, strict=True):
         assert entry.prediction == str(best[position])
@@ -97,7 +97,7 @@ def test_a_target_of_one_position_leaves_the_other_rows_their_own_predictions(qu
 def test_a_row_of_an_encoder_that_the_target_does_not_read_predicts_nothing():
     model = build_or_skip(bridge, "bert", torch.float64)
     target = lm.targets.logit(4, position=3)
-    mixing_map = lm.run(model, TOKENS, lm.GradientAttention(target=target))
+    mixing_map = lm.run(model, TOKENS, lm.methods.GradientAttention(target=target))
     predicts = [entry.prediction is not None for entry in mixing_map.explained]
     assert predicts == [position == 3 for position in range(len(TOKENS))]
     assert {entry.target for entry in mixing_map.explained} == {"logit of 4 at position 3"}
@@ -127,7 +127,9 @@ def test_many_prompts_of_different_lengths():
 
 
 def test_a_map_of_spans_predicts_the_next_token():
-    spans = lm.run(causal_model(), torch.arange(3, 10), lm.Occlusion(spans=[(0, 1), (2,)]), queries=[-1])
+    spans = lm.run(
+        causal_model(), torch.arange(3, 10), lm.methods.Occlusion(spans=[(0, 1), (2,)]), queries=[-1]
+    )
     assert spans.explanation().startswith("after ")
 
 
@@ -140,7 +142,7 @@ def test_an_encoder_of_a_pair_predicts_nothing():
 def test_an_encoder_has_the_prediction_of_its_target_only():
     model = build_or_skip(bridge, "bert", torch.float64)
     assert lm.run(model, TOKENS, "attention").explained is None
-    masked = lm.run(model, TOKENS, lm.InputGradients(lm.targets.logit(position=3)), queries=[3])
+    masked = lm.run(model, TOKENS, lm.methods.InputGradients(lm.targets.logit(position=3)), queries=[3])
     logits = prompt_logits(Lens(model), TOKENS)[3]
     assert masked.explained[0].prediction == str(int(logits.argmax()))
     assert masked.explanation().startswith("at ")
@@ -154,7 +156,7 @@ def test_a_classifier_names_its_class():
     logits = classifier(TOKENS[None]).logits[0]
     best = ["joy", "fear", "anger"][int(logits.argmax())]
     target = lm.targets.hf_classifier(classifier, "fear")
-    mixing_map = lm.run(model, TOKENS, lm.InputGradients(target), queries=[0])
+    mixing_map = lm.run(model, TOKENS, lm.methods.InputGradients(target), queries=[0])
     entry = mixing_map.explained[0]
     assert entry.prediction == best
     assert entry.probability == pytest.approx(logits.softmax(-1).max().item(), rel=1e-6)

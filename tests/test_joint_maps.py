@@ -74,7 +74,7 @@ def both_gradients(name, row):
 @pytest.mark.parametrize("name", [*BRIDGES, "HookedEncoderDecoder"])
 def test_gradients_equal_autograd_on_both_embeddings(name):
     model = model_of(name)
-    methods = [lm.InputGradients(), lm.InputGradients(score="times_input")]
+    methods = [lm.methods.InputGradients(), lm.methods.InputGradients(score="times_input")]
     norm, times_input = lm.run(model, prompt_of(model), methods, part="joint", queries=list(ROWS)).values()
     assert norm.scores.shape == (1, 2, sum(LENGTHS))
     for place, row in enumerate(ROWS):
@@ -86,12 +86,12 @@ def test_gradients_equal_autograd_on_both_embeddings(name):
 
 def test_integrated_gradients_go_down_both_paths_together():
     model = model_of("bart")
-    method = lm.InputGradients(score="integrated", baseline="mean", n_steps=64)
+    method = lm.methods.InputGradients(score="integrated", baseline="mean", n_steps=64)
     found = lm.run(model, prompt_of(model), method, part="joint", queries=-1)
     (delta,) = found.provenance["details"]["convergence_delta"][0]
     assert abs(delta) < 1e-4 < float(found.scores[0, 0, :7].abs().max())
     x, _ = both_gradients("bart", -1)
-    given = lm.InputGradients(score="integrated", baseline=x.mean(0).expand_as(x), n_steps=64)
+    given = lm.methods.InputGradients(score="integrated", baseline=x.mean(0).expand_as(x), n_steps=64)
     again = lm.run(model, prompt_of(model), given, part="joint", queries=-1)
     torch.testing.assert_close(again.scores, found.scores)
 
@@ -125,7 +125,7 @@ def test_replaced_tokens_equal_loops_over_transformers_alone(name, measure):
                 else:
                     changes.append((clean - changed).gather(-1, predicted)[:, 0].abs())
             columns.append((changes[0] + changes[1]) / 2)
-    method = lm.Occlusion(replacements=[3, 5], measure=measure)
+    method = lm.methods.Occlusion(replacements=[3, 5], measure=measure)
     found = lm.run(model, tuple(pair), method, part="joint")
     torch.testing.assert_close(found.scores[0], torch.stack(columns, -1), atol=1e-6, rtol=0)
     few = lm.run(model, tuple(pair), method, part="joint", queries=[-1])
@@ -154,10 +154,10 @@ def test_replaced_groups_of_both_sides_equal_loops_over_transformers_alone(name)
         for position in span:
             other[position] = 4 if tokens[position] == 3 else 3
         columns.append((clean - log_p(other)).gather(-1, predicted)[:, 0])
-    found = lm.run(model, pair, lm.Occlusion(replacements=[3], spans=spans), part="joint")
+    found = lm.run(model, pair, lm.methods.Occlusion(replacements=[3], spans=spans), part="joint")
     torch.testing.assert_close(found.scores[0], torch.stack(columns, -1), atol=1e-6, rtol=0)
     # Padding on either side changes nothing.
-    pairs, method = [pair, (pair[0], pair[1][:, :4])], lm.Occlusion(replacements=[3], spans=spans)
+    pairs, method = [pair, (pair[0], pair[1][:, :4])], lm.methods.Occlusion(replacements=[3], spans=spans)
     for one, m in zip(pairs, lm.run_many(model, pairs, method, part="joint"), strict=True):
         alone = lm.run(model, one, method, part="joint")
         torch.testing.assert_close(m.scores, alone.scores, atol=1e-8, rtol=1e-6)
@@ -181,7 +181,7 @@ def test_changed_rules_equal_a_t5_written_by_hand(name, method):
     model = model_of(name)
     source, target = prompt_of(model)
     written = by_hand.T5.of(wrapped_model(name, torch.float64))
-    logits = written.logits(written.embed(source[0]), written.embed(target[0]), lm.Gim())
+    logits = written.logits(written.embed(source[0]), written.embed(target[0]), lm.methods.Gim())
     torch.testing.assert_close(model(source, decoder_input=target)[0], logits, atol=1e-5, rtol=1e-5)
     for readout, read in (("signed_sum", lambda product: product), ("absolute", torch.Tensor.abs)):
         asked = dataclasses.replace(method, readout=readout)
@@ -196,7 +196,7 @@ def test_changed_rules_equal_a_t5_written_by_hand(name, method):
 def test_what_both_sides_give_and_the_biases_make_the_logit(name):
     """Check that scores and biases add up to the logit, so that no norm, activation or bias is missing."""
     model = model_of(name)
-    method = lm.FrozenGradients(activations="ratio")
+    method = lm.methods.FrozenGradients(activations="ratio")
     found = lm.run(model, prompt_of(model), method, part="joint")
     ((gaps,), (constants,)) = (
         found.provenance["details"][key] for key in ("conservation_gap", "constant_share")
@@ -234,7 +234,7 @@ def test_padding_and_rows_change_nothing(name, method):
 def test_the_record(tmp_path):
     model = model_of("bart")
     pair = prompt_of(model)
-    found = lm.run(model, pair, lm.Gim(readout="absolute"), part="joint", queries=[1, -1])
+    found = lm.run(model, pair, lm.methods.Gim(readout="absolute"), part="joint", queries=[1, -1])
     assert (found.kind, found.queries, len(found.tokens)) == ("input", [1, 4], 5)
     assert found.key_tokens[7:] == found.tokens
     assert found.provenance["joint"] == {"source": 7, "target": 5}
@@ -247,7 +247,7 @@ def test_the_record(tmp_path):
     again = lm.run_again(model, lm.MixingMap.load(tmp_path / "map"))
     assert torch.equal(again.scores, found.scores)
     # The target of the map is the same for the decoder alone.
-    alone = lm.run(model, pair, lm.Gim(readout="absolute"), part="decoder", queries=[1, -1])
+    alone = lm.run(model, pair, lm.methods.Gim(readout="absolute"), part="decoder", queries=[1, -1])
     torch.testing.assert_close(found.scores[..., 7:], alone.scores)
 
 
@@ -258,9 +258,9 @@ def test_what_is_refused_in_words():
         with pytest.raises(lm.UnsupportedModelError, match=r"is not defined for part='joint'; lm\.joint"):
             lm.run(model, pair, method, part="joint")
     with pytest.raises(lm.UnsupportedModelError, match="by='mask' can't remove a source token"):
-        lm.run(model, pair, lm.Occlusion(by="mask"), part="joint")
+        lm.run(model, pair, lm.methods.Occlusion(by="mask"), part="joint")
     with pytest.raises(ValueError, match=r"after_blocks: expected 0 with part='joint'"):
-        lm.run(model, pair, lm.Gim(after_blocks=1), part="joint")
+        lm.run(model, pair, lm.methods.Gim(after_blocks=1), part="joint")
     with pytest.raises(ValueError, match=r"expected a pair \(source, target\) for part='joint'"):
         lm.run(model, pair[0], "gim", part="joint")
     with pytest.raises(ValueError, match=r"expected one of \['blocks'\]"):
@@ -293,4 +293,4 @@ def test_support_says_what_there_is():
     possible = {name for name, engine, _ in table if engine is not None}
     assert possible == {name for name, method in lm.METHODS.items() if "joint" in method.parts}
     assert possible >= {"input_gradients", "gim", "frozen_gradients", "occlusion"}
-    assert "lm.joint" in table["alti"]
+    assert "lm.aggregation.joint" in table["alti"]

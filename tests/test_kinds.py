@@ -39,7 +39,7 @@ def test_a_model_that_is_left_out_cannot_be_built(case):
 def test_a_model_that_is_left_out_has_no_verified_blocks(case):
     model = case.build(torch.float64)
     with pytest.raises(lm.UnsupportedModelError):
-        run_prompt(model, prompt_of(model), lm.AttnRes(), part=case.part)
+        run_prompt(model, prompt_of(model), lm.methods.AttnRes(), part=case.part)
 
 
 @pytest.mark.parametrize("case", verified_cases(), ids=lambda case: case.label)

@@ -106,7 +106,7 @@ def test_a_warning_about_many_passes_comes_before_the_pass_and_names_the_users_l
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         warnings.showwarning = lambda *given, **_: shown.append((*given, len(ran)))
-        lm.run(model, tokens(model, 1, 64), lm.ValueZeroing(per_head=True))
+        lm.run(model, tokens(model, 1, 64), lm.methods.ValueZeroing(per_head=True))
     hook.remove()
     ((message, _, filename, _, *_, blocks_run),) = shown
     assert "value_zeroing takes about" in str(message)

@@ -27,11 +27,11 @@ def in_inference_mode(model):
 
 
 def signed(model):
-    return lm.run(model, PROMPT, lm.InputGradients(score="times_input"))
+    return lm.run(model, PROMPT, lm.methods.InputGradients(score="times_input"))
 
 
 def of(target):
-    return lm.GradientAttention(target=target)
+    return lm.methods.GradientAttention(target=target)
 
 
 # What is done, and the words of the answer that say what to do next.
@@ -52,7 +52,7 @@ MISTAKES = {
     "a rollout for a method": (lambda model: lm.run(model, PROMPT, "rollout"), r"write lm.rollout\(lm.run\("),
     "an option of a method to run": (
         lambda model: lm.run(model, PROMPT, "value_zeroing", per_head=True),
-        r"write lm.run\(model, prompt, lm.ValueZeroing\(per_head=True\)\)",
+        r"write lm.run\(model, prompt, lm.methods.ValueZeroing\(per_head=True\)\)",
     ),
     "an unknown engine": (
         lambda model: lm.run(model, PROMPT, "value_zeroing", engine="fast"),

@@ -81,7 +81,7 @@ def test_names_that_are_wrong():
 
 def test_a_method_by_its_other_name():
     named = read_names(["ValueZeroing", "input_map"])
-    assert named == {"value_zeroing": lm.ValueZeroing(), "input_map": None}
+    assert named == {"value_zeroing": lm.methods.ValueZeroing(), "input_map": None}
 
 
 def test_the_method_of_input_map(model):

@@ -31,9 +31,9 @@ def test_every_public_name_is_there_and_documented():
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("Attention", "AttentionWeights? lens_mix.METHODS lists all methods"),
-        ("ValueNorm", "ValueNorms? lens_mix.METHODS lists all methods"),
-        ("value_zeroing", "ValueZeroing? lens_mix.METHODS lists all methods"),
+        ("Attention", "methods.AttentionWeights? lens_mix.METHODS lists all methods"),
+        ("ValueNorm", "methods.ValueNorms? lens_mix.METHODS lists all methods"),
+        ("value_zeroing", "methods.ValueZeroing? lens_mix.METHODS lists all methods"),
         ("inputmap", "input_map?"),
     ],
 )
@@ -53,8 +53,8 @@ def test_both_names_of_a_method_are_printed():
     printed = str(lm.METHODS).splitlines()
     assert len(printed) == len(lm.METHODS)
     for (name, method), line in zip(lm.METHODS.items(), printed, strict=True):
-        assert line.split()[:2] == [name, f"lm.{method.__name__}"]
-        assert getattr(lm, method.__name__) is method
+        assert line.split()[:2] == [name, f"lm.methods.{method.__name__}"]
+        assert getattr(lm.methods, method.__name__) is method
 
 
 def test_no_two_methods_have_names_that_count_as_the_same():
@@ -73,7 +73,8 @@ MODULES = [name for name in lm.__all__ if inspect.ismodule(getattr(lm, name))]
 
 
 def test_the_public_modules_are_known():
-    assert MODULES == ["corpus", "evaluation", "experiments", "graphs", "hooks", "targets", "testing", "view"]
+    verbs = ["aggregation", "corpus", "evaluation", "experiments", "graphs", "hooks"]
+    assert [*verbs, "methods", "models", "targets", "testing", "view"] == MODULES
 
 
 @pytest.mark.parametrize("name", MODULES)

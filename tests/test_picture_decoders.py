@@ -90,7 +90,7 @@ def test_value_norms_agree_with_hugging_face(name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_norms_with_residual_agree_with_vectors_that_hugging_face_confirms(name):
-    blocks = run_prompt(model_of(name), picture_prompt(name), lm.AttnRes()).blocks
+    blocks = run_prompt(model_of(name), picture_prompt(name), lm.methods.AttnRes()).blocks
     shares = reference(name).value_shares()
     for layer, block in enumerate(blocks):
         written = oracle(block, feed_forward=False)
@@ -110,7 +110,7 @@ def test_rollout_is_the_product_of_hugging_faces_weights(name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_gradients_of_weights_agree_with_hugging_face(name):
-    attributed = lm.run(model_of(name), picture_prompt(name), lm.AttentionAttribution(n_steps=5))
+    attributed = lm.run(model_of(name), picture_prompt(name), lm.methods.AttentionAttribution(n_steps=5))
     for layer in range(2):
         close(maps_of(name)["gradient_attention"].scores[layer], gradient_attention(reference(name), layer))
         close(attributed.scores[layer], attention_attribution(reference(name), layer, steps=5))
@@ -365,7 +365,7 @@ def test_pictures_that_cannot_be_read_raise_errors():
 def test_occlusion_replaces_a_patch_by_the_embedding_of_a_token(name):
     model, own = model_of(name), reference(name)
     prompt = picture_prompt(name)
-    occlusion = lm.Occlusion(replacements=[11, 12])
+    occlusion = lm.methods.Occlusion(replacements=[11, 12])
     found = lm.run(model, prompt, occlusion, queries=[-1]).scores[0, 0]
     with torch.no_grad():
         clean = own.model(**prompt).logits[0, -1].log_softmax(-1)
@@ -393,7 +393,7 @@ def last_logits(own, position, token):
 @pytest.mark.parametrize("by", ["mask", "values"])
 @pytest.mark.parametrize("name", [name for name in USUAL if name in NAMES])
 def test_patches_can_be_hidden_and_their_values_zeroed(name, by):
-    m = lm.run(model_of(name), picture_prompt(name), lm.Occlusion(by=by), queries=[-1])
+    m = lm.run(model_of(name), picture_prompt(name), lm.methods.Occlusion(by=by), queries=[-1])
     assert float(m.scores[0, 0, image_positions(name)].abs().max()) > 1e-6
 
 

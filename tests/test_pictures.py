@@ -88,7 +88,7 @@ def test_residual_and_norm_are_those_of_transformers(name, model, prompt, refere
 
 
 def test_gradients_are_those_of_transformers(name, model, prompt, reference):
-    methods = [lm.GradientAttention(), lm.AttentionAttribution(n_steps=5)]
+    methods = [lm.methods.GradientAttention(), lm.methods.AttentionAttribution(n_steps=5)]
     maps = lm.run(model, prompt, methods)
     for layer in range(len(reference.layers)):
         assert_close(maps["gradient_attention"].scores[layer], gradient_attention(reference, layer))
@@ -112,7 +112,7 @@ def test_input_gradients_are_with_respect_to_the_embeddings_of_patches(model, pr
     m = lm.run(
         model,
         prompt,
-        lm.InputGradients(score="norm", target=lm.targets.predicted(of="logit")),
+        lm.methods.InputGradients(score="norm", target=lm.targets.predicted(of="logit")),
         queries=[query],
     )
     assert_close(m.scores[0, 0], gradient[0].norm(dim=-1))
@@ -278,7 +278,7 @@ def test_a_map_keeps_its_grid_where_its_keys_stay(model, prompt, tmp_path):
 def test_occlusion_fills_each_patch_before_the_model_reads_it(name, model, prompt, reference):
     """Compare with passes of plain transformers over pictures and sounds that are filled here by loops."""
     query = 0 if name in CLASSIFIERS else 3
-    m = lm.run(model, prompt, lm.Occlusion(by="mean"), queries=[query])
+    m = lm.run(model, prompt, lm.methods.Occlusion(by="mean"), queries=[query])
     grid = m.grid
 
     def log_probability(features):
@@ -307,7 +307,7 @@ def test_occlusion_fills_each_patch_before_the_model_reads_it(name, model, promp
 
 def test_groups_of_patches_are_filled_at_once(model, prompt):
     query, some = 0, [3, 4]
-    by = lm.Occlusion(
+    by = lm.methods.Occlusion(
         by="mean", spans={"two": some}, target=lm.targets.head(lambda resid: resid[:, 0].sum(-1))
     )
     m = lm.run(model, prompt, by, queries=[query])
@@ -355,19 +355,19 @@ def test_cells_cover_their_boxes():
 
 @pytest.mark.parametrize("by", ["mask", "values", "blur"])
 def test_other_removals_run(model, prompt, by):
-    m = lm.run(model, prompt, lm.Occlusion(by=by), queries=[0])
+    m = lm.run(model, prompt, lm.methods.Occlusion(by=by), queries=[0])
     assert float(m.scores.abs().max()) > 1e-6
 
 
 def test_tokens_cannot_be_filled_and_patches_not_replaced(model, prompt):
-    with pytest.raises(lm.UnsupportedModelError, match=r"write lm.Occlusion\(by='mean'\)"):
+    with pytest.raises(lm.UnsupportedModelError, match=r"write lm.methods.Occlusion\(by='mean'\)"):
         lm.run(model, prompt, "occlusion", queries=[0])
     assert "by='mean'" in lm.support(model)["occlusion"]
     with pytest.raises(lm.UnsupportedModelError, match="expected a model of pictures or sound"):
         lm.run(
             bridge("bert"),
             torch.arange(4, 9),
-            lm.Occlusion(by="mean", target=lm.targets.token(3)),
+            lm.methods.Occlusion(by="mean", target=lm.targets.token(3)),
             queries=[0],
         )
 
@@ -377,7 +377,7 @@ def test_tokens_cannot_be_filled_and_patches_not_replaced(model, prompt):
 
 @pytest.mark.parametrize("name", CLASSIFIERS, indirect=True)
 def test_a_class_is_explained_at_the_first_position(model, prompt):
-    m = lm.run(model, prompt, lm.InputGradients(target=lm.targets.class_(2)), queries=[0])
+    m = lm.run(model, prompt, lm.methods.InputGradients(target=lm.targets.class_(2)), queries=[0])
     assert "class 2" in m.explanation()
     assert m.default_query == 0
     with pytest.raises(ValueError, match=r"queries=\[0\]"):
@@ -398,7 +398,7 @@ def test_a_body_needs_a_target_on_its_hidden_states():
     with pytest.raises(lm.UnsupportedModelError, match=r"no classifier.*lm\.targets\.head"):
         lm.run(model, pixels, "input_gradients", queries=[0])
     target = lm.targets.head(lambda resid: resid[:, 0, 0], after_final_norm=True)
-    assert lm.run(model, pixels, lm.InputGradients(target=target), queries=[0]).scores.any()
+    assert lm.run(model, pixels, lm.methods.InputGradients(target=target), queries=[0]).scores.any()
 
 
 def boot(hf_model):
@@ -414,7 +414,7 @@ def boot(hf_model):
 def test_targets_on_tokens_raise(target):
     model = bridge("hubert")
     with pytest.raises(ValueError, match="got a picture or sound"):
-        lm.run(model, tokens(model, 1), lm.InputGradients(target=target), queries=[-2])
+        lm.run(model, tokens(model, 1), lm.methods.InputGradients(target=target), queries=[-2])
 
 
 def test_the_model_is_verified_on_random_numbers(model):
@@ -493,7 +493,7 @@ def tiny_dinov2(**changes):
 @pytest.mark.parametrize("size", [32, 16, 24])
 def test_layer_scale_becomes_part_of_the_weights(size):
     model = tiny_dinov2().double()
-    vit = lm.fold_layer_scale(model, image_size=size)
+    vit = lm.models.fold_layer_scale(model, image_size=size)
     pixels = torch.randn(1, 3, size, size, dtype=torch.float64)
     with torch.no_grad():
         own = model(pixels, output_hidden_states=True)
@@ -508,26 +508,26 @@ def test_value_zeroing_of_a_folded_model_is_that_of_the_original():
     model.set_attn_implementation("eager")
     pixels = torch.randn(1, 3, 32, 32, dtype=torch.float64)
     expected = Reference(model, pixels)
-    m = lm.run(boot(lm.fold_layer_scale(model)), pixels, "value_zeroing")
+    m = lm.run(boot(lm.models.fold_layer_scale(model)), pixels, "value_zeroing")
     assert_close(m.scores, expected.value_zeroing())
     assert_close(
-        lm.run(boot(lm.fold_layer_scale(model)), pixels, "attention").scores,
+        lm.run(boot(lm.models.fold_layer_scale(model)), pixels, "attention").scores,
         expected.attention().mean(1).double(),
     )
 
 
 def test_what_is_no_vit_with_layer_scale_raises():
     with pytest.raises(TypeError, match="expected a DINOv2"):
-        lm.fold_layer_scale(wrapped_model("vit"))
+        lm.models.fold_layer_scale(wrapped_model("vit"))
     with pytest.raises(ValueError, match="use_swiglu_ffn"):
-        lm.fold_layer_scale(tiny_dinov2(use_swiglu_ffn=True))
+        lm.models.fold_layer_scale(tiny_dinov2(use_swiglu_ffn=True))
     settings = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
     registers = transformers.Dinov2WithRegistersForImageClassification(
         transformers.Dinov2WithRegistersConfig(**settings)
     )
     reason = "expected a DINOv2 without registers, because the ViT that TransformerLens knows has no tokens"
     with pytest.raises(ValueError, match=f"{reason}.*got Dinov2WithRegistersForImageClassification"):
-        lm.fold_layer_scale(registers)
+        lm.models.fold_layer_scale(registers)
     with pytest.raises(TypeError, match=reason):
         lm.run(registers, torch.zeros(3, 28, 28), "attention")
     with pytest.raises(lm.UnsupportedModelError, match=reason):
@@ -535,14 +535,14 @@ def test_what_is_no_vit_with_layer_scale_raises():
     changed = tiny_dinov2()
     changed.encoder.layer[1].register_forward_hook(lambda module, args, output: output * 1.01)
     with pytest.raises(ValueError, match="another output of block 1"):
-        lm.fold_layer_scale(changed)
+        lm.models.fold_layer_scale(changed)
 
 
 def test_folding_changes_neither_the_model_nor_random_numbers():
     model = tiny_dinov2().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
-    lm.fold_layer_scale(model)
+    lm.models.fold_layer_scale(model)
     assert model.training
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

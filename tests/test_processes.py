@@ -12,7 +12,7 @@ import torch
 import lens_mix as lm
 from tests.tiny_models import bridge
 
-METHODS = ["value_zeroing", "atb_ff_res_ln", "gim", lm.Occlusion(replacements=[3])]
+METHODS = ["value_zeroing", "atb_ff_res_ln", "gim", lm.methods.Occlusion(replacements=[3])]
 
 
 def find_scores() -> dict[str, list[float]]:

@@ -27,7 +27,7 @@ def test_causal_bridges_get_patching_with_its_record():
         "input",
         (),
     )
-    expected = lm.run(model, prompt, lm.AttributionPatching(n_measured="auto"), queries=[-1])
+    expected = lm.run(model, prompt, lm.methods.AttributionPatching(n_measured="auto"), queries=[-1])
     assert torch.equal(found.scores, expected.scores)
     assert found.provenance["input_map"] == {
         "recipe": "attribution_patching",
@@ -41,7 +41,9 @@ def test_measured_scores_are_asked_for_and_recorded():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     prompt = tokens(model, 1, 8, 1)[0]
     none = lm.input_map(model, prompt, exact=False)
-    assert torch.equal(none.scores, lm.run(model, prompt, lm.AttributionPatching(), queries=[-1]).scores)
+    assert torch.equal(
+        none.scores, lm.run(model, prompt, lm.methods.AttributionPatching(), queries=[-1]).scores
+    )
     assert none.provenance["input_map"] == {
         "recipe": "attribution_patching",
         "figures": sentence(*EVIDENCE["attribution_patching"]),
@@ -101,7 +103,7 @@ def test_other_models_get_gradients_and_the_reason(build, why):
     found = lm.input_map(model, prompt, queries=[2, -1])
     assert (found.method, found.parameters["activations"], found.queries) == ("gim", "ratio", [2, 17])
     assert why in found.notes[-1]
-    method = lm.Gim(lm.targets.predicted(of="log_probability"), "absolute", activations="ratio")
+    method = lm.methods.Gim(lm.targets.predicted(of="log_probability"), "absolute", activations="ratio")
     assert torch.equal(found.scores, lm.run(model, prompt, method, queries=[2, -1]).scores)
 
 
@@ -174,10 +176,12 @@ def test_encoder_decoders_get_gradients_over_source_and_prefix(name):
     assert (found.method, found.parameters["score"], found.queries) == ("input_gradients", "norm", [4])
     assert (len(found.key_labels), found.provenance["joint"]["source"], found.notes) == (11, 6, ())
     assert found.provenance["input_map"]["figures"] == sentence(*EVIDENCE["joint input_gradients"])
-    method = lm.InputGradients(lm.targets.predicted(of="log_probability"))
+    method = lm.methods.InputGradients(lm.targets.predicted(of="log_probability"))
     assert torch.equal(found.scores, lm.run(model, pair, method, part="joint", queries=[-1]).scores)
     asked = lm.input_map(model, pair, queries=[1, -1], target=lm.targets.logit(4))
-    expected = lm.run(model, pair, lm.InputGradients(lm.targets.logit(4)), part="joint", queries=[1, -1])
+    expected = lm.run(
+        model, pair, lm.methods.InputGradients(lm.targets.logit(4)), part="joint", queries=[1, -1]
+    )
     assert torch.equal(asked.scores, expected.scores)
     # The map of the decoder alone has no column of the source.
     alone = lm.input_map(model, pair, part="decoder")

@@ -76,7 +76,7 @@ def test_a_target_is_a_parameter_of_the_methods_that_explain_one():
 
 
 def test_layers_of_a_method_that_is_not_registered_add_up():
-    class Another(lm.AltiLogit):
+    class Another(lm.methods.AltiLogit):
         name = "another"
 
     found = lm.run(gpt2_like(), TOKENS, Another())

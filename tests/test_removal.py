@@ -111,7 +111,7 @@ def test_a_given_token_that_stands_there_is_kept_or_the_next(model, prompt):
 def test_samples_of_a_batch_are_those_of_each_prompt_alone(model, prompt):
     """Whatever padding stands beside it."""
     for removal in (SampleTokens(samples=2, seed=4), ReplaceTokens([8, 9])):
-        session = Session(model, {"occlusion": lm.Occlusion()})
+        session = Session(model, {"occlusion": lm.methods.Occlusion()})
         with session.checked_pass([session.read(prompt), session.read(prompt[:4])]) as checked:
             block = checked.blocks("occlusion")[0]
             prompt_index, removed, keys = each_group(block.real_inputs, [[(0, 1), (3,)]] * 2)

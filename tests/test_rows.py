@@ -71,7 +71,11 @@ def test_rows_and_layers_equal_the_cut_of_the_whole_map(label, request):
 
 def test_the_asked_rows_alone_are_kept_where_passes_need_whole_patterns():
     model = gpt2_like()
-    methods = [lm.ValueZeroing(), lm.GradientAttention(), lm.AttentionAttribution(per_head=True)]
+    methods = [
+        lm.methods.ValueZeroing(),
+        lm.methods.GradientAttention(),
+        lm.methods.AttentionAttribution(per_head=True),
+    ]
     session = Session(model, {method.name: method for method in methods}, queries=[-1, 0])
     with session.checked_pass([session.read(tokens(model, 1, 6)[0])]) as checked:
         patterns = [kept for name, kept in checked.clean.recorded.items() if name.endswith("hook_pattern")]
@@ -85,7 +89,7 @@ def test_the_asked_rows_alone_are_kept_where_passes_need_whole_patterns():
 @pytest.mark.parametrize("baseline", ["uniform", lambda pattern, layer: 0.5 * pattern])
 def test_rows_of_a_path_from_a_baseline_are_the_cut_of_the_whole(baseline):
     model = gpt2_like(torch.float64)
-    method, prompt = lm.AttentionAttribution(baseline=baseline, per_head=True), tokens(model, 1, 6)
+    method, prompt = lm.methods.AttentionAttribution(baseline=baseline, per_head=True), tokens(model, 1, 6)
     whole, part = lm.run(model, prompt, method), lm.run(model, prompt, method, queries=[4, 1])
     torch.testing.assert_close(part.scores, whole.scores[:, :, [4, 1]], atol=1e-12, rtol=0)
     for name, found in part.provenance["details"].items():
@@ -166,12 +170,14 @@ def test_a_user_can_put_a_methods_hooks_on_a_run_of_their_own():
     prompt = tokens(model, 1, 6)
     store = {}
     with torch.no_grad():
-        model.run_with_hooks(prompt, fwd_hooks=lm.AttnRes().hooks(0, store))
+        model.run_with_hooks(prompt, fwd_hooks=lm.methods.AttnRes().hooks(0, store))
     roles = {name.rsplit("hook_", 1)[1]: tensor.shape for name, tensor in store.items()}
     assert sorted(roles) == ["pattern", "resid_pre", "v"]
     store.clear()
     with torch.no_grad():
-        model.run_with_hooks(prompt, fwd_hooks=lm.AttnRes().hooks(1, store, queries=torch.tensor([[-1, 2]])))
+        model.run_with_hooks(
+            prompt, fwd_hooks=lm.methods.AttnRes().hooks(1, store, queries=torch.tensor([[-1, 2]]))
+        )
     assert store["blocks.1.attn.hook_pattern"].shape[2] == 2
     assert store["blocks.1.attn.hook_v"].shape[1] == 6
     assert store["blocks.1.hook_resid_pre"].shape[1] == 2
@@ -182,7 +188,7 @@ def test_the_formula_on_what_a_methods_hooks_record_is_its_map(factory, name):
     model = build_or_skip(factory, name, torch.float64)
     prompt, store, layer = tokens(model, 1, 6), {}, 1
     with torch.no_grad():
-        model.run_with_hooks(prompt, fwd_hooks=lm.AttnRes().hooks(layer, store))
+        model.run_with_hooks(prompt, fwd_hooks=lm.methods.AttnRes().hooks(layer, store))
     pattern, value, resid_pre = (
         store[f"blocks.{layer}.{it}"] for it in ("attn.hook_pattern", "attn.hook_v", "hook_resid_pre")
     )

@@ -43,7 +43,7 @@ def test_one_method_gives_a_map_several_give_a_dict(model):
     one = lm.run(model, prompt, "attention")
     assert isinstance(one, lm.MixingMap)
     assert one.scores.shape == (2, 5, 5)
-    several = lm.run(model, prompt, ["attention", lm.ValueZeroing(metric="euclidean")])
+    several = lm.run(model, prompt, ["attention", lm.methods.ValueZeroing(metric="euclidean")])
     assert list(several) == ["attention", "value_zeroing"]
     assert several["value_zeroing"].parameters["metric"] == "euclidean"
     torch.testing.assert_close(several["attention"].scores, one.scores, atol=0, rtol=0)
@@ -51,7 +51,7 @@ def test_one_method_gives_a_map_several_give_a_dict(model):
 
 
 def test_the_same_method_twice_gets_its_parameters_in_the_key(model):
-    maps = lm.run(model, tokens(model, 1, 5), ["value_zeroing", lm.ValueZeroing(metric="euclidean")])
+    maps = lm.run(model, tokens(model, 1, 5), ["value_zeroing", lm.methods.ValueZeroing(metric="euclidean")])
     assert list(maps) == ["value_zeroing", "value_zeroing(metric='euclidean')"]
 
 
@@ -65,7 +65,7 @@ def test_one_clean_pass_serves_all_methods(model):
         # The verification is made again, because of a new hook.
         lm.run(model, prompt, "attention")
         seen_by_embedding.clear()
-        lm.run(model, prompt, ["attention", lm.AttentionWeights(per_head=True)])
+        lm.run(model, prompt, ["attention", lm.methods.AttentionWeights(per_head=True)])
     finally:
         handle.remove()
     assert len(seen_by_embedding) == 1
@@ -430,7 +430,9 @@ def test_a_hook_in_the_place_of_another_is_noticed(model):
         ("gpt2", "1.ln_2"),
     ],
 )
-@pytest.mark.parametrize("methods", [ALGEBRA, *([each] for each in ALGEBRA), [lm.AttnResLn(next_norm=True)]])
+@pytest.mark.parametrize(
+    "methods", [ALGEBRA, *([each] for each in ALGEBRA), [lm.methods.AttnResLn(next_norm=True)]]
+)
 def test_weights_edited_behind_torchs_back_are_noticed(name, norm, methods):
     edited, fresh = build_or_skip(bridge, name), build_or_skip(bridge, name)
     prompt = tokens(edited, 1, 9)
@@ -501,18 +503,19 @@ def test_misspelt_inputs_are_refused():
             "attention",
             {"per_head": True},
             "per_head: run has no argument of this name; it is a parameter of AttentionWeights: write "
-            "lm.run(model, prompt, lm.AttentionWeights(per_head=True))",
+            "lm.run(model, prompt, lm.methods.AttentionWeights(per_head=True))",
         ),
         (
-            ["attention", lm.Occlusion(by="mask")],
+            ["attention", lm.methods.Occlusion(by="mask")],
             {"target": "w3"},
-            "it is a parameter of Occlusion: write lm.run(model, prompt, lm.Occlusion(..., target='w3'))",
+            "it is a parameter of Occlusion: "
+            "write lm.run(model, prompt, lm.methods.Occlusion(..., target='w3'))",
         ),
         (
             "alti",
             {"metric": "euclidean"},
             "metric: run has no argument of this name, nor has Alti. Methods that have it: ValueZeroing; "
-            "write, for example, lm.run(model, prompt, lm.ValueZeroing(metric='euclidean'))",
+            "write, for example, lm.run(model, prompt, lm.methods.ValueZeroing(metric='euclidean'))",
         ),
         (
             "attention",
@@ -531,12 +534,14 @@ def test_a_parameter_of_a_method_says_where_to_write_it(model, methods, options,
 
 def test_parameters_of_methods_in_the_other_functions(model):
     prompt = tokens(model, 1, 6)
-    message = "write lm.run_many(model, prompts, lm.AttentionWeights(per_head=True))"
+    message = "write lm.run_many(model, prompts, lm.methods.AttentionWeights(per_head=True))"
     with pytest.raises(TypeError, match=re.escape(message)):
         lm.run_many(model, [prompt], "attention", per_head=True)
     with pytest.raises(TypeError, match=r"by: run has no argument .* Methods that have it: Occlusion"):
         lm.input_map(model, prompt, by="mask")
-    with pytest.raises(TypeError, match=r"for example, lm.run\(model, prompt, lm.Occlusion\(by='mask'\)\)"):
+    with pytest.raises(
+        TypeError, match=r"for example, lm.run\(model, prompt, lm.methods.Occlusion\(by='mask'\)\)"
+    ):
         lm.run(model, prompt, "attention", by="mask")
 
 
@@ -547,8 +552,8 @@ def test_parameters_of_methods_in_the_other_functions(model):
         "ValueZeroing",
         "value-zeroing",
         "Value Zeroing",
-        lm.ValueZeroing,
-        lm.ValueZeroing(),
+        lm.methods.ValueZeroing,
+        lm.methods.ValueZeroing(),
     ],
 )
 def test_ways_to_give_a_method(model, method):
@@ -604,19 +609,19 @@ def test_an_ablated_output_matrix_and_a_users_own_zero_values_give_zero_maps():
 def test_heads_and_spans_in_any_form_are_saved(model, tmp_path):
     for number, method in enumerate(
         [
-            lm.ValueZeroing(heads={0: [1]}),
-            lm.ValueZeroing(heads=range(2)),
-            lm.ValueZeroing(heads=torch.tensor([0, 1])),
-            lm.ValueZeroing(spans=[range(2), (2,)]),
+            lm.methods.ValueZeroing(heads={0: [1]}),
+            lm.methods.ValueZeroing(heads=range(2)),
+            lm.methods.ValueZeroing(heads=torch.tensor([0, 1])),
+            lm.methods.ValueZeroing(spans=[range(2), (2,)]),
         ]
     ):
         m = lm.run(model, tokens(model, 1, 4), method)
         m.save(tmp_path / f"{number}.safetensors")
         assert torch.equal(lm.MixingMap.load(tmp_path / f"{number}.safetensors").scores, m.scores)
     with pytest.raises(ValueError, match=r"heads: expected each head once, got \[1, 1\]"):
-        lm.run(model, tokens(model, 1, 4), lm.ValueZeroing(heads=[1, 1]))
+        lm.run(model, tokens(model, 1, 4), lm.methods.ValueZeroing(heads=[1, 1]))
     with pytest.raises(TypeError, match="heads: expected whole numbers in a list, got 2"):
-        lm.ValueZeroing(heads=2)
+        lm.methods.ValueZeroing(heads=2)
 
 
 def test_targets_on_a_decoder_that_is_not_causal_are_refused():
@@ -624,4 +629,4 @@ def test_targets_on_a_decoder_that_is_not_causal_are_refused():
         pytest.skip("mended in TransformerLens 3")
     model = hooked_encoder_decoder()
     with pytest.raises(lm.UnsupportedModelError, match=r"not causal in TransformerLens 2\.x"):
-        lm.run(model, prompt_of(model), lm.GradientAttention(target=lm.targets.predicted()))
+        lm.run(model, prompt_of(model), lm.methods.GradientAttention(target=lm.targets.predicted()))

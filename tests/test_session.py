@@ -89,7 +89,7 @@ def test_the_model_is_gone_through_once_per_batch(monkeypatch):
 
 def test_what_blocks_share_goes_with_them():
     model = gpt2_like()
-    session = Session(model, {"attn_res": lm.AttnRes()})
+    session = Session(model, {"attn_res": lm.methods.AttnRes()})
     with session.checked_pass([session.read(tokens(model, 1, 6))]) as checked:
         first, second = checked.blocks("attn_res")
         first.cache["norms"] = 1
@@ -99,7 +99,7 @@ def test_what_blocks_share_goes_with_them():
 
 def test_prompts_of_one_length_need_no_proof_about_padding():
     model = gpt2_like()
-    session = Session(model, {"attention": lm.AttentionWeights()})
+    session = Session(model, {"attention": lm.methods.AttentionWeights()})
     alike = [session.read(tokens(model, 1, 6, seed=seed)) for seed in (1, 2)]
     assert session.batches(alike) == [alike]
     mixed = [*alike, session.read(tokens(model, 1, 4))]

@@ -25,7 +25,7 @@ TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
 
 def clean_value(model, target, tokens=TOKENS):
     """Return the value of the target in the clean pass, from the map's provenance."""
-    found = lm.run(model, tokens, lm.GradientAttention(target=target))
+    found = lm.run(model, tokens, lm.methods.GradientAttention(target=target))
     return found.provenance["details"]["target_value"][0]
 
 
@@ -60,8 +60,8 @@ def test_tokens_and_measures(model, logits):
 def test_a_string_is_the_target_for_that_token(model, logits):
     expected = logits[-1].softmax(-1)[17]
     assert clean_value(model, "w17") == pytest.approx(expected.item(), abs=1e-12)
-    method = lm.Occlusion(target="w17")
-    assert method == lm.Occlusion(target=lm.targets.token("w17"))
+    method = lm.methods.Occlusion(target="w17")
+    assert method == lm.methods.Occlusion(target=lm.targets.token("w17"))
     m = lm.run(model, TOKENS, method, queries=[-1])
     assert m.parameters["target"] == {
         "target": "Token",
@@ -121,8 +121,8 @@ def test_losses(model, logits):
 
 def test_predicted_stays_what_the_clean_pass_predicted(model, logits):
     best = int(logits[-1].argmax())
-    by_name = lm.run(model, TOKENS, lm.AttentionAttribution(target=lm.targets.predicted()))
-    by_number = lm.run(model, TOKENS, lm.AttentionAttribution(target=lm.targets.token(best)))
+    by_name = lm.run(model, TOKENS, lm.methods.AttentionAttribution(target=lm.targets.predicted()))
+    by_number = lm.run(model, TOKENS, lm.methods.AttentionAttribution(target=lm.targets.token(best)))
     assert torch.equal(by_name.scores, by_number.scores)
 
 
@@ -131,7 +131,7 @@ def test_positions_do_not_count_padding(model):
     for target in (lm.targets.token(7, -1), lm.targets.token(7, 1), lm.targets.loss()):
         alone = [clean_value(model, target, prompt) for prompt in prompts]
         for side in ("left", "right"):
-            maps = lm.run_many(model, prompts, lm.GradientAttention(target=target), padding_side=side)
+            maps = lm.run_many(model, prompts, lm.methods.GradientAttention(target=target), padding_side=side)
             values = [m.provenance["details"]["target_value"][0] for m in maps]
             assert values == pytest.approx(alone, abs=1e-12)
 
@@ -143,7 +143,7 @@ def test_a_callable_sees_one_prompt_without_padding(model):
         shapes.add(tuple(logits.shape[1:]))
         return logits[:, -1, 4]
 
-    list(lm.run_many(model, [TOKENS, TOKENS[:3]], lm.AttentionAttribution(target=function)))
+    list(lm.run_many(model, [TOKENS, TOKENS[:3]], lm.methods.AttentionAttribution(target=function)))
     assert shapes == {(6, 50), (3, 50)}
 
 
@@ -191,7 +191,7 @@ def test_a_classifier_in_the_place_of_next_sentence_prediction():
         (lm.targets.class_difference(2, 4), classes[2] - classes[4]),
     ]:
         assert clean_value(model, target) == pytest.approx(expected.item(), abs=1e-12)
-    found = lm.run(model, TOKENS, lm.AttentionAttribution(target=lm.targets.class_(3), n_steps=32))
+    found = lm.run(model, TOKENS, lm.methods.AttentionAttribution(target=lm.targets.class_(3), n_steps=32))
     assert max(map(abs, found.provenance["details"]["completeness_gap"])) < 1e-4
     assert found.scores.abs().max() > 1e-4
     # In the last layer, a classifier with a pooler reads the first position only.
@@ -225,8 +225,8 @@ def test_head_reads_the_last_residual(model, logits):
     bias = getattr(model.unembed, "b_U", None)
     shift = 0.0 if bias is None else bias[8].detach()
     by_head = lm.targets.head(lambda r: r[:, -1] @ unembed[:, 8] + shift, after_final_norm=True)
-    one = lm.run(model, TOKENS, lm.AttentionAttribution(target=by_head))
-    two = lm.run(model, TOKENS, lm.AttentionAttribution(target=lm.targets.logit(8)))
+    one = lm.run(model, TOKENS, lm.methods.AttentionAttribution(target=by_head))
+    two = lm.run(model, TOKENS, lm.methods.AttentionAttribution(target=lm.targets.logit(8)))
     assert (one.scores - two.scores).abs().max() <= 1e-10
 
 
@@ -252,7 +252,7 @@ def test_head_reads_the_last_residual(model, logits):
 )
 def test_targets_that_do_not_fit(model, make, error, message):
     with pytest.raises(error, match=message):
-        lm.run(model, TOKENS, lm.AttentionAttribution(target=make(lm.targets)))
+        lm.run(model, TOKENS, lm.methods.AttentionAttribution(target=make(lm.targets)))
 
 
 def test_targets_refuse_at_once():
@@ -263,7 +263,7 @@ def test_targets_refuse_at_once():
     with pytest.raises(TypeError, match="function: expected a callable"):
         lm.targets.head("classifier")
     with pytest.raises(TypeError, match="target: expected the text of a token, one of"):
-        lm.GradientAttention(target=3)
+        lm.methods.GradientAttention(target=3)
     with pytest.raises(ValueError, match="good, bad: expected two different classes, got 1 and 1"):
         lm.targets.class_difference(1, 1)
     with pytest.raises(ValueError, match="position: expected None without hf_model, got 3"):
@@ -292,7 +292,7 @@ def test_a_dropped_head_is_told():
     assert "dropped the classifier of BertForSequenceClassification" in note
     assert "lm.targets.hf_classifier" in note
     with pytest.warns(UserWarning, match="the target reads logits, but the Bridge wraps a BertForMaskedLM"):
-        lm.run(model, TOKENS, lm.GradientAttention(target=lm.targets.masked_token(3, position=1)))
+        lm.run(model, TOKENS, lm.methods.GradientAttention(target=lm.targets.masked_token(3, position=1)))
     model.original_model.config.architectures = ["BertModel"]
     assert lm.run(model, TOKENS, "attention").notes == ()
 
@@ -309,10 +309,10 @@ def test_the_targets_row_is_the_one_that_is_meant(model):
         (targets.loss(), None),
         (lambda logits: logits[:, 1, 3], None),
     ]:
-        found = lm.run(model, TOKENS, lm.GradientAttention(target=target))
+        found = lm.run(model, TOKENS, lm.methods.GradientAttention(target=target))
         assert found.default_query == expected
         assert found.default_query_position == (5 if expected is None else expected)
-    rows = lm.run(model, TOKENS, lm.InputGradients(target=targets.token("w9")))
+    rows = lm.run(model, TOKENS, lm.methods.InputGradients(target=targets.token("w9")))
     assert (rows.default_query, rows.select_queries([4]).default_query_position) == (5, 4)
     assert lm.run(model, TOKENS, "attention").default_query is None
     assert lm.rollout(lm.run(model, TOKENS, "attention"), drop_bos=True).default_query_position == 4
@@ -325,7 +325,7 @@ def test_the_first_row_of_an_encoder():
     assert found.top(2) == found.top(2, query=0)
     assert lm.rollout(found).default_query_position == 0
     target = lm.targets.masked_token(9, position=3)
-    assert lm.run(bridge("bert"), TOKENS, lm.GradientAttention(target=target)).default_query == 3
+    assert lm.run(bridge("bert"), TOKENS, lm.methods.GradientAttention(target=target)).default_query == 3
 
 
 # ---------------------------------------------------------------------- the prompt's own tokens
@@ -347,24 +347,27 @@ def test_own_tokens(model, logits):
 def test_a_row_explains_the_token_after_it(model, logits):
     """Check that an input map reads the next token at each row, whatever the target's position is."""
     following = logits.log_softmax(-1)[:-1].gather(-1, TOKENS[1:, None])[:, 0]
-    rows = lm.run(model, TOKENS, lm.InputGradients(lm.targets.next_token()), queries=[1, 3, 4])
+    rows = lm.run(model, TOKENS, lm.methods.InputGradients(lm.targets.next_token()), queries=[1, 3, 4])
     for entry, position in zip(rows.explained, (1, 3, 4), strict=True):
         assert entry.value == pytest.approx(following[position].item(), abs=1e-6)
         assert entry.target == f"log probability of 'w{TOKENS[position + 1]}'"
         assert entry.prediction == f"w{int(logits[position].argmax())}"
     assert rows.default_query == 4
-    method = lm.InputGradients(score="times_input")
+    method = lm.methods.InputGradients(score="times_input")
     alone = [
         lm.run(
             model,
             TOKENS,
-            lm.InputGradients(lm.targets.next_token(position), score="times_input"),
+            lm.methods.InputGradients(lm.targets.next_token(position), score="times_input"),
             queries=[position],
         ).scores[-1, 0]
         for position in (1, 3, 4)
     ]
     together = lm.run(
-        model, TOKENS, lm.InputGradients(lm.targets.next_token(), score="times_input"), queries=[1, 3, 4]
+        model,
+        TOKENS,
+        lm.methods.InputGradients(lm.targets.next_token(), score="times_input"),
+        queries=[1, 3, 4],
     )
     torch.testing.assert_close(together.scores[-1], torch.stack(alone), atol=1e-12, rtol=0)
     assert method.target != lm.targets.next_token()
@@ -372,7 +375,7 @@ def test_a_row_explains_the_token_after_it(model, logits):
 
 def test_a_span_is_the_sum_of_its_tokens(model):
     def gradient(target, query):
-        method = lm.InputGradients(target, score="times_input")
+        method = lm.methods.InputGradients(target, score="times_input")
         return lm.run(model, TOKENS, method, queries=[query]).scores[-1, 0]
 
     whole = gradient(lm.targets.span(2, 5), -1)
@@ -391,7 +394,7 @@ def test_own_tokens_do_not_count_padding(model, side):
         lm.targets.span(-2),
     ):
         alone = [clean_value(model, target, prompt) for prompt in prompts]
-        maps = lm.run_many(model, prompts, lm.GradientAttention(target=target), padding_side=side)
+        maps = lm.run_many(model, prompts, lm.methods.GradientAttention(target=target), padding_side=side)
         values = [m.provenance["details"]["target_value"][0] for m in maps]
         assert values == pytest.approx(alone, abs=1e-12)
 
@@ -412,9 +415,11 @@ def test_own_tokens_of_a_decoder(name):
         (lm.targets.next_token(), following[2]),
         (lm.targets.next_token(2), following[2]),
     ):
-        found = lm.run(model, (source, target), lm.InputGradients(given), part="joint", queries=[2])
+        found = lm.run(model, (source, target), lm.methods.InputGradients(given), part="joint", queries=[2])
         assert found.explained[0].value == pytest.approx(expected.item(), abs=1e-6)
-    layers = lm.run(model, (source, target), lm.GradientAttention(target=lm.targets.span(1)), part="decoder")
+    layers = lm.run(
+        model, (source, target), lm.methods.GradientAttention(target=lm.targets.span(1)), part="decoder"
+    )
     assert layers.provenance["details"]["target_value"][0] == pytest.approx(following.sum().item(), abs=1e-9)
 
 
@@ -441,9 +446,9 @@ def test_own_tokens_of_a_decoder(name):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("method", [lm.InputGradients, lm.GradientAttention, lm.Gim])
+@pytest.mark.parametrize("method", [lm.methods.InputGradients, lm.methods.GradientAttention, lm.methods.Gim])
 def test_own_tokens_that_are_not_there(model, method, target, message):
-    if method is not lm.GradientAttention and target == lm.targets.next_token(6):
+    if method is not lm.methods.GradientAttention and target == lm.targets.next_token(6):
         # An input map reads its row's position instead.
         return
     with pytest.raises(ValueError, match=message):
@@ -470,12 +475,14 @@ def model_with_spaces(likely, bias):
     return model
 
 
-def find_space_notes(model, target, queries, method=lm.InputGradients):
+def find_space_notes(model, target, queries, method=lm.methods.InputGradients):
     found = lm.run(model, torch.tensor([0, 3, 5, 4]), method(target=target), queries=queries)
     return [note for note in found.notes if " a space, has " in note], found
 
 
-@pytest.mark.parametrize("method", [lm.InputGradients, lm.GradientAttention, lm.Occlusion])
+@pytest.mark.parametrize(
+    "method", [lm.methods.InputGradients, lm.methods.GradientAttention, lm.methods.Occlusion]
+)
 def test_a_text_without_its_space_gets_a_note(method):
     model, targets = model_with_spaces(3, 12), lm.targets
     for target in ("Paris", targets.logit("Paris"), targets.logit_difference("Rome", "Paris")):
@@ -498,7 +505,7 @@ def test_a_text_with_a_space_that_the_model_leaves_out_gets_a_note():
 
 def test_the_last_token_has_no_next_one(model):
     with pytest.raises(ValueError, match=r"next_token: .*targets\.predicted explains"):
-        lm.run(model, TOKENS, lm.InputGradients(lm.targets.next_token()), queries=[2, 5])
+        lm.run(model, TOKENS, lm.methods.InputGradients(lm.targets.next_token()), queries=[2, 5])
 
 
 def test_own_tokens_are_recorded(model):
@@ -511,7 +518,7 @@ def test_own_tokens_are_recorded(model):
         assert lm.targets.describe(target) == record
         assert lm.targets.from_record(record) == target
         queries = [4] if getattr(target, "position", None) is None else [3]
-        made = lm.run(model, TOKENS, lm.InputGradients(target), queries=queries)
+        made = lm.run(model, TOKENS, lm.methods.InputGradients(target), queries=queries)
         assert made.parameters["target"] == record
         assert torch.equal(lm.run_again(model, made).scores, made.scores)
 
@@ -529,10 +536,10 @@ def test_a_record_of_an_older_release_has_a_number_where_no_position_was_given()
 
 
 def test_own_tokens_in_words(model):
-    found = lm.run(model, TOKENS, lm.GradientAttention(target=lm.targets.span(2, 5)))
+    found = lm.run(model, TOKENS, lm.methods.GradientAttention(target=lm.targets.span(2, 5)))
     assert {entry.target for entry in found.explained} == {"log probability of 'w12w7w30'"}
     without = gpt2_like(torch.float64)
-    found = lm.run(without, TOKENS, lm.GradientAttention(target=lm.targets.span(2, 5)))
+    found = lm.run(without, TOKENS, lm.methods.GradientAttention(target=lm.targets.span(2, 5)))
     assert {entry.target for entry in found.explained} == {"log probability of the tokens [12, 7, 30]"}
-    found = lm.run(without, TOKENS, lm.GradientAttention(target=lm.targets.next_token(1)))
+    found = lm.run(without, TOKENS, lm.methods.GradientAttention(target=lm.targets.next_token(1)))
     assert found.explained[0].target == "log probability of 12 at position 1"

@@ -19,7 +19,7 @@ def test_methods_of_the_library_pass(name):
 
 
 def test_with_parameters_and_a_model():
-    lm.testing.check_method(lm.ValueZeroing(metric="euclidean", per_head=True), gpt2_like())
+    lm.testing.check_method(lm.methods.ValueZeroing(metric="euclidean", per_head=True), gpt2_like())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -165,7 +165,7 @@ def test_an_encoder_decoder(dtype):
     def made():
         parts = lm.run(model, pair, "attention", part="all")
         yield from parts.items()
-        yield "joint", lm.rollout(lm.joint(parts))
+        yield "joint", lm.rollout(lm.aggregation.joint(parts))
         yield "gradients", lm.run(model, pair, "input_gradients", part="joint")
 
     expected = dict(made())
@@ -180,7 +180,7 @@ def test_evaluations(dtype):
     model = gpt2_like()
     prompt = tokens(model, 1, 7, 1)[0]
     tasks = {
-        "importance": Importance([prompt], lm.Occlusion(n_samples=2)),
+        "importance": Importance([prompt], lm.methods.Occlusion(n_samples=2)),
         "removals": Removals([prompt], "zero_values"),
         "drawn tokens": Removals([prompt], SampleTokens(samples=2)),
         "cells": Cells([prompt], "mean"),
@@ -204,8 +204,8 @@ def test_statistics_and_what_a_run_announces(dtype):
     prompts = list(tokens(model, 3, 23, 1))
 
     def made():
-        maps = lm.run_many(model, prompts, lm.AttentionWeights(per_head=True))
-        method = lm.InputGradients(score="integrated", n_steps=4)
+        maps = lm.run_many(model, prompts, lm.methods.AttentionWeights(per_head=True))
+        method = lm.methods.InputGradients(score="integrated", n_steps=4)
         announced = lm.run(model, prompts[0], method, progress=None).notes
         return attention_statistics(maps).evenness, announced
 

@@ -86,9 +86,9 @@ def reference(label):
 
 def default_method(name, label):
     if name == "occlusion" and architecture(label) in FEATURES:
-        return lm.Occlusion(by="mean")
+        return lm.methods.Occlusion(by="mean")
     if name == "attention_attribution":
-        return lm.AttentionAttribution(n_steps=5)
+        return lm.methods.AttentionAttribution(n_steps=5)
     return METHODS[name]()
 
 
@@ -193,7 +193,7 @@ def test_norm_based_maps_agree_with_vectors_that_hugging_face_confirms(label):
 
 def blocks_of(label):
     model = model_of(label)
-    return run_prompt(model, prompt_of(model), lm.AttnRes(), part=CASES[label].part).blocks
+    return run_prompt(model, prompt_of(model), lm.methods.AttnRes(), part=CASES[label].part).blocks
 
 
 @pytest.mark.parametrize("label", [label for label in RUNNING if not label.endswith("coder")])

@@ -128,7 +128,7 @@ def test_contexts_are_prompts_of_their_own(name, everywhere):
     assert float((values[:-1] - values[1:]).abs().max()) > 1e-2
     for max_memory in (None, 10**6):
         options = {"queries": [-1], "max_memory": max_memory, "progress": None}
-        found = lm.run(model, tokens, lm.ContextLength(keep_first=False), **options).scores[0, 0]
+        found = lm.run(model, tokens, lm.methods.ContextLength(keep_first=False), **options).scores[0, 0]
         assert_agree(found[:-1], values[:-1] - values[1:])
 
 
@@ -143,9 +143,9 @@ def test_replacements_are_prompts_of_their_own(name):
             copy[position] = other + int(tokens[position] == other)
             changed = log_probabilities(name, copy)
             expected[position] += (changed - clean)[clean.argmax()].abs() / len(REPLACEMENTS)
-    occlusion = lm.Occlusion(replacements=REPLACEMENTS, measure="absolute")
+    occlusion = lm.methods.Occlusion(replacements=REPLACEMENTS, measure="absolute")
     assert_agree(lm.run(model, tokens, occlusion, queries=[-1], progress=None).scores[0, 0], expected)
-    measured = lm.AttributionPatching(replacements=REPLACEMENTS, n_measured="auto")
+    measured = lm.methods.AttributionPatching(replacements=REPLACEMENTS, n_measured="auto")
     try:
         found = lm.run(model, tokens, measured, queries=[-1], progress=None).scores[0, 0]
     except lm.UnsupportedModelError as problem:
@@ -177,10 +177,10 @@ def test_layer_maps_and_gradients_agree_with_transformers(name):
     assert_agree(found["attention"].scores, reference.attention().mean(1))
     assert_agree(found["value_zeroing"].scores, reference.value_zeroing())
     assert_agree(found["value_norm"].scores, reference.value_shares().norm(dim=-1))
-    row = lm.run(model, tokens, lm.InputGradients(), queries=[-1]).scores[0, 0]
+    row = lm.run(model, tokens, lm.methods.InputGradients(), queries=[-1]).scores[0, 0]
     assert_agree(row, input_gradients(reference))
     if reference.has_one_function:
-        methods = ["gradient_attention", lm.AttentionAttribution(n_steps=5)]
+        methods = ["gradient_attention", lm.methods.AttentionAttribution(n_steps=5)]
         found = lm.run(model, tokens, methods, progress=None)
         for layer in range(2):
             expected = gradient_attention(reference, layer)
@@ -207,7 +207,11 @@ def test_a_span_is_explained_by_the_keys_that_its_rows_see():
     """The last row sees none of the first tokens, but the first tokens of the span depend on them."""
     model, tokens, start = model_of("mistral", everywhere=True), prompt(), 8
     target = lm.targets.span(start, LENGTH)
-    methods = [lm.Occlusion(target, replacements=REPLACEMENTS[:1]), lm.InputGradients(target), lm.Gim(target)]
+    methods = [
+        lm.methods.Occlusion(target, replacements=REPLACEMENTS[:1]),
+        lm.methods.InputGradients(target),
+        lm.methods.Gim(target),
+    ]
     found = lm.run(model, tokens, methods, queries=[-1], progress=None)
     assert_agree(found["occlusion"].scores[0, 0], span_by_replacement("mistral", tokens, start))
     first = start - 1 - (2 * WINDOW - 2)
@@ -217,7 +221,7 @@ def test_a_span_is_explained_by_the_keys_that_its_rows_see():
         assert bool((row.scores[0, 0, ~seen] == 0).all())
         assert bool((row.scores[0, 0, first:-1] != 0).all())
     traced = lm.trace(
-        model, tokens[:start], answer=tokens[start:], sources="token", method=lm.InputGradients()
+        model, tokens[:start], answer=tokens[start:], sources="token", method=lm.methods.InputGradients()
     )
     spanned = traced.scores_of(0, LENGTH - start)
     torch.testing.assert_close(spanned, found["input_gradients"].scores[0, 0].to(spanned), rtol=0, atol=1e-8)
@@ -225,7 +229,7 @@ def test_a_span_is_explained_by_the_keys_that_its_rows_see():
 
 def test_a_function_of_the_logits_may_read_any_row_up_to_the_asked_one():
     model, tokens = model_of("mistral", everywhere=True), prompt()
-    method = lm.InputGradients(lambda logits: logits[:, 2, 5] + logits[:, -1, 7])
+    method = lm.methods.InputGradients(lambda logits: logits[:, 2, 5] + logits[:, -1, 7])
     found = lm.run(model, tokens, method, queries=[-1])
     assert bool((found.scores[0, 0, :3] > 0).all())
     assert found.mask is None

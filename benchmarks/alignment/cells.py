@@ -15,12 +15,12 @@ from lens_mix.experiments import AlignmentErrors, GoldAlignment, align, alignmen
 ROWS = ("AWI", "AWO")
 # The maps that need only a clean pass.
 FORWARD_METHODS: dict[str, Any] = {
-    "weights": lm.AttentionWeights(per_head=True),
-    "norms": lm.ValueNorms(),
-    "norms by head": lm.ValueNorms(per_head=True),
-    "value_zeroing": lm.ValueZeroing(),
-    "attn_res": lm.AttnRes(),
-    "alti": lm.Alti(),
+    "weights": lm.methods.AttentionWeights(per_head=True),
+    "norms": lm.methods.ValueNorms(),
+    "norms by head": lm.methods.ValueNorms(per_head=True),
+    "value_zeroing": lm.methods.ValueZeroing(),
+    "attn_res": lm.methods.AttnRes(),
+    "alti": lm.methods.Alti(),
 }
 # The counts of one pair: links, sure, sure_found, possible_found of `AlignmentErrors`.
 Counts = tuple[int, int, int, int]

@@ -35,7 +35,7 @@ from benchmarks.common import markdown_table
 from lens_mix import MixingMap
 from lens_mix.experiments import GoldAlignment, diagonal
 
-METHODS: dict[str, Any] = {**FORWARD_METHODS, "attn_res_ln": lm.AttnResLn()}
+METHODS: dict[str, Any] = {**FORWARD_METHODS, "attn_res_ln": lm.methods.AttnResLn()}
 
 
 def reference(pair: Pair) -> Any:
@@ -54,8 +54,8 @@ def maps_of(model: Any, pair: Pair) -> dict[str, MixingMap]:
     target = reference(pair)
     methods = {
         **METHODS,
-        "gradient_attention": lm.GradientAttention(target=target),
-        "attention_attribution": lm.AttentionAttribution(target=target),
+        "gradient_attention": lm.methods.GradientAttention(target=target),
+        "attention_attribution": lm.methods.AttentionAttribution(target=target),
     }
     tensors = torch.tensor(pair.source), torch.tensor(decoder_input(pair))
     ran = lm.run(model, tensors, list(methods.values()), part="cross")

@@ -33,8 +33,8 @@ def measure_layers(kind: str, seed: int) -> Iterator[dict[str, Any]]:
     is_pair = tiny_models.is_encoder_decoder(model)
     prompt = (tokens, others["decoder_input"]) if is_pair else tokens
     options = {"part": "decoder" if is_pair else None, "progress": None}
-    found = lm.run(model, prompt, lm.AttentionAttribution(target=logit_of_a_token), **options)
-    many = lm.AttentionAttribution(target=logit_of_a_token, n_steps=REFERENCE_POINTS[kind])
+    found = lm.run(model, prompt, lm.methods.AttentionAttribution(target=logit_of_a_token), **options)
+    many = lm.methods.AttentionAttribution(target=logit_of_a_token, n_steps=REFERENCE_POINTS[kind])
     reference = lm.run(model, prompt, many, **options)
     details = found.provenance["details"]
     for layer, truth in enumerate(reference.scores.double()):

@@ -38,7 +38,7 @@ def forward_of(model: Any, tokens: torch.Tensor) -> Callable[[], None]:
 def ways_of(model: Any, count: int) -> dict[str, Callable[[], Any]]:
     """Return what is compared on a prompt of `count` drawn tokens, by name."""
     tokens = draw_tokens(count)
-    gim = lm.Gim(activations="ratio", readout="absolute")
+    gim = lm.methods.Gim(activations="ratio", readout="absolute")
     return {
         "forward": forward_of(model, tokens),
         "`attention`, one row": lambda: lm.run(model, tokens, "attention", queries=[-1]),

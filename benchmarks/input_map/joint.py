@@ -44,17 +44,21 @@ def gradients() -> dict[str, lm.methods.Method]:
     target = lm.targets.predicted(of="log_probability")
     mean = {"score": "integrated", "baseline": "mean", "n_steps": 16}
     return {
-        "input_gradients, norm": lm.InputGradients(target),
-        "input_gradients, times input": lm.InputGradients(target, "times_input"),
-        "input_gradients, integrated from the mean": lm.InputGradients(target, **mean),
-        "frozen_gradients, ratio": lm.FrozenGradients(target, activations="ratio"),
-        "frozen_gradients, absolute": lm.FrozenGradients(target, "absolute"),
-        "frozen_gradients, absolute, ratio": lm.FrozenGradients(target, "absolute", activations="ratio"),
-        "gim": lm.Gim(target),
-        "gim, absolute": lm.Gim(target, "absolute"),
-        "gim, absolute, ratio": lm.Gim(target, "absolute", activations="ratio"),
-        "gim, absolute, T = 1": lm.Gim(target, "absolute", temperature=1, queries_keys=1, values=1),
-        "gim, absolute, T = 2, whole gradients": lm.Gim(target, "absolute", queries_keys=0.5, values=1),
+        "input_gradients, norm": lm.methods.InputGradients(target),
+        "input_gradients, times input": lm.methods.InputGradients(target, "times_input"),
+        "input_gradients, integrated from the mean": lm.methods.InputGradients(target, **mean),
+        "frozen_gradients, ratio": lm.methods.FrozenGradients(target, activations="ratio"),
+        "frozen_gradients, absolute": lm.methods.FrozenGradients(target, "absolute"),
+        "frozen_gradients, absolute, ratio": lm.methods.FrozenGradients(
+            target, "absolute", activations="ratio"
+        ),
+        "gim": lm.methods.Gim(target),
+        "gim, absolute": lm.methods.Gim(target, "absolute"),
+        "gim, absolute, ratio": lm.methods.Gim(target, "absolute", activations="ratio"),
+        "gim, absolute, T = 1": lm.methods.Gim(target, "absolute", temperature=1, queries_keys=1, values=1),
+        "gim, absolute, T = 2, whole gradients": lm.methods.Gim(
+            target, "absolute", queries_keys=0.5, values=1
+        ),
     }
 
 
@@ -78,7 +82,7 @@ def measure(model: Any, pair: Forced, queries: list[int]) -> dict[str, Any]:
         lm.run(
             model,
             prompt,
-            lm.Occlusion(log_p, replacements=words, measure="absolute"),
+            lm.methods.Occlusion(log_p, replacements=words, measure="absolute"),
             part="joint",
             queries=queries,
         ).scores[0]
@@ -92,7 +96,7 @@ def measure(model: Any, pair: Forced, queries: list[int]) -> dict[str, Any]:
         parts = {part: of_part[label] for part, of_part in maps.items()}
         weights = {"residual": {"cross": 0.5}} if name == "value_zeroing" else {}
         below = len(pair.source)
-        rolled = lm.rollout(lm.joint(parts, **weights)).scores[-1, below:][queries]
+        rolled = lm.rollout(lm.aggregation.joint(parts, **weights)).scores[-1, below:][queries]
         rows[f"joint rollout of {name}"] = rolled
         if name in ("attention", "alti"):
             source = parts["cross"].merge_heads().scores[..., :below].mean(0)[queries]

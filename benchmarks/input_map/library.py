@@ -16,11 +16,11 @@ from benchmarks.input_map.importance import file_of, folder
 from benchmarks.input_map.prompts import make
 
 METHODS: dict[str, Any] = {
-    "attribution_patching": lm.AttributionPatching(replacements=(" thing", " green")),
-    "gim, ratio": lm.Gim(activations="ratio"),
-    "gim, ratio, absolute": lm.Gim(activations="ratio", readout="absolute"),
-    "gim, absolute": lm.Gim(readout="absolute"),
-    "gim": lm.Gim(),
+    "attribution_patching": lm.methods.AttributionPatching(replacements=(" thing", " green")),
+    "gim, ratio": lm.methods.Gim(activations="ratio"),
+    "gim, ratio, absolute": lm.methods.Gim(activations="ratio", readout="absolute"),
+    "gim, absolute": lm.methods.Gim(readout="absolute"),
+    "gim": lm.methods.Gim(),
 }
 
 

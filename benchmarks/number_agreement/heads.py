@@ -125,13 +125,13 @@ def trees(
     for number, (example, ids, answer) in enumerate(
         zip(examples, prompts(examples), answers(examples), strict=True)
     ):
-        method = lm.AttentionAttribution(target=found.probability(answer))
+        method = lm.methods.AttentionAttribution(target=found.probability(answer))
         mixing = lm.run(found.model, ids, method)
         named = mixing.replace(tokens=[CLS, *example.words])
         for kind, options in kinds.items():
             tree = lm.attribution_tree(named, **options)
             if number == 0:
-                shown[kind] = lm.tree_text(tree)
+                shown[kind] = lm.aggregation.tree_text(tree)
             tokens = {position for _, position in tree.nodes}
             held.append(
                 {

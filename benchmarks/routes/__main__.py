@@ -24,7 +24,7 @@ SHOWN = 8
 
 def main() -> None:
     """Write one row for each threshold."""
-    m = lm.run(smollm2(), PROMPT, lm.InformationFlowRoutes(per_head=True))
+    m = lm.run(smollm2(), PROMPT, lm.methods.InformationFlowRoutes(per_head=True))
     possible = len(m.tokens) * (1 + 3 * len(m))
     rows = [count(m, threshold) for threshold in THRESHOLDS]
     page = (

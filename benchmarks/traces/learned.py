@@ -87,7 +87,7 @@ class Example:
 
 def heads(models: Models, record: Record) -> Rows:
     """Return Value Zeroing of each head, as features."""
-    method = lm.ValueZeroing(per_head=True)
+    method = lm.methods.ValueZeroing(per_head=True)
     found = lm.run(models.bridge, record.tokens, method, queries=record.rows)
     return {"features: value_zeroing of heads": sum_over_pieces(found.scores.sum(2), record)}
 
@@ -262,7 +262,10 @@ def format_interval(interval: Any) -> str:
 def learned(models: Models, record: Record) -> Rows:
     """Return the learned maps of one record, per token of the prompt, with the weights of "choose"."""
     weights = read_weights(MODEL_OF_LAYERS[models.bridge.cfg.n_layers])
-    methods = {"attention": lm.AttentionWeights(per_head=True), "value_norm": lm.ValueNorms(per_head=True)}
+    methods = {
+        "attention": lm.methods.AttentionWeights(per_head=True),
+        "value_norm": lm.methods.ValueNorms(per_head=True),
+    }
     maps = lm.run(models.bridge, record.tokens, list(methods.values()), queries=record.rows)
     rows: Rows = {}
     for name in methods:

@@ -111,7 +111,7 @@ def recommended(models: Models, record: Record) -> Rows:
     found = lm.run(
         models.bridge,
         record.tokens,
-        lm.AttributionPatching(replacements=WORDS),
+        lm.methods.AttributionPatching(replacements=WORDS),
         queries=record.rows[:FIRST_TOKENS],
     )
     rows = found.scores[0, :, : record.n_prompt].double()
@@ -123,10 +123,10 @@ RECOMMENDED = "gim, absolute"
 # The map that paired differences are to. It was the recommended one when most maps were measured.
 REFERENCE = "gim, ratio, absolute"
 CHANGED: dict[str, Callable[[Target], lm.Method]] = {
-    "gim": lm.Gim,
-    RECOMMENDED: lambda target: lm.Gim(target, readout="absolute"),
-    REFERENCE: lambda target: lm.Gim(target, activations="ratio", readout="absolute"),
-    "frozen_gradients": lm.FrozenGradients,
+    "gim": lm.methods.Gim,
+    RECOMMENDED: lambda target: lm.methods.Gim(target, readout="absolute"),
+    REFERENCE: lambda target: lm.methods.Gim(target, activations="ratio", readout="absolute"),
+    "frozen_gradients": lm.methods.FrozenGradients,
 }
 
 
@@ -163,9 +163,9 @@ def shuffled(models: Models, record: Record) -> Rows:
     """
     count = record.n_prompt
     methods = {
-        "gradient_attention": lm.GradientAttention(span_target(record)),
-        "alti": lm.Alti(),
-        "attention": lm.AttentionWeights(),
+        "gradient_attention": lm.methods.GradientAttention(span_target(record)),
+        "alti": lm.methods.Alti(),
+        "attention": lm.methods.AttentionWeights(),
     }
     with randomised(models.bridge, seed=record.number) as model:
         changed_models = dataclasses.replace(models, bridge=model)
@@ -231,9 +231,9 @@ def gradients(models: Models, record: Record) -> Rows:
 def layers(models: Models, record: Record) -> Rows:
     """Return layer maps of the positions before each written token, with mean and maximum over layers."""
     methods: Mapping[str, Any] = {
-        "value_norm": lm.ValueNorms(per_head=True),
-        "information_flow_routes": lm.InformationFlowRoutes(),
-        "value_zeroing": lm.ValueZeroing(),
+        "value_norm": lm.methods.ValueNorms(per_head=True),
+        "information_flow_routes": lm.methods.InformationFlowRoutes(),
+        "value_zeroing": lm.methods.ValueZeroing(),
     }
     maps = lm.run(models.bridge, record.tokens, list(methods.values()), queries=record.rows)
     rows: Rows = {}

@@ -124,12 +124,14 @@ for steps in (1, 5, 20, 100):
 # with fewer steps.
 
 # %%
-as_in_the_paper = lm.AttentionAttribution(target=target, n_steps=20, method="riemann_left", per_head=True)
+as_in_the_paper = lm.methods.AttentionAttribution(
+    target=target, n_steps=20, method="riemann_left", per_head=True
+)
 paper = lm.run(model, tokens, as_in_the_paper, progress=None)
 torch.testing.assert_close(paper.scores[layer], by_hand, rtol=1e-3, atol=1e-5)
 print("equal to the library")
 
-m = lm.run(model, tokens, lm.AttentionAttribution(target=target)).replace(tokens=words)
+m = lm.run(model, tokens, lm.methods.AttentionAttribution(target=target)).replace(tokens=words)
 details = m.provenance["details"]
 for number in range(len(m.scores)):
     steps, gap = details["steps"][number], details["completeness_gap"][number]
@@ -164,7 +166,7 @@ for number in reversed(range(len(m.scores))):
 
 tree = lm.attribution_tree(m, root=0)
 assert {child[1]: parent[1] for child, parent in tree.edges} == {k: q for k, q in parents.items() if k}
-print(lm.tree_text(tree))
+print(lm.aggregation.tree_text(tree))
 tree_figure(tree, title="Attribution tree from [CLS]")
 
 # %% [markdown]
@@ -180,7 +182,7 @@ prompts = [torch.tensor(token_ids(one)) for one in explained]
 targets = [encoder.probability(int(one.plural)) for one in explained]
 largest = []
 for prompt, one in zip(prompts, targets, strict=True):
-    maps = lm.run(model, prompt, lm.AttentionAttribution(target=one, per_head=True))
+    maps = lm.run(model, prompt, lm.methods.AttentionAttribution(target=one, per_head=True))
     largest.append(maps.scores.amax((-2, -1)))
 
 losses = [encoder.loss(int(one.plural)) for one in explained]
@@ -284,7 +286,7 @@ for trigger, label, _, before, after in sorted(report.rows, key=lambda row: row[
 import dataclasses
 import random
 
-wrong = lm.run(model, tokens, lm.AttentionAttribution(target=encoder.probability(0)))
+wrong = lm.run(model, tokens, lm.methods.AttentionAttribution(target=encoder.probability(0)))
 print(f"1. largest difference from the opposite: {(wrong.scores + m.scores).abs().max():.1e}")
 
 leaf = pattern.clone().requires_grad_()

@@ -190,7 +190,7 @@ def explain(item, of="logit"):
 
 
 item = next(item for item in known if item["label"] == "$REPLACE_than")
-hidden = lm.Occlusion(target=explain(item), by="mask")
+hidden = lm.methods.Occlusion(target=explain(item), by="mask")
 m = lm.run(model, item["bad"], hidden, queries=[item["bad_position"]])
 print(item["text"])
 print(m.top(4))
@@ -210,11 +210,11 @@ def rows_of(item):
     """Return one row per map: layer maps are rolled out to the input."""
     place, target = item["bad_position"], explain(item)
     layer_maps = ["attention", "value_zeroing", "attn_res_ln", "globenc"]
-    asked = [*layer_maps, lm.GradientAttention(target=target)]
+    asked = [*layer_maps, lm.methods.GradientAttention(target=target)]
     maps = lm.run(model, item["bad"], asked)
     rows = {f"{name} (rollout)": lm.rollout(maps[name]).scores[-1, place] for name in layer_maps}
     rows["gradient rollout"] = lm.gradient_rollout(maps["gradient_attention"]).scores[-1, place]
-    asked = [lm.InputGradients(target=target), lm.Occlusion(target=target, by="mask")]
+    asked = [lm.methods.InputGradients(target=target), lm.methods.Occlusion(target=target, by="mask")]
     inputs = lm.run(model, item["bad"], asked, queries=[place])
     rows["input gradients"] = inputs["input_gradients"].scores[0, 0]
     rows["hidden tokens"] = inputs["occlusion"].scores[0, 0]
@@ -256,7 +256,7 @@ for kind, by_map in ranks.items():
 random.Random(0).shuffle(known)
 explained, others = known[:6], known[6:]
 prompts = [item["bad"] for item in explained]
-quick = lm.AttentionAttribution(n_steps=4, method="riemann_left", per_head=True)
+quick = lm.methods.AttentionAttribution(n_steps=4, method="riemann_left", per_head=True)
 attribution = experiments.head_importance(
     model, prompts, targets=[explain(item, "probability") for item in explained], method=quick
 )
@@ -315,10 +315,10 @@ for name, values in answers.items():
 
 # %%
 item = next(item for item in known if item["label"] == "$REPLACE_than")
-m = lm.run(model, item["bad"], lm.AttentionAttribution(target=explain(item)), progress=None)
+m = lm.run(model, item["bad"], lm.methods.AttentionAttribution(target=explain(item)), progress=None)
 tree = lm.attribution_tree(m, root=item["bad_position"])
 print(item["text"])
-print(lm.tree_text(tree))
+print(lm.aggregation.tree_text(tree))
 tree_figure(tree, title=f"Attribution tree of {item['label']}")
 
 # %% [markdown]
@@ -400,12 +400,14 @@ print(f"random words minus triggers: {interval(with_noise, with_triggers)}")
 # 2. It does in part: the last figure below is the rank correlation of the two, on the same six sentences.
 
 # %%
-m = lm.run(model, item["bad"], lm.Occlusion(target=explain(item), by="mask"), queries=[item["bad_position"]])
+m = lm.run(
+    model, item["bad"], lm.methods.Occlusion(target=explain(item), by="mask"), queries=[item["bad_position"]]
+)
 row = dict(zip(m.tokens, m.scores[0, 0].tolist(), strict=True))
 chances = lm.run(
     model,
     item["bad"],
-    lm.Occlusion(target=explain(item, "probability"), by="mask"),
+    lm.methods.Occlusion(target=explain(item, "probability"), by="mask"),
     queries=[item["bad_position"]],
 )
 lost = dict(zip(chances.tokens, chances.scores[0, 0].tolist(), strict=True))

@@ -30,7 +30,7 @@
 # ## The model and the picture
 #
 # The model is DINOv2-small, which was trained on pictures without labels. TransformerLens has no DINOv2, so
-# its LayerScale is folded into the weights (`lm.fold_layer_scale`), and a ViT with the same outputs is
+# its LayerScale is folded into the weights (`lm.models.fold_layer_scale`), and a ViT with the same outputs is
 # loaded. The picture is drawn here, so we know where everything is.
 
 # %%
@@ -97,7 +97,7 @@ print(f"{'patches':18s}", *(f"{(parts == name).mean():7.0%}" for name in names))
 
 # %%
 target = pictures.likeness(pixels, model)
-blur = lm.Occlusion(target=target, by="blur")
+blur = lm.methods.Occlusion(target=target, by="blur")
 maps["occlusion"] = lm.run(model, pixels, blur, queries=[0], progress=None)
 maps["occlusion"].show(picture=True)
 
@@ -117,7 +117,7 @@ def agreement(row: torch.Tensor) -> float:
 for method in ("attention", "value_norm", "value_zeroing"):
     by_layer = [agreement(row) for row in maps[method].scores[:, 0]]
     print(f"{method:18s}", " ".join(f"{value:5.2f}" for value in by_layer))
-gradients = lm.run(model, pixels, lm.InputGradients(target=target), queries=[0])
+gradients = lm.run(model, pixels, lm.methods.InputGradients(target=target), queries=[0])
 print(f"{'input gradients':18s} {agreement(gradients.scores[0, 0]):5.2f}")
 rollout = lm.rollout(lm.run(model, pixels, "attention"))
 print(f"{'rollout':18s} {agreement(rollout.scores[-1, 0]):5.2f}")
@@ -199,6 +199,8 @@ rollouts = {"attention": rollout, "attn_res_ln": other}
 print("2.", ", ".join(f"{name} {agreement(m.scores[-1, 0]):.2f}" for name, m in rollouts.items()))
 
 house = [position for position, part in zip(grid.positions, parts, strict=True) if part == "house"]
-whole = lm.run(model, pixels, lm.Occlusion(target=target, by="blur", spans={"house": house}), queries=[0])
+whole = lm.run(
+    model, pixels, lm.methods.Occlusion(target=target, by="blur", spans={"house": house}), queries=[0]
+)
 single = maps["occlusion"].scores[0, 0, house].sum()
 print(f"3. the whole house {whole.scores.item():.3f}, the sum of its patches {single:.3f}")

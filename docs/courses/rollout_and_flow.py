@@ -406,7 +406,7 @@ def compare(row, truth):
 
 rows = []
 for text in PROMPTS:
-    truth = lm.run(decoder, text, lm.Occlusion(measure="absolute"), queries=-1).scores[0, 0, 1:]
+    truth = lm.run(decoder, text, lm.methods.Occlusion(measure="absolute"), queries=-1).scores[0, 0, 1:]
     maps = lm.run(decoder, text, ["attention", "value_zeroing"], residual_shares=True)
     rows.append({"map": "position alone", **compare(torch.arange(len(truth)), truth)})
     for name, mixing_map in maps.items():

@@ -114,7 +114,7 @@ print(f"{span.text!r}: log probability {value:.3f}")
 # probability of the span as its target.
 
 # %%
-times_input = lm.InputGradients(score="times_input")
+times_input = lm.methods.InputGradients(score="times_input")
 same = lm.trace(model, lm.Documents(report, question), answer=tokens[t.n_prompt :], method=times_input)
 assert abs(span.log_probability - value.item()) < 1e-4
 torch.testing.assert_close(same[span.start : span.stop].scores, by_hand, rtol=1e-2, atol=1e-3)

@@ -202,7 +202,7 @@ for name in methods:
 # score is on the first token. A mean over layers does not have this problem.
 
 # %%
-by_replacement = lm.Occlusion(replacements=[" the"], measure="absolute")
+by_replacement = lm.methods.Occlusion(replacements=[" the"], measure="absolute")
 measured = lm.run(model, prompt, by_replacement, queries=[-1], progress=None).scores[0, 0, 1:]
 position = torch.arange(1.0, length)
 for name, m in maps.items():
@@ -253,14 +253,14 @@ for name, curve in curves.items():
 # - One prompt shows how an evaluation works, and not which method is better. In the last table,
 #   attention is better than Value Zeroing with one share of the cells, and worse with another.
 # - The score already counts the residual stream, so a rollout of Value Zeroing adds no identity matrix.
-# - The cosine ignores changes of length. `lm.ValueZeroing(metric="euclidean")` counts them.
+# - The cosine ignores changes of length. `lm.methods.ValueZeroing(metric="euclidean")` counts them.
 # - Means over few sentences have wide intervals. [The leaderboard](../evidence/leaderboard.md) has more
 #   sentences and models, and [the evidence on this method](../evidence/value_zeroing.md) its conventions.
 #
 # ## Exercises
 #
-# 1. Which head is responsible? Compute `lm.ValueZeroing(per_head=True)` for the layer above, and find the
-#    head with the largest score of " Italy".
+# 1. Which head is responsible? Compute `lm.methods.ValueZeroing(per_head=True)` for the layer above, and find
+#    the head with the largest score of " Italy".
 # 2. Zero " Italy" in *all* layers. How probable is the answer then?
 # 3. Is the picture the same in another metric? Compare the cosine with `metric="euclidean"` in the last row
 #    of every layer.
@@ -277,7 +277,7 @@ for name, curve in curves.items():
 #    the cue alignment of most layers is no evidence for any of the methods.
 
 # %%
-heads = lm.run(model, prompt, lm.ValueZeroing(per_head=True), layers=[layer], queries=[-1])
+heads = lm.run(model, prompt, lm.methods.ValueZeroing(per_head=True), layers=[layer], queries=[-1])
 print("1.", heads.top_heads(query=-1, key=" Italy", k=3))
 
 italy = zeroing.tokens.index(" Italy")
@@ -286,7 +286,7 @@ with torch.no_grad():
     left = model.run_with_hooks(tokens, fwd_hooks=everywhere)[0, -1].log_softmax(-1)[answer].exp()
 print(f"2. probability {clean[answer].exp():.2f} with the token, {left:.3f} without")
 
-euclidean = lm.run(model, prompt, lm.ValueZeroing(metric="euclidean"), queries=[-1])
+euclidean = lm.run(model, prompt, lm.methods.ValueZeroing(metric="euclidean"), queries=[-1])
 cosine = lm.run(model, prompt, "value_zeroing", queries=[-1])
 table = lm.compare({"cosine": cosine, "euclidean": euclidean}, drop_first=True)
 print(f"3. mean rank correlation over layers {table['spearman'].mean():.2f}")

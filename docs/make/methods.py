@@ -97,7 +97,7 @@ def _write_page(name: str, method: type[Method]) -> str:
         _table(*_facts_of(name, method, described)),
         "## Formula and parameters",
         write_directive(
-            f"lens_mix.{method.__name__}", 3, show_bases=False, members=_own_members(method) or False
+            f"lens_mix.methods.{method.__name__}", 3, show_bases=False, members=_own_members(method) or False
         ),
         "## Paper",
         _paper(name),
@@ -128,7 +128,7 @@ def _facts_of(
     if "per_head" in fields:
         shape += ", or `[layer, head, query, key]` with `per_head=True`"
     conditions = [text for need, text in _CONDITIONS.items() if need in method.needs]
-    header = ("Pass to `lm.run`", f'`"{name}"` or `lm.{method.__name__}(...)`')
+    header = ("Pass to `lm.run`", f'`"{name}"` or `lm.methods.{method.__name__}(...)`')
     rows = [
         ("Group", described.group),
         ("Map", shape),
@@ -250,7 +250,7 @@ def _write_index() -> str:
     groups: dict[str, list[tuple[str, ...]]] = {}
     for name in _list_built_in():
         described = describe(name)
-        called = f"`lm.{lm.METHODS[name].__name__}`"
+        called = f"`lm.methods.{lm.METHODS[name].__name__}`"
         row = (f"[`{name}`]({name}.md)", called, described.line, described.cost_in_words)
         groups.setdefault(described.group, []).append(row)
     for group, rows in groups.items():

@@ -90,7 +90,7 @@ def _explain_missing_adapter(hf_model: Any) -> str | None:
     if config.model_type == "dinov2":
         return (
             ". TransformerLens has no adapter for DINOv2, but for a ViT with the same outputs: "
-            "lm.fold_layer_scale(model)"
+            "lm.models.fold_layer_scale(model)"
         )
     if config.model_type == "dinov2_with_registers":
         return f". TransformerLens has no adapter for it: {NO_REGISTERS}"

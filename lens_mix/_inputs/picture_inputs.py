@@ -211,7 +211,7 @@ def drop_pictures(
             raise UnsupportedModelError(
                 f"pictures: expected to delete all patches of {picture.name} or none, because the model "
                 f"reads whole pictures, got {len(picture.positions) - count} of {len(picture.positions)}; to "
-                "remove patches, use lm.Occlusion (by='replace', 'mask' or 'values')"
+                "remove patches, use lm.methods.Occlusion (by='replace', 'mask' or 'values')"
             )
     moved = tuple(
         Picture(

@@ -513,7 +513,7 @@ def _like_tokens(value: Any, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
         raise TypeError(
             f"{name}: expected a tensor of the tokens' shape, got {type(value).__name__}; "
             f"if {name} is meant as an option, run has none of that name (methods take theirs: "
-            "lm.ValueZeroing(per_head=True))"
+            "lm.methods.ValueZeroing(per_head=True))"
         )
     check_dense_tensor(name, value)
     if _NOT_TEXT.search(name) or value.ndim > 2:

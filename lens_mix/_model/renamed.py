@@ -275,8 +275,8 @@ def find_family(hf_model: PreTrainedModel) -> Family:
 
 # Why well-known encoders are not a BERT under other names.
 _REASONS = {
-    "dinov2": "it reads pictures; lm.fold_layer_scale(hf_model) makes a ViT that TransformerLens knows",
-    "dinov2_with_registers": f"it reads pictures, and for these lm.fold_layer_scale {NO_REGISTERS}",
+    "dinov2": "it reads pictures; lm.models.fold_layer_scale(model) makes a ViT that TransformerLens knows",
+    "dinov2_with_registers": f"it reads pictures, and for these lm.models.fold_layer_scale {NO_REGISTERS}",
     "deberta": "its queries, keys and values are one matrix, with terms of relative positions in the scores",
     "mpnet": "it adds a bias for the distance of query and key to the attention scores",
     "modernbert": "its blocks have rotary positions, norms before attention, and local attention",

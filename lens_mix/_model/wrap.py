@@ -35,7 +35,7 @@ def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
         model = lm.wrap(hf_model, AutoTokenizer.from_pretrained(name))
         lm.run(model, "a fine film", "value_zeroing")
         target = lm.targets.hf_classifier(model, "POSITIVE")
-        lm.run(model, "a fine film", lm.Occlusion(target=target), queries=[0])
+        lm.run(model, "a fine film", lm.methods.Occlusion(target=target), queries=[0])
 
     The weights are copied into the modules of a BERT, with the family's own positions and with DeBERTa's own
     attention. A layer that runs several times, as all of ALBERT do, becomes several blocks that share their

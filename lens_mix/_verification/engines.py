@@ -109,7 +109,10 @@ def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
         )
     takes_joint = "joint" in method.parts
     if lens.stack.source is not None and not takes_joint:
-        yield "it is not defined for part='joint'; lm.joint(lm.run(..., part='all')) joins maps of layers"
+        yield (
+            "it is not defined for part='joint'; lm.aggregation.joint(lm.run(..., part='all')) joins maps of "
+            "layers"
+        )
     if method.target is not None:
         if reads_features(lens.model) and not has_classifier(lens.model):
             yield _no_classifier(method.target)

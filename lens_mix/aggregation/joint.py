@@ -39,10 +39,10 @@ def joint(
         decoder cross-attention    [[I, 0], [(1 - w) C_source, diag((1 - w) c_own + w)]]
 
     c_own is the share of the decoder's own residual stream if the map contains it (as the key `[RESIDUAL]` of
-    `attn_res`, `attn_res_ln` and `alti`), else 0. In the last layer of `lm.rollout(lm.joint(maps))`, the rows
-    of the target are the contributions of the source tokens and of the target's prefix to each decoder
-    position. These rows sum to 1. With `alti` they are the input attributions of ALTI+, without
-    feed-forwards.
+    `attn_res`, `attn_res_ln` and `alti`), else 0. In the last layer of
+    `lm.rollout(lm.aggregation.joint(maps))`, the rows of the target are the contributions of the source
+    tokens and of the target's prefix to each decoder position. These rows sum to 1. With `alti` they are the
+    input attributions of ALTI+, without feed-forwards.
 
     Args:
         maps: The maps that `lm.run(..., part="all")` returns for one method, or {"encoder", "decoder",

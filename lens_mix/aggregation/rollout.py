@@ -288,9 +288,9 @@ def require_no_joint(mixing_map: MixingMap, purpose: str) -> None:
     """Raise a ValueError for a stack of `joint`, whose layers contain residuals of different sizes."""
     if "joint" in mixing_map.provenance:
         raise ValueError(
-            f"mixing_map: expected maps of one part for {purpose}, got a joint stack (lm.joint), whose "
-            f"layers contain residuals that the formula of {purpose} leaves out; use lm.rollout or lm.flow "
-            "with their defaults"
+            f"mixing_map: expected maps of one part for {purpose}, got a joint stack (lm.aggregation.joint), "
+            f"whose layers contain residuals that the formula of {purpose} leaves out; use lm.rollout or "
+            "lm.flow with their defaults"
         )
 
 

@@ -105,8 +105,8 @@ def source_ablations(
     Args:
         model: As in `lm.run`. Any TransformerLens model.
         prompt: As in `lm.run`. For a statement that the model wrote, the prompt and the statement.
-        sources: Groups of positions, as `spans` of `lm.Occlusion`: texts of the prompt, slices or lists of
-            positions, in a list or by name. Positions in no source are always kept.
+        sources: Groups of positions, as `spans` of `lm.methods.Occlusion`: texts of the prompt, slices or
+            lists of positions, in a list or by name. Positions in no source are always kept.
         target: What is measured. None: the log probability of the prediction at the last position. For a
             statement, `lm.targets.span(start, stop)`.
         removal: "drop" (the tokens are deleted, and the others move together, as in ContextCite), or another

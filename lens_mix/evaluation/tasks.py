@@ -44,8 +44,8 @@ class Case:
             the prompt, such as `lm.targets.span`). Negative positions count from the end.
         relevant: The positions of the tokens that decide, if they are known.
         target: What is explained there. None: the prediction.
-        sources: Groups of positions whose removal is measured, as `spans` of `lm.Occlusion`, if the task
-            needs them.
+        sources: Groups of positions whose removal is measured, as `spans` of `lm.methods.Occlusion`, if the
+            task needs them.
     """
 
     prompt: Any

@@ -1,8 +1,8 @@
 """Compute what single heads attend to (Clark et al., "What Does BERT Look at?", BlackboxNLP 2019).
 
 The statistics are computed from maps with heads of one prompt or several, as
-`lm.run(model, prompt, lm.AttentionWeights(per_head=True))` returns them. Maps of other methods can be used
-too. A map without heads counts as one head.
+`lm.run(model, prompt, lm.methods.AttentionWeights(per_head=True))` returns them. Maps of other methods can be
+used too. A map without heads counts as one head.
 """
 
 from __future__ import annotations

@@ -760,7 +760,7 @@ class MixingMap:
             raise ValueError(
                 f"{argument}: expected a map with heads, got shape {tuple(self.scores.shape)}; compute it "
                 "by a method that has the parameter per_head, as in lm.run(model, prompt, "
-                "lm.AttentionWeights(per_head=True))"
+                "lm.methods.AttentionWeights(per_head=True))"
             )
 
     def to_dataframe(self) -> Table:

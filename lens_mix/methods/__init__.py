@@ -1,6 +1,7 @@
 """One paper, one file: each method is a small frozen dataclass with one call.
 
-`METHODS` contains every method that a module of this package defines, so a new method needs a file alone.
+`METHODS` contains every method that a module of this package defines, so a new method needs a file alone. The
+classes are also names of this package: `lm.methods.ValueZeroing(metric="euclidean")`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ class _MethodTable(dict[str, type[Method]]):
     """The methods by their names; `lm.METHODS` contains those of the library.
 
     A method is given to `lm.run` by its name ("value_zeroing"), or as its class with parameters
-    (`lm.ValueZeroing(metric="euclidean")`). `print(lm.METHODS)` shows the name and the class of each.
+    (`lm.methods.ValueZeroing(metric="euclidean")`). `print(lm.METHODS)` shows the name and the class of each.
     """
 
     def __repr__(self) -> str:
         """Return one line per method: its name, its class and the first line of its documentation."""
         rows = [
-            (name, f"lm.{method.__name__}", (inspect.getdoc(method) or "").partition("\n")[0])
+            (name, f"lm.methods.{method.__name__}", (inspect.getdoc(method) or "").partition("\n")[0])
             for name, method in self.items()
         ]
         widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]]
@@ -48,3 +49,12 @@ def _find_methods() -> _MethodTable:
 
 METHODS = _find_methods()
 """The classes of the library's methods by their names; `print(lm.METHODS)` lists them."""
+
+# `__init__.pyi` has these names for type checkers.
+_CLASSES = {method.__name__: method for method in METHODS.values()}
+globals().update(_CLASSES)
+__all__ = ["METHODS", *sorted(_CLASSES)]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -114,7 +114,7 @@ class Occlusion(RowTargetMethod):
         """Why the method can't explain pictures and sound; None if it can."""
         if self.by != "replace":
             return None
-        return "it replaces tokens, and pictures and sound have none; write lm.Occlusion(by='mean')"
+        return "it replaces tokens, and pictures and sound have none; write lm.methods.Occlusion(by='mean')"
 
     @override
     def key_groups(self, tokens: Sequence[str]) -> list[Group] | None:

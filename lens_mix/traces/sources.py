@@ -194,7 +194,7 @@ def find_sources(
         tokens: The tokens of the prompt and then those that were written.
         n_prompt: The number of tokens of the prompt.
         split: The function that splits a text into sentences.
-        groups: For the unit "given", groups of the prompt's positions or texts, as in `lens_mix.Occlusion`.
+        groups: For the unit "given", groups of the prompt's positions or texts, as in `lm.methods.Occlusion`.
         n_source: The number of tokens that an encoder reads; 0 without an encoder.
 
     Raises:

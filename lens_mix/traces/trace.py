@@ -508,7 +508,7 @@ def trace(
             context. Either this or `answer`.
         sources: The unit of the sources: "token", "word", "sentence", "message" or "document". Or a function
             that splits a text into pairs (first character, character after the last); or groups of the
-            prompt's positions or texts, as in `lm.Occlusion`.
+            prompt's positions or texts, as in `lm.methods.Occlusion`.
         method: A method by name or with its parameters. None: the one with the best evidence
             (docs/evidence/traces.md).
         aggregation: How to combine the layers of a layer map: a name of `lm.evaluate` ("mean", "rollout", …),

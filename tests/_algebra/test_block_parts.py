@@ -28,7 +28,7 @@ class Probe(lm.Method):
     kept: list = dataclasses.field(default_factory=list)
 
     def of_blocks(self, blocks):
-        found = [(block, lm.block_parts(block), block.resid_post) for block in blocks]
+        found = [(block, lm.models.block_parts(block), block.resid_post) for block in blocks]
         self.kept.extend(found)
         return [parts.keys.norm(dim=-1) for _, parts, _ in found]
 
@@ -55,7 +55,7 @@ def test_against_the_method_of_the_same_vectors(label):
     """Compare with AttnN of Kobayashi et al. (2020), ‖Σ_h a u‖, and with AttnRes for the residual."""
     model, probe = model_of(CASES[label], torch.float64), Probe()
     vectors = lm.run(model, prompt_of(model), probe)
-    norms = lm.run(model, prompt_of(model), lm.AttnResLn())
+    norms = lm.run(model, prompt_of(model), lm.methods.AttnResLn())
     for block, parts, _ in probe.kept:
         keys = parts.keys + torch.diag_embed(parts.residual.mT).permute(0, 2, 3, 1)
         if block.anatomy.feed_forward_residual is None:

@@ -19,18 +19,18 @@ from tests.tiny_models import tokens
 
 LENGTH = 16
 METHODS = [
-    lm.ValueNorms(),
-    lm.ValueNorms(per_head=True),
-    lm.AttnRes(),
-    lm.AttnResLn(next_norm=True),
-    lm.AttnResWeights(),
-    lm.AtbFf(),
-    lm.AtbFfResLn(biases="fixed"),
-    lm.GlobEnc(),
-    lm.Alti(),
-    lm.AltiLogit(),
-    lm.DecompX(),
-    lm.DecompXLocal(),
+    lm.methods.ValueNorms(),
+    lm.methods.ValueNorms(per_head=True),
+    lm.methods.AttnRes(),
+    lm.methods.AttnResLn(next_norm=True),
+    lm.methods.AttnResWeights(),
+    lm.methods.AtbFf(),
+    lm.methods.AtbFfResLn(biases="fixed"),
+    lm.methods.GlobEnc(),
+    lm.methods.Alti(),
+    lm.methods.AltiLogit(),
+    lm.methods.DecompX(),
+    lm.methods.DecompXLocal(),
 ]
 
 

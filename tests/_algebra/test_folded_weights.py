@@ -15,7 +15,12 @@ from tests import kept_products
 from tests.tiny_models import available, bridge, gpt2_like, tokens
 
 KIND = "folded torch.float64"
-METHODS = [lm.ValueZeroing(), lm.ValueZeroing(metric="euclidean", per_head=True), lm.AtbFf(), lm.AtbFfResLn()]
+METHODS = [
+    lm.methods.ValueZeroing(),
+    lm.methods.ValueZeroing(metric="euclidean", per_head=True),
+    lm.methods.AtbFf(),
+    lm.methods.AtbFfResLn(),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +119,7 @@ def test_a_feed_forward_narrower_than_the_residual_stream() -> None:
 
 def test_the_default_device_has_no_effect() -> None:
     model = gpt2_like(torch.float64)
-    anatomy = run_prompt(model, tokens(model, 1, 4, 1)[0], lm.ValueZeroing()).blocks[0].anatomy
+    anatomy = run_prompt(model, tokens(model, 1, 4, 1)[0], lm.methods.ValueZeroing()).blocks[0].anatomy
     kept_products.forget()
     matrices = anatomy.feed_forward.input_matrices
     expected = folded(anatomy, anatomy.value_path, None, torch.float64, True, matrices)

@@ -47,7 +47,7 @@ def prompt_of(model: Any, length: int = 9, seed: int = 1) -> Any:
 def both(model: Any, prompt: Any, stack: str | None = None, **options: Any) -> tuple[Any, Any]:
     """Return the maps of both engines."""
     found = [
-        lm.run(model, prompt, lm.ValueZeroing(**options), part=stack, engine=engine)
+        lm.run(model, prompt, lm.methods.ValueZeroing(**options), part=stack, engine=engine)
         for engine in ("algebra", "hooks")
     ]
     return found[0], found[1]
@@ -93,7 +93,7 @@ def test_rows_are_the_cut_of_the_whole_map(case: Case) -> None:
     model = case.build(torch.float64)
     prompt = prompt_of(model)
     for options in OPTIONS.values():
-        method = lm.ValueZeroing(**options)
+        method = lm.methods.ValueZeroing(**options)
         whole = lm.run(model, prompt, method, part=case.part, engine="algebra").scores
         size = max(1.0, float(whole.max()))
         for queries in ([-1], [5, 2]):
@@ -109,7 +109,7 @@ def test_maps_without_products_of_matrices(case: Case, monkeypatch: pytest.Monke
         found: list[torch.Tensor] = []
         for pays in (True, False):
             monkeypatch.setattr(value_zeroing, "pays", lambda *sizes, pays=pays, **given: pays)
-            method = lm.ValueZeroing(**OPTIONS[name])
+            method = lm.methods.ValueZeroing(**OPTIONS[name])
             found.append(lm.run(model, prompt_of(model), method, part=case.part, engine="algebra").scores)
         torch.testing.assert_close(*found, rtol=0, atol=1e-10 * max(1.0, float(found[0].max())))
 
@@ -152,7 +152,7 @@ def test_what_is_done_at_once_makes_no_difference(
     for of_device, start in ((value_zeroing_pairs._CPU, 2**22), (sizes, 2**12)):
         monkeypatch.setattr(value_zeroing_pairs, "_CPU", of_device)
         monkeypatch.setattr(value_zeroing_pairs, "_CPU_START", start)
-        maps = lm.run_many(model, prompts, lm.ValueZeroing(**OPTIONS[options]), engine="algebra")
+        maps = lm.run_many(model, prompts, lm.methods.ValueZeroing(**OPTIONS[options]), engine="algebra")
         found.append([each.scores for each in maps])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-11)
 
@@ -335,7 +335,7 @@ def test_what_sends_nothing_has_no_effect(silent: list[str]) -> None:
     By hooks it is only as near to 0 as a CPU's products of one prompt and of several copies agree.
     """
     model = gpt2_like(torch.float32)
-    prompt, method = prompt_of(model), lm.ValueZeroing(heads=[1])
+    prompt, method = prompt_of(model), lm.methods.ValueZeroing(heads=[1])
     assert float(lm.run(model, prompt, method, engine="algebra").scores.abs().max()) > 1e-5
     for block in model.blocks:
         for name in silent:
@@ -406,7 +406,7 @@ def test_threshold_counts_small_scores_as_zero() -> None:
     model = gpt2_like(torch.float64)
     prompt = prompt_of(model)
     plain = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
-    cut = lm.run(model, prompt, lm.ValueZeroing(threshold=1e-2), engine="algebra").scores
+    cut = lm.run(model, prompt, lm.methods.ValueZeroing(threshold=1e-2), engine="algebra").scores
     assert torch.equal(cut, torch.where(plain < 1e-2, 0.0, plain))
     assert int((cut == 0).sum()) > int((plain == 0).sum())
 

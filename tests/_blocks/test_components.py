@@ -120,7 +120,7 @@ def is_found_on_the_prompt(model: Any, prompt: Tensor, component: str) -> bool:
 
 def measured_on_the_prompt(model: Any, prompt: Tensor, row: Any) -> components.ComponentError:
     """Return the error of a component at some positions of a run's own clean pass."""
-    session = Session(model, {"attention": lm.AttentionWeights()})
+    session = Session(model, {"attention": lm.methods.AttentionWeights()})
     with session.checked_pass([session.read(prompt)]) as checked:
         block = RecordedBlock(checked.clean, LAYER, checked.verification.anatomy[LAYER])
         return components.measure(row, block, torch.tensor([[3, LENGTH - 1]]))
@@ -215,7 +215,7 @@ def test_a_fault_in_the_final_norm_is_found_by_its_row_alone(
     factory: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompt = a_model(factory, name)
-    method = lm.AtbFfResLn(next_norm=True)
+    method = lm.methods.AtbFfResLn(next_norm=True)
     expected = lm.run(model, prompt, method)
     model.ln_final.register_forward_hook(lambda module, given, out: bent(out, 3))
     with pytest.raises(
@@ -237,7 +237,7 @@ def test_a_fault_in_what_the_final_norm_reads_is_found_by_its_row_alone(
     (reason,) = lm.check(model, prompt).verification.next_norm_failures.values()
     assert "final norm: expected the norm that TransformerLens maps to read the last block's output" in reason
     with pytest.raises(lm.UnsupportedModelError, match="final norm: expected the norm"):
-        lm.run(model, prompt, lm.AtbFfResLn(next_norm=True), layers=[last])
+        lm.run(model, prompt, lm.methods.AtbFfResLn(next_norm=True), layers=[last])
     blind = dataclasses.replace(components.NEXT_NORM, rebuild=components.NEXT_NORM.compare_with)
     monkeypatch.setattr("lens_mix._verification.next_norms.NEXT_NORM", blind)
     assert not lm.check(model, prompt).verification.next_norm_failures

@@ -95,33 +95,33 @@ def passes(method, blocks):
 def test_parameters_scale_the_recorded_cost():
     blocks = Blocks([24], None)
     occlusion, zeroing = COSTS["occlusion"], COSTS["value_zeroing"]
-    assert passes(lm.Occlusion(), blocks) == occlusion
-    assert passes(lm.Occlusion(replacements=[3, 5]), blocks) == occlusion.times(0.5)
-    assert passes(lm.Occlusion(by="values"), blocks) == occlusion.times(0.25)
-    spans = passes(lm.Occlusion(spans=[(4, 2), (20,)]), blocks)
+    assert passes(lm.methods.Occlusion(), blocks) == occlusion
+    assert passes(lm.methods.Occlusion(replacements=[3, 5]), blocks) == occlusion.times(0.5)
+    assert passes(lm.methods.Occlusion(by="values"), blocks) == occlusion.times(0.25)
+    spans = passes(lm.methods.Occlusion(spans=[(4, 2), (20,)]), blocks)
     assert spans.passes(24, 1, 4) == pytest.approx(occlusion.base + 2 * occlusion.per_token)
     gradients = COSTS["input_gradients"]
-    path = passes(lm.InputGradients(score="integrated", n_steps=4), blocks)
+    path = passes(lm.methods.InputGradients(score="integrated", n_steps=4), blocks)
     assert path.per_row == pytest.approx(4 * (1 + gradients.per_row))
-    points = passes(lm.AttentionAttribution(n_steps=8), blocks)
-    assert points == passes(lm.AttentionAttribution(n_steps=4), blocks).times(2)
+    points = passes(lm.methods.AttentionAttribution(n_steps=8), blocks)
+    assert points == passes(lm.methods.AttentionAttribution(n_steps=4), blocks).times(2)
     patching = COSTS["attribution_patching"]
-    assert passes(lm.AttributionPatching(), blocks) == patching
-    assert passes(lm.AttributionPatching(n_measured="auto"), blocks) == patching.times(2)
+    assert passes(lm.methods.AttributionPatching(), blocks) == patching
+    assert passes(lm.methods.AttributionPatching(n_measured="auto"), blocks) == patching.times(2)
     # The fixture's blocks are replayed: once per token and layer, whatever was recorded of the algebra.
-    assert passes(lm.ValueZeroing(), blocks).passes(24, 24, 2, 4) == 1 + 24 * 2 / 4
-    assert passes(lm.ValueZeroing(per_head=True), blocks).passes(24, 24, 4, 4) == 1 + 24 * 8
-    grouped = passes(lm.ValueZeroing(spans=[(0, 1), (2,)]), blocks)
+    assert passes(lm.methods.ValueZeroing(), blocks).passes(24, 24, 2, 4) == 1 + 24 * 2 / 4
+    assert passes(lm.methods.ValueZeroing(per_head=True), blocks).passes(24, 24, 4, 4) == 1 + 24 * 8
+    grouped = passes(lm.methods.ValueZeroing(spans=[(0, 1), (2,)]), blocks)
     assert grouped.passes(24, 24, 2, 4) == 1 + 2 * 2 / 4
     for block in blocks.blocks:
         block.engine = "algebra"
-    assert passes(lm.ValueZeroing(), blocks) == zeroing
-    assert passes(lm.ValueZeroing(per_head=True, heads=[0, 3]), blocks) == zeroing.times(2)
+    assert passes(lm.methods.ValueZeroing(), blocks) == zeroing
+    assert passes(lm.methods.ValueZeroing(per_head=True, heads=[0, 3]), blocks) == zeroing.times(2)
 
 
 def test_a_method_without_a_record_has_no_warning(monkeypatch):
     monkeypatch.delitem(COSTS, "gim")
-    assert lm.Gim.default_cost() is None
+    assert lm.methods.Gim.default_cost() is None
     assert lm.run(decoder(), PROMPT, "gim", progress=None).notes == ()
 
 

@@ -17,11 +17,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 AFTER = lm.targets.head(lambda resid: resid[:, -1].sum(-1), after_final_norm=True)
 BEFORE = lm.targets.head(lambda resid: resid[:, -1].sum(-1))
 READ_IT = [
-    (lm.ValueZeroing(last_layer="after_final_norm"), "algebra", lm.ValueZeroing()),
-    (lm.ValueZeroing(last_layer="after_final_norm"), "hooks", lm.ValueZeroing()),
-    (lm.AtbFfResLn(next_norm=True), "auto", None),
-    (lm.GlobEnc(), "auto", None),
-    (lm.AttentionAttribution(target=AFTER, n_steps=2), "auto", lm.AttentionAttribution(BEFORE, n_steps=2)),
+    (lm.methods.ValueZeroing(last_layer="after_final_norm"), "algebra", lm.methods.ValueZeroing()),
+    (lm.methods.ValueZeroing(last_layer="after_final_norm"), "hooks", lm.methods.ValueZeroing()),
+    (lm.methods.AtbFfResLn(next_norm=True), "auto", None),
+    (lm.methods.GlobEnc(), "auto", None),
+    (
+        lm.methods.AttentionAttribution(target=AFTER, n_steps=2),
+        "auto",
+        lm.methods.AttentionAttribution(BEFORE, n_steps=2),
+    ),
 ]
 EACH = pytest.mark.parametrize(
     ("method", "engine", "without"), READ_IT, ids=[f"{m.name} {engine}" for m, engine, _ in READ_IT]
@@ -86,7 +90,7 @@ def test_a_native_bridge_without_norms_needs_none():
     sizes = {"d_model": 24, "d_head": 6, "n_heads": 4, "n_layers": 2, "n_ctx": 32, "d_vocab": 50, "d_mlp": 48}
     config = TransformerBridgeConfig(**sizes, act_fn="gelu", normalization_type=None, seed=0)
     model = TransformerBridge.boot_native(config).eval()
-    found = lm.run(model, prompt_of(model), lm.ValueZeroing(last_layer="after_final_norm"))
+    found = lm.run(model, prompt_of(model), lm.methods.ValueZeroing(last_layer="after_final_norm"))
     torch.testing.assert_close(found.scores, lm.run(model, prompt_of(model), "value_zeroing").scores)
 
 

@@ -27,7 +27,7 @@ def drawn(*shape, seed=0):
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gptj", "llama", "gemma3", "olmo2", "granite"])
 def test_the_states_lead_to_what_the_model_computed(name):
     model = build_or_skip(bridge, name, torch.float64)
-    for block in run_prompt(model, prompt_of(model), lm.AtbFf()).blocks:
+    for block in run_prompt(model, prompt_of(model), lm.methods.AtbFf()).blocks:
         found = states_of(block)
         norm = found.feed_forward_residual
         output = found.feed_forward_sum if norm.norm is None else norm.norm(found.feed_forward_sum)
@@ -67,7 +67,7 @@ def test_the_methods_of_a_run_share_them_unless_memory_is_bound(monkeypatch):
 
 def test_they_are_freed_with_the_block():
     model = gpt2_like(torch.float64)
-    blocks = run_prompt(model, tokens(model, 1), lm.AtbFf()).blocks
+    blocks = run_prompt(model, tokens(model, 1), lm.methods.AtbFf()).blocks
     gc.collect()
     gc.disable()
     try:
@@ -82,7 +82,7 @@ def test_they_are_freed_with_the_block():
 
 def test_other_dtypes_prompts_and_rows_are_states_of_their_own():
     model = gpt2_like()
-    block = run_prompt(model, tokens(model, 1), lm.AtbFf(), queries=[-1, 0]).blocks[0]
+    block = run_prompt(model, tokens(model, 1), lm.methods.AtbFf(), queries=[-1, 0]).blocks[0]
     narrow, wide = states_of(block), states_of(block, dtype=torch.float64)
     attention = states_of(block, attention_dtype=torch.float64)
     assert narrow is states_of(block)
@@ -128,7 +128,7 @@ def test_the_identity_has_a_scale_of_one_and_no_bias():
 
 def test_what_is_made_in_inference_mode_can_be_differentiated_later():
     model = gpt2_like(torch.float64)
-    block = run_prompt(model, tokens(model, 1), lm.AtbFf()).blocks[0]
+    block = run_prompt(model, tokens(model, 1), lm.methods.AtbFf()).blocks[0]
     with torch.inference_mode():
         linear = states_of(block).feed_forward_input
         _ = linear.scale, states_of(block).pre_activations

@@ -57,7 +57,7 @@ def _pruning_curves(model: Any, tokens: torch.Tensor) -> Any:
 
 
 def _attention_attribution(model: Any, tokens: torch.Tensor) -> Any:
-    return lm.run(model, tokens, lm.AttentionAttribution(n_steps=4))
+    return lm.run(model, tokens, lm.methods.AttentionAttribution(n_steps=4))
 
 
 def _first_run(model: Any, tokens: torch.Tensor) -> Any:

@@ -64,7 +64,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-METHODS = ["attention", "value_zeroing", "attn_res_ln", "gim", lm.Occlusion(by="mask")]
+METHODS = ["attention", "value_zeroing", "attn_res_ln", "gim", lm.methods.Occlusion(by="mask")]
 
 
 def prompt(length: int, seed: int = 1) -> Tensor:
@@ -109,7 +109,9 @@ def test_a_batch_gives_what_prompts_give_alone(kind):
 def test_contexts_of_other_lengths(kind):
     model, fresh = build(kind)
     tokens = prompt(14)
-    found = lm.run(model, tokens, lm.ContextLength(target=LOG_PROBABILITY), queries=[-1]).scores[0, -1]
+    found = lm.run(model, tokens, lm.methods.ContextLength(target=LOG_PROBABILITY), queries=[-1]).scores[
+        0, -1
+    ]
     own = torch.stack([fresh(tokens[start:]).logits[0, -1].log_softmax(-1)[5] for start in range(14)])
     torch.testing.assert_close(found[:-1], own[:-1] - own[1:], atol=1e-5, rtol=0)
 
@@ -160,7 +162,7 @@ def test_prompts_of_one_regime_run_together(name):
     if not available(bridge, KINDS[name][0]):
         pytest.skip("no TransformerBridge in this TransformerLens")
     model, _ = build(name)
-    session = Session(model, {"value_zeroing": lm.ValueZeroing()})
+    session = Session(model, {"value_zeroing": lm.methods.ValueZeroing()})
     short, shorter, long = (session.read(prompt(length)) for length in (SWITCH, 5, 9))
     assert list(map(len, session.batches([short, shorter]))) == [2]
     assert list(map(len, session.batches([short, long]))) == [1, 1]
@@ -173,9 +175,9 @@ def test_rows_before_the_last_token_keep_the_angles_of_the_prompt():
     if not available(bridge, "phi3"):
         pytest.skip("no TransformerBridge in this TransformerLens")
     model, _ = build("phi3 longrope")
-    tokens, method = prompt(12), lm.AttributionPatching(target=LOG_PROBABILITY, replacements=[9])
+    tokens, method = prompt(12), lm.methods.AttributionPatching(target=LOG_PROBABILITY, replacements=[9])
     found = lm.run(model, tokens, method, queries=[5]).scores[0, 0]
-    replaced = lm.Occlusion(target=LOG_PROBABILITY, replacements=[9])
+    replaced = lm.methods.Occlusion(target=LOG_PROBABILITY, replacements=[9])
     expected = lm.run(model, tokens, replaced, queries=[5]).scores[0, 0]
     # For its last token, a row has the full replacement.
     torch.testing.assert_close(found[5], expected[5].abs(), atol=1e-6, rtol=0)

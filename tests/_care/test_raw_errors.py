@@ -87,7 +87,7 @@ def test_an_error_of_a_library_names_model_module_and_cause(monkeypatch):
     """Use a method that calls a module of the model with a wrong input."""
     model = bridge("llama")
     prompt = tokens(model, 1, 7)
-    monkeypatch.setattr(lm.InputGradients, "of_blocks", model.blocks[1].mlp)
+    monkeypatch.setattr(lm.methods.InputGradients, "of_blocks", model.blocks[1].mlp)
     words = r"external: expected a model that can be mapped, got \w+ in [\w.]*layers\.1\.mlp|blocks\.1\.mlp"
     with pytest.raises(lm.UnsupportedModelError, match=words) as refusal:
         lm.run(model, prompt, "input_gradients", queries=[-1])
@@ -98,7 +98,7 @@ def test_an_error_of_a_library_names_model_module_and_cause(monkeypatch):
 
 def test_an_error_of_torch_outside_any_module_names_the_function(monkeypatch):
     model = bridge("llama")
-    monkeypatch.setattr(lm.InputGradients, "of_blocks", functools.partial(torch.cat, dim=5))
+    monkeypatch.setattr(lm.methods.InputGradients, "of_blocks", functools.partial(torch.cat, dim=5))
     with pytest.raises(lm.UnsupportedModelError, match="got TypeError in _map_stack: ") as refusal:
         lm.run(model, tokens(model, 1, 7), "input_gradients", queries=[-1])
     assert isinstance(refusal.value.__cause__, TypeError)
@@ -112,7 +112,7 @@ def test_what_is_no_fault_of_the_model_stays(monkeypatch, problem):
 
     model = bridge("llama")
     # A generator raises its errors in the code that iterates over it.
-    monkeypatch.setattr(lm.InputGradients, "of_blocks", lambda self, blocks: next(raises()))
+    monkeypatch.setattr(lm.methods.InputGradients, "of_blocks", lambda self, blocks: next(raises()))
     with pytest.raises(type(problem)):
         lm.run(model, tokens(model, 1, 7), "input_gradients", queries=[-1])
 
@@ -146,6 +146,6 @@ def test_errors_of_the_users_target_and_interrupts_stay():
         raise KeyboardInterrupt
 
     with pytest.raises(RuntimeError, match="size"):
-        lm.run(model, tokens(model, 1, 7), lm.InputGradients(target), queries=[-1])
+        lm.run(model, tokens(model, 1, 7), lm.methods.InputGradients(target), queries=[-1])
     with pytest.raises(KeyboardInterrupt):
-        lm.run(model, tokens(model, 1, 7), lm.InputGradients(interrupted), queries=[-1])
+        lm.run(model, tokens(model, 1, 7), lm.methods.InputGradients(interrupted), queries=[-1])

@@ -71,7 +71,7 @@ def test_what_runs_is_the_map_of_the_same_model_with_its_weights(name, how, tmp_
     prompt = tokens(plain, 1, 7)
     runs_alone(model, prompt)
     for method in METHODS:
-        asked = lm.AttentionAttribution(n_steps=5) if method == "attention_attribution" else method
+        asked = lm.methods.AttentionAttribution(n_steps=5) if method == "attention_attribution" else method
         try:
             found = lm.run(model, prompt, asked, queries=[-1])
         except lm.UnsupportedModelError as reason:

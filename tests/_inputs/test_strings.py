@@ -164,7 +164,7 @@ def test_the_text_of_a_target_is_spelled_as_targets_are(tmp_path):
     tokenizer, model = build("marian", "marian", tmp_path)
     assert len(tokenizer("d", add_special_tokens=False)["input_ids"]) == 1
     assert len(tokenizer(text_target="d", add_special_tokens=False)["input_ids"]) == 2
-    method = lm.InputGradients(target=lm.targets.token("d"))
+    method = lm.methods.InputGradients(target=lm.targets.token("d"))
     with pytest.raises(ValueError, match="'d', which is 2 tokens"):
         lm.run(model, (TEXT, "e f"), method, part="decoder")
 

@@ -188,5 +188,5 @@ def test_maps_of_a_model():
     assert found.merge_words().tokens == ["the", " café"]
     spans = [[0, 1, 2], [3, 4, 5, 6, 7, 8]]
     prompt = torch.tensor(found.provenance["token_ids"])
-    zeroed = lm.run(model, prompt, lm.ValueZeroing(spans=spans), engine="hooks")
+    zeroed = lm.run(model, prompt, lm.methods.ValueZeroing(spans=spans), engine="hooks")
     assert zeroed.key_tokens == ["the", " café"]

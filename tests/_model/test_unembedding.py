@@ -18,8 +18,8 @@ def test_a_target_of_one_position_is_the_same_as_read_from_all(label):
     case = CASES[label]
     model = case.build(torch.float64)
     asked = {"part": case.part}
-    narrow = lm.AttentionAttribution(target=lm.targets.logit(7, position=-1), n_steps=2)
-    whole = lm.AttentionAttribution(
+    narrow = lm.methods.AttentionAttribution(target=lm.targets.logit(7, position=-1), n_steps=2)
+    whole = lm.methods.AttentionAttribution(
         target=lambda logits: logits[:, -1, 7] if logits.ndim == 3 else logits[:, 7], n_steps=2
     )
     try:

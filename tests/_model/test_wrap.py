@@ -117,7 +117,7 @@ def test_a_deberta_whose_head_multiplies_by_the_embeddings():
         torch.testing.assert_close(lm.wrap(own)(TOKENS), expected, rtol=0, atol=1e-10)
     model = lm.wrap(own)
     target = lm.targets.masked_token(9, position=3, of="logit")
-    (entry,) = lm.run(model, TOKENS, lm.InputGradients(target=target), queries=[3]).explained
+    (entry,) = lm.run(model, TOKENS, lm.methods.InputGradients(target=target), queries=[3]).explained
     assert entry.value == pytest.approx(float(expected[0, 3, 9]), abs=1e-9)
 
 
@@ -130,7 +130,7 @@ def test_a_new_classifier_in_half_precision_has_blocks_that_end_in_a_norm(dtype)
     # Its branches are so small that blocks that begin with a norm are within the tolerance too.
     for each in (own.float(), copy.deepcopy(own).to(dtype)):
         model = lm.wrap(each)
-        method = lm.InputGradients(target=lm.targets.hf_classifier(model, 1, of="logit"))
+        method = lm.methods.InputGradients(target=lm.targets.hf_classifier(model, 1, of="logit"))
         m = lm.run(model, TOKENS, method, queries=[0])
         assert m.scores.isfinite().all()
         values.append(m.explained[0].value)
@@ -143,7 +143,7 @@ def test_a_head_under_other_names_is_not_said_to_be_missing():
     own.cls.predictions.transform.other = own.cls.predictions.transform.dense
     del own.cls.predictions.transform.dense
     with pytest.raises(lm.UnsupportedModelError, match="BertForMaskedLM has a head that"):
-        lm.run(lm.wrap(own), TOKENS, lm.InputGradients(), queries=[0])
+        lm.run(lm.wrap(own), TOKENS, lm.methods.InputGradients(), queries=[0])
 
 
 def without(values, key):
@@ -198,7 +198,13 @@ def test_maps_are_those_of_the_model_itself(family):
     found = lm.run(
         wrapped(model),
         TOKENS,
-        ["attention", "value_zeroing", "value_norm", "attn_res_ln", lm.ValueZeroing(metric="euclidean")],
+        [
+            "attention",
+            "value_zeroing",
+            "value_norm",
+            "attn_res_ln",
+            lm.methods.ValueZeroing(metric="euclidean"),
+        ],
     )
     plain = Plain(model, {"input_ids": TOKENS})
     with torch.no_grad():
@@ -254,8 +260,10 @@ def test_the_users_random_numbers_stay(family):
 def test_gradients_of_a_class_are_those_of_the_classifier_itself(family):
     model = encoder(family, "ForSequenceClassification", num_labels=4)
     target = lm.targets.hf_classifier(wrapped(model), 2, of="logit")
-    found = lm.run(wrapped(model), TOKENS, [lm.GradientAttention(target=target)])["gradient_attention"]
-    inputs = lm.run(wrapped(model), TOKENS, lm.InputGradients(target=target), queries=[0])
+    found = lm.run(wrapped(model), TOKENS, [lm.methods.GradientAttention(target=target)])[
+        "gradient_attention"
+    ]
+    inputs = lm.run(wrapped(model), TOKENS, lm.methods.InputGradients(target=target), queries=[0])
     leaves = []
 
     def leave(weights):
@@ -358,7 +366,7 @@ def test_from_a_string_to_a_class(family, name, tmp_path):
         found = wrapped(model, tokenizer)
         position = {"position": 2} if kind == "ForTokenClassification" else {}
         target = lm.targets.hf_classifier(found, "LABEL_1", of="logit", **position)
-        method = lm.GradientAttention(target=target)
+        method = lm.methods.GradientAttention(target=target)
         expected = []
         for text in texts:
             encoding = tokenizer(*([text] if isinstance(text, str) else text), return_tensors="pt")
@@ -377,11 +385,11 @@ def test_from_a_string_to_a_class(family, name, tmp_path):
         assert values == pytest.approx(expected[:2], abs=1e-9)
         # The classifier itself is another way to name the same target.
         other = lm.targets.hf_classifier(model, "LABEL_1", of="logit", **position)
-        assert lm.run(found, texts[0], lm.GradientAttention(target=other)).provenance["details"][
+        assert lm.run(found, texts[0], lm.methods.GradientAttention(target=other)).provenance["details"][
             "target_value"
         ] == pytest.approx([expected[0]] * 3 if family != "Albert" else [expected[0]] * 6, abs=1e-9)
         difference = lm.targets.class_difference("LABEL_1", 0, found, **position)
-        assert lm.run(found, texts[0], lm.GradientAttention(target=difference)).scores.any()
+        assert lm.run(found, texts[0], lm.methods.GradientAttention(target=difference)).scores.any()
 
 
 @NEEDS_BRIDGE
@@ -416,7 +424,7 @@ def test_a_model_without_logits_says_so_and_explains_classes():
     for name in ("attention", "value_zeroing", "attn_res_ln", "globenc"):
         assert lm.run(model, TOKENS, name).scores.isfinite().all()
     target = lm.targets.hf_classifier(model)
-    for method in (lm.Occlusion, lm.InputGradients):
+    for method in (lm.methods.Occlusion, lm.methods.InputGradients):
         scores = lm.run(model, TOKENS, method(target=target), queries=[0]).scores
         assert scores.isfinite().all()
         assert scores.any()
@@ -432,7 +440,7 @@ def test_a_model_without_logits_says_so_and_explains_classes():
 def test_the_logits_of_a_masked_language_model_are_explained():
     model = encoder("DistilBert", "ForMaskedLM")
     target = lm.targets.logit(9, position=3)
-    found = lm.run(wrapped(model), TOKENS, lm.GradientAttention(target=target))
+    found = lm.run(wrapped(model), TOKENS, lm.methods.GradientAttention(target=target))
     expected = model(TOKENS).logits[0, 3, 9].item()
     assert found.provenance["details"]["target_value"][0] == pytest.approx(expected, abs=1e-9)
 
@@ -531,4 +539,4 @@ def test_a_copy_of_a_wrapped_model_is_one():
     first = wrapped(encoder("DistilBert", "ForSequenceClassification"))
     found = copy.deepcopy(first)
     target = lm.targets.hf_classifier(found, 1)
-    assert lm.run(found, TOKENS, lm.GradientAttention(target=target)).scores.any()
+    assert lm.run(found, TOKENS, lm.methods.GradientAttention(target=target)).scores.any()

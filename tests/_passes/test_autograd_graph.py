@@ -15,10 +15,10 @@ from tests.tiny_models import bridge, gpt2_like
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 METHODS = {
-    "gim": lm.Gim(activations="ratio"),
-    "plain activations": lm.Gim(),
-    "streams": lm.Gim(after_blocks=1, readout="absolute"),
-    "patching": lm.AttributionPatching(replacements=[5], n_exact=2),
+    "gim": lm.methods.Gim(activations="ratio"),
+    "plain activations": lm.methods.Gim(),
+    "streams": lm.methods.Gim(after_blocks=1, readout="absolute"),
+    "patching": lm.methods.AttributionPatching(replacements=[5], n_exact=2),
 }
 
 
@@ -67,9 +67,9 @@ def count_passes(model, prompt, method):
 
 def test_a_block_runs_twice_only_if_the_prompt_is_long(monkeypatch):
     model, prompt = gpt2_like(), torch.arange(3, 12)
-    few = count_passes(model, prompt, lm.Gim())
+    few = count_passes(model, prompt, lm.methods.Gim())
     monkeypatch.setattr(autograd_graph, "_MOST_KEPT", 0)
-    more = count_passes(model, prompt, lm.Gim())
+    more = count_passes(model, prompt, lm.methods.Gim())
     # A pass that computes logits from the last block's output calls the blocks too, without running them.
     assert {count + 2 for count in few} == more
 
@@ -85,7 +85,7 @@ def test_a_block_that_gives_another_output_is_an_error(monkeypatch):
 
     monkeypatch.setattr(AutogradGraph, "read", read_wrong)
     with pytest.raises(lm.UnsupportedModelError, match="run again for its gradient"):
-        lm.run(model, prompt, lm.Gim(), queries=[-1])
+        lm.run(model, prompt, lm.methods.Gim(), queries=[-1])
 
 
 def test_models_whose_blocks_share_keys_are_kept(monkeypatch):
@@ -96,4 +96,4 @@ def test_models_whose_blocks_share_keys_are_kept(monkeypatch):
     assert not autograd_graph._shares_keys(lens)
     monkeypatch.setattr(model.original_model.config, "num_kv_shared_layers", 1, raising=False)
     assert autograd_graph._shares_keys(lens)
-    assert AutogradGraph(lens, [], lm.Gim(), 9).is_kept
+    assert AutogradGraph(lens, [], lm.methods.Gim(), 9).is_kept

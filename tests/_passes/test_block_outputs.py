@@ -96,7 +96,7 @@ def test_a_run_records_those_that_no_method_computes(
 def test_an_output_of_another_size_is_not_used() -> None:
     """Record half of the rows, as of a module that is called in pieces."""
     model = build_or_skip(bridge, "llama")
-    session = Session(model, {"attn_res": lm.AttnRes()})
+    session = Session(model, {"attn_res": lm.methods.AttnRes()})
     with session.checked_pass([session.read(tokens(model, 1, 8)[0])]) as checked:
         stream = checked.clean.calls[0].resid_post
         anatomy = checked.verification.anatomy[0]

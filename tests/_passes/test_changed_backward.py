@@ -59,7 +59,7 @@ def test_without_gradients_nothing_is_changed_and_idle_rules_are_an_error(name):
     with (
         lens.evaluation_mode(),
         pytest.raises(lm.UnsupportedModelError, match=r"gradient through ScalePatternGradient\(blocks.0"),
-        changed_backward(lens, anatomies, lm.Gim()),
+        changed_backward(lens, anatomies, lm.methods.Gim()),
     ):
         assert torch.allclose(model(tokens(model, 1), use_cache=False), clean, atol=1e-5)
 
@@ -115,11 +115,11 @@ def test_gate_and_up_get_a_share_in_every_kind_of_gated_feed_forward(label):
     assert modules
     for module in modules:
         _share_of_input(module, 0.3)
-    found = lm.run(model, ids, lm.Gim(gate_up=0.3), **where).scores
-    by_definition = lm.run(expected, ids, lm.Gim(gate_up=1), **where).scores
+    found = lm.run(model, ids, lm.methods.Gim(gate_up=0.3), **where).scores
+    by_definition = lm.run(expected, ids, lm.methods.Gim(gate_up=1), **where).scores
     # The router of a mixture is float32.
     torch.testing.assert_close(found, by_definition, atol=1e-7, rtol=0)
-    assert float((found - lm.run(model, ids, lm.Gim(gate_up=1), **where).scores).abs().max()) > 1e-5
+    assert float((found - lm.run(model, ids, lm.methods.Gim(gate_up=1), **where).scores).abs().max()) > 1e-5
 
 
 def test_experts_that_are_modules_get_a_share():
@@ -128,15 +128,15 @@ def test_experts_that_are_modules_get_a_share():
     for block in expected.blocks:
         for expert in block.mlp.experts:
             _share_of_input(expert, 0.3)
-    found = lm.run(model, ids, lm.Gim(gate_up=0.3), queries=[-1]).scores
-    by_definition = lm.run(expected, ids, lm.Gim(gate_up=1), queries=[-1]).scores
+    found = lm.run(model, ids, lm.methods.Gim(gate_up=0.3), queries=[-1]).scores
+    by_definition = lm.run(expected, ids, lm.methods.Gim(gate_up=1), queries=[-1]).scores
     torch.testing.assert_close(found, by_definition, atol=1e-7, rtol=0)
 
 
 def test_a_feed_forward_without_a_gate_has_no_rule():
     for name in ("gpt2", "apertus"):
         model = build_or_skip(bridge, name, torch.float64)
-        first, second = (lm.run(model, tokens(model, 1), lm.Gim(gate_up=x)).scores for x in (0.5, 1))
+        first, second = (lm.run(model, tokens(model, 1), lm.methods.Gim(gate_up=x)).scores for x in (0.5, 1))
         assert torch.equal(first, second)
 
 
@@ -145,5 +145,5 @@ def test_a_feed_forward_that_cannot_be_read_is_an_error():
     model.blocks[1].mlp.original_component.another = torch.nn.Linear(4, 4)
     ids = tokens(model, 1)
     with pytest.raises(lm.UnsupportedModelError, match=r"gate_up: expected .*blocks.1.mlp.*; gate_up=1"):
-        lm.run(model, ids, lm.Gim(), queries=[-1])
-    assert bool(torch.isfinite(lm.run(model, ids, lm.Gim(gate_up=1), queries=[-1]).scores).all())
+        lm.run(model, ids, lm.methods.Gim(), queries=[-1])
+    assert bool(torch.isfinite(lm.run(model, ids, lm.methods.Gim(gate_up=1), queries=[-1]).scores).all())

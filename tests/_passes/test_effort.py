@@ -18,15 +18,15 @@ from tests.shared_models import decoder
 PROMPT = torch.tensor([1, *range(4, 27)])
 EXPENSIVE = [
     # The first three have one vectorised backward pass, which no count of passes describes.
-    lm.Gim(),
-    lm.FrozenGradients(),
-    lm.InputGradients(),
-    lm.InputGradients(score="integrated", n_steps=4),
-    lm.AttributionPatching(),
-    lm.Occlusion(),
-    lm.Occlusion(by="values"),
-    lm.ContextLength(),
-    lm.AttentionAttribution(n_steps=20),
+    lm.methods.Gim(),
+    lm.methods.FrozenGradients(),
+    lm.methods.InputGradients(),
+    lm.methods.InputGradients(score="integrated", n_steps=4),
+    lm.methods.AttributionPatching(),
+    lm.methods.Occlusion(),
+    lm.methods.Occlusion(by="values"),
+    lm.methods.ContextLength(),
+    lm.methods.AttentionAttribution(n_steps=20),
 ]
 # These need one pass, a closed form, or one backward pass.
 CHEAP = ["attention", "value_norm", "value_zeroing", "attn_res_ln", "alti", "decompx", "gradient_attention"]
@@ -102,11 +102,11 @@ def test_one_row_and_cheap_methods_say_nothing(model):
 @pytest.mark.parametrize(
     ("method", "last_row"),
     [
-        (lm.DecompX(), True),
-        (lm.DecompXLocal(), False),
-        (lm.AtbFfResLn(), False),
-        (lm.ValueZeroing(), False),
-        (lm.ValueZeroing(per_head=True), False),
+        (lm.methods.DecompX(), True),
+        (lm.methods.DecompXLocal(), False),
+        (lm.methods.AtbFfResLn(), False),
+        (lm.methods.ValueZeroing(), False),
+        (lm.methods.ValueZeroing(per_head=True), False),
     ],
     ids=repr,
 )
@@ -131,9 +131,9 @@ def test_closed_forms_over_pairs_of_tokens_say_so_too(method, last_row, monkeypa
 def test_a_bar_or_none_instead_of_the_warning(model, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        shown = lm.run(model, PROMPT, lm.InputGradients(internal_batch_size=6), progress=True)
+        shown = lm.run(model, PROMPT, lm.methods.InputGradients(internal_batch_size=6), progress=True)
         bars = capsys.readouterr().err
-        silent = lm.run(model, PROMPT, lm.InputGradients(internal_batch_size=6), progress=None)
+        silent = lm.run(model, PROMPT, lm.methods.InputGradients(internal_batch_size=6), progress=None)
     # There are 24 rows, six at a time.
     assert "/4 " in bars
     assert "queries=[-1]" in sentences(shown)[0]

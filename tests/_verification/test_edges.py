@@ -52,7 +52,7 @@ def test_a_row_that_sees_nothing_is_no_nan_in_float64(name):
     """Map in float64, whose lowest number is the value of masks, and -inf in the float32 softmax."""
     wide, narrow = bridge(name, torch.float64), bridge(name)
     prompt = tokens(wide, 1, 7)
-    by_mask = lm.Occlusion(by="mask")
+    by_mask = lm.methods.Occlusion(by="mask")
     expected = lm.run(narrow, prompt, by_mask, queries=[-1]).scores
     found = lm.run(wide, prompt, by_mask, queries=[-1]).scores
     torch.testing.assert_close(found, expected.double(), atol=1e-4, rtol=1e-3)

@@ -64,10 +64,10 @@ def output_matrix(model: Any) -> Tensor:
 def test_a_scaled_head_is_one_with_a_scaled_output_matrix(name: str, factor: float) -> None:
     model = a_model(name)
     prompt = tokens(model, 1, 30, 1)[0]
-    whole = lm.run(model, prompt, lm.AttentionWeights(per_head=True))
+    whole = lm.run(model, prompt, lm.methods.AttentionWeights(per_head=True))
     with model.hooks([(f"{LAYER}.hook_z", scaled(factor))]):
         found = lm.run(model, prompt, list(METHODS))
-        attention = lm.run(model, prompt, lm.AttentionWeights(per_head=True))
+        attention = lm.run(model, prompt, lm.methods.AttentionWeights(per_head=True))
     for one in (attention, *found.values()):
         assert any("layer 1: a hook scales z" in note for note in one.notes), one.method
     expected = whole.scores.clone()

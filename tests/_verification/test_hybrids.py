@@ -52,8 +52,8 @@ def test_heads_of_a_layer_without_attention_are_an_error(model, prompt):
     with pytest.raises(
         ValueError, match=r"heads: expected some of the layers with attention \[1, 3\], got \[0, 1\]"
     ):
-        lm.run(model, prompt, lm.ValueZeroing(heads={0: [0], 1: [1]}))
-    assert lm.run(model, prompt, lm.ValueZeroing(heads={1: [1]})).layers == [1, 3]
+        lm.run(model, prompt, lm.methods.ValueZeroing(heads={0: [0], 1: [1]}))
+    assert lm.run(model, prompt, lm.methods.ValueZeroing(heads={1: [1]})).layers == [1, 3]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

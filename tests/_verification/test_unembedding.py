@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix._blocks import ends
 from lens_mix._blocks.components import UNEMBEDDING
 from lens_mix._blocks.verification_record import UNEMBEDDING_UNVERIFIED, Verification
 from lens_mix._verification.engines import _find_reason_against, needs_unembedding
@@ -56,25 +57,25 @@ def _bend(tensor, hook):
 
 def test_the_unembedding_is_verified_only_for_methods_that_split_logits(model, monkeypatch):
     looked = []
-    original = lm.lens.unembedding.read_unembedding
-    monkeypatch.setattr(
-        "lens_mix._passes.continuation.read_unembedding", lambda *a: looked.append(1) or original(*a)
-    )
+    original = ends.read_unembedding
+    monkeypatch.setattr("lens_mix._blocks.ends.read_unembedding", lambda *a: looked.append(1) or original(*a))
     lm.run(model, prompt_of(model), ["attention", "value_zeroing", "alti", "decompx"])
     assert looked == []
     lm.run(model, prompt_of(model), "alti_logit")
     assert len(looked) == 2  # The verification and this prompt's pass call it once each.
     lm.run(model, prompt_of(model), "alti_logit")
     assert len(looked) == 3
-    assert needs_unembedding([lm.Alti(), lm.AltiLogit()])
-    assert not needs_unembedding([lm.AttentionWeights(), lm.ValueZeroing(), lm.Alti(), lm.DecompX()])
+    assert needs_unembedding([lm.methods.Alti(), lm.methods.AltiLogit()])
+    assert not needs_unembedding(
+        [lm.methods.AttentionWeights(), lm.methods.ValueZeroing(), lm.methods.Alti(), lm.methods.DecompX()]
+    )
 
 
 def test_an_unembedding_that_was_not_compared_is_not_verified():
     verification = Verification((), {}, True)
-    assert UNEMBEDDING in lm.AltiLogit.needs
-    assert _find_reason_against(verification, "algebra", lm.AltiLogit()) == UNEMBEDDING_UNVERIFIED
-    assert _find_reason_against(verification, "algebra", lm.Alti()) is None
+    assert UNEMBEDDING in lm.methods.AltiLogit.needs
+    assert _find_reason_against(verification, "algebra", lm.methods.AltiLogit()) == UNEMBEDDING_UNVERIFIED
+    assert _find_reason_against(verification, "algebra", lm.methods.Alti()) is None
 
 
 def test_check_says_it(model):

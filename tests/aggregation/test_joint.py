@@ -58,7 +58,7 @@ def recursion(maps, weights, encoder=True):
 @pytest.mark.parametrize("heads", [(), (3,)])
 def test_its_rollout_is_the_recursion_over_source_and_prefix(own, encoder, heads):
     maps = by_hand(own, heads=heads)
-    found = lm.rollout(lm.joint(maps, encoder=encoder))
+    found = lm.rollout(lm.aggregation.joint(maps, encoder=encoder))
     weight = 0.0 if own else 0.5
     expected = recursion(maps, dict.fromkeys(maps, weight), encoder)
     torch.testing.assert_close(found.scores[-1, 3:], expected, atol=1e-14, rtol=0)
@@ -75,7 +75,7 @@ def test_one_layer_by_hand():
             [[[1.0, 0.0, 3.0], [1.0, 1.0, 2.0]]], ["x", "y"], key_tokens=["a", "b", RESIDUAL_KEY]
         ),
     }
-    joined = lm.joint(maps, residual=0)
+    joined = lm.aggregation.joint(maps, residual=0)
     rows = lm.rollout(joined).layer(-1).select_queries([2, 3])
     # x: 1/4 of encoder output a (1/2 a, 1/2 b) and 3/4 of itself; y: 1/4 a + 1/4 b, 1/2 of (x + y) / 2.
     expected = torch.tensor([[0.125, 0.125, 0.75, 0.0], [0.125, 0.375, 0.25, 0.25]], dtype=torch.float64)
@@ -88,16 +88,16 @@ def test_target_rows_keep_what_they_explain():
     maps = by_hand()
     entries = (Explained("x", 0.5), Explained("y", 0.75))
     maps["cross"] = maps["cross"].replace(explained=entries, provenance={"predicts_next": True})
-    joint = lm.joint(maps)
+    joint = lm.aggregation.joint(maps)
     assert joint.row_labels == [*SOURCE, "<s> → x", "x → y"]
     assert lm.rollout(joint).explanation() == "after 'x': 'y' 0.75"
-    assert lm.joint(by_hand()).explained is None
+    assert lm.aggregation.joint(by_hand()).explained is None
 
 
 def test_flow_and_weights_by_part():
     maps = by_hand()
     weights = {"encoder": 0.1, "decoder": 0.2, "cross": 0.7}
-    joined = lm.joint(maps, residual=weights)
+    joined = lm.aggregation.joint(maps, residual=weights)
     torch.testing.assert_close(lm.rollout(joined).scores[-1, 3:], recursion(maps, weights))
     assert joined.provenance["joint"]["residual"] == weights
     flows = lm.flow(joined, layer=-1)
@@ -113,7 +113,7 @@ def test_flow_and_weights_by_part():
 def test_of_a_model(method):
     model = build_or_skip(bridge, "bart", torch.float64)
     maps = lm.run(model, prompt_of(model), method, part="all")
-    joined = lm.joint(maps)
+    joined = lm.aggregation.joint(maps)
     found = lm.rollout(joined)
     assert found.scores.shape == (6, 12, 12)
     torch.testing.assert_close(found.scores.sum(-1), torch.ones(6, 12, dtype=torch.float64))
@@ -126,9 +126,9 @@ def test_a_method_that_does_not_say_what_stays_needs_a_weight():
     maps = by_hand()
     maps["cross"] = maps["cross"].replace(residual=0.0)
     with pytest.raises(ValueError, match="residual: expected a weight above 0 for cross-attention"):
-        lm.joint(maps)
+        lm.aggregation.joint(maps)
     weights = {"encoder": 0.5, "decoder": 0.5, "cross": 0.5}
-    found = lm.rollout(lm.joint(maps, residual={"cross": 0.5})).scores[-1, 3:]
+    found = lm.rollout(lm.aggregation.joint(maps, residual={"cross": 0.5})).scores[-1, 3:]
     torch.testing.assert_close(found, recursion(maps, weights))
 
 
@@ -137,7 +137,7 @@ def test_an_empty_row_keeps_itself_or_is_told():
     scores = maps["cross"].scores.clone()
     scores[1, 0] = 0
     maps["cross"] = maps["cross"].replace(scores=scores)
-    joined = lm.joint(maps)
+    joined = lm.aggregation.joint(maps)
     assert joined.scores[-1, 3].tolist() == [0, 0, 0, 1, 0]
     assert any("cross: all-zero rows" in note and "layer 1 query 3" in note for note in joined.notes)
 
@@ -181,11 +181,11 @@ def test_an_empty_row_keeps_itself_or_is_told():
 )
 def test_what_does_not_fit_is_refused(change, error, message):
     with pytest.raises(error, match=message):
-        lm.joint(change(by_hand()))
+        lm.aggregation.joint(change(by_hand()))
 
 
 def test_formulas_that_know_of_no_other_residual_refuse_it():
-    joined = lm.joint(by_hand())
+    joined = lm.aggregation.joint(by_hand())
     for aggregate in (lm.rollout, lm.flow):
         with pytest.raises(
             ValueError, match="expected maps of one part for receptive_field, got a joint stack"
@@ -197,6 +197,6 @@ def test_formulas_that_know_of_no_other_residual_refuse_it():
 
 def test_weights_that_are_none():
     with pytest.raises(ValueError, match=r"residual: expected some of \['encoder', 'decoder', 'cross'\]"):
-        lm.joint(by_hand(), residual={"middle": 0.5})
+        lm.aggregation.joint(by_hand(), residual={"middle": 0.5})
     with pytest.raises(ValueError, match="residual"):
-        lm.joint(by_hand(), residual=1.5)
+        lm.aggregation.joint(by_hand(), residual=1.5)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lens_mix.aggregation import residual_weight, rollout
+from lens_mix.aggregation.rollout import residual_weight, rollout
 from lens_mix.maps import MixingMap
 from lens_mix.methods import METHODS
 from tests.random_maps import REFERENCE, map_of, random_attention, reference_arrays

@@ -51,7 +51,7 @@ def run():
             torch.nn.init.constant_(parameter, 3.0)
     prompt = tokens(model, 1, SIZE, 1)[0]
     return lm.run(
-        model, prompt, ["attention", lm.AttentionWeights(per_head=True), "attn_res_w", "value_norm"]
+        model, prompt, ["attention", lm.methods.AttentionWeights(per_head=True), "attn_res_w", "value_norm"]
     )
 
 
@@ -149,7 +149,7 @@ def test_joint_stacks():
         causal=False,
         provenance={"sink": True},
     )
-    stack = lm.joint({"encoder": source, "decoder": target, "cross": cross})
+    stack = lm.aggregation.joint({"encoder": source, "decoder": target, "cross": cross})
     layers = stack.scores.numpy()
     close(layers[0, :SIZE, :SIZE], oracle(source.scores[:1])[0])
     close(layers[2, SIZE:, SIZE:], oracle(target.scores[:1])[0])

@@ -150,7 +150,7 @@ def test_text():
     scores = torch.zeros(2, 3, 3)
     scores[1, 2, 1], scores[0, 1, 0] = 2.0, 0.5
     mixing_map = as_map(scores).replace(tokens=["[bold]", "cat", "Ġsat"])
-    text = lm.tree_text(lm.attribution_tree(mixing_map))
+    text = lm.aggregation.tree_text(lm.attribution_tree(mixing_map))
     assert text.splitlines() == [
         "'Ġsat' @2",
         "└── 'cat' @1  layer 1, 2",
@@ -166,7 +166,7 @@ def test_the_text_is_not_displayed_in_a_notebook(monkeypatch):
     monkeypatch.setattr("rich.jupyter.display", lambda *output: shown.append(output))
     scores = torch.zeros(1, 2, 2)
     scores[0, 1, 0] = 1.0
-    assert "'t1' @1" in lm.tree_text(lm.attribution_tree(as_map(scores)))
+    assert "'t1' @1" in lm.aggregation.tree_text(lm.attribution_tree(as_map(scores)))
     assert shown == []
 
 

@@ -170,7 +170,7 @@ def test_the_log_probability_is_that_of_a_plain_softmax(models: maps.Models) -> 
         log_p = models.plain(record.tokens[None]).logits[0].log_softmax(-1)
     wanted = sum(float(log_p[i - 1, record.tokens[i]]) for i in range(12, 15))
     assert gold.log_p_of(models.plain, record.tokens, 3) == pytest.approx(wanted, abs=1e-5)
-    found = lm.run(models.bridge, record.tokens, lm.Gim(maps.span_target(record)), queries=[-1])
+    found = lm.run(models.bridge, record.tokens, lm.methods.Gim(maps.span_target(record)), queries=[-1])
     assert found.explained[0].value == pytest.approx(wanted, abs=1e-5)
 
 
@@ -184,9 +184,9 @@ def test_maps_of_one_plain_pass_are_the_librarys(models: maps.Models) -> None:
     def row(m: lm.MixingMap, rows: list[int]) -> torch.Tensor:
         return m.scores[-1, rows].sum(0)[:12].double()
 
-    weighted = lm.run(models.bridge, record.tokens, lm.GradientAttention(target))
+    weighted = lm.run(models.bridge, record.tokens, lm.methods.GradientAttention(target))
     attention = lm.run(models.bridge, record.tokens, "attention")
-    plain = lm.run(models.bridge, record.tokens, lm.InputGradients(target), queries=[-1])
+    plain = lm.run(models.bridge, record.tokens, lm.methods.InputGradients(target), queries=[-1])
     wanted = {
         "input_gradients, norm": row(plain, [0]),
         "gradient_attention, mean": weighted.scores[:, record.rows].mean(0).sum(0)[:12].double(),

@@ -18,7 +18,7 @@ from lens_mix.corpus import files, job, work
 from tests import tiny_models
 from tests.corpus.conftest import build, contents, draw_texts
 
-METHODS = ["attention", lm.ValueNorms(per_head=True)]
+METHODS = ["attention", lm.methods.ValueNorms(per_head=True)]
 REDUCE = {
     "kinds": corpus.Mean(by=("layer", "key_kind"), per="row"),
     "offsets": corpus.Mean(by=("layer", "offset"), methods=["attention"]),

@@ -104,7 +104,7 @@ def test_functions_of_a_map():
 
 def test_head_importance_is_that_of_the_evaluation(tmp_path, tiny):
     prompts = draw_texts(6)
-    method = lm.AttentionAttribution(per_head=True, target=lm.targets.predicted(of="probability"))
+    method = lm.methods.AttentionAttribution(per_head=True, target=lm.targets.predicted(of="probability"))
     reduce = {"heads": corpus.Mean(by=("layer", "head"), of=corpus.largest_per_head)}
     corpus.run(build, prompts, method, reduce, tmp_path, shard_size=4, keep_maps=False)
     found = corpus.load(tmp_path, "heads")

@@ -65,7 +65,7 @@ def test_the_guide_on_wrapped_encoders_runs(tmp_path: Path, monkeypatch: pytest.
     names = run_examples("wrapped_encoders.md", {})
     assert names["m"].tokens[0] == "[CLS]"
     assert names["m"].scores.shape[0] == 2
-    hidden = lm.run(names["model"], "a fine film", lm.Occlusion(target=names["target"]), queries=[0])
+    hidden = lm.run(names["model"], "a fine film", lm.methods.Occlusion(target=names["target"]), queries=[0])
     assert float(hidden.scores.abs().max()) > 0
 
 

@@ -406,7 +406,7 @@ def test_an_8_bit_tagger_becomes_the_model_that_it_was(
 
     model = models.quire_tagger()
     target = lm.targets.hf_classifier(model, "$REPLACE_there", of="logit", position=2)
-    m = lm.run(model, "w6 w7 w8", lm.GradientAttention(target=target))
+    m = lm.run(model, "w6 w7 w8", lm.methods.GradientAttention(target=target))
     assert m.tokens == ["[CLS]", "w6", "w7", "w8", "[SEP]"]
     expected = found.eval()(torch.tensor([[2, 6, 7, 8, 3]])).logits[0, 2, 2].item()
     assert m.provenance["details"]["target_value"][0] == pytest.approx(expected, abs=1e-5)

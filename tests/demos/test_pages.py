@@ -181,7 +181,7 @@ def test_the_example_method_of_the_page_runs(model: Any, monkeypatch: pytest.Mon
     for example in (method, use):
         exec(compile(example, "add_a_method.md", "exec"), module.__dict__)
     found = module.__dict__["m"]
-    largest = lm.run(model, prompt, lm.AttentionWeights(per_head=True)).scores.amax(1)
+    largest = lm.run(model, prompt, lm.methods.AttentionWeights(per_head=True)).scores.amax(1)
     assert found.parameters == {"floor": 0.1}
     assert found.scores.equal(largest.where(largest >= 0.1, 0.0))
     with pytest.raises(ValueError, match="floor: expected a number from 0 to 1, got 2"):

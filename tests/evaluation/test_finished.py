@@ -185,12 +185,12 @@ def far_tokens(last):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"methods": lm.ValueZeroing(metric="euclidean")}, "methods"),
+        ({"methods": lm.methods.ValueZeroing(metric="euclidean")}, "methods"),
         ({"aggregations": ["rollout"]}, "aggregations"),
         ({"randomised_model": True}, "randomised_model: false there, true here"),
         ({"attention_mask": torch.tensor([1, 1, 1, 1, 1, 1, 0])}, "options"),
         ({"task": Importance([torch.tensor([1, 2, 3])], OCCLUSION)}, "cases"),
-        ({"task": Importance([torch.tensor([1, 2, 3])], lm.Occlusion(replacements=[9]))}, "task"),
+        ({"task": Importance([torch.tensor([1, 2, 3])], lm.methods.Occlusion(replacements=[9]))}, "task"),
     ],
 )
 def test_another_question_is_refused(own, path, changes, named):

@@ -30,7 +30,7 @@ from tests.matrix import build_or_skip
 from tests.random_maps import map_of, random_attention
 from tests.tiny_models import gpt2_like
 
-OCCLUSION = lm.Occlusion(replacements=[3, 5], measure="absolute")
+OCCLUSION = lm.methods.Occlusion(replacements=[3, 5], measure="absolute")
 
 
 def word_tokenizer(words):
@@ -145,7 +145,7 @@ def test_the_target_of_a_case_is_explained(model):
     board = lm.evaluate(
         model, Cues([Case(tokens, relevant=(2,), target=target)]), "input_gradients", ["mean"]
     )
-    row = lm.run(model, tokens, lm.InputGradients(target=target), queries=[-1]).scores[0, 0]
+    row = lm.run(model, tokens, lm.methods.InputGradients(target=target), queries=[-1]).scores[0, 0]
     (record,) = [record for record in board.records if record["method"] == "input_gradients"]
     assert record["mass_accuracy"] == pytest.approx(float(row[2] / row.sum()))
 

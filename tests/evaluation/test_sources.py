@@ -226,11 +226,11 @@ def test_the_task_scores_rows_as_the_functions_do(model, prompt):
 def test_the_task_explains_several_tokens(model, prompt):
     """The rows before the written tokens are summed; a method with a target explains the whole span."""
     case = Case(prompt, query=(6, 7, 8), target=TARGET, sources=SOURCES)
-    methods = ["attention", "input_gradients", "gradient_attention", lm.AttributionPatching()]
+    methods = ["attention", "input_gradients", "gradient_attention", lm.methods.AttributionPatching()]
     board = lm.evaluate(model, Sources([case], ablations=16), methods, ["mean"])
     assert "attribution_patching" in board.refused
-    explained = lm.run(model, prompt, lm.InputGradients(target=TARGET), queries=[-1])
-    by_head = lm.layer_mean(lm.run(model, prompt, lm.GradientAttention(target=TARGET)))
+    explained = lm.run(model, prompt, lm.methods.InputGradients(target=TARGET), queries=[-1])
+    by_head = lm.layer_mean(lm.run(model, prompt, lm.methods.GradientAttention(target=TARGET)))
     rows = {
         "attention": lm.layer_mean(lm.run(model, prompt, "attention")).scores[-1, [6, 7, 8]].sum(0),
         "input_gradients": explained.scores[-1, 0],

@@ -84,7 +84,7 @@ def test_cross_attention_has_the_sources_positions(name):
         table = weights_and_norms(model, pair, part="cross")
     except lm.UnsupportedModelError as problem:  # happens for T5 before TransformerLens 4
         pytest.skip(str(problem))
-    methods = [lm.AttentionWeights(per_head=True), lm.ValueNorms(per_head=True)]
+    methods = [lm.methods.AttentionWeights(per_head=True), lm.methods.ValueNorms(per_head=True)]
     weights, weighted = lm.run(model, pair, methods, part="cross").values()
     assert list(table["token"].unique()) == list(dict.fromkeys(weights.key_tokens))
     for layer, part in table.groupby("layer"):

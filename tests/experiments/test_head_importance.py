@@ -21,7 +21,7 @@ def test_attribution_is_the_mean_of_the_largest_entries():
     model = gpt2_like(torch.float64)
     some = prompts(model)
     found = head_importance(model, some)
-    maps = [lm.run(model, prompt, lm.AttentionAttribution(per_head=True)).scores for prompt in some]
+    maps = [lm.run(model, prompt, lm.methods.AttentionAttribution(per_head=True)).scores for prompt in some]
     expected = sum(scores.amax((-1, -2)) for scores in maps) / 3
     assert (found.scores - expected).abs().max() <= 1e-12
     assert (found.name, found.examples) == ("attribution", 3)
@@ -36,7 +36,7 @@ def test_targets_one_for_each_prompt():
         head_importance(model, [prompt], targets=target) for prompt, target in zip(some, targets, strict=True)
     ]
     assert (found.scores - (alone[0].scores + alone[1].scores) / 2).abs().max() <= 1e-12
-    method = lm.AttentionAttribution(target=targets[0], n_steps=3)
+    method = lm.methods.AttentionAttribution(target=targets[0], n_steps=3)
     same = head_importance(model, some[:1], method=method)
     assert (same.scores - alone[0].scores).abs().max() > 0
     with pytest.raises(ValueError, match="targets: expected one, or one for each of 2 prompts, got 1"):
@@ -47,7 +47,7 @@ def test_attention():
     model = gpt2_like(torch.float64)
     some = prompts(model)
     found = head_importance(model, some, "attention")
-    maps = [lm.run(model, prompt, lm.AttentionWeights(per_head=True)).scores for prompt in some]
+    maps = [lm.run(model, prompt, lm.methods.AttentionWeights(per_head=True)).scores for prompt in some]
     # The first query of a causal model gives itself the weight 1 in every head.
     assert (found.scores - sum(scores[:, :, 1:].amax((-1, -2)) for scores in maps) / 3).abs().max() <= 1e-12
     assert found.scores.max() < 1
@@ -59,10 +59,10 @@ def test_attention():
 def test_rough_completeness_is_told():
     model = gpt2_like(torch.float64)
     some = prompts(model, 2)
-    rough = lm.AttentionAttribution(method="riemann_left", n_steps=1)
+    rough = lm.methods.AttentionAttribution(method="riemann_left", n_steps=1)
     found = head_importance(model, some, method=rough)
     assert any("completeness in doubt for 2 prompts" in note for note in found.notes)
-    assert head_importance(model, some, method=lm.AttentionAttribution(n_steps=32)).notes == ()
+    assert head_importance(model, some, method=lm.methods.AttentionAttribution(n_steps=32)).notes == ()
 
 
 def test_taylor_is_the_slope_of_the_loss_in_a_head_mask():
@@ -166,7 +166,7 @@ def test_bad_input():
         ((model, []), {}, "prompts: expected at least one"),
         ((model, some, "gradient"), {}, "by: expected 'attribution'"),
         ((model, some), {"statistic": "sum"}, "statistic: expected"),
-        ((model, some, "taylor"), {"method": lm.AttentionAttribution()}, "method: applies to"),
+        ((model, some, "taylor"), {"method": lm.methods.AttentionAttribution()}, "method: applies to"),
     ]:
         with pytest.raises(ValueError, match=message):
             head_importance(*arguments, **keywords)

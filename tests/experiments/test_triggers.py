@@ -77,7 +77,7 @@ def test_extraction_by_hand(model):
     assert [sum(t.strength) for t in found] == sorted((sum(t.strength) for t in found), reverse=True)
     for trigger in found:
         tokens = torch.tensor(trigger.source.tokens)
-        scores = lm.run(model, tokens, lm.AttentionAttribution(per_head=True)).scores
+        scores = lm.run(model, tokens, lm.methods.AttentionAttribution(per_head=True)).scores
         assert scores.max().item() == pytest.approx(trigger.strength[0])
         (query, key), (query2, key2) = trigger.pairs
         head = scores[trigger.layer, trigger.head]

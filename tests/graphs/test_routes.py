@@ -130,7 +130,7 @@ def test_words():
 def test_of_a_model_it_is_the_cut_of_all_edges(name, per_head):
     factory = hooked_transformer if name == "LN" else bridge
     model = build_or_skip(factory, name, torch.float64)
-    found = lm.run(model, tokens(model, 1, 7, 1), lm.InformationFlowRoutes(per_head=per_head))
+    found = lm.run(model, tokens(model, 1, 7, 1), lm.methods.InformationFlowRoutes(per_head=per_head))
     everything = information_flow_routes(found, list(range(7)), threshold=0)
     mids = [node for node, kind in everything.nodes(data="kind") if kind in ("resid_mid", "resid_post")]
     for node in mids:
@@ -205,7 +205,9 @@ def test_of_an_encoder_decoder_down_to_source_and_prefix(name, per_head, tmp_pat
     hooked = name == "HookedEncoderDecoder"
     model = build_or_skip(*((hooked_encoder_decoder,) if hooked else (bridge, name)), torch.float64)
     try:
-        maps = lm.run(model, prompt_of(model), lm.InformationFlowRoutes(per_head=per_head), part="all")
+        maps = lm.run(
+            model, prompt_of(model), lm.methods.InformationFlowRoutes(per_head=per_head), part="all"
+        )
     except lm.UnsupportedModelError as reason:
         pytest.skip(str(reason))
     source, target = len(maps["encoder"].tokens), len(maps["decoder"].tokens)

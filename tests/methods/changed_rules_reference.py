@@ -25,16 +25,16 @@ from lens_mix.methods.gim import modified_attention
 
 # The methods, with some of their options.
 METHODS = [
-    lm.Gim(),
-    lm.Gim(activations="ratio"),
-    lm.Gim(gate_up=1),
-    lm.Gim(activations="ratio", gate_up=0.75),
-    lm.Gim(temperature=1, queries_keys=0.5, values=1),
-    lm.Gim(temperature=3.0, queries_keys=1.0, values=0.0),
-    lm.FrozenGradients(),
-    lm.FrozenGradients(activations="ratio"),
+    lm.methods.Gim(),
+    lm.methods.Gim(activations="ratio"),
+    lm.methods.Gim(gate_up=1),
+    lm.methods.Gim(activations="ratio", gate_up=0.75),
+    lm.methods.Gim(temperature=1, queries_keys=0.5, values=1),
+    lm.methods.Gim(temperature=3.0, queries_keys=1.0, values=0.0),
+    lm.methods.FrozenGradients(),
+    lm.methods.FrozenGradients(activations="ratio"),
 ]
-Method = lm.Gim | lm.FrozenGradients
+Method = lm.methods.Gim | lm.methods.FrozenGradients
 
 
 class Ratio(torch.autograd.Function):
@@ -75,7 +75,7 @@ def masked(scores: Tensor) -> Tensor:
 
 def mixed(scores: Tensor, value: Tensor, method: Method) -> Tensor:
     """Mix the values by the softmax of the scores, differentiated as in the files of the papers."""
-    if isinstance(method, lm.Gim):
+    if isinstance(method, lm.methods.Gim):
         factors = method.temperature, method.queries_keys, method.values
         return modified_attention(scores, value, *factors)
     return frozen_attention(scores, value)
@@ -87,7 +87,9 @@ def activated(z: Tensor, act: Any, method: Method) -> Tensor:
 
 def gated(gate: Tensor, up: Tensor, act: Any, method: Method) -> Tensor:
     """Return act(gate) ⊙ up. GIM and the ratio rule multiply the gradients of gate and up by a factor."""
-    factor = method.gate_up if isinstance(method, lm.Gim) else 0.5 if method.activations == "ratio" else 1
+    factor = (
+        method.gate_up if isinstance(method, lm.methods.Gim) else 0.5 if method.activations == "ratio" else 1
+    )
     return activated(Scaled.apply(gate, factor), act, method) * Scaled.apply(up, factor)
 
 

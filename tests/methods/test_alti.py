@@ -56,7 +56,7 @@ def test_equals_alti(bert):
 @pytest.mark.parametrize(("order", "name"), [(1, "contributions"), (2, "contributions_l2")])
 def test_distances_equal_alti_to_the_last_digit_with_its_quirk(bert, order, name):
     model, inputs = bert
-    blocks = run_prompt(model, methods=lm.Alti(), **inputs).blocks
+    blocks = run_prompt(model, methods=lm.methods.Alti(), **inputs).blocks
     for layer, block in enumerate(blocks):
         vectors = attention_vectors(block)
         found = distances(vectors.normed, vectors.states.mid - QUIRK, order)[0]
@@ -65,7 +65,7 @@ def test_distances_equal_alti_to_the_last_digit_with_its_quirk(bert, order, name
 
 def test_contributions_equal_alti_logit(gpt2):
     known = reference("altilogit_gpt2_tiny_f64")
-    blocks = run_prompt(gpt2, known["input_ids"][0], lm.Alti()).blocks
+    blocks = run_prompt(gpt2, known["input_ids"][0], lm.methods.Alti()).blocks
     for layer, block in enumerate(blocks):
         vectors = attention_vectors(block)
         assert largest(vectors.states.mid[0], known["attn_res_outputs"][layer]) < 1e-10
@@ -78,7 +78,7 @@ def test_contributions_equal_alti_logit(gpt2):
 
 def test_logit_shares_equal_alti_logit(gpt2):
     known = reference("altilogit_gpt2_tiny_f64")
-    blocks = run_prompt(gpt2, known["input_ids"][0], lm.AltiLogit()).blocks
+    blocks = run_prompt(gpt2, known["input_ids"][0], lm.methods.AltiLogit()).blocks
     head = blocks[-1].unembedding()
     # The two tokens for which the authors' code was run.
     for place, token in enumerate((7, 9)):
@@ -91,8 +91,8 @@ def test_logit_shares_equal_alti_logit(gpt2):
 def test_alti_logit_and_what_it_leaves_out_add_up_to_the_logit(gpt2):
     tokens = reference("altilogit_gpt2_tiny_f64")["input_ids"][0]
     token = 11
-    found = lm.run(gpt2, tokens, lm.AltiLogit(token=token))
-    checked = run_prompt(gpt2, tokens, lm.AltiLogit())
+    found = lm.run(gpt2, tokens, lm.methods.AltiLogit(token=token))
+    checked = run_prompt(gpt2, tokens, lm.methods.AltiLogit())
     head = checked.blocks[-1].unembedding()
     columns = head.W_U.T[torch.full((1, len(tokens)), token)]
     direction = through_unembedding(head, checked.blocks[-1].resid_post, columns)[0]
@@ -107,11 +107,15 @@ def test_a_contrast_is_a_difference(gpt2):
     tokens = reference("altilogit_gpt2_tiny_f64")["input_ids"][0]
     for_one, for_other, both = (
         lm.run(gpt2, tokens, method).scores
-        for method in (lm.AltiLogit(token=5), lm.AltiLogit(token=6), lm.AltiLogit(token=5, against=6))
+        for method in (
+            lm.methods.AltiLogit(token=5),
+            lm.methods.AltiLogit(token=6),
+            lm.methods.AltiLogit(token=5, against=6),
+        )
     )
     assert largest(for_one - for_other, both) < 1e-10
-    following = lm.run(gpt2, tokens, lm.AltiLogit(token="next")).scores
-    first = lm.run(gpt2, tokens, lm.AltiLogit(token=int(tokens[1]))).scores
+    following = lm.run(gpt2, tokens, lm.methods.AltiLogit(token="next")).scores
+    first = lm.run(gpt2, tokens, lm.methods.AltiLogit(token=int(tokens[1]))).scores
     assert largest(following[:, 0], first[:, 0]) < 1e-10
 
 
@@ -121,8 +125,8 @@ def test_equals_the_definition_written_out(case, distance):
     for block in blocks_of(case):
         definition = written_out(block)
         nearer = alti(definition.normed, definition.mid, order)
-        assert largest(lm.Alti(distance, normalize=False)(block), nearer) < 1e-10
-        rows = lm.Alti(distance)(block)
+        assert largest(lm.methods.Alti(distance, normalize=False)(block), nearer) < 1e-10
+        rows = lm.methods.Alti(distance)(block)
         assert largest(rows, normalize_rows(nearer)) < 1e-8
         assert largest(rows.sum(-1), (nearer.sum(-1) > 0).double()) < 1e-12
 
@@ -132,16 +136,16 @@ def test_alti_logit_equals_the_definition_written_out(case):
     blocks = blocks_of(case)
     directions = torch.randn(blocks[-1].resid_pre.shape, generator=torch.Generator().manual_seed(0)).double()
     branches = [written_out(block).branch for block in blocks]
-    found = alti_logit(branches, directions, [lm.Alti()(block) for block in blocks])
+    found = alti_logit(branches, directions, [lm.methods.Alti()(block) for block in blocks])
     below = torch.eye(directions.shape[1], dtype=torch.float64)[None]
     for block, scores in zip(blocks, found, strict=True):
         assert largest(logit_shares(block, directions) @ below, scores) < 1e-9
-        below = lm.Alti()(block) @ below
+        below = lm.methods.Alti()(block) @ below
 
 
 @each_model("alti_logit", "no logits", "changed logits")
 def test_the_methods_logits_are_those_of_the_definition(case):
-    method = lm.AltiLogit(token=5, against=7)
+    method = lm.methods.AltiLogit(token=5, against=7)
     blocks = blocks_of(case)
     directions = token_directions(blocks[-1], method.token, method.against)
     definitions = [written_out(block) for block in blocks]
@@ -160,9 +164,9 @@ def test_lengths_keep_the_digits_that_a_small_share_is_a_difference_of(order):
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="distance: expected 'l1' or 'l2', got 'l3'"):
-        lm.Alti("l3")
+        lm.methods.Alti("l3")
     with pytest.raises(ValueError, match="token: expected 'predicted' or 'next', got 'last'"):
-        lm.AltiLogit(token="last")
+        lm.methods.AltiLogit(token="last")
     if available(bridge, "gemma2"):
         with pytest.raises(lm.UnsupportedModelError, match="a soft cap"):
             lm.run(_large_logits(bridge("gemma2")), torch.arange(3, 9), "alti_logit")
@@ -171,7 +175,7 @@ def test_what_cannot_be_is_refused():
             lm.run(bridge("bert"), torch.arange(3, 9), "alti_logit")
     if available(hooked_transformer, "LN"):
         with pytest.raises(ValueError, match=r"token: expected 0\.\.49, got 50"):
-            lm.run(hooked_transformer("LN"), torch.arange(3, 9), lm.AltiLogit(token=50))
+            lm.run(hooked_transformer("LN"), torch.arange(3, 9), lm.methods.AltiLogit(token=50))
 
 
 def _large_logits(model):
@@ -199,7 +203,9 @@ def test_a_token_that_only_rounding_decides_is_noted(name, seed):
     assert not [note for note in expected.notes if "equal but for rounding" in note]
     assert set(off.nonzero()[:, 0].tolist()) <= set(ast.literal_eval(note[note.index("{") :]))
     for token in (7, "next"):
-        one, other = (lm.run(model, prompt, lm.AltiLogit(token=token)).scores for model in (single, half))
+        one, other = (
+            lm.run(model, prompt, lm.methods.AltiLogit(token=token)).scores for model in (single, half)
+        )
         rows = slice(None) if token == 7 else slice(0, -1)
         assert (one - other)[:, rows].abs().max() < 0.05 * one.abs().max()
 
@@ -217,4 +223,4 @@ def test_the_note_speaks_of_the_asked_rows_of_each_prompt():
     asked = lm.run(model, prompts[0], "alti_logit", queries=[3, 5]).notes
     positions = [set(ast.literal_eval(note[note.index("{") :])) for note in (*alone[0], *asked)]
     assert positions[0] & {3, 5} == (positions[1] if asked else set())
-    assert lm.run(model, prompts[0], lm.AltiLogit(token=7)).notes == ()
+    assert lm.run(model, prompts[0], lm.methods.AltiLogit(token=7)).notes == ()

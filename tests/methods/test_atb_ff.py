@@ -17,9 +17,9 @@ from tests.tiny_models import available, bridge, hooked_transformer
 
 VARIANTS = {"on_path": "A", "fixed": "B"}
 STAGES = {
-    lm.AtbFf: ("atbff", "FFN"),
-    lm.AtbFfRes: ("atbffres", "res2"),
-    lm.AtbFfResLn: ("atbffresln", "encoder"),
+    lm.methods.AtbFf: ("atbff", "FFN"),
+    lm.methods.AtbFfRes: ("atbffres", "res2"),
+    lm.methods.AtbFfResLn: ("atbffresln", "encoder"),
 }
 
 
@@ -74,12 +74,12 @@ def test_equals_the_definition_written_out(case):
             m_gate = sum(weight * derivative(act, point * p) * point * u for point, weight in path)
             output = atb_ff(vectors, feed_forward.W_in, m, feed_forward.W_out)
             output = output + atb_ff(vectors, feed_forward.W_gate, m_gate, feed_forward.W_out)
-        assert largest(lm.AtbFf()(block), output.norm(dim=-1)) < 1e-10
+        assert largest(lm.methods.AtbFf()(block), output.norm(dim=-1)) < 1e-10
 
 
 @each_model("atb_ff")
 def test_next_norm_is_the_one_that_reads_the_output(case):
-    method = lm.AtbFfResLn(next_norm=True)
+    method = lm.methods.AtbFfResLn(next_norm=True)
     blocks = read_by_a_norm(blocks_of(case))
     maps = [method(block)[0] for block in blocks]
     for layer, block in enumerate(blocks):
@@ -219,4 +219,4 @@ def test_mixtures_and_cross_attention_are_refused_with_the_reason():
 
 def test_an_unknown_variant_is_refused():
     with pytest.raises(ValueError, match="biases: expected 'on_path' or 'fixed', got 'A'"):
-        lm.AtbFf("A")
+        lm.methods.AtbFf("A")

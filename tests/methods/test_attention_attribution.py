@@ -40,7 +40,7 @@ def test_the_released_code(model_class):
     tokens, inputs = hao.prompt(expected)
     logits = hao.classifier()
     target = lm.targets.head(lambda resid: logits(resid).softmax(-1)[:, expected["pred"]])
-    method = lm.AttentionAttribution(target=target, method="riemann_left", n_steps=20, per_head=True)
+    method = lm.methods.AttentionAttribution(target=target, method="riemann_left", n_steps=20, per_head=True)
     found = lm.run(hao.body(model_class), tokens, method, **inputs)
     assert found.scores.shape == expected["attr"].shape
     assert (found.scores - expected["attr"]).abs().max() <= 1e-8
@@ -54,9 +54,9 @@ def test_captum(rule):
     captum = pytest.importorskip("captum.attr")
     model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
-    method = lm.AttentionAttribution(n_steps=6, method=rule, per_head=True)
+    method = lm.methods.AttentionAttribution(n_steps=6, method=rule, per_head=True)
     found = lm.run(model, tokens, [method, "attention"])
-    clean = lm.run(model, tokens, lm.AttentionWeights(per_head=True)).scores
+    clean = lm.run(model, tokens, lm.methods.AttentionWeights(per_head=True)).scores
     with torch.no_grad():
         token = int(model(tokens[None])[0, -1].argmax())
     for layer in range(2):
@@ -94,7 +94,7 @@ def test_whole_forward_passes(name):
     def function(logits):
         return logits[:, 3, 7] - logits[:, 3, 9]
 
-    method = lm.AttentionAttribution(target=function, n_steps=4, per_head=True)
+    method = lm.methods.AttentionAttribution(target=function, n_steps=4, per_head=True)
     found = lm.run(model, tokens, method)
     for layer in range(2):
         expected = naive(model, tokens, layer, function, points, weights)
@@ -106,10 +106,10 @@ def test_whole_forward_passes(name):
 def test_the_hooks_on_a_run_of_your_own(layer):
     model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
-    method = lm.AttentionAttribution(target=lm.targets.logit(7), n_steps=3, per_head=True)
+    method = lm.methods.AttentionAttribution(target=lm.targets.logit(7), n_steps=3, per_head=True)
     found = lm.run(model, tokens, method)
     details = found.provenance["details"]
-    pattern = lm.run(model, tokens, lm.AttentionWeights(per_head=True)).scores[layer][None]
+    pattern = lm.run(model, tokens, lm.methods.AttentionWeights(per_head=True)).scores[layer][None]
 
     def value(given: Tensor) -> Tensor:
         return model.run_with_hooks(tokens[None], fwd_hooks=method.interventions(layer, given))[:, -1, 7]
@@ -145,7 +145,7 @@ def test_completeness_on_delegated_attention(name):
     if tiny_models.is_encoder_decoder(model):
         prompt = (prompt, tiny_models.tokens(model, 1, 5, 2)[0])
     try:
-        found = lm.run(model, prompt, lm.AttentionAttribution(n_steps=64))
+        found = lm.run(model, prompt, lm.methods.AttentionAttribution(n_steps=64))
     except lm.UnsupportedModelError as reason:
         pytest.skip(str(reason))
     details = found.provenance["details"]
@@ -161,7 +161,7 @@ def test_completeness_on_delegated_attention(name):
 def test_completeness_on_a_smooth_model(of):
     model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
-    method = lm.AttentionAttribution(target=lm.targets.predicted(of=of), n_steps=48)
+    method = lm.methods.AttentionAttribution(target=lm.targets.predicted(of=of), n_steps=48)
     details = lm.run(model, tokens, method).provenance["details"]
     assert all(abs(gap) <= 1e-6 for gap in details["completeness_gap"])
     assert all(
@@ -172,8 +172,8 @@ def test_completeness_on_a_smooth_model(of):
 def test_sum_over_heads_and_rows():
     model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
-    summed = lm.run(model, tokens, lm.AttentionAttribution())
-    apart = lm.run(model, tokens, lm.AttentionAttribution(per_head=True))
+    summed = lm.run(model, tokens, lm.methods.AttentionAttribution())
+    apart = lm.run(model, tokens, lm.methods.AttentionAttribution(per_head=True))
     assert summed.scores.shape == (2, 7, 7)
     assert (apart.scores.sum(1) - summed.scores).abs().max() <= 1e-12
     assert not summed.scores[:, *torch.triu_indices(7, 7, 1)].any()
@@ -190,12 +190,14 @@ def test_baselines():
     tokens = tiny_models.tokens(model, 1)[0]
     uniform = torch.ones(7, 7, dtype=torch.float64).tril() / torch.arange(1, 8, dtype=torch.float64)[:, None]
     given = uniform.expand(2, 4, 7, 7)
-    by_name = lm.run(model, tokens, lm.AttentionAttribution(baseline="uniform", n_steps=32))
-    by_tensor = lm.run(model, tokens, lm.AttentionAttribution(baseline=given, n_steps=32))
+    by_name = lm.run(model, tokens, lm.methods.AttentionAttribution(baseline="uniform", n_steps=32))
+    by_tensor = lm.run(model, tokens, lm.methods.AttentionAttribution(baseline=given, n_steps=32))
     by_function = lm.run(
-        model, tokens, lm.AttentionAttribution(baseline=lambda pattern, layer: given[layer][None], n_steps=32)
+        model,
+        tokens,
+        lm.methods.AttentionAttribution(baseline=lambda pattern, layer: given[layer][None], n_steps=32),
     )
-    zero = lm.run(model, tokens, lm.AttentionAttribution(n_steps=32))
+    zero = lm.run(model, tokens, lm.methods.AttentionAttribution(n_steps=32))
     assert torch.equal(by_tensor.scores, by_function.scores)
     assert (by_tensor.scores - by_name.scores).abs().max() <= 1e-12
     assert (by_name.scores - zero.scores).abs().max() > 1e-3
@@ -213,10 +215,10 @@ def test_a_baseline_may_not_break_the_mask():
         (torch.zeros(4, 7, 7), r"\[layer, head, query, key\]"),
     ]:
         with pytest.raises(ValueError, match=message):
-            lm.run(model, tokens, lm.AttentionAttribution(baseline=baseline))
+            lm.run(model, tokens, lm.methods.AttentionAttribution(baseline=baseline))
     two = [tokens, tokens.flip(0)]
     with pytest.raises(ValueError, match="a tensor is for one prompt"):
-        list(lm.run_many(model, two, lm.AttentionAttribution(baseline=torch.zeros(2, 4, 7, 7))))
+        list(lm.run_many(model, two, lm.methods.AttentionAttribution(baseline=torch.zeros(2, 4, 7, 7))))
 
 
 # ------------------------------------------------------------------ steps and memory
@@ -225,11 +227,11 @@ def test_a_baseline_may_not_break_the_mask():
 def test_each_layer_takes_the_points_it_needs():
     model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
-    exact = lm.run(model, tokens, lm.AttentionAttribution(n_steps=100, per_head=True)).scores
+    exact = lm.run(model, tokens, lm.methods.AttentionAttribution(n_steps=100, per_head=True)).scores
     steps = []
     for tolerance in (1e-2, 1e-4, 1e-7):
         found = lm.run(
-            model, tokens, lm.AttentionAttribution(tolerance=tolerance, max_steps=63, per_head=True)
+            model, tokens, lm.methods.AttentionAttribution(tolerance=tolerance, max_steps=63, per_head=True)
         )
         details = found.provenance["details"]
         assert max(map(abs, details["completeness_gap"])) <= tolerance
@@ -246,7 +248,7 @@ def test_each_layer_takes_the_points_it_needs():
 def test_points_of_a_nested_rule_are_those_of_the_definition(count):
     model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
-    method = lm.AttentionAttribution(
+    method = lm.methods.AttentionAttribution(
         target=lm.targets.logit(7), tolerance=1e-12, max_steps=count, per_head=True
     )
     found = lm.run(model, tokens, method)
@@ -264,7 +266,9 @@ def test_by_default_what_a_target_is_measured_in_does_not_matter():
     tokens = tiny_models.tokens(model, 1)[0]
     maps = [
         lm.run(
-            model, tokens, lm.AttentionAttribution(target=lambda logits, unit=unit: unit * logits[:, -1, 7])
+            model,
+            tokens,
+            lm.methods.AttentionAttribution(target=lambda logits, unit=unit: unit * logits[:, -1, 7]),
         )
         for unit in (1.0, 1e-6, 1e6)
     ]
@@ -276,9 +280,9 @@ def test_by_default_what_a_target_is_measured_in_does_not_matter():
 def test_a_tolerance_that_is_not_met_is_noted():
     model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
-    found = lm.run(model, tokens, lm.AttentionAttribution(max_steps=7, tolerance=1e-14))
+    found = lm.run(model, tokens, lm.methods.AttentionAttribution(max_steps=7, tolerance=1e-14))
     assert [note for note in found.notes if "tolerance 1e-14 was not met" in note and "max_steps=7" in note]
-    exactly = lm.run(model, tokens, lm.AttentionAttribution(n_steps=2, tolerance=1e-14))
+    exactly = lm.run(model, tokens, lm.methods.AttentionAttribution(n_steps=2, tolerance=1e-14))
     assert exactly.provenance["details"]["steps"] == [2, 2]
     assert [note for note in exactly.notes if "tolerance 1e-14 was not met" in note]
 
@@ -286,8 +290,8 @@ def test_a_tolerance_that_is_not_met_is_noted():
 def test_only_the_prompts_that_need_more_points_get_them():
     model = gpt2_like(torch.float64)
     prompts = [tiny_models.tokens(model, 1, seed=seed)[0] for seed in range(4)]
-    single = [lm.run(model, p, lm.AttentionAttribution(tolerance=1e-4)) for p in prompts]
-    batch = list(lm.run_many(model, prompts, lm.AttentionAttribution(tolerance=1e-4)))
+    single = [lm.run(model, p, lm.methods.AttentionAttribution(tolerance=1e-4)) for p in prompts]
+    batch = list(lm.run_many(model, prompts, lm.methods.AttentionAttribution(tolerance=1e-4)))
     steps = [m.provenance["details"]["steps"] for m in batch]
     assert steps == [m.provenance["details"]["steps"] for m in single]
     assert len({tuple(s) for s in steps}) > 1
@@ -299,13 +303,13 @@ def test_only_the_prompts_that_need_more_points_get_them():
 def test_internal_batch_size_changes_nothing(size):
     model = gpt2_like(torch.float64)
     prompts = [tiny_models.tokens(model, 1, length)[0] for length in (7, 4)]
-    whole = list(lm.run_many(model, prompts, lm.AttentionAttribution()))
+    whole = list(lm.run_many(model, prompts, lm.methods.AttentionAttribution()))
     rows = []
     handle = model.blocks[1].register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(len((*args, *kwargs.values())[0])), with_kwargs=True
     )
     try:
-        chunked = list(lm.run_many(model, prompts, lm.AttentionAttribution(internal_batch_size=size)))
+        chunked = list(lm.run_many(model, prompts, lm.methods.AttentionAttribution(internal_batch_size=size)))
     finally:
         handle.remove()
     assert max(rows) <= max(size, 3)  # The verification of a replay runs three copies.
@@ -317,16 +321,16 @@ def test_max_memory_bounds_the_rows():
     model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     with pytest.raises(ValueError, match="max_memory: expected at least"):
-        lm.run(model, tokens, lm.AttentionAttribution(), max_memory=1000)
-    small = lm.run(model, tokens, lm.AttentionAttribution(), max_memory=400_000)
-    whole = lm.run(model, tokens, lm.AttentionAttribution())
+        lm.run(model, tokens, lm.methods.AttentionAttribution(), max_memory=1000)
+    small = lm.run(model, tokens, lm.methods.AttentionAttribution(), max_memory=400_000)
+    whole = lm.run(model, tokens, lm.methods.AttentionAttribution())
     assert (small.scores - whole.scores).abs().max() <= 1e-12
 
 
 def test_blocks_below_are_not_run_again():
     model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
-    method = lm.AttentionAttribution(n_steps=5)
+    method = lm.methods.AttentionAttribution(n_steps=5)
     rows: list[list[int]] = [[], []]
     for layer, block in enumerate(model.blocks):
         block.attn.register_forward_hook(
@@ -348,7 +352,7 @@ def test_blocks_below_are_not_run_again():
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2"])
 def test_invisible_scale_is_told(name):
     model = bridge(name)
-    found = lm.run(model, tiny_models.tokens(model, 1)[0], lm.AttentionAttribution())
+    found = lm.run(model, tiny_models.tokens(model, 1)[0], lm.methods.AttentionAttribution())
     told = [note for note in found.notes if "completeness is degenerate" in note]
     assert len(told) == 2
     details = found.provenance["details"]
@@ -364,7 +368,7 @@ def test_invisible_scale_is_told(name):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "bert"])
 def test_visible_scale_is_not_called_degenerate(name):
     model = bridge(name)
-    found = lm.run(model, tiny_models.tokens(model, 1)[0], lm.AttentionAttribution())
+    found = lm.run(model, tiny_models.tokens(model, 1)[0], lm.methods.AttentionAttribution())
     assert not [note for note in found.notes if "degenerate" in note]
 
 
@@ -375,7 +379,7 @@ def test_visible_scale_is_not_called_degenerate(name):
 def test_padded_prompts_get_what_they_get_alone(side):
     model = gpt2_like(torch.float64)
     prompts = [tiny_models.tokens(model, 1, length, seed=length)[0] for length in (7, 3, 5)]
-    method = lm.AttentionAttribution(per_head=True)
+    method = lm.methods.AttentionAttribution(per_head=True)
     alone = [lm.run(model, prompt, method) for prompt in prompts]
     together = list(lm.run_many(model, prompts, method, padding_side=side))
     for a, b in zip(alone, together, strict=True):
@@ -410,7 +414,10 @@ def test_the_model_comes_back_as_it_was(problem):
         return logits[:, -1, 4]
 
     tokens = tiny_models.tokens(model, 1)[0]
-    for method in (lm.AttentionAttribution(target=function), lm.GradientAttention(target=function)):
+    for method in (
+        lm.methods.AttentionAttribution(target=function),
+        lm.methods.GradientAttention(target=function),
+    ):
         if problem is None:
             lm.run(model, tokens, method)
         else:
@@ -440,7 +447,10 @@ def test_targets_without_a_gradient_are_refused():
     tokens = tiny_models.tokens(model, 1)[0]
     learned = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
     for function in (lambda logits: logits[:, -1, 4].detach(), lambda logits: learned.expand(len(logits))):
-        for method in (lm.AttentionAttribution(target=function), lm.GradientAttention(target=function)):
+        for method in (
+            lm.methods.AttentionAttribution(target=function),
+            lm.methods.GradientAttention(target=function),
+        ):
             with pytest.raises(ValueError, match="target: expected a differentiable function"):
                 lm.run(model, tokens, method)
 
@@ -463,7 +473,7 @@ def test_targets_without_a_gradient_are_refused():
 )
 def test_bad_options(options, error, message):
     with pytest.raises(error, match=message):
-        lm.AttentionAttribution(**options)
+        lm.methods.AttentionAttribution(**options)
 
 
 def test_inference_mode_is_refused():
@@ -478,7 +488,7 @@ def test_inference_mode_is_refused():
 
 def test_saved_and_loaded(tmp_path):
     model = gpt2_like(torch.float64)
-    found = lm.run(model, tiny_models.tokens(model, 1)[0], lm.AttentionAttribution())
+    found = lm.run(model, tiny_models.tokens(model, 1)[0], lm.methods.AttentionAttribution())
     found.save(tmp_path / "map.safetensors")
     again = lm.MixingMap.load(tmp_path / "map.safetensors")
     assert torch.equal(again.scores, found.scores)
@@ -506,10 +516,10 @@ def test_what_is_accepted_of_models_with_relu_is_right(name):
             prompt, options = (prompt, prompt[:6]), {"part": "decoder"}
         target = lm.targets.predicted(of="logit")
         try:
-            found = lm.run(model, prompt, lm.AttentionAttribution(target, per_head=True), **options)
+            found = lm.run(model, prompt, lm.methods.AttentionAttribution(target, per_head=True), **options)
         except lm.UnsupportedModelError as reason:
             pytest.skip(str(reason))
-        fine = lm.AttentionAttribution(target, per_head=True, method="riemann_middle", n_steps=400)
+        fine = lm.methods.AttentionAttribution(target, per_head=True, method="riemann_middle", n_steps=400)
         errors = (found.scores - lm.run(model, prompt, fine, **options).scores).abs().flatten(1).sum(1)
         sizes = found.scores.abs().flatten(1).sum(1)
         estimated = found.provenance["details"]["estimated_error"]
@@ -528,7 +538,7 @@ def test_which_models_are_smooth(name, smooth):
     prompt = tiny_models.tokens(model, 1, 7, 0)[0]
     seen = []
 
-    class Asks(lm.AttentionWeights):
+    class Asks(lm.methods.AttentionWeights):
         def __call__(self, block):
             seen.append(block.verification.is_smooth)
             return super().__call__(block)

@@ -41,10 +41,10 @@ def test_equals_the_definition_written_out(case):
     for block in blocks_of(case):
         anatomy, definition, vectors = block.anatomy, written_out(block), attention_vectors(block)
         expected = attn_res_ln(definition.residual, anatomy.attention_residual, definition.summed)
-        assert largest(lm.AttnResLn()(block), expected) < 1e-10
-        assert largest(lm.AttnRes()(block), norms(definition.residual)) < 1e-10
+        assert largest(lm.methods.AttnResLn()(block), expected) < 1e-10
+        assert largest(lm.methods.AttnRes()(block), norms(definition.residual)) < 1e-10
         if anatomy.attention_branch is None and anatomy.residual_multiplier == 1:
-            assert largest(lm.AttnRes()(block), attn_res(*heads_of(block), block.resid_pre)) < 1e-10
+            assert largest(lm.methods.AttnRes()(block), attn_res(*heads_of(block), block.resid_pre)) < 1e-10
         assert largest(vectors.residual.mixing_ratio(), mixing_ratio(definition.residual)) < 1e-10
         assert largest(vectors.normed.mixing_ratio(), mixing_ratio(definition.normed)) < 1e-10
 
@@ -69,19 +69,19 @@ def test_next_norm_is_the_one_that_reads_the_sum(case):
         if anatomy.attention_residual is not None or anatomy.parallel:
             norm = None
         expected = attn_res_ln(definition.normed, norm, definition.mid)
-        assert largest(lm.AttnResLn(next_norm=True)(block), expected) < 1e-10
+        assert largest(lm.methods.AttnResLn(next_norm=True)(block), expected) < 1e-10
 
 
 @each_model("attn_res")
 def test_weights_equal_their_definitions(case):
     for block in blocks_of(case):
         pattern = block.recorded("pattern")
-        assert largest(lm.AttentionWeights()(block), attention_weights(pattern)) < 1e-10
-        assert largest(lm.AttnResWeights()(block), attn_res_w(pattern)) < 1e-10
+        assert largest(lm.methods.AttentionWeights()(block), attention_weights(pattern)) < 1e-10
+        assert largest(lm.methods.AttnResWeights()(block), attn_res_w(pattern)) < 1e-10
 
 
 def test_the_record_names_the_norm_that_was_taken():
-    assert lm.AttnResLn(next_norm=True).parameters() == {"next_norm": True}
+    assert lm.methods.AttnResLn(next_norm=True).parameters() == {"next_norm": True}
 
 
 def test_a_norm_that_an_unknown_feed_forward_reads_is_refused():
@@ -89,4 +89,4 @@ def test_a_norm_that_an_unknown_feed_forward_reads_is_refused():
     prompt = tokens(model, 1, 8)
     assert lm.run(model, prompt, "attn_res_ln").scores.isfinite().all()
     with pytest.raises(lm.UnsupportedModelError, match=r"its mixture feed-forward is not verified"):
-        lm.run(model, prompt, lm.AttnResLn(next_norm=True))
+        lm.run(model, prompt, lm.methods.AttnResLn(next_norm=True))

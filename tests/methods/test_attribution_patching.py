@@ -36,7 +36,7 @@ RUNNING = {
 
 
 def last_row(model, prompt, **options):
-    method = lm.AttributionPatching(**{"replacements": STAND_INS, **options})
+    method = lm.methods.AttributionPatching(**{"replacements": STAND_INS, **options})
     return lm.run(model, prompt, method, queries=[-1]).scores[0, 0]
 
 
@@ -58,11 +58,13 @@ def test_without_tokens_between_it_is_occlusion(case):
     prompt, options = prompt_of(model), {"part": case.part, "queries": [-1]}
     runs = case.label.startswith("bridge ") and case.label.split(" ")[1] in RUNNING
     try:
-        found = lm.run(model, prompt, lm.AttributionPatching(replacements=STAND_INS), **options).scores
+        found = lm.run(
+            model, prompt, lm.methods.AttributionPatching(replacements=STAND_INS), **options
+        ).scores
     except lm.UnsupportedModelError:
         assert not runs
         return
-    replaced = lm.Occlusion(replacements=STAND_INS, measure="absolute")
+    replaced = lm.methods.Occlusion(replacements=STAND_INS, measure="absolute")
     expected = lm.run(model, prompt, replaced, **options).scores
     torch.testing.assert_close(found[..., -2:], expected[..., -2:], atol=1e-5, rtol=0)
 
@@ -78,7 +80,7 @@ def test_terms_add_up_and_neighbours_have_nothing_between():
 @pytest.mark.parametrize("n_measured", [0, 2, "auto"])
 def test_rows_and_prompts_are_as_alone(n_measured):
     model = build_or_skip(bridge, "gpt2", torch.float64)
-    method = lm.AttributionPatching(replacements=STAND_INS, n_measured=n_measured)
+    method = lm.methods.AttributionPatching(replacements=STAND_INS, n_measured=n_measured)
     prompts = [tokens(model, 1, length, seed=length)[0] for length in (7, 4)]
     together = list(lm.run_many(model, prompts, method, batch_size=2))
     for prompt, found in zip(prompts, together, strict=True):
@@ -90,7 +92,7 @@ def test_rows_and_prompts_are_as_alone(n_measured):
 
 def test_little_memory_changes_nothing():
     model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 12)
-    method = lm.AttributionPatching(n_samples=3)
+    method = lm.methods.AttributionPatching(n_samples=3)
     whole = lm.run(model, prompt, method, queries=[-1]).scores
     pieces = lm.run(model, prompt, method, queries=[-1], max_memory=1_000_000).scores
     torch.testing.assert_close(pieces, whole)
@@ -130,7 +132,7 @@ def test_hooks_that_act_everywhere_are_a_part_of_the_model():
     before = last_row(model, prompt)
     with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", lambda tensor, hook: 0.5 * tensor)]):
         found = last_row(model, prompt)
-        replaced = lm.Occlusion(replacements=STAND_INS, measure="absolute")
+        replaced = lm.methods.Occlusion(replacements=STAND_INS, measure="absolute")
         expected = lm.run(model, prompt, replaced, queries=[-1]).scores[0, 0]
     torch.testing.assert_close(found[-2:], expected[-2:], atol=1e-5, rtol=0)
     assert not torch.allclose(found, before, atol=1e-3)
@@ -138,7 +140,7 @@ def test_hooks_that_act_everywhere_are_a_part_of_the_model():
 
 def test_the_clean_pass_leaves_the_graph_of_a_prompt_alone(monkeypatch):
     model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
-    method = lm.AttributionPatching(replacements=STAND_INS)
+    method = lm.methods.AttributionPatching(replacements=STAND_INS)
     lm.run(model, prompt, method)
     passes, forward = [], Lens.forward
 
@@ -159,7 +161,7 @@ def test_the_clean_pass_leaves_the_graph_of_a_prompt_alone(monkeypatch):
     assert (len(passes), passes.count(True)) == (2 + 2, 2)
     passes.clear()
     # If everything is measured, nothing is estimated: the clean pass, one pass with copies.
-    measured = lm.AttributionPatching(replacements=STAND_INS, n_measured="auto")
+    measured = lm.methods.AttributionPatching(replacements=STAND_INS, n_measured="auto")
     lm.run(model, prompt, measured, queries=[-1])
     assert len(passes) == 2
 
@@ -167,7 +169,7 @@ def test_the_clean_pass_leaves_the_graph_of_a_prompt_alone(monkeypatch):
 def test_other_methods_of_the_run_are_out_of_the_graph():
     model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
     methods = ["attention", "value_zeroing", "alti", "gim", "value_norm", "occlusion"]
-    together = lm.run(model, prompt, [*methods, lm.AttributionPatching(replacements=STAND_INS)])
+    together = lm.run(model, prompt, [*methods, lm.methods.AttributionPatching(replacements=STAND_INS)])
     for name, found in together.items():
         assert not found.scores.requires_grad
         if name in methods:
@@ -231,7 +233,7 @@ def test_as_many_keys_as_asked_are_exact():
 def test_edits_on_a_run_of_ones_own_give_the_direct_term(name, bound):
     """The example of `AttributionPatching.interventions` runs unchanged."""
     model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 10)
-    method = lm.AttributionPatching(replacements=STAND_INS[:1], paths="direct")
+    method = lm.methods.AttributionPatching(replacements=STAND_INS[:1], paths="direct")
     found = lm.run(model, prompt, method, queries=[-1]).scores[0, 0]
     with torch.no_grad():
         clean = model(prompt[None])[0, -1]
@@ -268,7 +270,7 @@ def test_effects_are_the_formula_on_what_hooks_record(name, bound):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_terms_to_first_order_are_the_formula_on_the_gradients_of_the_rules(name):
     model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 10)
-    method, last = lm.AttributionPatching(), len(prompt) - 1
+    method, last = lm.methods.AttributionPatching(), len(prompt) - 1
     blocks = run_prompt(model, prompt, method).blocks
     # The graph of the run has been freed, so another one is made.
     rules = method.clean_rules([block.anatomy for block in blocks])
@@ -292,10 +294,12 @@ def test_terms_to_first_order_are_the_formula_on_the_gradients_of_the_rules(name
 @pytest.mark.parametrize(("name", "bound"), [("gpt2", 1e-10), ("llama", 1e-6)])
 def test_the_strongest_scores_are_measured_and_the_others_keep_their_order(name, bound):
     model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 12)
-    replaced = lm.Occlusion(replacements=STAND_INS, measure="absolute")
+    replaced = lm.methods.Occlusion(replacements=STAND_INS, measure="absolute")
     expected = lm.run(model, prompt, replaced, queries=[-1]).scores[0, 0]
     estimated = last_row(model, prompt)
-    found = lm.run(model, prompt, lm.AttributionPatching(replacements=STAND_INS, n_measured=3), queries=[-1])
+    found = lm.run(
+        model, prompt, lm.methods.AttributionPatching(replacements=STAND_INS, n_measured=3), queries=[-1]
+    )
     row, (chosen,) = found.scores[0, 0], found.provenance["details"]["measured"][0]
     assert chosen == sorted([*estimated[:-1].topk(3).indices.tolist(), 8])
     assert found.provenance["details"]["measured_passes"] == [[2 * len(chosen)]]
@@ -310,9 +314,9 @@ def test_all_scores_of_a_short_prompt_are_measured_and_some_of_a_long_one():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     for length, everything in ((17, True), (18, False), (32, False)):
         prompt = tokens(model, 1, length, seed=length)[0]
-        method = lm.AttributionPatching(replacements=STAND_INS, n_measured="auto")
+        method = lm.methods.AttributionPatching(replacements=STAND_INS, n_measured="auto")
         found = lm.run(model, prompt, method, queries=[-1])
-        replaced = lm.Occlusion(replacements=STAND_INS, measure="absolute")
+        replaced = lm.methods.Occlusion(replacements=STAND_INS, measure="absolute")
         expected = lm.run(model, prompt, replaced, queries=[-1], progress=None).scores[0, 0]
         (chosen,) = found.provenance["details"]["measured"][0]
         assert (len(chosen) == length) == everything
@@ -326,7 +330,7 @@ def test_all_scores_of_a_short_prompt_are_measured_and_some_of_a_long_one():
 
 def test_rows_of_more_than_32_tokens_are_estimated_alone():
     model = build_or_skip(bridge, "gpt2", torch.float64, n_positions=64)
-    prompt, method = tokens(model, 1, 33, seed=0)[0], lm.AttributionPatching(replacements=STAND_INS)
+    prompt, method = tokens(model, 1, 33, seed=0)[0], lm.methods.AttributionPatching(replacements=STAND_INS)
     auto = dataclasses.replace(method, n_measured="auto")
     found, estimated = (lm.run(model, prompt, each, queries=[10, -1]) for each in (auto, method))
     assert torch.equal(found.scores[0, 1], estimated.scores[0, 1])
@@ -349,7 +353,9 @@ def test_rescaled_by_hand():
 def test_one_token():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     found = last_row(model, torch.tensor([7]))
-    expected = lm.run(model, torch.tensor([7]), lm.Occlusion(replacements=STAND_INS, measure="absolute"))
+    expected = lm.run(
+        model, torch.tensor([7]), lm.methods.Occlusion(replacements=STAND_INS, measure="absolute")
+    )
     torch.testing.assert_close(found, expected.scores[0, 0])
 
 
@@ -386,7 +392,7 @@ def test_hooked_transformers_are_refused():
 )
 def test_bad_options(options, error, words):
     with pytest.raises(error, match=words):
-        lm.AttributionPatching(**options)
+        lm.methods.AttributionPatching(**options)
 
 
 def test_targets_of_several_positions_are_refused():

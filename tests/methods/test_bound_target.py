@@ -42,7 +42,10 @@ def test_a_single_row_reads_the_logits_of_the_clean_pass(
     monkeypatch: pytest.MonkeyPatch, target: Any, queries: list[int]
 ) -> None:
     model = gpt2_like(torch.float64)
-    prompts, methods = list(tokens(model, 2, 7)), [lm.Gim(target), lm.Occlusion(target=target)]
+    prompts, methods = (
+        list(tokens(model, 2, 7)),
+        [lm.methods.Gim(target), lm.methods.Occlusion(target=target)],
+    )
     assert target.reads_row_alone
 
     def run_each() -> list[Any]:
@@ -137,7 +140,7 @@ def test_every_method_explains_the_position_of_a_classifiers_target(kind: str, p
         pairs += [(difference, logits[2] - logits[1], "(class 2) minus that of 'LABEL_1' (class 1)")]
     for target, value, label in pairs:
         require_own_position(model, prompt, target, position % 6, float(value), expect_all=False)
-        found = lm.run(model, prompt, lm.Gim(target=target), queries=[position], progress=None)
+        found = lm.run(model, prompt, lm.methods.Gim(target=target), queries=[position], progress=None)
         assert f"{label} at position {position % 6}" in found.explained[0].target
 
 
@@ -145,10 +148,14 @@ def test_every_method_explains_the_position_of_a_classifiers_target(kind: str, p
 def test_an_encoders_error_recommends_the_row_of_an_encoder() -> None:
     classifier = classifier_of("bert", "BertForSequenceClassification")
     target, prompt = lm.targets.hf_classifier(classifier, 1), torch.tensor([5, 9, 12, 7, 30, 21])
-    for method in (lm.Occlusion(target=target, by="mask"), lm.InputGradients(target), lm.Gim(target)):
+    for method in (
+        lm.methods.Occlusion(target=target, by="mask"),
+        lm.methods.InputGradients(target),
+        lm.methods.Gim(target),
+    ):
         with pytest.raises(ValueError, match=r"expected one row \(queries=\[0\]\), got 6 rows"):
             lm.run(bridge("bert", torch.float64), prompt, method, progress=None)
-    method = lm.InputGradients(lm.targets.logit(7), score="integrated", n_steps=32)
+    method = lm.methods.InputGradients(lm.targets.logit(7), score="integrated", n_steps=32)
     with pytest.warns(UserWarning, match=r"queries=\[0\] makes the first row alone"):
         lm.run(bridge("bert", torch.float64), prompt, method)
 
@@ -160,21 +167,21 @@ def test_without_a_position_an_answer_is_explained_where_the_classifier_finds_it
     with torch.no_grad():
         logits = classifier(prompt[None]).start_logits[0]
     target, best = lm.targets.hf_classifier(classifier, "start", "logit"), int(logits.argmax())
-    (entry,) = lm.run(model, prompt, lm.InputGradients(target), queries=[(best + 1) % 6]).explained
+    (entry,) = lm.run(model, prompt, lm.methods.InputGradients(target), queries=[(best + 1) % 6]).explained
     assert entry.value == pytest.approx(float(logits.max()), abs=1e-6)
     assert entry.target == f"logit of 'start' (class 0) at position {best}"
     stated = lm.targets.hf_classifier(classifier, "start", "logit", position=2)
     with pytest.raises(ValueError, match=r"position 2; expected .*, got the row of position 0$"):
-        lm.run(model, prompt, lm.InputGradients(stated), queries=[0])
+        lm.run(model, prompt, lm.methods.InputGradients(stated), queries=[0])
 
 
 @pytest.mark.parametrize(
     "method",
     [
-        lm.InputGradients(score="integrated", n_steps=3),
-        lm.AttentionAttribution(n_steps=3),
-        lm.Occlusion(by="mask"),
-        lm.Gim(),
+        lm.methods.InputGradients(score="integrated", n_steps=3),
+        lm.methods.AttentionAttribution(n_steps=3),
+        lm.methods.Occlusion(by="mask"),
+        lm.methods.Gim(),
     ],
     ids=lambda method: method.name,
 )

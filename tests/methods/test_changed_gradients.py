@@ -35,7 +35,7 @@ def pair(name):
 def test_what_is_written_by_hand_is_the_model(name):
     model, written = pair(name)
     ids = tokens(model, 1, 9)
-    logits = written.logits(written.streams(written.embed(ids[0]), lm.Gim())[-1])
+    logits = written.logits(written.streams(written.embed(ids[0]), lm.methods.Gim())[-1])
     torch.testing.assert_close(model(ids)[0], logits, atol=1e-12, rtol=0)
 
 
@@ -54,7 +54,9 @@ def test_equals_the_papers_formulas(name, method):
         torch.testing.assert_close(absolute.scores[0, place], product.abs().sum(-1), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("method", [lm.Gim(), lm.Gim(temperature=1.5, values=2), lm.FrozenGradients()])
+@pytest.mark.parametrize(
+    "method", [lm.methods.Gim(), lm.methods.Gim(temperature=1.5, values=2), lm.methods.FrozenGradients()]
+)
 @pytest.mark.parametrize(
     "name", ["hooked LN", "hooked grouped", "hooked gated", "bridge gpt2", "bridge llama"]
 )
@@ -62,7 +64,7 @@ def test_edits_on_a_run_of_ones_own(name, method):
     """The example of `Gim.interventions` runs unchanged."""
     factory, model_name = {"hooked": hooked_transformer, "bridge": bridge}[name.split()[0]], name.split()[1]
     model = build_or_skip(factory, model_name, torch.float64)
-    (example,) = re.findall(r"row:\n\n(.*?)\n\n", lm.Gim.interventions.__doc__, re.DOTALL)
+    (example,) = re.findall(r"row:\n\n(.*?)\n\n", lm.methods.Gim.interventions.__doc__, re.DOTALL)
     names = {"model": model, "tokens": tokens(model, 1), "method": method, "position": 4, "torch": torch}
     names |= {"record": record, "freeze_scale": freeze_scale, "scale_gradient": scale_gradient}
     exec(textwrap.dedent(example), names)
@@ -74,17 +76,17 @@ def test_edits_on_a_run_of_ones_own(name, method):
 
 def test_the_replay_is_made_of_the_methods_own_edits():
     @dataclasses.dataclass(frozen=True)
-    class Halved(lm.FrozenGradients):
+    class Halved(lm.methods.FrozenGradients):
         def interventions(self, layer, *, attention=DEFAULT_ATTENTION):
             values = scale_gradient(f"{attention.format(layer=layer)}.hook_v", 0.5)
             return [*super().interventions(layer, attention=attention), values]
 
     model = gpt2_like(torch.float64)
     ids = tokens(model, 1)
-    as_gim = lm.Gim(queries_keys=0, values=0.5)
+    as_gim = lm.methods.Gim(queries_keys=0, values=0.5)
     found, expected = (lm.run(model, ids, method).scores for method in (Halved(), as_gim))
     torch.testing.assert_close(found, expected, atol=1e-14, rtol=0)
-    assert float((found - lm.run(model, ids, lm.FrozenGradients()).scores).abs().max()) > 1e-4
+    assert float((found - lm.run(model, ids, lm.methods.FrozenGradients()).scores).abs().max()) > 1e-4
 
 
 @pytest.mark.usefixtures("softmax_in_the_dtype_of_the_model")
@@ -92,12 +94,12 @@ def test_the_replay_is_made_of_the_methods_own_edits():
 def test_reads_several_streams(readout):
     model, written = pair("llama")
     ids = tokens(model, 1, 9)
-    products = by_hand.products(written, ids[0], 8, lm.Gim())
+    products = by_hand.products(written, ids[0], 8, lm.methods.Gim())
     rows = [(p if readout == "signed_sum" else p.abs()).sum(-1) for p in products]
     scaled = [row / row.abs().sum() for row in rows]
 
     def scores(after_blocks):
-        method = lm.Gim(readout=readout, after_blocks=after_blocks)
+        method = lm.methods.Gim(readout=readout, after_blocks=after_blocks)
         return lm.run(model, ids, method, queries=[-1]).scores[0, 0]
 
     torch.testing.assert_close(scores(0), rows[0], atol=1e-10, rtol=0)
@@ -121,7 +123,7 @@ def test_conserves_on_every_model_or_says_why_not(label):
     """The sum and the share of the constants give the logit, so no nonlinearity, bias or hook was missed."""
     case = CASES[label]
     model = case.build(torch.float64)
-    method = lm.FrozenGradients(activations="ratio")
+    method = lm.methods.FrozenGradients(activations="ratio")
     try:
         m = lm.run(model, prompt_of(model), method, part=case.part)
     except lm.UnsupportedModelError as refusal:
@@ -146,7 +148,9 @@ def test_conserves_on_every_model_or_says_why_not(label):
 def test_a_probability_does_not_conserve_and_a_note_says_so():
     model = gpt2_like(torch.float64)
     target = lm.targets.predicted(of="probability")
-    m = lm.run(model, tokens(model, 1), lm.FrozenGradients(target=target, activations="ratio"), queries=[-1])
+    m = lm.run(
+        model, tokens(model, 1), lm.methods.FrozenGradients(target=target, activations="ratio"), queries=[-1]
+    )
     assert "conservation fails in 1 of 1 rows" in m.notes[-1]
 
 
@@ -155,7 +159,10 @@ def test_values_and_state_of_the_model_stay():
     ids = tokens(model, 1)
     before = model(ids)
     flags = [parameter.requires_grad for parameter in model.parameters()]
-    for method in (lm.Gim(activations="ratio"), lm.FrozenGradients(activations="ratio", after_blocks=1)):
+    for method in (
+        lm.methods.Gim(activations="ratio"),
+        lm.methods.FrozenGradients(activations="ratio", after_blocks=1),
+    ):
         target_value = lm.run(model, ids, method, queries=[-1])
         assert bool(torch.isfinite(target_value.scores).all())
         with pytest.raises(RuntimeError, match="inference_mode"), torch.inference_mode():
@@ -167,7 +174,9 @@ def test_values_and_state_of_the_model_stay():
     assert all(not point.fwd_hooks for point in model.hook_dict.values())
 
 
-@pytest.mark.parametrize("method", [lm.Gim(), lm.Gim(activations="ratio"), lm.FrozenGradients()])
+@pytest.mark.parametrize(
+    "method", [lm.methods.Gim(), lm.methods.Gim(activations="ratio"), lm.methods.FrozenGradients()]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_near_the_double(dtype, method):
     ids = tokens(gpt2_like(), 1)
@@ -180,8 +189,8 @@ def test_low_precision_is_near_the_double(dtype, method):
 def test_chunks_of_rows_and_memory_change_nothing():
     model = gpt2_like(torch.float64)
     ids = tokens(model, 1)
-    whole = lm.run(model, ids, lm.Gim()).scores
-    torch.testing.assert_close(lm.run(model, ids, lm.Gim(internal_batch_size=2)).scores, whole)
+    whole = lm.run(model, ids, lm.methods.Gim()).scores
+    torch.testing.assert_close(lm.run(model, ids, lm.methods.Gim(internal_batch_size=2)).scores, whole)
     assert float(whole.triu(1).abs().max()) == 0
 
 
@@ -210,4 +219,4 @@ def test_bad_options(name, options, message):
 def test_more_blocks_than_there_are():
     model = gpt2_like()
     with pytest.raises(ValueError, match=r"after_blocks: expected .*from 0 to 1, got 2"):
-        lm.run(model, tokens(model, 1), lm.Gim(after_blocks=2))
+        lm.run(model, tokens(model, 1), lm.methods.Gim(after_blocks=2))

@@ -34,7 +34,7 @@ def test_contexts_end_at_the_last_row(count_tokens):
     model, tokens = build_or_skip(bridge, "gpt2"), torch.arange(3, 15)
     lm.run(model, tokens, "attention")
     count_tokens()
-    lm.run(model, tokens, lm.ContextLength(keep_first=False), queries=[3], progress=None)
+    lm.run(model, tokens, lm.methods.ContextLength(keep_first=False), queries=[3], progress=None)
     # The clean pass, its prediction, and four contexts of at most four tokens.
     assert count_tokens() <= 2 * 12 + 4 * 4
 
@@ -55,16 +55,18 @@ def test_against_the_wrapped_model(name, kept):
     expected[:, kept:-1] = gains(values)[:, kept:]
     expected = expected.tril(-1)
     assert expected[-1, 2] == values[-1, 2] - values[-1, 3]
-    m = lm.run(model, tokens, lm.ContextLength(keep_first=bool(kept)))
+    m = lm.run(model, tokens, lm.methods.ContextLength(keep_first=bool(kept)))
     torch.testing.assert_close(m.scores[0], expected, atol=1e-6, rtol=0)
-    rows = lm.run(model, tokens, lm.ContextLength(keep_first=bool(kept)), queries=[-1], max_memory=10**6)
+    rows = lm.run(
+        model, tokens, lm.methods.ContextLength(keep_first=bool(kept)), queries=[-1], max_memory=10**6
+    )
     torch.testing.assert_close(rows.scores[0, 0], expected[-1], atol=1e-6, rtol=0)
 
 
 def test_a_row_sums_to_what_the_context_is_worth():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     tokens = prompt_of(model).flatten()
-    row = lm.run(model, tokens, lm.ContextLength(keep_first=False), queries=[-1]).scores[0, 0]
+    row = lm.run(model, tokens, lm.methods.ContextLength(keep_first=False), queries=[-1]).scores[0, 0]
     whole = log_probabilities(model, tokens)[-1]
     alone = log_probabilities(model, tokens[-1:])[-1]
     answer = int(whole.argmax())
@@ -74,7 +76,9 @@ def test_a_row_sums_to_what_the_context_is_worth():
 @pytest.mark.parametrize("query", [0, 1])
 def test_rows_with_nothing_to_cut_before_them(query):
     model = build_or_skip(bridge, "gpt2", torch.float64)
-    row = lm.run(model, prompt_of(model).flatten(), lm.ContextLength(keep_first=True), queries=[query])
+    row = lm.run(
+        model, prompt_of(model).flatten(), lm.methods.ContextLength(keep_first=True), queries=[query]
+    )
     assert not row.scores.any()
 
 
@@ -95,14 +99,14 @@ def test_batches():
 
 def test_a_target_of_the_positions_that_are_cut_is_refused():
     model = build_or_skip(bridge, "gpt2", torch.float64)
-    method = lm.ContextLength(target=lm.targets.loss())
+    method = lm.methods.ContextLength(target=lm.targets.loss())
     with pytest.raises(ValueError, match="expected a target that reads only the row's position"):
         lm.run(model, prompt_of(model).flatten(), method, queries=[-1])
     target = lm.targets.head(lambda resid: resid[:, -1, 0])
-    found = lm.run(model, prompt_of(model).flatten(), lm.ContextLength(target=target), queries=[-1])
+    found = lm.run(model, prompt_of(model).flatten(), lm.methods.ContextLength(target=target), queries=[-1])
     assert found.scores[0, 0, :-1].abs().min() > 0
 
 
 def test_keep_first_is_yes_or_no():
     with pytest.raises(TypeError, match="keep_first"):
-        lm.ContextLength(keep_first="yes")
+        lm.methods.ContextLength(keep_first="yes")

@@ -21,14 +21,14 @@ from tests.tiny_models import available, bridge, gpt2_like, tokens
 STAGES = {"attention": "attention", "mid": "LN1", "feed_forward": "FFN", "output": "encoder"}
 # The key in the reference, and the options with which it was made.
 CLASSIFIERS = {
-    "": lm.DecompX(),
-    ".abssim": lm.DecompX("abssim"),
-    ".norm": lm.DecompX("norm"),
-    ".equal": lm.DecompX("equal"),
-    ".cls": lm.DecompX("first"),
-    ".nobias": lm.DecompX("drop"),
-    ".GeLU_LA": lm.DecompX(slope="tangent"),
-    ".ReLU": lm.DecompX(slope="relu"),
+    "": lm.methods.DecompX(),
+    ".abssim": lm.methods.DecompX("abssim"),
+    ".norm": lm.methods.DecompX("norm"),
+    ".equal": lm.methods.DecompX("equal"),
+    ".cls": lm.methods.DecompX("first"),
+    ".nobias": lm.methods.DecompX("drop"),
+    ".GeLU_LA": lm.methods.DecompX(slope="tangent"),
+    ".ReLU": lm.methods.DecompX(slope="relu"),
 }
 
 
@@ -37,14 +37,14 @@ def reference_blocks(request):
     class_name, row = request.param
     if not available(reference_bert, class_name):
         pytest.skip(f"no {class_name} in this TransformerLens")
-    found = run_prompt(reference_bert(class_name), methods=lm.DecompX(), **reference_inputs(row))
+    found = run_prompt(reference_bert(class_name), methods=lm.methods.DecompX(), **reference_inputs(row))
     return found.blocks, row, len(found.tokens)
 
 
 def test_vectors_through_all_layers_equal_decompx(reference_blocks):
     blocks, row, size = reference_blocks
     known = reference("decompx_tiny_f64")
-    for layer, found in enumerate(lm.DecompX().vectors(blocks)):
+    for layer, found in enumerate(lm.methods.DecompX().vectors(blocks)):
         for ours, theirs in STAGES.items():
             vectors = known[f"{theirs}_vec.{layer}"][row, :size, :size]
             assert largest(getattr(found, ours)[0], vectors) < 1e-10, (layer, theirs)
@@ -53,7 +53,7 @@ def test_vectors_through_all_layers_equal_decompx(reference_blocks):
 def test_single_layers_without_biases_equal_decompx(reference_blocks):
     blocks, row, size = reference_blocks
     known = reference("decompx_tiny_f64")
-    for layer, found in enumerate(lm.DecompXLocal("drop").vectors(blocks)):
+    for layer, found in enumerate(lm.methods.DecompXLocal("drop").vectors(blocks)):
         for ours, theirs in STAGES.items():
             sizes = known[f"local_nobias_{theirs}_norm.{layer}"][row, :size, :size]
             assert largest(getattr(found, ours)[0].norm(dim=-1), sizes) < 1e-10, (layer, theirs)
@@ -80,7 +80,7 @@ def test_classifier_importance_equals_decompx(reference_blocks, key):
 @each_model("decompx")
 def test_shares_add_up_to_the_residual_stream(case):
     blocks = blocks_of(case)
-    for method in (lm.DecompX(), lm.DecompX("norm"), lm.DecompXLocal("equal")):
+    for method in (lm.methods.DecompX(), lm.methods.DecompX("norm"), lm.methods.DecompXLocal("equal")):
         for block, found in zip(blocks, method.vectors(blocks), strict=True):
             assert largest(found.output.sum(2), block.resid_post) < 1e-9
 
@@ -90,7 +90,7 @@ def test_equals_the_definition_written_out(case, rule):
     blocks = blocks_of(case)
     tokens = torch.diag_embed(torch.ones_like(blocks[0].resid_pre[..., 0]))[..., None]
     shares = tokens * blocks[0].resid_pre[:, :, None]
-    maps, local = maps_of(lm.DecompX(rule), blocks), maps_of(lm.DecompXLocal(rule), blocks)
+    maps, local = maps_of(lm.methods.DecompX(rule), blocks), maps_of(lm.methods.DecompXLocal(rule), blocks)
     for block, carried, alone in zip(blocks, maps, local, strict=True):
         pattern, of_block = block.recorded("pattern"), tokens * block.resid_pre[:, :, None]
         shares = decompx(shares, pattern, block.anatomy, rule, alone=block is blocks[0])
@@ -102,7 +102,12 @@ def test_equals_the_definition_written_out(case, rule):
 @each_model("decompx")
 def test_maps_are_those_of_all_pairs_at_once(case):
     blocks = blocks_of(case)
-    for method in (lm.DecompX(), lm.DecompX("first"), lm.DecompX("drop"), lm.DecompXLocal("equal")):
+    for method in (
+        lm.methods.DecompX(),
+        lm.methods.DecompX("first"),
+        lm.methods.DecompX("drop"),
+        lm.methods.DecompXLocal("equal"),
+    ):
         maps = maps_of(method, blocks)
         for layer, stages in enumerate(method.vectors(blocks)):
             assert largest(maps[layer], stages.output.norm(dim=-1)) < 1e-10
@@ -115,7 +120,7 @@ def at_rows(block, queries):
 
 def padded_blocks(model, lengths, side):
     """Return the blocks of prompts of these lengths, padded on one side."""
-    session = Session(model, {"decompx": lm.DecompX()})
+    session = Session(model, {"decompx": lm.methods.DecompX()})
     prompts = [session.read(tokens(model, 1, n, seed=n)[0]) for n in lengths]
     with session.checked_pass(prompts, side) as checked:
         return checked.blocks("decompx")
@@ -124,13 +129,13 @@ def padded_blocks(model, lengths, side):
 def expect_rows_to_be_cut(blocks, queries):
     """Check that maps and shares of these rows equal those rows of the whole map."""
     few = [*blocks[:-1], at_rows(blocks[-1], queries)]
-    for method in (lm.DecompX(), lm.DecompX("drop"), lm.DecompX("first")):
+    for method in (lm.methods.DecompX(), lm.methods.DecompX("drop"), lm.methods.DecompX("first")):
         whole = maps_of(method, blocks)
         for layer, found in enumerate(maps_of(method, few)):
             assert largest(found, few[-1].rows_of(whole[layer])) < 1e-10
         *_, stages = method.vectors(few)
         assert largest(stages.output.norm(dim=-1), few[-1].rows_of(whole[-1])) < 1e-10
-    for method in (lm.DecompXLocal(), lm.DecompXLocal("equal")):
+    for method in (lm.methods.DecompXLocal(), lm.methods.DecompXLocal("equal")):
         whole = maps_of(method, blocks)
         found = maps_of(method, [at_rows(block, queries) for block in blocks])
         for rows, layer_map in zip(found, whole, strict=True):
@@ -156,9 +161,9 @@ def test_rows_of_padded_prompts_are_those_of_each_prompt_alone(name, side):
     blocks = padded_blocks(model, lengths, side)
     ends = [9, 9, 9] if side == "left" else [n - 1 for n in lengths]
     expect_rows_to_be_cut(blocks, torch.tensor([[end, end - 2] for end in ends]))
-    maps = torch.stack(maps_of(lm.DecompX(), blocks), dim=1)
+    maps = torch.stack(maps_of(lm.methods.DecompX(), blocks), dim=1)
     for index, length in enumerate(lengths):
-        alone = torch.stack(maps_of(lm.DecompX(), padded_blocks(model, [length], side)), dim=1)
+        alone = torch.stack(maps_of(lm.methods.DecompX(), padded_blocks(model, [length], side)), dim=1)
         own = blocks[0].real[index]
         # Rotary factors are always float32, and a processor may round those of another length differently.
         bound = 1e-5 if name in ("llama", "phi") else 1e-10
@@ -176,40 +181,40 @@ def test_logits_read_backwards_are_those_of_the_shares(name, chunk, monkeypatch)
     model = gpt2_like(torch.float64) if name == "gpt2" else build_or_skip(bridge, name, torch.float64)
     wanted = torch.tensor([3, 17, 4])
     slopes = ("zero_origin",) if name in ("llama", "gemma", "olmo2", "mistral", "granite") else SLOPES
-    blocks = run_prompt(model, prompt_of(model), lm.DecompX()).blocks
+    blocks = run_prompt(model, prompt_of(model), lm.methods.DecompX()).blocks
     last = torch.tensor([[blocks[0].real.shape[1] - 1, 2]])
     few = [*blocks[:-1], at_rows(blocks[-1], last)]
     for slope in slopes:
-        method = lm.DecompX("drop", slope)
+        method = lm.methods.DecompX("drop", slope)
         *_, shares = method.vectors(blocks)
         forward = logit_shares(blocks[-1], shares.output, wanted, "drop")
         assert largest(input_shares_of_logits(method, blocks, wanted), forward) < 1e-10
         found = input_shares_of_logits(method, few, wanted)
         assert largest(found, few[-1].rows_of(forward)) < 1e-10
     with torch.inference_mode():
-        inside = input_shares_of_logits(lm.DecompX("drop"), few, wanted).clone()
-    assert largest(inside, input_shares_of_logits(lm.DecompX("drop"), few, wanted)) == 0
-    with_biases = input_shares_of_logits(lm.DecompX("norm"), few, wanted)
+        inside = input_shares_of_logits(lm.methods.DecompX("drop"), few, wanted).clone()
+    assert largest(inside, input_shares_of_logits(lm.methods.DecompX("drop"), few, wanted)) == 0
+    with_biases = input_shares_of_logits(lm.methods.DecompX("norm"), few, wanted)
     assert largest(with_biases.sum(2), few[-1].rows_of(blocks[-1].logits())[..., wanted]) < 1e-9
 
 
 def test_logits_read_backwards_have_no_tensor_of_all_pairs():
     """The peak is that of the forward pass. The shares of one block would need 32 × 32 × 24 numbers."""
     model = gpt2_like()
-    blocks = run_prompt(model, tokens(model, 1, 32)[0], lm.DecompX()).blocks
+    blocks = run_prompt(model, tokens(model, 1, 32)[0], lm.methods.DecompX()).blocks
     few = [*blocks[:-1], at_rows(blocks[-1], torch.tensor([[31]]))]
     blocks[-1].unembedding()
     with PeakMemory() as backwards:
-        input_shares_of_logits(lm.DecompX("drop"), few, torch.tensor([5]))
+        input_shares_of_logits(lm.methods.DecompX("drop"), few, torch.tensor([5]))
     with PeakMemory() as carried:
-        input_shares_of_logits(lm.DecompX("norm"), few, torch.tensor([5]))
+        input_shares_of_logits(lm.methods.DecompX("norm"), few, torch.tensor([5]))
     assert backwards.peak < 0.6 * carried.peak
 
 
 @each_model("decompx_local")
 def test_single_layers_without_biases_are_atb_ff_res_ln(case):
     blocks = blocks_of(case)
-    for block, found in zip(blocks, lm.DecompXLocal("drop").vectors(blocks), strict=True):
+    for block, found in zip(blocks, lm.methods.DecompXLocal("drop").vectors(blocks), strict=True):
         assert largest(found.output[0].norm(dim=-1), norms(oracle(block).output)) < 1e-10
 
 
@@ -218,8 +223,8 @@ def test_shares_add_up_to_the_logits(class_name):
     if not available(reference_gpt2, class_name):
         pytest.skip(f"no {class_name} in this TransformerLens")
     tokens = reference("altilogit_gpt2_tiny_f64")["input_ids"][0]
-    blocks = run_prompt(reference_gpt2(class_name), tokens, lm.DecompX()).blocks
-    *_, last = lm.DecompX().vectors(blocks)
+    blocks = run_prompt(reference_gpt2(class_name), tokens, lm.methods.DecompX()).blocks
+    *_, last = lm.methods.DecompX().vectors(blocks)
     found = logit_shares(blocks[-1], last.output)
     logits = blocks[-1].logits()
     assert largest(found.sum(2), logits) < 1e-10
@@ -254,9 +259,9 @@ def test_a_split_bias_adds_up(rule):
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"biases: expected one of .*, got 'none'"):
-        lm.DecompX("none")
+        lm.methods.DecompX("none")
     with pytest.raises(ValueError, match=r"slope: expected .*, got 'gelu'"):
-        lm.DecompX(slope="gelu")
+        lm.methods.DecompX(slope="gelu")
     if available(bridge, "llama"):
         with pytest.raises(lm.UnsupportedModelError, match="a gated feed-forward has 'zero_origin' only"):
-            lm.run(bridge("llama"), torch.arange(3, 9), lm.DecompX(slope="tangent"))
+            lm.run(bridge("llama"), torch.arange(3, 9), lm.methods.DecompX(slope="tangent"))

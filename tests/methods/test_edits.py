@@ -18,11 +18,11 @@ from tests.tiny_models import available, bridge, hooked_transformer, tokens
 PATTERN = torch.full((1, 4, 7, 7), 1 / 7)
 # Methods that intervene by hooks in the blocks, with the arguments of one layer's interventions.
 INTERVENING: dict[str, tuple[Method, Any]] = {
-    "value_zeroing": (lm.ValueZeroing(), 2),
-    "occlusion": (lm.Occlusion(by="mask"), 2),
-    "attribution_patching": (lm.AttributionPatching(), torch.ones(7, 7, dtype=torch.bool)),
-    "attention_attribution": (lm.AttentionAttribution(), PATTERN),
-    "gradient_attention": (lm.GradientAttention(), PATTERN),
+    "value_zeroing": (lm.methods.ValueZeroing(), 2),
+    "occlusion": (lm.methods.Occlusion(by="mask"), 2),
+    "attribution_patching": (lm.methods.AttributionPatching(), torch.ones(7, 7, dtype=torch.bool)),
+    "attention_attribution": (lm.methods.AttentionAttribution(), PATTERN),
+    "gradient_attention": (lm.methods.GradientAttention(), PATTERN),
 }
 # The interventions of these change gradients and count them, so tests/methods/test_changed_gradients.py runs
 # them.

@@ -26,7 +26,7 @@ def test_equals_globenc(class_name, row):
 @each_model("globenc")
 def test_equals_the_definition_written_out(case):
     blocks = read_by_a_norm(blocks_of(case))
-    maps = [lm.GlobEnc()(block) for block in blocks]
+    maps = [lm.methods.GlobEnc()(block) for block in blocks]
     for scores, block in zip(maps, blocks, strict=True):
         anatomy, definition = block.anatomy, written_out(block)
         second, output = anatomy.feed_forward_residual, block.resid_post

@@ -32,8 +32,8 @@ def explained(request):
     target = lm.targets.head(lambda resid: logits(resid)[:, expected["target"]])
     model = hao.body(request.param)
     methods = [
-        lm.GradientAttention(target=target),
-        lm.GradientAttention(target=target, per_head=True, rectify=False),
+        lm.methods.GradientAttention(target=target),
+        lm.methods.GradientAttention(target=target, per_head=True, rectify=False),
     ]
     merged, signed = lm.run(model, tokens, methods, **inputs).values()
     return expected, merged, signed
@@ -84,7 +84,7 @@ def test_gradients_of_the_untouched_model(name):
     def function(logits):
         return logits[:, -1, 5] - logits[:, -1, 6]
 
-    method = lm.GradientAttention(target=function, per_head=True, rectify=False)
+    method = lm.methods.GradientAttention(target=function, per_head=True, rectify=False)
     signed = lm.run(model, tokens, method)
     kept: dict[str, torch.Tensor] = {}
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(2)]
@@ -101,9 +101,9 @@ def test_gradients_of_the_untouched_model(name):
 def test_the_hooks_on_a_run_of_your_own():
     model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
-    methods = [lm.GradientAttention(), lm.GradientAttention(per_head=True, rectify=False)]
+    methods = [lm.methods.GradientAttention(), lm.methods.GradientAttention(per_head=True, rectify=False)]
     merged, signed = lm.run(model, tokens, methods).values()
-    pattern = lm.run(model, tokens, lm.AttentionWeights(per_head=True)).scores
+    pattern = lm.run(model, tokens, lm.methods.AttentionWeights(per_head=True)).scores
     leaves = torch.zeros(2, 1, *pattern.shape[1:], dtype=pattern.dtype).unbind()
     leaves = [leaf.clone().requires_grad_(True) for leaf in leaves]
     hooks = [pair for layer in (0, 1) for pair in methods[0].interventions(layer, leaves[layer])]
@@ -126,11 +126,11 @@ def test_first_layer_differs_from_frozen_patterns_above():
     """The derivative is total: it also passes through the patterns of the layers above."""
     model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
-    signed = lm.run(model, tokens, lm.GradientAttention(per_head=True, rectify=False))
+    signed = lm.run(model, tokens, lm.methods.GradientAttention(per_head=True, rectify=False))
     attribution = lm.run(
         model,
         tokens,
-        lm.AttentionAttribution(
+        lm.methods.AttentionAttribution(
             target=lm.targets.predicted(of="logit"), method="riemann_right", n_steps=1, per_head=True
         ),
     )
@@ -146,24 +146,24 @@ def test_encoder_decoder_stacks():
             pytest.skip("its decoder is not causal on TransformerLens 2.x: refused, see tests/test_runner.py")
         model = hooked_encoder_decoder(torch.float64)
     pair = (tiny_models.tokens(model, 1)[0], tiny_models.tokens(model, 1, 5, 2)[0])
-    encoder = lm.run(model, pair, lm.GradientAttention())
+    encoder = lm.run(model, pair, lm.methods.GradientAttention())
     assert encoder.scores.shape == (2, 7, 7)
     assert encoder.scores.abs().max() > 0
     if not available(bridge, "bart"):
         return  # The decoder of TransformerLens 2 is not supported.
-    decoder = lm.run(model, pair, lm.GradientAttention(), part="decoder")
+    decoder = lm.run(model, pair, lm.methods.GradientAttention(), part="decoder")
     assert decoder.scores.shape == (2, 5, 5)
     assert decoder.causal
     # The target uses the decoder's positions.
     with pytest.raises(ValueError, match="position: expected a whole number from -5 to 4"):
-        lm.run(model, pair, lm.GradientAttention(target=lm.targets.predicted(5)))
+        lm.run(model, pair, lm.methods.GradientAttention(target=lm.targets.predicted(5)))
 
 
 @pytest.mark.skipif(not available(hooked_encoder), reason="no HookedEncoder here")
 def test_hooked_encoder():
     model = hooked_encoder(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
-    found = lm.run(model, tokens, lm.GradientAttention(target=lm.targets.masked_token(7, position=3)))
+    found = lm.run(model, tokens, lm.methods.GradientAttention(target=lm.targets.masked_token(7, position=3)))
     assert found.scores.shape == (2, 7, 7)
     assert found.scores[1, 3].abs().sum() > 0
 

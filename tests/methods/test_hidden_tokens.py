@@ -124,7 +124,9 @@ def test_a_hidden_token_changes_nothing_but_the_softmax(name, dtype):
     if name == "gpt_oss":
         expected[0, 0] = 0  # Only the query itself remains visible, whatever the weight of its sink.
     try:
-        found = lm.run(model, tokens, lm.Occlusion(by="mask"), part="decoder" if pair else None).scores[0]
+        found = lm.run(
+            model, tokens, lm.methods.Occlusion(by="mask"), part="decoder" if pair else None
+        ).scores[0]
     except lm.UnsupportedModelError as problem:
         if name == "t5" and "cannot run T5" in str(problem):
             pytest.skip("no T5 before TransformerLens 4")
@@ -144,7 +146,7 @@ def test_a_hidden_group_changes_nothing_but_the_softmax(name):
     read = tokens[1] if pair else tokens
     inputs = {"input_ids": tokens[0], "decoder_input_ids": read} if pair else {"input_ids": tokens}
     expected = expected_losses(reference, inputs, read.shape[-1], spans)
-    method = lm.Occlusion(by="mask", spans=spans)
+    method = lm.methods.Occlusion(by="mask", spans=spans)
     try:
         found = lm.run(model, tokens, method, part="decoder" if pair else None).scores[0]
     except lm.UnsupportedModelError as problem:
@@ -162,7 +164,7 @@ def test_the_positions_of_roberta_stay(padding):
     reference = wrapped_model("roberta", torch.float64)
     reference.set_attn_implementation("eager")
     prompts = [prompt_of(model, 6, 1), prompt_of(model, 6 - padding, 2)]
-    for tokens, m in zip(prompts, lm.run_many(model, prompts, lm.Occlusion(by="mask")), strict=True):
+    for tokens, m in zip(prompts, lm.run_many(model, prompts, lm.methods.Occlusion(by="mask")), strict=True):
         expected = expected_losses(reference, {"input_ids": tokens}, tokens.shape[-1])
         torch.testing.assert_close(m.scores[0], expected, atol=1e-6, rtol=0)
 
@@ -185,7 +187,7 @@ def test_a_sink_is_left_what_it_takes(dtype, loudness):
     torch.testing.assert_close(*clean, atol=1e-4, rtol=0)
     expected = expected_losses(reference, {"input_ids": tokens}, tokens.shape[-1])
     expected[0, 0] = 0
-    found = lm.run(model, tokens, lm.Occlusion(by="mask")).scores[0]
+    found = lm.run(model, tokens, lm.methods.Occlusion(by="mask")).scores[0]
     torch.testing.assert_close(found, expected.to(found), atol=2e-4, rtol=2e-4)
 
 
@@ -208,7 +210,7 @@ def test_a_batch_with_hidden_keys_is_what_hooks_on_the_pattern_give(build):
     if not available(*build):
         pytest.skip("not in this TransformerLens")
     model = build[0](*build[1:], dtype=torch.float64)
-    tokens, method = prompt_of(model), lm.Occlusion(by="mask")
+    tokens, method = prompt_of(model), lm.methods.Occlusion(by="mask")
     part = "decoder" if isinstance(tokens, tuple) else None
     try:
         session = Session(model, {"occlusion": method}, part=part)

@@ -93,9 +93,9 @@ def test_equals_the_definition_written_out(case, biases):
     for block in blocks_of(case):
         by_head, others = definition(block, biases)
         own = torch.diag_embed(others["resid_pre"])
-        scores = lm.InformationFlowRoutes(biases=biases)(block)
+        scores = lm.methods.InformationFlowRoutes(biases=biases)(block)
         assert largest(scores, by_head.sum(1) + own) < 1e-10
-        kept_apart = lm.InformationFlowRoutes(per_head=True, biases=biases)(block)
+        kept_apart = lm.methods.InformationFlowRoutes(per_head=True, biases=biases)(block)
         assert largest(kept_apart, by_head + (own / by_head.shape[1])[:, None]) < 1e-10
         total = scores.sum(-1) + others.get("biases_mid", 0)
         assert largest(total, torch.ones_like(total)) < 1e-10
@@ -105,7 +105,7 @@ def test_equals_the_definition_written_out(case, biases):
 def test_residual_and_feed_forward_equal_their_definition(case, biases):
     for block in blocks_of(case):
         anatomy, mid = block.anatomy, written_out(block).mid
-        lm.InformationFlowRoutes(biases=biases)(block)
+        lm.methods.InformationFlowRoutes(biases=biases)(block)
         found = block.record.details[0]["parts"]
         _, others = definition(block, biases)
         for name, value in others.items():
@@ -135,15 +135,15 @@ def test_on_cross_attention_the_residual_is_a_key_of_its_own(name, biases):
     hooked = name == "HookedEncoderDecoder"
     model = build_or_skip(*((hooked_encoder_decoder,) if hooked else (bridge, name)), torch.float64)
     try:
-        checked = run_prompt(model, prompt_of(model), lm.InformationFlowRoutes(), part="cross")
+        checked = run_prompt(model, prompt_of(model), lm.methods.InformationFlowRoutes(), part="cross")
     except lm.UnsupportedModelError as reason:
         pytest.skip(str(reason))
     for block in checked.blocks:
         by_head, others = definition(block, biases)
         own = others["resid_pre"][..., None]
-        merged = lm.InformationFlowRoutes(biases=biases)(block)
+        merged = lm.methods.InformationFlowRoutes(biases=biases)(block)
         assert largest(merged, torch.cat([by_head.sum(1), own], -1)) < 1e-10
-        apart = lm.InformationFlowRoutes(per_head=True, biases=biases)(block)
+        apart = lm.methods.InformationFlowRoutes(per_head=True, biases=biases)(block)
         heads = by_head.shape[1]
         each = (own / heads)[:, None].expand(-1, heads, -1, -1)
         assert largest(apart, torch.cat([by_head, each], -1)) < 1e-10
@@ -172,7 +172,9 @@ MODELS = pytest.mark.parametrize(
 def test_heads_together_are_the_map(build):
     model = build()
     prompt = tokens(model, 1, 7, 1)
-    maps = lm.run(model, prompt, [lm.InformationFlowRoutes(), lm.InformationFlowRoutes(per_head=True)])
+    maps = lm.run(
+        model, prompt, [lm.methods.InformationFlowRoutes(), lm.methods.InformationFlowRoutes(per_head=True)]
+    )
     merged, by_head = maps.values()
     assert merged.scores.min() >= 0
     assert largest(merged.scores, by_head.scores.sum(1)) < 1e-12
@@ -202,13 +204,13 @@ def test_rows_and_padding_change_nothing(build):
 def test_permuting_heads_permutes_the_map():
     model = build_or_skip(hooked_transformer, "LN", torch.float64)
     prompt, order = tokens(model, 1, 7, 1), [2, 0, 3, 1]
-    before = lm.run(model, prompt, lm.InformationFlowRoutes(per_head=True)).scores
+    before = lm.run(model, prompt, lm.methods.InformationFlowRoutes(per_head=True)).scores
     with torch.no_grad():
         for block in model.blocks:
             for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V"):
                 weight = getattr(block.attn, name)
                 weight.copy_(weight[order].clone())
-    after = lm.run(model, prompt, lm.InformationFlowRoutes(per_head=True)).scores
+    after = lm.run(model, prompt, lm.methods.InformationFlowRoutes(per_head=True)).scores
     assert largest(after, before[:, order]) < 1e-12
     assert largest(after, before) > 1e-3
 
@@ -216,7 +218,7 @@ def test_permuting_heads_permutes_the_map():
 def test_the_authors_floor_is_all_that_differs_where_there_is_no_value_bias():
     """Their code gives each component at least 1e-5, also for hidden keys, and then normalises."""
     model = build_or_skip(bridge, "llama", torch.float64)
-    method = lm.InformationFlowRoutes()
+    method = lm.methods.InformationFlowRoutes()
     for block in run_prompt(model, tokens(model, 1, 7, 1), method).blocks:
         parts, whole = head_parts(*heads_of(block)), written_out(block).mid
         parts = torch.cat([parts.flatten(2, 3), block.resid_pre[:, :, None]], dim=2)
@@ -238,7 +240,7 @@ def test_tokens_and_layers_left_out_later():
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="biases: expected 'whole' or 'part', got 'none'"):
-        lm.InformationFlowRoutes(biases="none")
+        lm.methods.InformationFlowRoutes(biases="none")
     model = build_or_skip(hooked_transformer, "LN", torch.float64)
     with pytest.raises(ValueError, match="expected a map of information_flow_routes, got method 'alti'"):
         part_shares(lm.run(model, tokens(model, 1, 7, 1), "alti"))

@@ -51,7 +51,7 @@ def test_against_transformers_alone(case):
     model = case.build(torch.float64)
     prompt = prompt_of(model)
     x, gradients = hugging_face_gradients(case.label.split()[1], prompt, case.part, ROWS)
-    methods = [lm.InputGradients(), lm.InputGradients(score="times_input")]
+    methods = [lm.methods.InputGradients(), lm.methods.InputGradients(score="times_input")]
     norm, times_input = lm.run(model, prompt, methods, part=case.part, queries=list(ROWS)).values()
     # Kernels of transformers that compute in float32 agree to this tolerance.
     for place, gradient in enumerate(gradients):
@@ -79,7 +79,7 @@ def test_captum(model_class):
     for row in (11, 5):
 
         def scores(score, row=row, **options):
-            return lm.run(model, ids, lm.InputGradients(score=score, **options), queries=[row])
+            return lm.run(model, ids, lm.methods.InputGradients(score=score, **options), queries=[row])
 
         torch.testing.assert_close(
             scores("norm").scores[0, 0], expected[f"row{row}_norm"], atol=1e-12, rtol=0
@@ -112,7 +112,7 @@ def test_behind_the_norm_of_berts_embeddings(model_class):
     (gradient,) = torch.autograd.grad(last[0, 3].square().sum(), x)
     model = build_or_skip(reference_models.official_bert, model_class)
     target = lm.targets.head(lambda resid: resid[:, 3].square().sum(-1))
-    m = lm.run(model, ids, lm.InputGradients(target=target), queries=[3])
+    m = lm.run(model, ids, lm.methods.InputGradients(target=target), queries=[3])
     torch.testing.assert_close(m.scores[0, 0], gradient[0].norm(dim=-1), atol=1e-10, rtol=0)
 
 
@@ -120,12 +120,12 @@ def test_is_complete_where_the_model_is_smooth():
     """From the mean, many points close the gap. Near 0 a norm makes F jump, and a note says so."""
     model = gpt2_like(torch.float64)
     ids = tokens(model, 1)
-    m = lm.run(model, ids, lm.InputGradients(score="integrated", baseline="mean", n_steps=48))
+    m = lm.run(model, ids, lm.methods.InputGradients(score="integrated", baseline="mean", n_steps=48))
     (deltas,) = m.provenance["details"]["convergence_delta"]
     assert len(deltas) == 7
     assert max(map(abs, deltas)) < 1e-5
     assert not any("convergence" in note for note in m.notes)
-    few = lm.run(model, ids, lm.InputGradients(score="integrated", n_steps=1), queries=[-1])
+    few = lm.run(model, ids, lm.methods.InputGradients(score="integrated", n_steps=1), queries=[-1])
     assert "convergence delta" in few.notes[-1]
     assert "with 1 points" in few.notes[-1]
 
@@ -133,9 +133,9 @@ def test_is_complete_where_the_model_is_smooth():
 def test_deltas_are_sums_less_differences():
     model = gpt2_like(torch.float64)
     ids = tokens(model, 1)
-    x = lm.run(model, ids, lm.InputGradients(score="times_input"), queries=[-1])
+    x = lm.run(model, ids, lm.methods.InputGradients(score="times_input"), queries=[-1])
     given = torch.full((24,), 0.1)
-    method = lm.InputGradients(score="integrated", baseline=given, n_steps=8)
+    method = lm.methods.InputGradients(score="integrated", baseline=given, n_steps=8)
     m = lm.run(model, ids, method, queries=[-1])
     name = next(name for name in ("blocks.0.hook_resid_pre", "blocks.0.hook_in") if name in model.hook_dict)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_baselines_agree_where_they_are_the_same():
     ids = tokens(model, 1)
 
     def scores(baseline, prompt=ids):
-        method = lm.InputGradients(score="integrated", baseline=baseline, n_steps=4)
+        method = lm.methods.InputGradients(score="integrated", baseline=baseline, n_steps=4)
         return lm.run(model, prompt, method, queries=[-1]).scores
 
     torch.testing.assert_close(scores("zero"), scores(torch.zeros(24)))
@@ -171,7 +171,7 @@ def test_baselines_agree_where_they_are_the_same():
 def test_padding_changes_no_integral(baseline):
     model = llama_like(torch.float64)
     prompts = [tokens(model, 1, seq, seq)[0] for seq in (7, 4)]
-    method = lm.InputGradients(score="integrated", baseline=baseline, n_steps=4)
+    method = lm.methods.InputGradients(score="integrated", baseline=baseline, n_steps=4)
     for side in ("left", "right"):
         batched = list(lm.run_many(model, prompts, method, padding_side=side))
         for m, prompt in zip(batched, prompts, strict=True):
@@ -209,7 +209,9 @@ def test_points_may_share_a_pass(size, monkeypatch):
 
     def scores(size, queries):
         sizes.clear()
-        method = lm.InputGradients(score="integrated", baseline="mean", n_steps=5, internal_batch_size=size)
+        method = lm.methods.InputGradients(
+            score="integrated", baseline="mean", n_steps=5, internal_batch_size=size
+        )
         return lm.run(model, ids, method, queries=queries).scores
 
     expected = scores(1, [-1, 2])
@@ -220,7 +222,7 @@ def test_points_may_share_a_pass(size, monkeypatch):
 def test_many_points_take_several_passes(monkeypatch):
     model, sizes = gpt2_like(torch.float64), _record_sizes(monkeypatch)
     ids = tokens(model, 1, 12)
-    method = lm.InputGradients(score="integrated", baseline="mean", n_steps=100)
+    method = lm.methods.InputGradients(score="integrated", baseline="mean", n_steps=100)
     scores = lm.run(model, ids, method, queries=[-1]).scores
     # The autograd graphs of at most 512 positions are in memory at once.
     assert sizes == [42, 42, 16]
@@ -248,7 +250,7 @@ def test_the_formulas_on_a_run_of_your_own():
         "integrated": integrated_gradients(gradient, x, *path),
     }
     for score, scores in expected.items():
-        method = lm.InputGradients(score=score, baseline="mean", n_steps=6)
+        method = lm.methods.InputGradients(score=score, baseline="mean", n_steps=6)
         found = lm.run(model, ids, method, queries=[-1]).scores[0]
         torch.testing.assert_close(found, scores, atol=1e-10, rtol=0)
 
@@ -260,7 +262,7 @@ def test_rows_are_the_cut_of_the_whole_and_causal():
     assert whole.kind == "input"
     assert whole.layers == [1]
     assert float(whole.scores.triu(1).abs().max()) == 0
-    part = lm.run(model, ids, lm.InputGradients(internal_batch_size=1), queries=[5, 2])
+    part = lm.run(model, ids, lm.methods.InputGradients(internal_batch_size=1), queries=[5, 2])
     torch.testing.assert_close(part.scores, whole.scores[:, [5, 2]])
     with pytest.raises(ValueError, match="describes the whole model"):
         lm.run(model, ids, "input_gradients", layers=[0])
@@ -271,20 +273,25 @@ def test_targets_with_and_without_a_position():
     ids = tokens(model, 1)
     token = int(model(ids)[0, 3].argmax())
     at_row = lm.run(model, ids, "input_gradients", queries=[3]).scores
-    given = lm.InputGradients(target=lm.targets.logit(token))
+    given = lm.methods.InputGradients(target=lm.targets.logit(token))
     torch.testing.assert_close(lm.run(model, ids, given, queries=[3]).scores, at_row)
-    function = lm.InputGradients(target=lambda logits: logits[:, 3, token])
+    function = lm.methods.InputGradients(target=lambda logits: logits[:, 3, token])
     torch.testing.assert_close(lm.run(model, ids, function, queries=[3]).scores, at_row)
     with pytest.raises(ValueError, match="explains one number of the prompt"):
         lm.run(model, ids, function)
     with pytest.raises(ValueError, match="expected a differentiable function"):
-        lm.run(model, ids, lm.InputGradients(target=lambda logits: logits[:, 3, token].detach()), queries=[3])
+        lm.run(
+            model,
+            ids,
+            lm.methods.InputGradients(target=lambda logits: logits[:, 3, token].detach()),
+            queries=[3],
+        )
 
 
 def test_bfloat16_is_finite_and_near():
     ids = tokens(gpt2_like(), 1)
     for score in ("norm", "times_input", "integrated"):
-        method = lm.InputGradients(score=score, baseline="mean", n_steps=8)
+        method = lm.methods.InputGradients(score=score, baseline="mean", n_steps=8)
         low = lm.run(gpt2_like(torch.bfloat16), ids, method, queries=[-1]).scores
         double = lm.run(gpt2_like(torch.float64), ids, method, queries=[-1]).scores
         assert low.dtype == torch.float32
@@ -320,7 +327,7 @@ def test_the_model_stays_as_it_was():
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
-        lm.InputGradients(**options)
+        lm.methods.InputGradients(**options)
 
 
 def test_an_encoder_below_a_decoder_is_refused():

@@ -19,19 +19,19 @@ from tests.norm_cases import largest
 # branch norms and a residual multiplier.
 LABELS = ["gpt2", "llama", *map(slow, ("gemma2", "gpt_neox", "bert", "olmo2"))]
 METHODS = [
-    lm.ValueNorms(),
-    lm.ValueNorms(per_head=True),
-    lm.AttnRes(),
-    lm.AttnResLn(next_norm=True),
-    lm.AttnResWeights(),
-    lm.AtbFf(),
-    lm.AtbFfRes("fixed"),
-    lm.AtbFfResLn(next_norm=True),
-    lm.GlobEnc(),
-    lm.Alti(),
-    lm.Alti("l2", normalize=False),
-    lm.InformationFlowRoutes(),
-    lm.InformationFlowRoutes(per_head=True, biases="part"),
+    lm.methods.ValueNorms(),
+    lm.methods.ValueNorms(per_head=True),
+    lm.methods.AttnRes(),
+    lm.methods.AttnResLn(next_norm=True),
+    lm.methods.AttnResWeights(),
+    lm.methods.AtbFf(),
+    lm.methods.AtbFfRes("fixed"),
+    lm.methods.AtbFfResLn(next_norm=True),
+    lm.methods.GlobEnc(),
+    lm.methods.Alti(),
+    lm.methods.Alti("l2", normalize=False),
+    lm.methods.InformationFlowRoutes(),
+    lm.methods.InformationFlowRoutes(per_head=True, biases="part"),
 ]
 LENGTHS = (9, 6, 7)
 
@@ -42,7 +42,7 @@ def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
 
 def supported(model: Any) -> list[Method]:
     """Return the methods above that are defined for the model's blocks."""
-    session = Session(model, {"attn_res": lm.AttnRes()})
+    session = Session(model, {"attn_res": lm.methods.AttnRes()})
     with session.checked_pass([session.read(prompts_of()[0], **NOTHING)]) as checked:
         anatomies = checked.verification.anatomy.values()
     return [method for method in METHODS if all(method.unsupported_block(one) is None for one in anatomies)]
@@ -91,7 +91,12 @@ def test_rows_take_no_more_than_their_bound(label: str, queries: list[int]) -> N
 
 
 @pytest.mark.parametrize(
-    "method", [lm.AttnResLn(), lm.Alti(), *map(slow, (lm.ValueNorms(), lm.GlobEnc(), lm.AtbFfRes()))]
+    "method",
+    [
+        lm.methods.AttnResLn(),
+        lm.methods.Alti(),
+        *map(slow, (lm.methods.ValueNorms(), lm.methods.GlobEnc(), lm.methods.AtbFfRes())),
+    ],
 )
 def test_one_row_takes_memory_for_keys_not_for_pairs_or_heads(method: Method) -> None:
     model = Case("bridge llama").build()
@@ -103,6 +108,8 @@ def test_one_row_takes_memory_for_keys_not_for_pairs_or_heads(method: Method) ->
             peaks.append(peak_bytes(lambda block=block: method(block)))
             feed_forward = block.anatomy.feed_forward
             width = (
-                feed_forward.W_in.shape[1] if isinstance(method, lm.AtbFfRes) else block.resid_pre.shape[-1]
+                feed_forward.W_in.shape[1]
+                if isinstance(method, lm.methods.AtbFfRes)
+                else block.resid_pre.shape[-1]
             )
     assert peaks[1] - peaks[0] < (lengths[1] - lengths[0]) * 8 * width * 4

@@ -52,16 +52,16 @@ def test_replaced_tokens_against_the_wrapped_model(name):
         log_p = clean[None] if key is None else replaced(key)
         return torch.stack([at_tokens(sample, predicted) for sample in log_p])
 
-    found = lm.run(model, tokens, lm.Occlusion(replacements=[3, 5]))
+    found = lm.run(model, tokens, lm.methods.Occlusion(replacements=[3, 5]))
     expected = lost_without_key(target, len(tokens))
     torch.testing.assert_close(found.scores[0], expected, atol=1e-6, rtol=0)
     absolute, divergence = torch.zeros(2, len(tokens), len(tokens), dtype=torch.float64)
     for position in range(len(tokens)):
         absolute[:, position] = (target(None) - target(position)).abs().mean(0)
         divergence[:, position] = (clean.exp() * (clean - replaced(position))).sum(-1).mean(0)
-    found = lm.run(model, tokens, lm.Occlusion(replacements=[3, 5], measure="absolute"))
+    found = lm.run(model, tokens, lm.methods.Occlusion(replacements=[3, 5], measure="absolute"))
     torch.testing.assert_close(found.scores[0], absolute, atol=1e-6, rtol=0)
-    found = lm.run(model, tokens, lm.Occlusion(replacements=[3, 5], measure="kl"))
+    found = lm.run(model, tokens, lm.methods.Occlusion(replacements=[3, 5], measure="kl"))
     torch.testing.assert_close(found.scores[0], divergence, atol=1e-6, rtol=0)
 
 
@@ -84,7 +84,7 @@ def test_hidden_tokens_against_the_wrapped_models_mask(name):
     expected = lost_without_key(target, len(tokens))
     if name != "bert":
         expected[0, 0] = 0  # nothing else is left to see
-    found = lm.run(model, tokens, lm.Occlusion(by="mask")).scores[0]
+    found = lm.run(model, tokens, lm.methods.Occlusion(by="mask")).scores[0]
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
@@ -100,7 +100,7 @@ MODELS = [(hooked_encoder,), (hooked_transformer, "LN"), (hooked_transformer, "g
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: " ".join([build[0].__name__, *build[1:]]))
 @pytest.mark.parametrize("by", ["values", "mask"])
 def test_edits_on_a_run_of_ones_own_give_the_scores(build, by):
-    model, method = model_or_skip(*build), lm.Occlusion(by=by)
+    model, method = model_or_skip(*build), lm.methods.Occlusion(by=by)
     tokens = prompt_of(model).flatten()
     clean = model(tokens[None])[0].log_softmax(-1)
     predicted = clean.argmax(-1)
@@ -132,9 +132,9 @@ def test_edits_on_a_run_of_ones_own_give_the_scores(build, by):
 def test_the_estimate_of_passes_grows_with_the_copies_that_run(name, options, queries, copies):
     model = build_or_skip(bridge, name)
     prompt = torch.arange(3, 27)
-    method = lm.Occlusion(replacements=[3, 5], **options)
+    method = lm.methods.Occlusion(replacements=[3, 5], **options)
     blocks = run_prompt(model, prompt, method, queries=queries).blocks
-    cost = method.scale_cost(Cost(1, per_token=lm.Occlusion.n_samples), blocks)
+    cost = method.scale_cost(Cost(1, per_token=lm.methods.Occlusion.n_samples), blocks)
     assert cost.passes(len(prompt), 1, len(blocks)) == 1 + copies
     shapes = []
     with model.blocks[0].register_forward_pre_hook(
@@ -168,7 +168,7 @@ def test_replaced_groups_against_the_wrapped_model(name, measure):
             lost = lost.abs() if measure == "absolute" else lost
             lost = (clean.exp() * (clean - changed)).sum(-1) if measure == "kl" else lost
             expected[:, key] += lost / 2
-    found = lm.run(model, tokens, lm.Occlusion(replacements=[3, 5], measure=measure, spans=SPANS))
+    found = lm.run(model, tokens, lm.methods.Occlusion(replacements=[3, 5], measure=measure, spans=SPANS))
     torch.testing.assert_close(found.scores[0], expected, atol=1e-6, rtol=0)
     assert float(expected.abs().max()) > 1e-3
     assert len(found.key_tokens) == len(SPANS)
@@ -191,7 +191,7 @@ def test_groups_without_values_and_hidden_groups_against_whole_passes(build, by)
         return at_tokens(logits.log_softmax(-1), predicted)[None]
 
     expected = lost_without_key(target, len(SPANS))
-    found = lm.run(model, tokens, lm.Occlusion(by=by, spans=SPANS)).scores[0]
+    found = lm.run(model, tokens, lm.methods.Occlusion(by=by, spans=SPANS)).scores[0]
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
     assert float(found.abs().max()) > 1e-3
 
@@ -204,8 +204,8 @@ def test_groups_of_one_token_are_tokens(by):
         (build_or_skip(bridge, "bart", torch.float64), "decoder"),
     ):
         options = {"part": part, "queries": [-1]}
-        whole = lm.run(model, prompt_of(model), lm.Occlusion(by=by), **options).scores
-        method = lm.Occlusion(by=by, spans=[[3], [0]])
+        whole = lm.run(model, prompt_of(model), lm.methods.Occlusion(by=by), **options).scores
+        method = lm.methods.Occlusion(by=by, spans=[[3], [0]])
         groups = lm.run(model, prompt_of(model), method, **options).scores
         torch.testing.assert_close(groups, whole[..., [3, 0]], atol=1e-10, rtol=0)
 
@@ -213,7 +213,7 @@ def test_groups_of_one_token_are_tokens(by):
 def test_groups_that_a_row_can_not_see_have_no_score():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     for by in ("replace", "values", "mask"):
-        found = lm.run(model, prompt_of(model), lm.Occlusion(by=by, spans=[(1, 3), (2, 5)])).scores[0]
+        found = lm.run(model, prompt_of(model), lm.methods.Occlusion(by=by, spans=[(1, 3), (2, 5)])).scores[0]
         assert (found[:1, 0] == 0).all()
         assert (found[:2, 1] == 0).all()
         # Some of the group is enough.
@@ -222,12 +222,14 @@ def test_groups_that_a_row_can_not_see_have_no_score():
 
 
 @pytest.mark.parametrize("by", ["replace", "mask", "values"])
-@pytest.mark.parametrize("kind", [lm.Occlusion, lm.ValueZeroing])
+@pytest.mark.parametrize("kind", [lm.methods.Occlusion, lm.methods.ValueZeroing])
 def test_texts_are_found_in_each_prompt_of_a_batch(kind, by):
     model = gpt2_like(torch.float64, tokenizer=toy_tokenizer())
     prompts = [torch.tensor([5, 9, 12, 7, 30]), torch.tensor([8, 12, 7, 6, 21, 9])]
     where = [{"pair": (2, 3), "nine": (1,)}, {"pair": (1, 2), "nine": (5,)}]
-    options = {"by": by} if kind is lm.Occlusion else {"engine": "hooks" if by == "replace" else "algebra"}
+    options = (
+        {"by": by} if kind is lm.methods.Occlusion else {"engine": "hooks" if by == "replace" else "algebra"}
+    )
     engine = {"engine": options.pop("engine")} if "engine" in options else {}
     by_text = kind(spans={"pair": "w12 w7", "nine": ["w9"]}, **options)
     maps = list(lm.run_many(model, prompts, by_text, **engine))
@@ -242,7 +244,7 @@ def test_texts_are_found_in_each_prompt_of_a_batch(kind, by):
 def test_spans_with_names_are_recorded(tmp_path):
     model = gpt2_like(torch.float64, tokenizer=toy_tokenizer())
     spans = {"start": slice(0, 2), "pair": "w12 w7"}
-    m = lm.run(model, torch.tensor([5, 9, 12, 7, 30]), lm.Occlusion(by="mask", spans=spans))
+    m = lm.run(model, torch.tensor([5, 9, 12, 7, 30]), lm.methods.Occlusion(by="mask", spans=spans))
     assert m.parameters["spans"] == {"start": [0, 1], "pair": "w12 w7"}
     assert m.top(2, query=-1)[0].token in spans
     m.save(tmp_path / "map")
@@ -252,13 +254,13 @@ def test_spans_with_names_are_recorded(tmp_path):
 
 
 def test_nothing_is_edited_where_tokens_are_replaced():
-    assert lm.Occlusion().interventions(0, 2) == []
+    assert lm.methods.Occlusion().interventions(0, 2) == []
 
 
 @pytest.mark.parametrize("spans", [None, [(0, 1), (3,)]])
 @pytest.mark.parametrize("by", ["replace", "mask", "values"])
 def test_rows_and_batches(by, spans):
-    method = lm.Occlusion(by=by, spans=spans)
+    method = lm.methods.Occlusion(by=by, spans=spans)
     model = build_or_skip(bridge, "llama", torch.float64)
     prompts = [prompt_of(model, length, seed) for length, seed in ((7, 1), (4, 2), (6, 3))]
     alone = [lm.run(model, prompt, method) for prompt in prompts]
@@ -275,9 +277,9 @@ def test_rows_and_batches(by, spans):
 def test_drawn_replacements_are_seeded():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     tokens = prompt_of(model)
-    first, again = (lm.run(model, tokens, lm.Occlusion(seed=1)).scores for _ in range(2))
+    first, again = (lm.run(model, tokens, lm.methods.Occlusion(seed=1)).scores for _ in range(2))
     assert torch.equal(first, again)
-    assert not torch.equal(first, lm.run(model, tokens, lm.Occlusion(seed=2)).scores)
+    assert not torch.equal(first, lm.run(model, tokens, lm.methods.Occlusion(seed=2)).scores)
 
 
 def test_a_target_of_the_users_explains_one_row():
@@ -288,9 +290,9 @@ def test_a_target_of_the_users_explains_one_row():
         return logits[:, -1, 2]
 
     with pytest.raises(ValueError, match="expected one row"):
-        lm.run(model, tokens, lm.Occlusion(target=second_token))
-    found = lm.run(model, tokens, lm.Occlusion(target=second_token, replacements=[4]), queries=[-1])
-    named = lm.Occlusion(target=lm.targets.logit(2), replacements=[4])
+        lm.run(model, tokens, lm.methods.Occlusion(target=second_token))
+    found = lm.run(model, tokens, lm.methods.Occlusion(target=second_token, replacements=[4]), queries=[-1])
+    named = lm.methods.Occlusion(target=lm.targets.logit(2), replacements=[4])
     torch.testing.assert_close(found.scores, lm.run(model, tokens, named, queries=[-1]).scores)
 
 
@@ -309,26 +311,26 @@ def test_a_target_of_the_users_explains_one_row():
 )
 def test_bad_options(options, error):
     with pytest.raises(ValueError, match=error):
-        lm.Occlusion(**options)
+        lm.methods.Occlusion(**options)
 
 
 def test_replacements_that_the_model_does_not_know():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     with pytest.raises(ValueError, match="replacements: expected"):
-        lm.run(model, prompt_of(model), lm.Occlusion(replacements=[10**6]))
+        lm.run(model, prompt_of(model), lm.methods.Occlusion(replacements=[10**6]))
 
 
 @pytest.mark.parametrize("by", ["replace", "mask", "values"])
 def test_positions_that_the_prompt_does_not_have(by):
     model = build_or_skip(bridge, "gpt2", torch.float64)
     with pytest.raises(ValueError, match=r"spans: expected positions 0\.\.6, got \[9\]"):
-        lm.run(model, prompt_of(model), lm.Occlusion(by=by, spans=[(0, 9)]))
+        lm.run(model, prompt_of(model), lm.methods.Occlusion(by=by, spans=[(0, 9)]))
     with pytest.raises(ValueError, match="spans: expected a text that the prompt contains, got 'Paris'"):
-        lm.run(model, prompt_of(model), lm.Occlusion(by=by, spans=["Paris"]))
+        lm.run(model, prompt_of(model), lm.methods.Occlusion(by=by, spans=["Paris"]))
 
 
 def test_one_token():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     tokens = prompt_of(model, 1)
-    assert lm.run(model, tokens, lm.Occlusion(by="mask")).scores.tolist() == [[[0.0]]]
-    assert float(lm.run(model, tokens, lm.Occlusion(measure="absolute")).scores) > 0
+    assert lm.run(model, tokens, lm.methods.Occlusion(by="mask")).scores.tolist() == [[[0.0]]]
+    assert float(lm.run(model, tokens, lm.methods.Occlusion(measure="absolute")).scores) > 0

@@ -16,11 +16,11 @@ from tests.tiny_models import bridge
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 METHODS = (
-    lm.InputGradients(),
-    lm.InputGradients(score="times_input", target=lm.targets.predicted(of="log_probability")),
-    lm.Gim(after_blocks=1),
-    lm.FrozenGradients(readout="absolute"),
-    lm.GradientAttention(per_head=True, rectify=False),
+    lm.methods.InputGradients(),
+    lm.methods.InputGradients(score="times_input", target=lm.targets.predicted(of="log_probability")),
+    lm.methods.Gim(after_blocks=1),
+    lm.methods.FrozenGradients(readout="absolute"),
+    lm.methods.GradientAttention(per_head=True, rectify=False),
 )
 MUCH = 1 << 40
 FLOAT32 = ("bridge mpt",)
@@ -87,15 +87,19 @@ def test_rows_of_a_causal_model_need_the_tokens_before_them(label, lengths, with
     # A single row, or a target that reads other positions, has the graph of the whole prompt. A single row
     # also has the logits of the clean pass.
     lm.run(model, prompt, "input_gradients", queries=[2])
-    lm.run(model, prompt, lm.InputGradients(target=lm.targets.span(1, 3)), queries=[-1])
+    lm.run(model, prompt, lm.methods.InputGradients(target=lm.targets.span(1, 3)), queries=[-1])
     assert lengths == [7, 7, 7]
 
 
 def test_methods_with_the_same_rules_share_the_clean_pass(lengths):
     model = build_or_skip(bridge, "gpt2", torch.float64)
     prompt = prompt_of(model)
-    plain = [lm.InputGradients(), lm.InputGradients(score="times_input"), lm.GradientAttention()]
-    gim = [lm.Gim(), lm.Gim(target=lm.targets.token(5), after_blocks=1, readout="absolute")]
+    plain = [
+        lm.methods.InputGradients(),
+        lm.methods.InputGradients(score="times_input"),
+        lm.methods.GradientAttention(),
+    ]
+    gim = [lm.methods.Gim(), lm.methods.Gim(target=lm.targets.token(5), after_blocks=1, readout="absolute")]
     # A method with other rules has a pass of its own, and computes the logits from it.
     for methods, passes in ((plain, 1), (gim, 1), ([gim[0], *plain], 1 + 2), ([*gim, plain[0]], 1 + 2)):
         lm.run(model, prompt, methods, queries=[-1])

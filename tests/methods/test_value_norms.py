@@ -23,7 +23,7 @@ def test_equals_norm_analysis(class_name, row):
         pytest.skip(f"no {class_name} in this TransformerLens")
     maps = lm.run(
         reference_bert(class_name),
-        methods=["value_norm", lm.ValueNorms(per_head=True)],
+        methods=["value_norm", lm.methods.ValueNorms(per_head=True)],
         **reference_inputs(row),
     )
     by_layer, by_head = maps.values()
@@ -38,10 +38,10 @@ def test_equals_norm_analysis(class_name, row):
 @each_model("value_norm")
 def test_equals_the_vectors_written_out(case):
     for block in blocks_of(case):
-        found = lm.ValueNorms()(block)
+        found = lm.methods.ValueNorms()(block)
         assert largest(found, value_norms(*heads_of(block))) < 1e-10
         by_head = head_parts(*heads_of(block)).norm(dim=-1).transpose(1, 2)
-        assert largest(lm.ValueNorms(per_head=True)(block), by_head) < 1e-10
+        assert largest(lm.methods.ValueNorms(per_head=True)(block), by_head) < 1e-10
         assert largest(attention_vectors(block).pairs.written_out(), written_out(block).attention) < 1e-10
         # A second implementation uses the model's weights and its input alone.
         assert largest(found[0], norms(oracle(block, feed_forward=False).attention)) < 1e-10

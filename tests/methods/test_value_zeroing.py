@@ -35,7 +35,7 @@ def test_official_value_zeroing(model_class, n):
 def test_inseq_with_its_conventions(model_class, n):
     model = build_or_skip(inseq_gpt2, model_class)
     expected = reference("inseq_vz_gpt2_tiny")
-    method = lm.ValueZeroing(last_layer="after_final_norm", threshold=1e-5)
+    method = lm.methods.ValueZeroing(last_layer="after_final_norm", threshold=1e-5)
     m = lm.run(model, expected[f"n{n}_input_ids"], method, engine="hooks")
     theirs = expected[f"n{n}_vz"].double()
     seen = torch.ones(n, n).tril().bool()
@@ -52,7 +52,7 @@ def test_own_slow_loop_before_and_after_the_final_norm(model_class, n):
     expected = reference(f"own_gpt2_vz_gpt2_tiny_n{n}")
     before = lm.run(model, expected["input_ids"], "value_zeroing", engine="hooks").scores
     after = lm.run(
-        model, expected["input_ids"], lm.ValueZeroing(last_layer="after_final_norm"), engine="hooks"
+        model, expected["input_ids"], lm.methods.ValueZeroing(last_layer="after_final_norm"), engine="hooks"
     ).scores
     # The reference was stored in float32.
     torch.testing.assert_close(before, expected["raw_cosdist_f64"].double(), atol=1e-7, rtol=1e-6)
@@ -69,7 +69,9 @@ def test_equals_the_definition_written_out(case, metric):
             return anatomy.after(resid_pre, anatomy.value_path.project(mix(pattern, value)))
 
         expected = value_zeroing(output, block.recorded("value"), metric)
-        torch.testing.assert_close(lm.ValueZeroing(metric=metric)(block), expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            lm.methods.ValueZeroing(metric=metric)(block), expected, rtol=1e-10, atol=1e-10
+        )
 
 
 def slow_value_zeroing(model, prompt, zero, metric="cosine"):
@@ -107,7 +109,7 @@ def slow_value_zeroing(model, prompt, zero, metric="cosine"):
 def test_equals_the_definition_by_whole_forward_passes(metric):
     model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 6)
-    m = lm.run(model, prompt, lm.ValueZeroing(metric=metric), engine="hooks")
+    m = lm.run(model, prompt, lm.methods.ValueZeroing(metric=metric), engine="hooks")
     expected = slow_value_zeroing(model, prompt, zeroed, metric)
     torch.testing.assert_close(m.scores, expected, atol=1e-12, rtol=1e-9)
 
@@ -122,24 +124,24 @@ def test_chosen_heads_and_per_head_equal_the_definition():
             values[:, key, head] = 0
         return values
 
-    two = lm.run(model, prompt, lm.ValueZeroing(heads=[0, 2]), engine="hooks")
+    two = lm.run(model, prompt, lm.methods.ValueZeroing(heads=[0, 2]), engine="hooks")
     expected = slow_value_zeroing(model, prompt, lambda v, k: zero(v, k, [0, 2]))
     torch.testing.assert_close(two.scores, expected, atol=1e-12, rtol=1e-9)
-    each = lm.run(model, prompt, lm.ValueZeroing(per_head=True), engine="hooks")
+    each = lm.run(model, prompt, lm.methods.ValueZeroing(per_head=True), engine="hooks")
     assert each.scores.shape == (2, 4, 5, 5)
     for head in range(4):
         expected = slow_value_zeroing(model, prompt, lambda v, k, head=head: zero(v, k, [head]))
         torch.testing.assert_close(each.scores[:, head], expected, atol=1e-12, rtol=1e-9)
-    some = lm.run(model, prompt, lm.ValueZeroing(per_head=True, heads=[3, 1]), engine="hooks")
+    some = lm.run(model, prompt, lm.methods.ValueZeroing(per_head=True, heads=[3, 1]), engine="hooks")
     torch.testing.assert_close(some.scores, each.scores[:, [3, 1]], atol=0, rtol=0)
 
 
 def test_heads_may_differ_by_layer():
     model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 5)
-    by_layer = lm.run(model, prompt, lm.ValueZeroing(heads={1: [0, 2]}), engine="hooks").scores
+    by_layer = lm.run(model, prompt, lm.methods.ValueZeroing(heads={1: [0, 2]}), engine="hooks").scores
     all_heads = lm.run(model, prompt, "value_zeroing", engine="hooks").scores
-    two = lm.run(model, prompt, lm.ValueZeroing(heads=[0, 2]), engine="hooks").scores
+    two = lm.run(model, prompt, lm.methods.ValueZeroing(heads=[0, 2]), engine="hooks").scores
     torch.testing.assert_close(by_layer[0], all_heads[0], atol=0, rtol=0)
     torch.testing.assert_close(by_layer[1], two[1], atol=0, rtol=0)
 
@@ -148,7 +150,7 @@ def test_heads_may_differ_by_layer():
 def test_the_hooks_on_a_run_of_your_own(heads):
     model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 5)
-    method = lm.ValueZeroing(heads=heads)
+    method = lm.methods.ValueZeroing(heads=heads)
     expected = lm.run(model, prompt, method, engine="hooks").scores
     _, clean = model.run_with_cache(prompt)
     for layer in range(model.cfg.n_layers):
@@ -158,7 +160,7 @@ def test_the_hooks_on_a_run_of_your_own(heads):
                 _, zeroed = model.run_with_cache(prompt)
             column = 1 - torch.cosine_similarity(clean[name], zeroed[name], dim=-1)[0]
             torch.testing.assert_close(expected[layer, :, key], column, atol=1e-12, rtol=1e-9)
-    per_head = lm.run(model, prompt, lm.ValueZeroing(per_head=True), engine="hooks").scores
+    per_head = lm.run(model, prompt, lm.methods.ValueZeroing(per_head=True), engine="hooks").scores
     kept = {}
     hooks = [*method.interventions(0, 2, heads=[3]), record(kept, "blocks.0.hook_resid_post")]
     model.run_with_hooks(prompt, fwd_hooks=hooks)
@@ -170,10 +172,10 @@ def test_grouped_query_heads_are_zeroed_one_at_a_time():
     """Heads 0 and 1 share a value head. Zeroing both in turn differs from zeroing the shared value twice."""
     model = llama_like(torch.float64)
     prompt = tokens(model, 1, 5)
-    each = lm.run(model, prompt, lm.ValueZeroing(per_head=True), engine="hooks").scores
+    each = lm.run(model, prompt, lm.methods.ValueZeroing(per_head=True), engine="hooks").scores
     assert each.shape == (2, 4, 5, 5)
     assert (each[:, 0] - each[:, 1]).abs().max() > 1e-4
-    both = lm.run(model, prompt, lm.ValueZeroing(heads=[0, 1]), engine="hooks").scores
+    both = lm.run(model, prompt, lm.methods.ValueZeroing(heads=[0, 1]), engine="hooks").scores
 
     def zero_shared(values, key):
         values = values.clone()
@@ -186,7 +188,7 @@ def test_grouped_query_heads_are_zeroed_one_at_a_time():
 def test_spans_are_one_unit():
     model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 6)
-    m = lm.run(model, prompt, lm.ValueZeroing(spans=[(0, 1), (2,), (3, 4, 5)]), engine="hooks")
+    m = lm.run(model, prompt, lm.methods.ValueZeroing(spans=[(0, 1), (2,), (3, 4, 5)]), engine="hooks")
     assert m.scores.shape == (2, 6, 3)
     assert m.key_tokens == ["".join(m.tokens[0:2]), m.tokens[2], "".join(m.tokens[3:6])]
     alone = lm.run(model, prompt, "value_zeroing", engine="hooks")
@@ -208,9 +210,9 @@ def test_threshold_sets_small_scores_to_zero():
     prompt = tokens(model, 1, 6)
     raw = lm.run(model, prompt, "value_zeroing").scores
     cut = float(raw.median())
-    m = lm.run(model, prompt, lm.ValueZeroing(threshold=cut))
+    m = lm.run(model, prompt, lm.methods.ValueZeroing(threshold=cut))
     torch.testing.assert_close(m.scores, torch.where(raw < cut, 0.0, raw), atol=0, rtol=0)
-    nothing = lm.run(model, prompt, lm.ValueZeroing(threshold=10.0))
+    nothing = lm.run(model, prompt, lm.methods.ValueZeroing(threshold=10.0))
     assert nothing.scores.abs().max() == 0
     assert nothing.normalized().scores.abs().max() == 0
     assert any("all-zero" in note for note in nothing.notes)
@@ -247,7 +249,7 @@ def test_distance_of_zero_vectors():
 )
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        lm.ValueZeroing(**options)
+        lm.methods.ValueZeroing(**options)
 
 
 @pytest.mark.parametrize(
@@ -262,4 +264,4 @@ def test_bad_options_are_refused(options, message):
 def test_what_the_model_or_prompt_does_not_have_is_refused(options, message):
     model = gpt2_like(torch.float64)
     with pytest.raises(ValueError, match=message):
-        lm.run(model, tokens(model, 1, 6), lm.ValueZeroing(**options))
+        lm.run(model, tokens(model, 1, 6), lm.methods.ValueZeroing(**options))

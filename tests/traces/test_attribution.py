@@ -57,17 +57,19 @@ def require_close(found, expected, **options):
         "input_gradients",
         "frozen_gradients",
         "occlusion",
-        lm.InputGradients(score="times_input"),
-        lm.Occlusion(by="mask"),
+        lm.methods.InputGradients(score="times_input"),
+        lm.methods.Occlusion(by="mask"),
     ],
     ids=str,
 )
 def test_one_backward_pass_explains_a_span(method):
-    default = lm.Gim(readout="absolute")
-    method = {"gim": lm.Gim(), "input_gradients": lm.InputGradients(), "occlusion": lm.Occlusion()}.get(
-        method, method
-    )
-    method = lm.FrozenGradients() if method == "frozen_gradients" else method
+    default = lm.methods.Gim(readout="absolute")
+    method = {
+        "gim": lm.methods.Gim(),
+        "input_gradients": lm.methods.InputGradients(),
+        "occlusion": lm.methods.Occlusion(),
+    }.get(method, method)
+    method = lm.methods.FrozenGradients() if method == "frozen_gradients" else method
     t = trace(method)
     given = default if method is None else method
     target = lm.targets.span(N_PROMPT + START, N_PROMPT + STOP)
@@ -88,13 +90,13 @@ def test_one_backward_pass_explains_a_span(method):
 @pytest.mark.parametrize("score", ["times_input"])
 def test_a_linear_method_has_the_sum_of_its_rows(score):
     """Check that a gradient of a sum is the sum of the gradients."""
-    t = trace(lm.InputGradients(score=score))
+    t = trace(lm.methods.InputGradients(score=score))
     for start, stop in ((0, 4), (1, 3), (2, 4)):
         require_close(t[start:stop].scores, t.steps.scores[0, start:stop].sum(0))
 
 
 @pytest.mark.parametrize(
-    "method", [lm.AttributionPatching(), lm.ContextLength()], ids=["patching", "context"]
+    "method", [lm.methods.AttributionPatching(), lm.methods.ContextLength()], ids=["patching", "context"]
 )
 def test_methods_of_one_position_are_summed(method):
     try:
@@ -114,10 +116,10 @@ def test_methods_of_one_position_are_summed(method):
 def test_gradient_attention_has_the_span_as_its_target():
     t = trace("gradient_attention")
     target = lm.targets.span(N_PROMPT + START, N_PROMPT + STOP)
-    layers = lm.run(model_of(), TOKENS, lm.GradientAttention(target=target)).scores
+    layers = lm.run(model_of(), TOKENS, lm.methods.GradientAttention(target=target)).scores
     require_close(t[START:STOP].scores, layers.mean(0)[ROWS].sum(0))
     target = lm.targets.span(N_PROMPT + 2, N_PROMPT + 3)
-    layers = lm.run(model_of(), TOKENS, lm.GradientAttention(target=target)).scores
+    layers = lm.run(model_of(), TOKENS, lm.methods.GradientAttention(target=target)).scores
     require_close(t.steps.scores[0, 2], layers.mean(0)[N_PROMPT + 1])
     require_close(t[2].scores, layers.mean(0)[N_PROMPT + 1])
 
@@ -170,10 +172,10 @@ def test_rollouts_and_flows(aggregation):
 
 
 def test_heads_are_among_the_largest():
-    layers = lm.run(model_of(), TOKENS, lm.AttentionWeights(per_head=True)).scores
-    t = trace(lm.AttentionWeights(per_head=True), aggregation="max")
+    layers = lm.run(model_of(), TOKENS, lm.methods.AttentionWeights(per_head=True)).scores
+    t = trace(lm.methods.AttentionWeights(per_head=True), aggregation="max")
     require_close(t[START:STOP].scores, layers.amax((0, 1))[ROWS].sum(0))
-    mean = trace(lm.AttentionWeights(per_head=True))
+    mean = trace(lm.methods.AttentionWeights(per_head=True))
     require_close(mean[START:STOP].scores, layers.mean((0, 1))[ROWS].sum(0))
 
 
@@ -185,8 +187,8 @@ def test_decompx_is_one_map_of_all_layers():
 def test_logits_of_the_written_tokens():
     """Check that `alti_logit` explains the written tokens, and not those that the model predicts."""
     model = gpt2_like(torch.float64)
-    made = lm.run(model, TOKENS, lm.AltiLogit(token="next")).scores.sum(0)
-    for method in ("alti_logit", lm.AltiLogit(token="next")):
+    made = lm.run(model, TOKENS, lm.methods.AltiLogit(token="next")).scores.sum(0)
+    for method in ("alti_logit", lm.methods.AltiLogit(token="next")):
         require_close(trace(method, model)[START:STOP].scores, made[ROWS].sum(0))
     predicted = lm.run(model, TOKENS, "alti_logit").scores.sum(0)[ROWS].sum(0)
     assert (predicted - made[ROWS].sum(0)).abs().max() > 1e-6
@@ -213,7 +215,9 @@ def test_parts_of_an_encoder_decoder():
     source, target = prompt_of(model)
     t = lm.trace(model, source, answer=target, sources="token")
     wanted = lm.targets.span(2, 4)
-    made = lm.run(model, (source, target), lm.InputGradients(target=wanted), part="joint", queries=[-1])
+    made = lm.run(
+        model, (source, target), lm.methods.InputGradients(target=wanted), part="joint", queries=[-1]
+    )
     expected = made.scores[-1, 0]
     torch.testing.assert_close(t[1:3].scores, expected, atol=1e-10, rtol=1e-7)
     assert len(t.tokens) == source.shape[1] + target.shape[1]
@@ -291,7 +295,9 @@ def paths(shares, n_prompt, hops):
 
 
 @pytest.mark.parametrize("hops", [0, 1, 2, None])
-@pytest.mark.parametrize("method", [None, "attention", lm.InputGradients(score="times_input")], ids=str)
+@pytest.mark.parametrize(
+    "method", [None, "attention", lm.methods.InputGradients(score="times_input")], ids=str
+)
 def test_through_is_the_sum_over_all_paths(method, hops):
     t = trace(method)
     rows = t.steps.scores[0].double().abs()
@@ -401,10 +407,18 @@ def test_a_table_of_sentences_and_sources():
         ({"method": ["attention", "alti"]}, TypeError, "method: expected one method"),
         ({"method": []}, ValueError, "methods?: expected"),
         ({"method": int}, TypeError, "methods?: expected"),
-        ({"method": lm.Gim(lm.targets.token(3))}, ValueError, "method: expected 'gim' without a target"),
-        ({"method": lm.Occlusion(target="w7")}, ValueError, "method: expected 'occlusion' without a target"),
         (
-            {"method": lm.Occlusion(spans=[(0, 1), (2,)])},
+            {"method": lm.methods.Gim(lm.targets.token(3))},
+            ValueError,
+            "method: expected 'gim' without a target",
+        ),
+        (
+            {"method": lm.methods.Occlusion(target="w7")},
+            ValueError,
+            "method: expected 'occlusion' without a target",
+        ),
+        (
+            {"method": lm.methods.Occlusion(spans=[(0, 1), (2,)])},
             ValueError,
             "method: expected one whose keys are the 9 tokens",
         ),
@@ -436,7 +450,7 @@ def test_wrong_arguments(options, error, message):
 
 def test_many_passes_are_announced():
     long = torch.arange(3, 15)
-    method = lm.InputGradients(score="integrated", n_steps=20)
+    method = lm.methods.InputGradients(score="integrated", n_steps=20)
     given = {"answer": torch.tensor([9, 10]), "sources": "token", "method": method}
     with pytest.warns(UserWarning, match=r"input_gradients takes about \d+ forward passes"):
         t = lm.trace(model_of(), long, **given)
@@ -462,7 +476,7 @@ def test_a_model_without_the_default_method_is_an_error(monkeypatch):
     def refuse(self, anatomy):
         return "it is not for this test"
 
-    monkeypatch.setattr(lm.Gim, "unsupported_block", refuse)
+    monkeypatch.setattr(lm.methods.Gim, "unsupported_block", refuse)
     with pytest.raises(lm.UnsupportedModelError, match="it is not for this test"):
         trace()
 
@@ -475,7 +489,7 @@ def test_a_mixture_has_the_default_too():
     expected = lm.run(
         model,
         TOKENS,
-        lm.Gim(lm.targets.span(N_PROMPT + START, N_PROMPT + STOP), readout="absolute"),
+        lm.methods.Gim(lm.targets.span(N_PROMPT + START, N_PROMPT + STOP), readout="absolute"),
         queries=[-1],
     )
     require_close(t[START:STOP].scores, expected.scores[-1, 0, : N_PROMPT + STOP - 1])

@@ -98,7 +98,7 @@ def test_what_needs_the_model(tmp_path):
     [
         {},
         {"method": "attention", "aggregation": "rollout"},
-        {"method": lm.InputGradients(score="times_input")},
+        {"method": lm.methods.InputGradients(score="times_input")},
     ],
 )
 def test_with_the_model_everything_can_be_computed(tmp_path, options):

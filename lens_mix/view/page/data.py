@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.aggregation import residual_weight
+from lens_mix.aggregation.rollout import residual_weight
 from lens_mix.maps import MixingMap
 from lens_mix.maps.characters import join_characters
 from lens_mix.maps.exchange import as_json

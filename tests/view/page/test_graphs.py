@@ -305,8 +305,8 @@ def test_trees_of_a_model_are_computed_again(opened):
     model = llama_like()
     target = lm.targets.predicted(position=5)
     methods = {
-        "tree": lm.AttentionAttribution(target, n_steps=3),
-        "routes": lm.InformationFlowRoutes(per_head=True),
+        "tree": lm.methods.AttentionAttribution(target, n_steps=3),
+        "routes": lm.methods.InformationFlowRoutes(per_head=True),
     }
     prompt = tokens(model, 1, 7, 1)[0]
     maps = {name: lm.run(model, prompt, method) for name, method in methods.items()}

@@ -82,7 +82,7 @@ def test_a_tree_of_a_run_starts_at_the_explained_position():
     model = llama_like()
     prompt = tokens(model, 1, 7, 1)[0]
     target = lm.targets.predicted(position=3)
-    m = lm.run(model, prompt, lm.AttentionAttribution(target, n_steps=2))
+    m = lm.run(model, prompt, lm.methods.AttentionAttribution(target, n_steps=2))
     assert m.default_query == 3
     ((packed,),) = data_of(lm.page(m))["trees"]
     assert packed["nodes"][packed["roots"][0]]["position"] == 3
