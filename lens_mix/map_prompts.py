@@ -85,7 +85,7 @@ def _map_batch(
     *,
     prepend_bos: bool | None,
     progress: bool,
-) -> _Record:
+) -> _BatchRecord:
     """Return the record of one batch, whose blocks are mapped while the clean pass runs or after it."""
     total = sum(len(session.layers_of(method)) for method in session.methods.values())
     # Python ignores an exception of a signal handler while it frees a bar, so none is made that is not shown.
@@ -94,7 +94,7 @@ def _map_batch(
         maps = _BlockMaps(session, bar)
         with session.checked_pass(prompts, side, maps.start) as checked:
             maps.end(checked)
-            return _Record(checked, maps, prepend_bos)
+            return _BatchRecord(checked, maps, prepend_bos)
 
 
 def _add_shares(methods: Mapping[str, Method], maps: dict[str, MixingMap]) -> dict[str, MixingMap]:
@@ -232,7 +232,7 @@ def _select(tensor: Tensor, axis: int, indices: Int[Tensor, " place"]) -> Tensor
     return tensor if every.equal(indices) else tensor.index_select(axis, indices)
 
 
-class _Record:
+class _BatchRecord:
     """Make the maps of one batch. An instance must be created while the clean pass is open."""
 
     def __init__(self, checked: CheckedPass, maps: _BlockMaps, prepend_bos: bool | None) -> None:

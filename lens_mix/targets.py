@@ -72,8 +72,8 @@ def __dir__() -> list[str]:
     return __all__
 
 
-Measure = Literal["probability", "log_probability", "logit"]
-Reads = Literal["logits", "last_residual"]
+TargetMeasure = Literal["probability", "log_probability", "logit"]
+TargetReads = Literal["logits", "last_residual"]
 TargetFunction = Callable[[Tensor], Tensor]
 
 
@@ -165,7 +165,7 @@ class Target:
             the output in the context of every function here may be these alone, [1 1 d_vocab].
     """
 
-    reads: ClassVar[Reads] = "logits"
+    reads: ClassVar[TargetReads] = "logits"
     reads_tokens: ClassVar[bool] = False
     reads_row_alone: ClassVar[bool] = False
 
@@ -307,7 +307,7 @@ class _Token(_AtPosition):
 
     token: str | int | None
     position: int | None
-    of: Measure
+    of: TargetMeasure
 
     def of_prompt(self, context: Context) -> TargetFunction:
         position, token = self.reads_position(context), self._resolve_token(context)
@@ -350,7 +350,7 @@ class _LogitDifference(_AtPosition):
 @dataclasses.dataclass(frozen=True)
 class _Class(Target):
     index: int | None
-    of: Measure
+    of: TargetMeasure
 
     def of_prompt(self, context: Context) -> TargetFunction:
         _require_classes(context, "class_")
@@ -527,10 +527,10 @@ class _Custom(Target):
 
 
 @dataclasses.dataclass(frozen=True)
-class Head(_Custom):
+class _Head(_Custom):
     """A user's function of the last residual stream (see `head`)."""
 
-    reads: ClassVar[Reads] = "last_residual"
+    reads: ClassVar[TargetReads] = "last_residual"
 
     after_final_norm: bool = False
 
@@ -548,14 +548,14 @@ class _HfClassifier(Target):
         multi_label: Whether each label has its own probability.
     """
 
-    reads: ClassVar[Reads] = "last_residual"
+    reads: ClassVar[TargetReads] = "last_residual"
     reads_tokens: ClassVar[bool] = True
     after_final_norm: ClassVar[bool] = True
 
     hf_model: PreTrainedModel = dataclasses.field(repr=False)
     index: int | None = None
     minus: int | None = None
-    of: Measure = "probability"
+    of: TargetMeasure = "probability"
     position: int | None = None
     multi_label: bool = False
 
@@ -649,7 +649,7 @@ class _HfClassifier(Target):
 # ------------------------------------------------------------------ public functions
 
 
-def predicted(position: int | None = None, of: Measure = "probability") -> Target:
+def predicted(position: int | None = None, of: TargetMeasure = "probability") -> Target:
     """Return the target for the token or class that the model predicts in the clean pass.
 
     Args:
@@ -659,7 +659,7 @@ def predicted(position: int | None = None, of: Measure = "probability") -> Targe
     return _Token(None, _check_position(position), _check_measure(of))
 
 
-def token(token: str | int, position: int | None = None, of: Measure = "probability") -> Target:
+def token(token: str | int, position: int | None = None, of: TargetMeasure = "probability") -> Target:
     """Return the target for a given token.
 
     A run raises a ValueError if the text is several tokens on its prompt, or if the model has no tokenizer.
@@ -706,7 +706,7 @@ def logit_difference(good: str | int, bad: str | int, position: int | None = Non
     return _LogitDifference(good, bad, _check_position(position))
 
 
-def class_(k: int | None = None, of: Measure = "probability") -> Target:
+def class_(k: int | None = None, of: TargetMeasure = "probability") -> Target:
     """Return the target for a class of a model with output `[batch, class]`.
 
     Args:
@@ -754,7 +754,7 @@ def span(start: int, stop: int | None = None) -> Target:
 
 
 def masked_token(
-    token: str | int | None = None, position: int | None = None, of: Measure = "probability"
+    token: str | int | None = None, position: int | None = None, of: TargetMeasure = "probability"
 ) -> Target:
     """Return the target for a token at a mask, for masked language models.
 
@@ -780,13 +780,13 @@ def head(function: TargetFunction, after_final_norm: bool = False) -> Target:
     """
     check_instance("function", function, Callable, "a callable on the last residual")
     check_flags(after_final_norm=after_final_norm)
-    return Head(function, after_final_norm)
+    return _Head(function, after_final_norm)
 
 
 def hf_classifier(
     hf_model: PreTrainedModel | TransformerLensModel,
     class_: int | str | None = None,
-    of: Measure = "probability",
+    of: TargetMeasure = "probability",
     position: int | None = None,
 ) -> Target:
     """Return the target for a class of a transformers classifier, which TransformerLens does not load.
@@ -930,7 +930,16 @@ def from_record(record: Mapping[str, Any]) -> Target:
     Raises:
         ValueError: If the target was made from a function, which a record does not contain.
     """
-    classes = (_Token, _LogitDifference, _Class, _ClassDifference, _MaskedToken, _Loss, _NextToken, _Span)
+    classes = (
+        _Token,
+        _LogitDifference,
+        _Class,
+        _ClassDifference,
+        _MaskedToken,
+        _Loss,
+        _NextToken,
+        _Span,
+    )
     known = {each.__name__.lstrip("_"): each for each in classes}
     fields = dict(record)
     name = fields.pop("target", None)
@@ -998,7 +1007,9 @@ def _select_position(logits: Tensor, position: int | None) -> Float[Tensor, "cop
     return logits[:, 0 if logits.shape[1] == 1 else position]
 
 
-def _measure(logits: Float[Tensor, "copy *pos d_vocab"], of: Measure) -> Float[Tensor, "copy *pos d_vocab"]:
+def _measure(
+    logits: Float[Tensor, "copy *pos d_vocab"], of: TargetMeasure
+) -> Float[Tensor, "copy *pos d_vocab"]:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if of == "logit":
         return logits
@@ -1009,8 +1020,8 @@ def _check_position(position: int | None) -> int | None:
     return None if position is None else check_whole_number("position", position)
 
 
-def _check_measure(of: Measure) -> Measure:
-    check_choice("of", of, get_args(Measure))
+def _check_measure(of: TargetMeasure) -> TargetMeasure:
+    check_choice("of", of, get_args(TargetMeasure))
     return of
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix._model.from_weights import Norm, Weights, model_from_weights
+from lens_mix._model.from_weights import NormKind, Weights, model_from_weights
 from lens_mix.again import run_again
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
@@ -124,7 +124,7 @@ def _make_models() -> Iterator[tuple[str, TransformerLensModel]]:
     yield "a bidirectional model", model_from_weights(_draw_weights("LN", False))
 
 
-def _draw_weights(norm: Norm, causal: bool, d_mlp: int = 16) -> Weights:
+def _draw_weights(norm: NormKind, causal: bool, d_mlp: int = 16) -> Weights:
     """Return random weights of two layers with three heads, large enough for varied patterns."""
     generator = torch.Generator().manual_seed(0)
     d_model, heads = 12, 3

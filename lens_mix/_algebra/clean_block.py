@@ -16,12 +16,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix._algebra.feed_forward_change import Neurons, Rows, neurons_of
+from lens_mix._algebra.feed_forward_change import Neurons, RowSlices, neurons_of
 from lens_mix._blocks.states import BlockStates
 from lens_mix._model.anatomy import Norm, through
 
 # A change of a norm's input: C c, 1/s' and s/s' - 1.
-_Changed = tuple[
+_NormChanged = tuple[
     Float[Tensor, "key prompt row d_model"],
     Float[Tensor, "key prompt row 1"],
     Float[Tensor, "key prompt row 1"],
@@ -48,7 +48,7 @@ class _NormChange:
         self._size = self._square.sqrt()
         self.clean: Float[Tensor, "prompt row d_model"] = centred / self._size
 
-    def sizes(self, rows: Rows, change: Float[Tensor, "key prompt row d_model"]) -> _Changed:
+    def sizes(self, rows: RowSlices, change: Float[Tensor, "key prompt row d_model"]) -> _NormChanged:
         """Return C c, 1/s' and s/s' - 1 for changes of some rows' inputs."""
         centred, size = self._centre(change), self._size[rows]
         square_change = torch.linalg.vecdot(centred, self.clean[rows])[..., None].mul_(2 * size)
@@ -61,7 +61,7 @@ class _NormChange:
         factor = square_change.neg_().div_((size + changed).mul_(changed))
         return centred, changed.reciprocal_(), factor
 
-    def output(self, rows: Rows, changed: _Changed) -> Float[Tensor, "key prompt row d_model"]:
+    def output(self, rows: RowSlices, changed: _NormChanged) -> Float[Tensor, "key prompt row d_model"]:
         """Return the change of some rows' outputs."""
         centred, inverse, factor = changed
         out = torch.addcmul(centred * inverse, self.clean[rows], factor)
@@ -126,7 +126,7 @@ class CleanBlock:
         self.direction = compared / self._size.clamp_min(torch.finfo(compared.dtype).tiny)[..., None]
 
     def to_pre_activations(
-        self, rows: Rows, change: Float[Tensor, "key prompt row d_model"]
+        self, rows: RowSlices, change: Float[Tensor, "key prompt row d_model"]
     ) -> tuple[Float[Tensor, "key prompt row d_model"], list[Float[Tensor, "#key #prompt #row 1"]]]:
         """Return the change of mid, and the factors of each term in the change of the pre-activations.
 
@@ -148,7 +148,7 @@ class CleanBlock:
 
     def distance(
         self,
-        rows: Rows,
+        rows: RowSlices,
         mid: Float[Tensor, "key prompt row d_model"],
         added: Float[Tensor, "key prompt row d_model"],
         metric: str,

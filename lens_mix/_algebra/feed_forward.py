@@ -224,10 +224,12 @@ def _sequential(
 
 
 # The keys, the rows, the pairs' vectors in the block's output, and in the feed-forward's output.
-_Chunk = tuple[slice, slice, Float[Tensor, "batch key row d_model"], Float[Tensor, "batch key row d_model"]]
+_PairChunk = tuple[
+    slice, slice, Float[Tensor, "batch key row d_model"], Float[Tensor, "batch key row d_model"]
+]
 
 
-def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[_Chunk]:
+def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[_PairChunk]:
     """Yield chunks by the definition: every pair's vector is multiplied by W_in and W_out."""
     width = 3 * sum(m.shape[-1] for _, m in shares.multipliers)
     for chunk, pairs in vectors.pairs.written_out_chunks(more=width * vectors.scale.dtype.itemsize):
@@ -259,7 +261,7 @@ class _ByHead:
         self._W_out = shares.W_out.split(NEURONS)
         self._pair_bytes = hidden_bytes(heads, shares.feed_forward, vectors.pairs.pattern.shape[2])
 
-    def chunks(self) -> Iterator[_Chunk]:
+    def chunks(self) -> Iterator[_PairChunk]:
         """Yield all pairs in chunks of keys, with the rows that may attend to one of these keys."""
         pairs, heads, (batch, _, queries, keys) = self._pairs, self._pairs.heads, self._pairs.pattern.shape
         ranges = pairs.ranges()

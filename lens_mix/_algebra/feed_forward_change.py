@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lens_mix._model.anatomy import ACTIVATIONS, FeedForward
 
-Rows = tuple[slice, slice]  # Some rows of some prompts.
+RowSlices = tuple[slice, slice]  # Some rows of some prompts.
 
 
 def _gelu_tanh_gate(x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Neurons(NamedTuple):
 
     def change(
         self,
-        rows: Rows,
+        rows: RowSlices,
         factors: Sequence[Float[Tensor, "#key #prompt #row 1"]],
         weights: Float[Tensor, "zeroed row rank"],
         vectors: Sequence[Float[Tensor, "zeroed rank neuron"]],

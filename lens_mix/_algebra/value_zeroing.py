@@ -28,7 +28,7 @@ from torch import Tensor
 from lens_mix._algebra.clean_block import CleanBlock
 from lens_mix._algebra.folded_weights import folded, pays, product_bytes
 from lens_mix._algebra.value_zeroing_pairs import (
-    Groups,
+    IndexGroups,
     Rectangle,
     Sizes,
     ZeroedGroup,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def value_zeroing_maps(
-    block: Block, groups: Groups, metric: str, final: Norm | None
+    block: Block, groups: IndexGroups, metric: str, final: Norm | None
 ) -> Float[Tensor, "batch group query key"]:
     """Return one map of a verified block per group of query heads that are zeroed together.
 
@@ -76,7 +76,9 @@ def value_zeroing_maps(
             states = states_of(block, prompts=prompts, dtype=narrow, attention_dtype=wide)
             resid_post = block.resid_post[prompts].to(narrow)
             # It is not assigned to a name, so that its copies of weights are freed before the next are made.
-            _Maps(states, resid_post, final, groups, zeroed, sizes, layers).fill(metric, scores[prompts])
+            _ZeroingMaps(states, resid_post, final, groups, zeroed, sizes, layers).fill(
+                metric, scores[prompts]
+            )
     return scores
 
 
@@ -88,7 +90,7 @@ def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:
     return narrow, torch.float64 if wide else narrow
 
 
-class _Maps:
+class _ZeroingMaps:
     """The maps of some prompts and one block, and the tensors to compute them from.
 
     Args:
@@ -106,7 +108,7 @@ class _Maps:
         states: CleanStates,
         resid_post: Float[Tensor, "batch query d_model"],
         final: Norm | None,
-        groups: Groups,
+        groups: IndexGroups,
         zeroed: Sequence[ZeroedGroup],
         sizes: Sizes,
         layers: int,
@@ -172,7 +174,7 @@ class _Maps:
                 for chunk in chunks(zeroed, self._sizes):
                     self._fill_chunk(chunk, values, metric, scores[:, number])
 
-    def _values(self, group: slice | Sequence[int], zeroed: slice) -> _Values:
+    def _values(self, group: slice | Sequence[int], zeroed: slice) -> _ZeroedValues:
         """Return the values of some zeroed groups and heads, multiplied by the matrices."""
         positions = self._positions[zeroed]
         values = self._value[self._prompts[zeroed, None], positions][:, :, group]
@@ -189,7 +191,7 @@ class _Maps:
             parts = self._chunks_of_inputs()
             hidden = [[by_zeroed(torch.bmm(by_head, x[group])) for x in parted] for parted in parts]
         factors, prompts = self._factors[zeroed, :, group], self._prompts[zeroed]
-        return _Values(prompts, positions, factors, pattern, head_vectors, hidden)
+        return _ZeroedValues(prompts, positions, factors, pattern, head_vectors, hidden)
 
     def _chunks_of_inputs(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield W_in (and W_gate), or the products with them, in chunks of neurons: one for all is slower."""
@@ -197,7 +199,7 @@ class _Maps:
 
     def _hidden_vectors(
         self,
-        values: _Values,
+        values: _ZeroedValues,
         zeroed: Sequence[slice],
         vectors: Sequence[Float[Tensor, "zeroed rank d_model"]],
     ) -> Iterator[list[list[Float[Tensor, "zeroed rank neuron"]]]]:
@@ -215,7 +217,11 @@ class _Maps:
             yield [[x.unflatten(0, shape) for x in parts] for shape, *parts in by_rectangle]
 
     def _fill_chunk(
-        self, chunk: list[Rectangle], values: _Values, metric: str, scores: Float[Tensor, "batch query key"]
+        self,
+        chunk: list[Rectangle],
+        values: _ZeroedValues,
+        metric: str,
+        scores: Float[Tensor, "batch query key"],
     ) -> None:
         """Write the scores of a chunk's pairs, in chunks of neurons that fit a CPU's caches."""
         clean, shapes = self._clean, [rectangle.shape for rectangle in chunk]
@@ -260,7 +266,7 @@ class _Maps:
             scores[(*rectangle.place, keys)] = torch.where(has_moved, distance, 0.0).permute(1, 2, 0)
 
 
-class _Values(NamedTuple):
+class _ZeroedValues(NamedTuple):
     """The values of some zeroed groups and heads, multiplied by the matrices once per key and head.
 
     `Rectangle.zeroed` counts from the first of these groups. Each pair's vector is a sum over heads.

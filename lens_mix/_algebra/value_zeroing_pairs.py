@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lens_mix._blocks.block import Block
 
 
-Groups = Sequence[Sequence[int]]  # Heads or positions that are zeroed together.
-Spans = Sequence[Groups] | None  # Groups of positions, for each prompt.
+IndexGroups = Sequence[Sequence[int]]  # Heads or positions that are zeroed together.
+Spans = Sequence[IndexGroups] | None  # Groups of positions, for each prompt.
 
 
 class Sizes(NamedTuple):

@@ -19,7 +19,7 @@ from lens_mix._care.changes import changing
 _KEPT_BYTES = 2 << 30  # The largest number of bytes of all products of one kind.
 
 
-class _Entry(NamedTuple):
+class _StoredProduct(NamedTuple):
     probes: Sequence[Tensor]
     product: Any
 
@@ -78,4 +78,4 @@ def _has_space(weight: Tensor, kind: str, size: int) -> bool:
 def store(weight: Tensor, kind: str, probes: Sequence[Tensor], product: Any) -> None:
     """Store a product, which has `nbytes`, and replace an older one of its kind."""
     with changing:
-        _store.setdefault(weight, {})[kind] = _Entry(probes, product)
+        _store.setdefault(weight, {})[kind] = _StoredProduct(probes, product)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-_Handler = Callable[[int, FrameType | None], Any]
+_SignalHandler = Callable[[int, FrameType | None], Any]
 
 # No handler runs during a call of a function in these modules, which includes the functions that it calls.
 _CHANGING = frozenset({"lens_mix._care.changes", __name__})
@@ -140,7 +140,7 @@ class _Held:
         is_left_over: Whether the `HeldSignals` that installed it has ended.
     """
 
-    def __init__(self, number: int, handler: _Handler) -> None:
+    def __init__(self, number: int, handler: _SignalHandler) -> None:
         self.number, self.handler = number, handler
         self.is_left_over = False
 

@@ -12,7 +12,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfA
 from lens_mix._classes.model_classes import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from lens_mix._model.renamed import Copies
+    from lens_mix._model.renamed import ModuleCopies
 
 
 class DisentangledAttention(DisentangledSelfAttention):  # type: ignore[misc]
@@ -29,7 +29,7 @@ class DisentangledAttention(DisentangledSelfAttention):  # type: ignore[misc]
 
     share_att_key: bool
 
-    def __init__(self, base: Any, layer: nn.Module, copies: Copies) -> None:
+    def __init__(self, base: Any, layer: nn.Module, copies: ModuleCopies) -> None:
         with torch.device("meta"):
             super().__init__(base.config)
         if base.encoder.conv is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lens_mix._classes.model_classes import TransformerLensModel, transformer_lens_version
 
-Norm = Literal["LN", "RMS"]
+NormKind = Literal["LN", "RMS"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Weights:
     mlp_in: Float[Tensor, "layer d_model d_mlp"] | None = None
     mlp_out: Float[Tensor, "layer d_mlp d_model"] | None = None
     causal: bool = True
-    norm: Norm | None = None
+    norm: NormKind | None = None
 
 
 def model_from_weights(weights: Weights) -> TransformerLensModel:

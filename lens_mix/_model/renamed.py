@@ -52,7 +52,7 @@ _ALBERT_LAYER = dict(
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class HeadModules:
     """Where a masked-language head has its modules. The names are those of the whole model.
 
     Attributes:
@@ -70,7 +70,7 @@ class Head:
     bias: str | None = None
 
 
-_ROBERTA_HEAD = Head("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", None)
+_ROBERTA_HEAD = HeadModules("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +92,12 @@ class Family:
     """
 
     find_layers: Callable[[nn.Module], list[nn.Module]]
-    heads: tuple[Head, ...]
+    heads: tuple[HeadModules, ...]
     layer: Mapping[str, str] = dataclasses.field(default_factory=lambda: _BERT_LAYER)
     embeddings: str = "embeddings"
     projection: str | None = None
     skips_padding: bool = False
-    attention: Callable[[nn.Module, nn.Module, Copies], nn.Module] | None = None
+    attention: Callable[[nn.Module, nn.Module, ModuleCopies], nn.Module] | None = None
     others: tuple[str, ...] = ()
 
 
@@ -118,15 +118,15 @@ def _unroll_albert(base: Any) -> list[nn.Module]:
 
 
 def _bert(
-    prefix: str = "cls.predictions.transform", other_heads: tuple[Head, ...] = (), **options: Any
+    prefix: str = "cls.predictions.transform", other_heads: tuple[HeadModules, ...] = (), **options: Any
 ) -> Family:
-    head = Head(f"{prefix}.dense", f"{prefix}.LayerNorm", "cls.predictions.decoder", None)
+    head = HeadModules(f"{prefix}.dense", f"{prefix}.LayerNorm", "cls.predictions.decoder", None)
     activation = f"{prefix}.transform_act_fn" if prefix.endswith("transform") else f"{prefix}.activation"
     heads = (dataclasses.replace(head, activation=activation), *other_heads)
     return Family(_list_layers("encoder.layer"), heads, **options)
 
 
-def _disentangle(base: nn.Module, layer: nn.Module, copies: Copies) -> nn.Module:
+def _disentangle(base: nn.Module, layer: nn.Module, copies: ModuleCopies) -> nn.Module:
     """Return DeBERTa's attention, whose scores have terms of relative positions, with a BERT's names."""
     from lens_mix._model.disentangled import DisentangledAttention
 
@@ -135,7 +135,7 @@ def _disentangle(base: nn.Module, layer: nn.Module, copies: Copies) -> nn.Module
 
 _ROBERTA = Family(_list_layers("encoder.layer"), (_ROBERTA_HEAD,), skips_padding=True)
 # The head of a DeBERTa with `legacy=False`.
-_DEBERTA_HEAD = Head(
+_DEBERTA_HEAD = HeadModules(
     "lm_predictions.lm_head.dense",
     "lm_predictions.lm_head.LayerNorm",
     "deberta.embeddings.word_embeddings",
@@ -163,7 +163,7 @@ FAMILIES: dict[str, Family] = {
     "electra": Family(
         _list_layers("encoder.layer"),
         (
-            Head(
+            HeadModules(
                 "generator_predictions.dense",
                 "generator_predictions.LayerNorm",
                 "generator_lm_head",
@@ -174,13 +174,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "distilbert": Family(
         _list_layers("transformer.layer"),
-        (Head("vocab_transform", "vocab_layer_norm", "vocab_projector", "activation"),),
+        (HeadModules("vocab_transform", "vocab_layer_norm", "vocab_projector", "activation"),),
         layer=_DISTILBERT_LAYER,
     ),
     "albert": Family(
         _unroll_albert,
         (
-            Head(
+            HeadModules(
                 "predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.activation"
             ),
         ),
@@ -306,7 +306,7 @@ def rename(hf_model: PreTrainedModel) -> tuple[Any, bool]:
     """
     from transformers import BertForMaskedLM
 
-    family, base, copies = find_family(hf_model), hf_model.base_model, Copies()
+    family, base, copies = find_family(hf_model), hf_model.base_model, ModuleCopies()
     layers = family.find_layers(base)
     with torch.device("meta"):
         renamed: Any = BertForMaskedLM(_configure(hf_model, family, layers))
@@ -355,7 +355,7 @@ def _configure(hf_model: Any, family: Family, layers: list[nn.Module]) -> Any:
 _TYPES = 2
 
 
-def _rename_embeddings(hf_model: Any, family: Family, copies: Copies) -> _Embeddings:
+def _rename_embeddings(hf_model: Any, family: Family, copies: ModuleCopies) -> _Embeddings:
     base = hf_model.base_model
     own = base.get_submodule(family.embeddings)
     if getattr(own, "embed_proj", None) is not None:
@@ -385,7 +385,7 @@ def _rename_embeddings(hf_model: Any, family: Family, copies: Copies) -> _Embedd
     return _Embeddings(parts, tasks, project, padding)
 
 
-def _rename_head(hf_model: Any, heads: Sequence[Head], renamed: Any, copies: Copies) -> bool:
+def _rename_head(hf_model: Any, heads: Sequence[HeadModules], renamed: Any, copies: ModuleCopies) -> bool:
     """Give the BERT the masked-language head; without one, a narrow head whose logits are NaN."""
     predictions = renamed.cls.predictions
     transform = predictions.transform
@@ -419,7 +419,7 @@ def _has(module: nn.Module, name: str) -> bool:
     return any(name == own for own, _ in module.named_modules())
 
 
-class Copies:
+class ModuleCopies:
     """Copies of modules. A weight that several modules share is copied once."""
 
     def __init__(self) -> None:
@@ -460,7 +460,7 @@ class Copies:
             )
         return made
 
-    def unembedding(self, owner: nn.Module, head: Head) -> nn.Linear:
+    def unembedding(self, owner: nn.Module, head: HeadModules) -> nn.Linear:
         """Return a copy of the linear map from a head to the logits."""
         made: nn.Linear | nn.Embedding = self.of(owner, head.decoder)
         if head.bias is None:

@@ -131,7 +131,7 @@ def flow(
     )
 
 
-class Stack(NamedTuple):
+class LayerCapacities(NamedTuple):
     """The capacities of a stack of layers.
 
     Attributes:
@@ -150,7 +150,7 @@ class Stack(NamedTuple):
 
 def capacity_stack(
     mixing_map: MixingMap, residual: float | None, to_layer: int | None = None, drop_bos: bool = False
-) -> Stack:
+) -> LayerCapacities:
     """Return the Â_l of `rollout` for the layers up to `to_layer`.
 
     The arguments and errors are those of `flow`.
@@ -161,7 +161,7 @@ def capacity_stack(
     identity = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     # A mask may hide the diagonal from attention, but the residual still connects a position with itself.
     mask = chosen.mask if weight == 0 or chosen.mask is None else visible | identity
-    return Stack(chosen.replace(scores=maps, mask=mask, notes=notes), visible, weight, weights)
+    return LayerCapacities(chosen.replace(scores=maps, mask=mask, notes=notes), visible, weight, weights)
 
 
 def _compute_bound_share(

@@ -81,7 +81,7 @@ def table(
     named = keys if isinstance(keys, Mapping) else {"": keys}
     entries = {name: _Entries(_name_argument(name), of_name) for name, of_name in named.items()}
     rows = _Entries("query", query)
-    results: dict[str, _Values] | None = None
+    results: dict[str, _MethodValues] | None = None
     for index, of_prompt in enumerate(_list_prompts(maps)):
         row, spans = rows.next(index), {name: each.next(index) for name, each in entries.items()}
         found = {label: _read(index, one, row, spans, unit) for label, one in of_prompt.items()}
@@ -131,7 +131,7 @@ class _Entries:
 
 
 @dataclasses.dataclass
-class _Values:
+class _MethodValues:
     """The values of one method.
 
     Attributes:
@@ -186,7 +186,9 @@ def _list_prompts(maps: Any) -> Iterator[Mapping[str, MixingMap]]:
         yield labelled
 
 
-def _read(index: int, mixing_map: MixingMap, query: Any, spans: Mapping[str, Any], unit: str) -> _Values:
+def _read(
+    index: int, mixing_map: MixingMap, query: Any, spans: Mapping[str, Any], unit: str
+) -> _MethodValues:
     """Return the values of one prompt and one method."""
     try:
         row = mixing_map.row_index(query(mixing_map) if callable(query) else query)
@@ -197,7 +199,7 @@ def _read(index: int, mixing_map: MixingMap, query: Any, spans: Mapping[str, Any
         raise type(problem)(f"prompt {index}: {problem}") from problem
     n_heads = mixing_map.scores.shape[1] if mixing_map.has_heads else None
     by_prompt = [torch.stack(values).cpu().double().numpy()]
-    return _Values(mixing_map.layer_labels, n_heads, list(spans), by_prompt)
+    return _MethodValues(mixing_map.layer_labels, n_heads, list(spans), by_prompt)
 
 
 def _sum_keys(
@@ -211,7 +213,9 @@ def _sum_keys(
     return scores[..., positions].sum(-1)
 
 
-def _append(index: int, results: dict[str, _Values], found: dict[str, _Values]) -> dict[str, _Values]:
+def _append(
+    index: int, results: dict[str, _MethodValues], found: dict[str, _MethodValues]
+) -> dict[str, _MethodValues]:
     """Return the results with the values of one more prompt."""
     for label, values in found.items():
         before = results.get(label)

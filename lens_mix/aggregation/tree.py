@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import networkx
     import rich.tree
 
-Order = Literal["score", "position"]
+TreeOrder = Literal["score", "position"]
 
 
 def attribution_tree(
@@ -28,7 +28,7 @@ def attribution_tree(
     root: int | str | None = None,
     special: Dropped = (),
     top_layer: int | None = None,
-    order: Order = "score",
+    order: TreeOrder = "score",
     within_layer: bool = False,
 ) -> networkx.DiGraph:
     """Return the attribution tree of layer maps (Hao et al., AAAI 2021, section 5 and algorithm 1).
@@ -119,7 +119,7 @@ def _grow(
     root: int,
     top: int,
     threshold: float,
-    order: Order,
+    order: TreeOrder,
     within_layer: bool,
 ) -> list[_Edge]:
     """Return the edges of the tree in the order in which they are added, from the top layer down."""

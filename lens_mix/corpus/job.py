@@ -184,7 +184,7 @@ def run(
 
 
 @dataclasses.dataclass
-class Job:
+class _Job:
     """A run on a corpus: where its prompts are, and the work on each shard.
 
     Attributes:
@@ -343,7 +343,7 @@ def _make_job(
     prepend_bos: bool | None = None,
     max_memory: int | None = None,
     **options: Any,
-) -> Job:
+) -> _Job:
     """Return the job of the arguments of `run`, after checking them."""
     check_several(prompts)
     check_instance("model_factory", model_factory, Callable, "a function that loads a model, or a model")
@@ -395,7 +395,7 @@ def _make_job(
         "fields": list(kept),
         RECORDED: {"python": platform.python_version(), **{name: version(name) for name in _RECORDED}},
     }
-    return Job(work, manifest, (prompts, size, column, kept))
+    return _Job(work, manifest, (prompts, size, column, kept))
 
 
 def _skip(bar: tqdm, count: int) -> None:
@@ -405,7 +405,7 @@ def _skip(bar: tqdm, count: int) -> None:
         bar.update(count)
 
 
-def _count_own(job: Job, process: Rank) -> int | None:
+def _count_own(job: _Job, process: Rank) -> int | None:
     """Return the number of prompts in the shards of a process; None if it is not known."""
     prompts, size, column, _ = job.read
     total = count_items(prompts, column)

@@ -23,7 +23,7 @@ from lens_mix.arguments import (
     check_whole_number,
 )
 from lens_mix.evaluation.intervention_passes import FLAT, InterventionPasses, intervention_passes
-from lens_mix.evaluation.kept_cells import Job, RankedCells, Visible, kept_pattern
+from lens_mix.evaluation.kept_cells import CellJob, RankedCells, Visible, kept_pattern
 from lens_mix.hooks import freeze_pattern, must_fire
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.maps import MixingMap
@@ -238,7 +238,7 @@ def _list_visible(passes: InterventionPasses) -> dict[int, Bool[Tensor, "query k
 
 
 def _compute_values(
-    passes: InterventionPasses, jobs: Sequence[Job], visible: Visible, operator: str
+    passes: InterventionPasses, jobs: Sequence[CellJob], visible: Visible, operator: str
 ) -> Float[Tensor, " job"]:
     """Return the target of each job, which keeps some number of a map's cells."""
     stack, step, values = passes.checked.session.lens.stack, passes.at_once, []

@@ -15,7 +15,7 @@ from lens_mix.maps import MixingMap
 # For each layer, the keys that each query may see.
 Visible = Mapping[int, Tensor]
 # The ranked cells of a map, and how many of them are kept.
-Job = tuple["RankedCells", int]
+CellJob = tuple["RankedCells", int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RankedCells:
 def kept_pattern(
     clean: Float[Tensor, "1 head query key"],
     layer: int,
-    jobs: Sequence[Job],
+    jobs: Sequence[CellJob],
     visible: Bool[Tensor, "query key"],
     operator: str,
     padding: int,

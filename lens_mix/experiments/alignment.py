@@ -17,9 +17,9 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.spans import find_positions
 
 Link = tuple[int, int]
-Words = Sequence[Sequence[int]]
+AlignedWords = Sequence[Sequence[int]]
 # "AWI": the row that has the target word as input. "AWO": the row before, which has it as output.
-Rows = Literal["AWI", "AWO"]
+AlignedRows = Literal["AWI", "AWO"]
 
 
 def align(
@@ -27,7 +27,7 @@ def align(
     source_words: Sequence[Sequence[int] | str],
     target_words: Sequence[Sequence[int] | str],
     *,
-    rows: Rows = "AWO",
+    rows: AlignedRows = "AWO",
     layer: int = -1,
     head: int | None = None,
     null_keys: Sequence[int] = (),
@@ -83,7 +83,10 @@ def align(
 
 
 def align_words(
-    scores: Float[Tensor, "query key"], source_words: Words, target_rows: Words, null_keys: Sequence[int] = ()
+    scores: Float[Tensor, "query key"],
+    source_words: AlignedWords,
+    target_rows: AlignedWords,
+    null_keys: Sequence[int] = (),
 ) -> list[int | None]:
     """Return the source word of each target word, or None if a null key has the highest score.
 
@@ -127,7 +130,9 @@ def _find_words(
     ]
 
 
-def _read_word_positions(name: str, words: object, count: int, first: int = 0, empty: bool = False) -> Words:
+def _read_word_positions(
+    name: str, words: object, count: int, first: int = 0, empty: bool = False
+) -> AlignedWords:
     """Return lists of positions from `first` to below `count`, in which each position occurs once."""
     read: list[list[int]] = []
     for word in check_items(name, words, "a list of positions per word"):

@@ -41,9 +41,9 @@ from lens_mix.targets import TargetLike
 if TYPE_CHECKING:
     import pandas
 
-By = Literal["attribution", "attention", "taylor"]
+ImportanceBy = Literal["attribution", "attention", "taylor"]
 Statistic = Literal["pearson", "spearman"]
-Metric = Callable[[Any], float]
+ImportanceMetric = Callable[[Any], float]
 Head = tuple[int, int]
 
 
@@ -129,7 +129,7 @@ class HeadImportance:
 def head_importance(
     model: TransformerLensModel,
     prompts: Sequence[Any],
-    by: By = "attribution",
+    by: ImportanceBy = "attribution",
     *,
     targets: TargetLike | Sequence[TargetLike] | None = None,
     statistic: Literal["max", "mean"] = "max",
@@ -237,7 +237,7 @@ def pruned(model: TransformerLensModel, heads: Iterable[Head], *, part: str | No
 
 def ablation_importance(
     model: TransformerLensModel,
-    metric: Metric,
+    metric: ImportanceMetric,
     *,
     part: str | None = None,
     examples: int = 0,
@@ -289,7 +289,7 @@ def open_with_heads_in_every_block(model: TransformerLensModel, part: str | None
     return lens
 
 
-def measure_model(metric: Metric, model: TransformerLensModel) -> float:
+def measure_model(metric: ImportanceMetric, model: TransformerLensModel) -> float:
     """Return the value of a metric of the model.
 
     Raises:

@@ -205,7 +205,7 @@ def _make_axes(
     if ax is not None:
         canvas.check_axes(ax, figsize, 1, "")
     else:
-        picture = canvas.Picture(*((width, height) if figsize is None else canvas.check_size(figsize)))
+        picture = canvas.DrawnPicture(*((width, height) if figsize is None else canvas.check_size(figsize)))
         picture.set_layout_engine("constrained")
         axes = picture.subplots()
     axes.set_title(title, fontsize=TITLE_FONT, color=INK, loc="left", parse_math=False)

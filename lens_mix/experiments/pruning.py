@@ -26,7 +26,7 @@ from lens_mix.arguments import (
 from lens_mix.experiments.head_importance import (
     Head,
     HeadImportance,
-    Metric,
+    ImportanceMetric,
     measure_model,
     open_with_heads_in_every_block,
     pruned,
@@ -92,7 +92,7 @@ class PruningCurves:
 
 def pruning_curves(
     model: TransformerLensModel,
-    metric: Metric,
+    metric: ImportanceMetric,
     rankings: Mapping[str, HeadImportance | Float[Tensor, "layer head"]],
     *,
     fractions: Sequence[float] = _FRACTIONS,

@@ -33,7 +33,7 @@ from lens_mix.targets import TargetLike
 if TYPE_CHECKING:
     import pandas
 
-Span = tuple[int, int]
+TriggerSpan = tuple[int, int]
 Predict = Callable[[Sequence["Example"]], Sequence[Hashable]]
 
 
@@ -50,7 +50,7 @@ class Example:
 
     tokens: tuple[int, ...]
     label: Hashable
-    segments: tuple[Span, ...] | None = None
+    segments: tuple[TriggerSpan, ...] | None = None
 
     def __post_init__(self) -> None:
         tokens = check_items("tokens", self.tokens, "token numbers", least=1)
@@ -192,7 +192,7 @@ def insert_trigger(trigger: Trigger, example: Example, special: Collection[int] 
     if last_segment >= len(segments):
         raise ValueError(f"example: expected at least {last_segment + 1} segments, got {len(segments)}")
     tokens = list(example.tokens)
-    moved: list[Span] = []
+    moved: list[TriggerSpan] = []
     shift = 0
     for index, (start, stop) in enumerate(segments):
         pieces = [piece for piece in trigger.pieces if piece.segment == index]
@@ -342,7 +342,7 @@ def _make_trigger(
     return Trigger(tuple(pieces), strength, (pairs[0], pairs[-1]), label, head, example)
 
 
-def _find_segments(example: Example, special: Collection[int]) -> list[Span]:
+def _find_segments(example: Example, special: Collection[int]) -> list[TriggerSpan]:
     """Return the spans of the example, or the runs between special tokens."""
     if example.segments is not None:
         return list(example.segments)

@@ -25,7 +25,7 @@ from lens_mix.maps.positions import find_query
 from lens_mix.maps.words import merge_axis, resolve_groups
 from lens_mix.methods.component_shares import PartShares, own_share, part_shares
 
-Words = Literal["words"] | Sequence[str] | Sequence[Sequence[int]] | None
+RouteWords = Literal["words"] | Sequence[str] | Sequence[Sequence[int]] | None
 
 
 def information_flow_routes(
@@ -33,7 +33,7 @@ def information_flow_routes(
     queries: int | str | Sequence[int | str] = -1,
     *,
     threshold: float = 0.04,
-    words: Words = None,
+    words: RouteWords = None,
 ) -> nx.DiGraph:
     """Return the graph of the important edges that lead to some positions at the last layer.
 
@@ -97,7 +97,7 @@ def information_flow_routes(
     return graph
 
 
-def _read_stack(mixing_map: MixingMap, words: Words) -> RouteStack:
+def _read_stack(mixing_map: MixingMap, words: RouteWords) -> RouteStack:
     layers_to_mix(mixing_map, "information_flow_routes", 0.0, None, None, drop_bos=False)
     shares = part_shares(mixing_map)
     if words is not None:

@@ -76,7 +76,7 @@ def record(
     check_flags(detach=detach)
     if select is not None:
         check_instance("select", select, Callable, "a function of the activation")
-    return name, _Record(store, name, detach, select)
+    return name, _Recorder(store, name, detach, select)
 
 
 def record_all(
@@ -249,7 +249,7 @@ def _select_queries(tensor: Tensor, *, queries: Int[Tensor, "batch query"], axis
 
 
 @dataclasses.dataclass(repr=False, eq=False)
-class _Record(HookFunction):
+class _Recorder(HookFunction):
     store: MutableMapping[str, Tensor]
     name: str
     detach: bool

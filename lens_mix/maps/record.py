@@ -63,7 +63,7 @@ class Source(NamedTuple):
     score: float
 
 
-class Sources(list[Source]):
+class TopSources(list[Source]):
     """A list of sources that also says what they explain: it prints one line for each of them.
 
     Attributes:
@@ -666,7 +666,7 @@ class MixingMap:
         layer: int = -1,
         head: int | None = None,
         unit: Literal["raw", "share"] = "raw",
-    ) -> Sources:
+    ) -> TopSources:
         """Return the `k` keys with the largest scores among those that the query could see, largest first.
 
         Scores are compared by magnitude, and keep their signs. The list prints the layer and the head that
@@ -693,7 +693,7 @@ class MixingMap:
         # A stable sort puts the first of equal keys first.
         best = visible[torch.sort(scores[visible].abs(), descending=True, stable=True).indices[:k]].tolist()
         found = (Source(self.key_labels[key], key, scores[key].item()) for key in best)
-        return Sources(found, self.explanation(query), self._describe_read(index, head))
+        return TopSources(found, self.explanation(query), self._describe_read(index, head))
 
     def _describe_read(self, index: int, head: int | None) -> str:
         """Return which of its layers, heads and parts a list of the map is of."""

@@ -34,7 +34,7 @@ class CancelledJobError(StoppedError):
 
 
 @dataclasses.dataclass(eq=False)
-class Job(Generic[T]):
+class QueuedJob(Generic[T]):
     """Contain a job, and what is known about it.
 
     Attributes:
@@ -72,19 +72,19 @@ class JobQueue(Generic[T]):
 
     def __init__(self, waiting: int, seconds: float) -> None:
         self._most, self._seconds = waiting, seconds
-        self._waiting: list[Job[T]] = []
+        self._waiting: list[QueuedJob[T]] = []
         self._changed = threading.Condition()
-        self._running: Job[T] | None = None
+        self._running: QueuedJob[T] | None = None
         # The job that is to be stopped, and the error that it gets.
-        self._to_stop: tuple[Job[T], type[StoppedError]] | None = None
+        self._to_stop: tuple[QueuedJob[T], type[StoppedError]] | None = None
 
-    def submit(self, work: Callable[[], T]) -> Job[T]:
+    def submit(self, work: Callable[[], T]) -> QueuedJob[T]:
         """Add a job to the queue, and return it.
 
         Raises:
             queue.Full: The largest number of jobs is waiting already.
         """
-        job = Job(work)
+        job = QueuedJob(work)
         with self._changed:
             if len(self._waiting) >= self._most:
                 raise queue.Full
@@ -92,7 +92,7 @@ class JobQueue(Generic[T]):
             self._changed.notify()
         return job
 
-    def cancel(self, job: Job[T]) -> None:
+    def cancel(self, job: QueuedJob[T]) -> None:
         """Remove a waiting job, or stop it if it is running; a job that has ended stays as it is."""
         with self._changed:
             if job.future.cancel():
@@ -102,7 +102,7 @@ class JobQueue(Generic[T]):
                 return
         self._stop(job, CancelledJobError)
 
-    def count_before(self, job: Job[T]) -> int:
+    def count_before(self, job: QueuedJob[T]) -> int:
         """Return how many jobs end before this one starts; 0 if it has started."""
         with self._changed:
             return self._waiting.index(job) + (self._running is not None) if job in self._waiting else 0
@@ -127,14 +127,14 @@ class JobQueue(Generic[T]):
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _take(self) -> Job[T] | None:
+    def _take(self) -> QueuedJob[T] | None:
         """Return the next job; None if there is none for a while."""
         with self._changed:
             if not self._waiting:
                 self._changed.wait(_WAIT_SECONDS)
             return self._waiting.pop(0) if self._waiting else None
 
-    def _run(self, job: Job[T]) -> None:
+    def _run(self, job: QueuedJob[T]) -> None:
         timer = threading.Timer(self._seconds, self._stop, [job, TimeLimitError])
         timer.daemon = True
         problem: BaseException | None = None
@@ -158,7 +158,7 @@ class JobQueue(Generic[T]):
         if isinstance(problem, KeyboardInterrupt) and not isinstance(problem, StoppedError):
             raise problem
 
-    def _stop(self, job: Job[T], error: type[StoppedError]) -> None:
+    def _stop(self, job: QueuedJob[T], error: type[StoppedError]) -> None:
         """Interrupt the main thread if the job is still running; called in another thread."""
         if job is self._running:
             self._to_stop = job, error

@@ -36,7 +36,7 @@ from lens_mix.serve.answers import (
 )
 from lens_mix.serve.estimate import Estimate, in_words, measure_pace
 from lens_mix.serve.forms import Request
-from lens_mix.serve.job_queue import CancelledJobError, Job, JobQueue, TimeLimitError
+from lens_mix.serve.job_queue import CancelledJobError, JobQueue, QueuedJob, TimeLimitError
 
 # The names of this machine. A request with another name may come from a foreign page (DNS rebinding).
 _NAMES = ("127.0.0.1", "localhost")
@@ -64,7 +64,7 @@ class _Order:
     """
 
     request: Request
-    job: Job[Answer]
+    job: QueuedJob[Answer]
     expected: list[Estimate]
     is_read: bool = False
 

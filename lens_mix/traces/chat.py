@@ -31,7 +31,7 @@ class _Content(NamedTuple):
     sections: list[Section]
 
 
-class _Piece(NamedTuple):
+class _TemplatePiece(NamedTuple):
     """A part of a content that the chat template has written, from its first to its last anchor.
 
     Attributes:
@@ -197,7 +197,7 @@ def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapp
 
 def _find_pieces(
     render: Callable[[Sequence[str]], str], contents: Sequence[str], rendered: str
-) -> list[_Piece]:
+) -> list[_TemplatePiece]:
     """Return the pieces of contents that a template has written.
 
     Args:
@@ -219,7 +219,7 @@ def _find_pieces(
     if found is not None:
         return found
     # A template that compares one content, or its beginning, with some text does something else with marks.
-    pieces: list[_Piece] = []
+    pieces: list[_TemplatePiece] = []
     unknown = []
     for index, own in enumerate(cuts):
         others: list[list[int]] = [[]] * index
@@ -246,7 +246,7 @@ def _find_pieces(
                 "give the text of the template as a string"
             )
         start = cuts[index][0]
-        pieces.append(_Piece(index, [(start, places[0]), (start + len(text), places[0] + len(text))]))
+        pieces.append(_TemplatePiece(index, [(start, places[0]), (start + len(text), places[0] + len(text))]))
     return pieces
 
 
@@ -255,7 +255,7 @@ def _follow(
     contents: Sequence[str],
     rendered: str,
     cuts: Sequence[Sequence[int]],
-) -> list[_Piece] | None:
+) -> list[_TemplatePiece] | None:
     """Return the pieces of contents with marks at some characters; None if the marks change the text."""
     owners = [(index, place) for index, own in enumerate(cuts) for place in range(len(own))]
     numbers = itertools.count()
@@ -274,7 +274,7 @@ def _follow(
     for match in _MARK.finditer(text):
         anchors.append((*owners[_read_mark(match[0])], match.start() - removed))
         removed += len(match[0])
-    pieces: list[_Piece] = []
+    pieces: list[_TemplatePiece] = []
     # Each run of marks that follow each other in a content is a piece of it.
     runs = itertools.groupby(enumerate(anchors), lambda each: (each[1][0], each[1][1] - each[0]))
     for (index, _), run in runs:
@@ -290,7 +290,7 @@ def _follow(
         ahead = count_equal(later, after)
         inner = [(own[place], at) for _, (_, place, at) in listed]
         begin, end = (own[low] - back, start - back), (own[high] + ahead, stop + ahead)
-        pieces.append(_Piece(index, [begin, *inner, end]))
+        pieces.append(_TemplatePiece(index, [begin, *inner, end]))
     return pieces
 
 
@@ -308,7 +308,7 @@ def _read_mark(mark: str) -> int:
     return (ord(mark[0]) - _HIGH) * _BASE + ord(mark[1]) - _LOW
 
 
-def _note_missing(contents: Sequence[_Content], pieces: Sequence[_Piece]) -> list[str]:
+def _note_missing(contents: Sequence[_Content], pieces: Sequence[_TemplatePiece]) -> list[str]:
     """Return a note for each content that the template has left out, or of which it has left out a part."""
     notes = []
     for index, (text, sections) in enumerate(contents):

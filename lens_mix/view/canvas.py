@@ -30,7 +30,7 @@ _LINE = "#cccccc"
 DARK = BLUES[10]
 
 
-class Picture(Figure):
+class DrawnPicture(Figure):
     """Define a matplotlib Figure that is independent of pyplot: without global state and without a window.
 
     A notebook shows it as the result of a cell.
@@ -98,7 +98,7 @@ class Panel:
         axes: The axes.
     """
 
-    def __init__(self, axes: Any, picture: Picture | None) -> None:
+    def __init__(self, axes: Any, picture: DrawnPicture | None) -> None:
         self.axes, self._picture = axes, picture
 
     def add_colour_bar(self, image: Any, extend: str = "neither") -> Any:
@@ -156,7 +156,7 @@ def open_panel(
                 f"figsize: expected at least {needed[0]:.1f} x {needed[1]:.1f} inches for these labels, got "
                 f"{size[0]} x {size[1]}"
             )
-    picture = Picture(*size)
+    picture = DrawnPicture(*size)
     picture.write_title(wrap(title or "", 10, (size[0] - 0.24) / 1.15), size=10)
     return Panel(picture.add_box(left, bottom, *inner), picture)
 

@@ -38,7 +38,7 @@ from lens_mix.maps.words import merge_axis, resolve_groups
 from lens_mix.view.bars import BarFrame, draw_bars, rank_bars
 from lens_mix.view.drawn import DrawnMap, sum_known
 from lens_mix.view.heat_maps import (
-    Grid,
+    HeatMapPlaces,
     Scale,
     draw_cells,
     draw_grid,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-    from lens_mix.view.canvas import Picture
+    from lens_mix.view.canvas import DrawnPicture
 
 _LONGEST_NAME = 30  # a longer name of a row of bars is broken into lines
 
@@ -142,7 +142,7 @@ def layer_maps(
         return drawn_in
     explanation = mixing_map.explanation() if mixing_map.scores.shape[-2] == 1 else ""
     subtitle = " · ".join(filter(None, (explanation, make_subtitle(mixing_map, unit))))
-    grid = Grid(names, columns, drawn.rows, drawn.keys, title, subtitle, figsize)
+    grid = HeatMapPlaces(names, columns, drawn.rows, drawn.keys, title, subtitle, figsize)
     return draw_grid(grid, panels, "query", unit, scale == "log", strongest, cmap)
 
 
@@ -232,7 +232,7 @@ def token_bars(
     subtitle = "" if not maps else make_subtitle(maps[0], "each row in its own unit")
     explanation = next(filter(None, (_explain(row, query) for row in maps)), "")
     frame = BarFrame(names, labels, title, " · ".join(filter(None, (explanation, subtitle))), figsize)
-    picture: Picture = canvas.Picture(frame.width, frame.height)
+    picture: DrawnPicture = canvas.DrawnPicture(frame.width, frame.height)
     for row_index, (name, values) in enumerate(zip(names, vectors.values(), strict=True)):
         bottom = frame.height - frame.top - (row_index + 1) * frame.row + frame.gap
         axes = picture.add_box(frame.left, bottom, frame.inner, frame.row - frame.gap)

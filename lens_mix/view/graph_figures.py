@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from lens_mix.view.canvas import Picture
+    from lens_mix.view.canvas import DrawnPicture
 
 _STAYS = "#b5b5b5"
 _MOVES = "#2c5f8a"
@@ -67,7 +67,7 @@ def information_flow(
     size = _Size(plan, title, figsize)
     legend = _make_legend(graph, plan, name, size.inner)
     size.fit_height(len(legend))
-    picture: Picture = canvas.Picture(*size.whole)
+    picture: DrawnPicture = canvas.DrawnPicture(*size.whole)
     axes = picture.add_box(size.left, size.bottom, size.inner, size.rows)
     _draw_graph(axes, graph, plan, size.inner, size.rows)
     picture.write_title(title)

@@ -18,14 +18,14 @@ from lens_mix.view.layers import name_layers
 from lens_mix.view.lazy import load_canvas
 
 if TYPE_CHECKING:
-    from lens_mix.view.canvas import Picture
+    from lens_mix.view.canvas import DrawnPicture
 
 _FAINTEST = 1e-4  # the start of a logarithmic scale, as a share of the largest score
 
 Scale = Literal["linear", "log"]
 
 
-class Grid:
+class HeatMapPlaces:
     """Compute the places of the heat maps, in inches, and keep the texts that are written at them."""
 
     gap, heading, bar = 0.12, 0.24, 0.85
@@ -80,14 +80,14 @@ class Grid:
 
 
 def draw_grid(
-    grid: Grid,
+    grid: HeatMapPlaces,
     panels: Sequence[tuple[Float[Tensor, "row key"], Bool[Tensor, "row key"]]],
     rows: str,
     unit: str,
     logarithmic: bool,
     strongest: Sequence[int],
     cmap: Any = None,
-) -> Picture:
+) -> DrawnPicture:
     """Return a figure of heat maps on one colour scale.
 
     Args:
@@ -100,7 +100,7 @@ def draw_grid(
         cmap: A colour map of the user.
     """
     canvas = load_canvas()
-    picture: Picture = canvas.Picture(grid.width, grid.height)
+    picture: DrawnPicture = canvas.DrawnPicture(grid.width, grid.height)
     norm = make_norm((scores.masked_fill(~visible, 0) for scores, visible in panels), logarithmic)
     for index, (scores, visible) in enumerate(panels):
         axes = picture.add_box(*grid.find_corner(index), grid.panel_width, grid.panel_height)

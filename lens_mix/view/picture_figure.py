@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-    from lens_mix.view.canvas import Picture
+    from lens_mix.view.canvas import DrawnPicture
 
 _LARGE, _SMALL = 3.4, 1.65  # the width in inches of a picture, alone and among several
 _HEADING, _BESIDE = 0.36, 0.85
@@ -173,7 +173,7 @@ def _draw_pictures(view: _View, image: np.ndarray, columns: int) -> Figure:
     size = (0.24 + columns * (width + 0.12) + _BESIDE, rows * (height + _HEADING) + 0.1)
     title, subtitle = _wrap(view, size[0])
     head = _measure_head(title, subtitle)
-    drawn: Picture = canvas.Picture(size[0], size[1] + head)
+    drawn: DrawnPicture = canvas.DrawnPicture(size[0], size[1] + head)
     grey = 255 - _LIGHTER * (255 - image.mean(-1, keepdims=True))
     grey = np.repeat(grey.astype(np.uint8), 3, axis=-1)
     for place, (name, cells) in enumerate(zip(view.names, view.cells, strict=True)):
@@ -237,7 +237,7 @@ def _draw_waveform(view: _View) -> Figure:
     left = 0.4 + canvas.measure_longest(view.names, FONT)
     title, subtitle = _wrap(view, left + width + _BESIDE)
     head = _measure_head(title, subtitle)
-    drawn: Picture = canvas.Picture(left + width + _BESIDE, 0.42 + height + 0.1 + wave + head)
+    drawn: DrawnPicture = canvas.DrawnPicture(left + width + _BESIDE, 0.42 + height + 0.1 + wave + head)
     seconds = (grid.seconds or 0) * grid.size[1]
     above = drawn.add_box(left, 0.42 + height + 0.1, width, wave)
     features = view.map.features

@@ -19,13 +19,13 @@ from lens_mix.view.labels import make_subtitle, name_map, quote
 from lens_mix.view.layers import name_layers
 from lens_mix.view.strongest import Strongest, find_noise, find_sinks, find_strongest
 
-Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap]
+MapsToDraw = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap]
 
 SHARE, RAW = "share of the row", "raw score"
 
 
 @dataclasses.dataclass(frozen=True)
-class Panel:
+class LayerRow:
     """The row of one map in each layer.
 
     Attributes:
@@ -85,7 +85,7 @@ class PositionView:
         has_grid: Whether the keys are patches or frames.
     """
 
-    panels: list[Panel]
+    panels: list[LayerRow]
     keys: list[str]
     columns: list[int]
     numbers: dict[str, list[int]]
@@ -98,7 +98,7 @@ class PositionView:
 
     @staticmethod
     def from_maps(
-        maps: Maps,
+        maps: MapsToDraw,
         query: int | str | None = None,
         normalize: bool | None = None,
         words: bool = False,
@@ -149,16 +149,16 @@ class PositionView:
         return [key for keys in self.numbers.values() for key in keys]
 
     def read_columns(
-        self, panel: Panel
+        self, panel: LayerRow
     ) -> tuple[Float[Tensor, "layer column"], Bool[Tensor, "layer column"]]:
         """Return the scores of the columns, and which of them are visible."""
         return panel.scores[:, self.columns], panel.visible[:, self.columns]
 
-    def is_noise(self, panel: Panel) -> bool:
+    def is_noise(self, panel: LayerRow) -> bool:
         """Return whether the keys that are coloured have next to nothing in any layer; see `find_noise`."""
         return bool(find_noise(panel.scores, self.number_keys).all())
 
-    def read_scaled(self, panels: Sequence[Panel]) -> list[Float[Tensor, "layer column"]]:
+    def read_scaled(self, panels: Sequence[LayerRow]) -> list[Float[Tensor, "layer column"]]:
         """Return the scores whose largest one ends the scale of some maps: the columns, or whole rows."""
         whole = all(map(self.is_noise, panels))
         return [
@@ -166,7 +166,7 @@ class PositionView:
             for panel in panels
         ]
 
-    def describe_noise(self, panel: Panel) -> str:
+    def describe_noise(self, panel: LayerRow) -> str:
         """Return why a map has no colours; "" if it has."""
         if not self.is_noise(panel):
             return ""
@@ -176,7 +176,7 @@ class PositionView:
         noun = "position" if self.has_grid else "token"
         return f"no other {noun} has more than {written}, so none is coloured"
 
-    def rank_columns(self, panels: Iterable[Panel] | None = None) -> list[int]:
+    def rank_columns(self, panels: Iterable[LayerRow] | None = None) -> list[int]:
         """Return the indices of the columns, the one with the largest score in any layer first.
 
         Args:
@@ -200,7 +200,7 @@ def _choose_explanation(rows: Iterable[MixingMap]) -> str:
     return next((row.explanation() for row in (*with_target, *known)), "")
 
 
-def _name_maps(maps: Maps) -> dict[str, MixingMap]:
+def _name_maps(maps: MapsToDraw) -> dict[str, MixingMap]:
     """Return the maps by name; the names of a sequence are those of the methods, each different.
 
     Raises:
@@ -261,12 +261,12 @@ def _find_group(groups: list[list[int]], position: int) -> int:
     return next(index for index, group in enumerate(groups) if position in group)
 
 
-def _read_panel(name: str, row: MixingMap, normalize: bool | None, groups: list[list[int]]) -> Panel:
+def _read_panel(name: str, row: MixingMap, normalize: bool | None, groups: list[list[int]]) -> LayerRow:
     is_share = not bool((row.scores < 0).any()) if normalize is None else normalize
     shown = row.normalized() if is_share else row
     visible = shown.visible()[:, 0].cpu()
     scores = shown.scores[:, 0].detach().to("cpu", torch.float64).masked_fill(~visible, 0)
-    return Panel(
+    return LayerRow(
         name,
         name_layers(row),
         merge_axis(scores, groups, -1, torch.sum),
@@ -276,7 +276,7 @@ def _read_panel(name: str, row: MixingMap, normalize: bool | None, groups: list[
 
 
 def _choose_columns(
-    panels: Sequence[Panel], kinds: Mapping[str, list[int]], keys: Queries | None, as_numbers: bool
+    panels: Sequence[LayerRow], kinds: Mapping[str, list[int]], keys: Queries | None, as_numbers: bool
 ) -> tuple[list[int], dict[str, list[int]]]:
     """Return the keys that are columns, and those that are numbers.
 
@@ -302,7 +302,7 @@ def _choose_columns(
     return (remaining, numbers) if remaining else (columns, {})
 
 
-def _find_best(panels: Sequence[Panel], left_out: Iterable[int]) -> tuple[int, Strongest] | None:
+def _find_best(panels: Sequence[LayerRow], left_out: Iterable[int]) -> tuple[int, Strongest] | None:
     """Return the index of the map with the largest score, and that score; None if no key has a score.
 
     Layer maps come before maps with one layer, and shares before raw scores.
@@ -322,7 +322,7 @@ def _find_best(panels: Sequence[Panel], left_out: Iterable[int]) -> tuple[int, S
     return max(known, key=rank) if known else None
 
 
-def _describe_best(panels: Sequence[Panel], best: tuple[int, Strongest], key: str) -> str:
+def _describe_best(panels: Sequence[LayerRow], best: tuple[int, Strongest], key: str) -> str:
     """Return a sentence about the largest score.
 
     An example is "Layer 23: 94 % of the attention row is from ' Italy' (token 6)." The other maps with the

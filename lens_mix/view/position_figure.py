@@ -24,14 +24,14 @@ from lens_mix.view.labels import (
     space_evenly,
 )
 from lens_mix.view.lazy import load_canvas
-from lens_mix.view.position import Maps, Panel, PositionView
+from lens_mix.view.position import LayerRow, MapsToDraw, PositionView
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-    from lens_mix.view.canvas import Picture
+    from lens_mix.view.canvas import DrawnPicture
 
 _CELL = 0.15  # the largest width in inches of a column, so that each has a label
 _ROW = 0.13  # the height of a layer
@@ -44,7 +44,7 @@ _SENTENCE_FONT = 8.5
 
 
 def show_position(
-    maps: Maps,
+    maps: MapsToDraw,
     query: int | str | None = None,
     *,
     columns: int = 3,
@@ -121,7 +121,7 @@ def show_position(
         return drawn_in
     size = None if figsize is None else canvas.check_size(figsize)
     frame = _Frame(view, columns, heading, common_scale, size)
-    picture: Picture = canvas.Picture(*frame.size)
+    picture: DrawnPicture = canvas.DrawnPicture(*frame.size)
     _draw_blocks(picture, frame, norms, cmap)
     _draw_panels(picture, frame, norms, cmap)
     picture.write_title(frame.title)
@@ -335,7 +335,7 @@ def _add_small_bar(picture: Any, image: Any, right: float, bottom: float) -> Non
     picture.write(right - end - 0.08 - _BAR, bottom + 0.192, f"{norm.vmin:.2g}", ha="right", **look)
 
 
-def _write_numbers_of(panel: Panel, keys: Sequence[int]) -> list[str]:
+def _write_numbers_of(panel: LayerRow, keys: Sequence[int]) -> list[str]:
     """Return the number beside each layer."""
     return [panel.write_score(number).replace(" %", "%") for number in panel.total(keys).tolist()]
 
@@ -352,7 +352,7 @@ def _measure_numbers(view: PositionView) -> float:
     return max(_NUMBER, float(load_canvas().measure_longest(longest, _NUMBER_FONT)) + 0.1)
 
 
-def _write_numbers(axes: Any, view: PositionView, panel: Panel, width: float, height: float) -> None:
+def _write_numbers(axes: Any, view: PositionView, panel: LayerRow, width: float, height: float) -> None:
     """Write the numbers of each layer at the right of the heat map."""
     number = _measure_numbers(view)
     rows = space_evenly(len(panel.layers), count_labels(height, _NUMBER_FONT - 1))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from lens_mix.view.colours import BLUES, HIDDEN, MARK, SIGNED, colour_step
 from lens_mix.view.labels import INK, QUIET, make_visible, place_labels, space_evenly
-from lens_mix.view.position import Panel, PositionView
+from lens_mix.view.position import LayerRow, PositionView
 
 _WIDTH = 700.0
 _MARGIN = 10.0
@@ -36,7 +36,7 @@ def draw_svg(view: PositionView) -> str:
     )
 
 
-def _draw_cells(view: PositionView, panel: Panel) -> tuple[str, float, float]:
+def _draw_cells(view: PositionView, panel: LayerRow) -> tuple[str, float, float]:
     """Return the heat map with its labels, the width and the height."""
     scores, visible = view.read_columns(panel)
     layers, columns = scores.shape
@@ -115,7 +115,7 @@ def _draw_runs(steps: Sequence[Sequence[int]], colours: Sequence[str], backgroun
     ]
 
 
-def _draw_text(view: PositionView, panel: Panel) -> tuple[str, float, float]:
+def _draw_text(view: PositionView, panel: LayerRow) -> tuple[str, float, float]:
     """Return the tokens in boxes with their colours, the width and the height."""
     scores = panel.scores[0]
     low, high = _find_scale(view, panel)
@@ -171,7 +171,7 @@ def _draw_scale(right: float, base: float, low: float, high: float, colours: Seq
     return boxes + low_end + _text(end, base, text, f'fill="{QUIET}"')
 
 
-def _find_scale(view: PositionView, panel: Panel) -> tuple[float, float]:
+def _find_scale(view: PositionView, panel: LayerRow) -> tuple[float, float]:
     """Return the ends of a scale from 0 to the largest score, or around 0 if there are scores below it."""
     columns, _ = view.read_columns(panel)
     (scaled,) = view.read_scaled([panel])

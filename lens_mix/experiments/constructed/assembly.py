@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix._model.from_weights import Norm, Weights
+from lens_mix._model.from_weights import NormKind, Weights
 
 TOKENS = 16  # It is also the number of dimensions of a head.
 CONTEXT = 12
@@ -18,7 +18,7 @@ WORDS = range(1, TOKENS)  # All tokens except 0, which is first in most prompts.
 _SHARP = 200.0  # A score so large that e^-200 is 0 in float32, so that other keys get no weight at all.
 
 Look = tuple[Float[Tensor, "d_model d_head"], Float[Tensor, "d_model d_head"]]
-FeedForward = tuple[
+ConstructedFeedForward = tuple[
     int, int, float
 ]  # relu(slot) · factor is added to another slot: (slot, other slot, factor).
 
@@ -49,7 +49,7 @@ def _one_hot(tokens: Iterable[int]) -> Float[Tensor, "token token"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class ConstructedHead:
     """A head that attends to certain positions and moves tokens from one slot to another.
 
     Attributes:
@@ -113,10 +113,10 @@ def look_for_copies(slot: int) -> Look:
 
 
 def assemble(
-    layers: Sequence[Sequence[Head]],
+    layers: Sequence[Sequence[ConstructedHead]],
     read: Iterable[int],
-    feed_forward: Sequence[FeedForward | None] | None,
-    norm: Norm | None,
+    feed_forward: Sequence[ConstructedFeedForward | None] | None,
+    norm: NormKind | None,
 ) -> Weights:
     """Assemble a model from heads. Its logits are the sum of the tokens in the slots that are read.
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from lens_mix._model.from_weights import Norm
+from lens_mix._model.from_weights import NormKind
 from lens_mix.experiments.constructed.assembly import (
     CONTEXT,
     TOKENS,
     WORDS,
-    FeedForward,
-    Head,
+    ConstructedFeedForward,
+    ConstructedHead,
     assemble,
     look_back,
     look_for,
@@ -34,8 +34,8 @@ _Route = Callable[[list[int]], tuple[list[Cell], list[int]]]
 
 def by_hand() -> list[ConstructedModel]:
     """Return all of them. A norm or a feed-forward does not change the routes."""
-    copy, decoy, silent = Head(look_back(3)), look_back(1), Head(look_back(1), moved=())
-    relay = [[Head(look_back(2))], [Head(look_back(1), source=0, target=1)]]
+    copy, decoy, silent = ConstructedHead(look_back(3)), look_back(1), ConstructedHead(look_back(1), moved=())
+    relay = [[ConstructedHead(look_back(2))], [ConstructedHead(look_back(1), source=0, target=1)]]
     split = look_back(3, first=0.9)
     return [
         _build("copy", "copies the token three positions back", [[copy]]),
@@ -50,7 +50,7 @@ def by_hand() -> list[ConstructedModel]:
         _build(
             "planted_key",
             "looks for the one key token in the prompt and copies it, at any position",
-            [[Head(look_for(_KEYS))]],
+            [[ConstructedHead(look_for(_KEYS))]],
             _trace_planted,
             sample=_draw_with_key,
             spare=lambda tokens, position: (
@@ -83,17 +83,17 @@ def by_hand() -> list[ConstructedModel]:
         _build(
             "cancelling_heads",
             "copy, and two more heads that move the last token but one, with opposite signs",
-            [[copy, Head(decoy), Head(decoy, scale=-1.0)]],
+            [[copy, ConstructedHead(decoy), ConstructedHead(decoy, scale=-1.0)]],
         ),
         _build(
             "silent_sink",
             "copy with a tenth of its attention; the rest goes to the first token, whose value is zero",
-            [[Head(split)]],
+            [[ConstructedHead(split)]],
         ),
         _build(
             "broadcast_sink",
             "attends as silent_sink does, but copies the first token; all others have the value zero",
-            [[Head(split, moved=_KEYS)]],
+            [[ConstructedHead(split, moved=_KEYS)]],
             lambda tokens: ([(0, len(tokens) - 1, 0)], [0]),
             sample=lambda generator: [_pick(generator, _KEYS), *_draw_distinct(generator, _FILLERS)[1:]],
             spare=lambda tokens, position: _list_unused(tokens, _FILLERS if position else _KEYS),
@@ -107,14 +107,14 @@ def by_hand() -> list[ConstructedModel]:
         _build(
             "erased_copy",
             "copy, and a head that moves the last token but one, which the feed-forward then removes",
-            [[copy, Head(decoy, target=1)]],
+            [[copy, ConstructedHead(decoy, target=1)]],
             read=[0, 1],
             job=[(1, 1, -1.0)],
         ),
         _build(
             "unread_copy",
             "copy, and a head that moves the last token but one, twice as far, to a slot that nothing reads",
-            [[copy, Head(decoy, target=1, scale=2.0)]],
+            [[copy, ConstructedHead(decoy, target=1, scale=2.0)]],
         ),
     ]
 
@@ -179,11 +179,11 @@ def _list_fresh(tokens: list[int], position: int) -> list[int]:
 def _build(
     name: str,
     description: str,
-    layers: Sequence[Sequence[Head]],
+    layers: Sequence[Sequence[ConstructedHead]],
     route: _Route = _trace_copy,
     read: Iterable[int] = (0,),
-    job: Sequence[FeedForward | None] | None = None,
-    norm: Norm | None = None,
+    job: Sequence[ConstructedFeedForward | None] | None = None,
+    norm: NormKind | None = None,
     sample: Sample = _draw_distinct,
     spare: Spare = _list_fresh,
 ) -> ConstructedModel:
@@ -196,5 +196,5 @@ def _build(
 def _build_induction(
     name: str, description: str, read: Iterable[int] = (1,), **options: Any
 ) -> ConstructedModel:
-    layers = [[Head(look_back(1))], [Head(look_for_copies(0), target=1)]]
+    layers = [[ConstructedHead(look_back(1))], [ConstructedHead(look_for_copies(0), target=1)]]
     return _build(name, description, layers, _trace_match, read, sample=_draw_repeating, **options)

@@ -15,7 +15,7 @@ from lens_mix.arguments import check_whole_number
 
 Cell = tuple[int, int, int]
 Sample = Callable[[torch.Generator], list[int]]
-Trace = Callable[[list[int]], tuple[Iterable[Cell], Iterable[int], int]]
+RouteTrace = Callable[[list[int]], tuple[Iterable[Cell], Iterable[int], int]]
 Spare = Callable[[list[int], int], list[int]]
 
 
@@ -73,7 +73,7 @@ class ConstructedModel:
     description: str
     weights: Callable[[], Weights]
     sample: Sample
-    trace: Trace
+    trace: RouteTrace
     spare: Spare
 
     def model(self) -> TransformerLensModel:

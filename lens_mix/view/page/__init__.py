@@ -26,7 +26,7 @@ from lens_mix.view.page.data import Numbers, pack
 from lens_mix.view.page.pictures import pack_pictures
 from lens_mix.view.page.trees import Graphs, pack_trees
 
-Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap | Mapping[str, MixingMap]]
+MapsOfPage = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap | Mapping[str, MixingMap]]
 
 # These files are joined to one script in this order. The last one starts it, so it must come last.
 _SCRIPTS = (
@@ -98,7 +98,7 @@ class Page:
 
 
 def page(
-    maps: Maps,
+    maps: MapsOfPage,
     path: str | os.PathLike[str] | None = None,
     *,
     trees: Graphs | Sequence[Graphs] | None = None,
@@ -152,7 +152,7 @@ def page(
     return made
 
 
-def _list_prompts(maps: Maps) -> list[MixingMap | Mapping[str, MixingMap]]:
+def _list_prompts(maps: MapsOfPage) -> list[MixingMap | Mapping[str, MixingMap]]:
     if isinstance(maps, (MixingMap, Mapping)):
         return [maps]
     check_instance(
