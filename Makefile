@@ -1,5 +1,6 @@
 # make demo     the main job on a real model: prints the result and the path of the picture
-# make test     the suite on TransformerLens 4.x and on 3.9, without its slowest cases (.ci/run has all of them)
+# make test     the suite on TransformerLens 4.x and on 3.9, without its slow cases
+# make test-all everything: slow cases, all releases, the Space, Ray, the wheel, in an hour and a half
 # make test-oldest   a smoke test with the oldest release of every dependency that pyproject.toml allows
 # make test-newest   the same and a call of every public name, with the newest releases that pyproject.toml allows
 # make docs     the site in outputs/site, with the generated reference and the executed pages
@@ -34,7 +35,7 @@ UNCHECKED = JAXTYPING_DISABLE=1
 # Nor is anything found twice by the tests marked `once` (tests/conftest.py); CASES= runs these too.
 test-tl3 test-tl2: CASES = -m "not slow and not once"
 
-.PHONY: help demo docs environments test test-tl4 test-tl3 test-tl2 test-oldest test-newest test-space test-ray \
+.PHONY: help demo docs environments test test-all test-tl4 test-tl3 test-tl2 test-oldest test-newest test-space test-ray \
 	test-wheel look-for-newer browser lint format types stub wheel clean bench peers
 
 help:
@@ -59,6 +60,17 @@ test-tl3: $(TL3)/.ready browser
 test-tl2: $(TL2)/.ready
 	@echo "== tests on TransformerLens 2.18"
 	@$(UNCHECKED) $(call RUN_TESTS,$(TL2))
+
+# Everything, in an hour and a half: unusual models, all releases, the Space, a Ray cluster, the wheel. Most slow
+# cases repeat a check on one more model; on older releases only the tests of the matrix do so.
+IN_MATRIX = -m "(not slow or matrix) and not once"
+test-all: browser
+	@$(MAKE) --no-print-directory test-tl4 CASES=
+	@$(MAKE) --no-print-directory test-tl3 CASES='$(IN_MATRIX)'
+	@$(MAKE) --no-print-directory test-tl2 CASES='$(IN_MATRIX)'
+	@$(MAKE) --no-print-directory test-oldest
+	@$(MAKE) --no-print-directory test-newest
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-space test-ray test-wheel
 
 # What old releases can break: imports, a run, a method of each kind, tables, graphs, figures, files, commands.
 SMOKE = tests/test_oldest.py tests/test_package.py tests/test_cli.py tests/test_files.py tests/maps/test_record.py \
@@ -145,8 +157,8 @@ clean:
 	rm -rf $(ENVIRONMENTS) dist outputs .mypy_cache .ruff_cache
 	rm -rf docs/reference docs/courses/*_files docs/courses/*.ipynb $(patsubst %.py,%.md,$(wildcard docs/courses/*.py))
 
-# Each is mostly one process: `make --jobs=2 environments` makes two at a time.
-environments: $(foreach name,tl4 docs tl3 tl2 oldest space ray,$(ENVIRONMENTS)/$(name)/.ready)
+# What `.ci/run` needs. Each is mostly one process: `make --jobs=2 environments` makes two at a time.
+environments: $(foreach name,tl4 docs tl3 oldest,$(ENVIRONMENTS)/$(name)/.ready)
 
 # The site needs no torch, and the library is read there without being imported.
 $(DOCS)/.ready: PACKAGES = --requirement constraints/docs.txt

@@ -1,8 +1,8 @@
 """Configure the tests: they use no model hub, and one thread for their small tensors.
 
-Tests of all models of the matrix run on the usual models in `make test`, and on the others in `.ci/run`:
-all of these tests on 4.3, and those marked `matrix` on older releases. Tests that do not depend on the
-release of TransformerLens run on one release in `make test`.
+Tests of all models of the matrix run on the usual models in `make test`, and on the others in
+`make test-all`: all of these tests on 4.3, and those marked `matrix` on older releases. Tests that do not
+depend on the release of TransformerLens run on one release in `make test`.
 """
 
 import functools

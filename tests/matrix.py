@@ -28,7 +28,7 @@ from tests.tiny_models import (
 ENCODER_DECODERS = ("t5", "t5_gated", "bart", "marian")
 PARTS = ("encoder", "decoder", "cross")
 # `make test` has these models of the matrix: each class, and each kind of block, norm, position and
-# feed-forward once. `.ci/run` has all models.
+# feed-forward once. `make test-all` has all models.
 USUAL = (
     "bridge gpt2",
     "bridge llama",
@@ -306,7 +306,7 @@ def zeroed(values: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def slow(*values: Any) -> Any:
-    """Return a parameter for `pytest.mark.parametrize` that runs in `.ci/run` and not in `make test`."""
+    """Return a parameter for `pytest.mark.parametrize` that runs in `make test-all` alone."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
