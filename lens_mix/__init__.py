@@ -45,10 +45,17 @@ def __getattr__(name: str) -> Any:
         import pathlib
         import re
 
-        stub = pathlib.Path(__file__).with_name("methods") / "__init__.pyi"
-        methods = re.findall(r'^    "([A-Z][A-Za-z]+)",$', stub.read_text(encoding="utf-8"), re.MULTILINE)
-        known = [*__all__, *(f"methods.{each}" for each in methods)]
-        public = {each.rpartition(".")[2].replace("_", "").casefold(): each for each in known}
+        known: list[str] = []
+        for path in (
+            "methods/__init__.pyi",
+            "aggregation/__init__.py",
+            "experiments/__init__.py",
+            "models.py",
+        ):
+            text = (pathlib.Path(__file__).parent / path).read_text(encoding="utf-8")
+            module = re.split(r"[/.]", path)[0]
+            known += [f"{module}.{each}" for each in re.findall(r'(?<=[ \[]")(\w+)(?=",?\n|",? |"\])', text)]
+        public = {each.rpartition(".")[2].replace("_", "").casefold(): each for each in (*known, *__all__)}
         close = difflib.get_close_matches(name.replace("_", "").casefold(), public, 1)
         suggestion = f"; did you mean lens_mix.{public[close[0]]}?" if close else ""
         suggestion += " lens_mix.METHODS lists all methods" if "methods." in suggestion else ""

@@ -462,7 +462,7 @@ def _field_names(method: type[Method]) -> list[str]:
 def _write_call(function: Callable[..., Any], method: Method, name: str, value: Any) -> str:
     """Return the call that gives a method one more parameter, as the user would write it."""
     kind = type(method)
-    prefix = "lm." if METHODS.get(kind.name) is kind else ""
+    prefix = "lm.methods." if METHODS.get(kind.name) is kind else ""
     others = "..., " if _make_label(method) != method.name else ""
     prompts = "prompts" if "prompts" in inspect.signature(function).parameters else "prompt"
     changed = f"{prefix}{kind.__name__}({others}{name}={describe_value(value)})"

@@ -571,13 +571,13 @@ class CheckedPass:
         method, engine = self.session.methods[label], self.engines[label]
         layers, blocks = self.session.layers_of(method), []
         rows = self.rows.positions if self.rows is not None and takes_rows(method, engine) else None
-        by_prompt = [self.session.key_groups(method, prompt) for prompt in self.clean.batch.prompts]
-        positions = [[group.positions for group in groups] for groups in by_prompt if groups is not None]
+        groups = [self.session.key_groups(method, prompt) for prompt in self.clean.batch.prompts]
+        positions = None if None in groups else [[key.positions for key in each or ()] for each in groups]
         for layer in layers:
             # The last layer of an input map reads all rows of the layers below.
             queries = None if method.is_input_map and layer != layers[-1] else rows
             memory, effort = self.session.max_memory, self.session.effort
-            options = (engine, memory, queries, effort, positions or None)
+            options = (engine, memory, queries, effort, positions)
             blocks.append(Block(self.clean, layer, self.verification, *options))
         return blocks
 

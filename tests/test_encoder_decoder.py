@@ -373,13 +373,14 @@ def test_what_judges_maps_takes_the_part_by_either_name():
     model = any_pair_model()
     pair = source, target = torch.arange(3, 10), torch.arange(20, 24)
     m, row, scales = lm.run(model, pair, "attention", part="decoder"), torch.arange(4.0), lm.evaluation
-    example, decoder = scales.Example(tuple(source.tolist()), "x"), {"decoder_input_ids": target}
+    studies = lm.experiments
+    example, decoder = studies.Example(tuple(source.tolist()), "x"), {"decoder_input_ids": target}
 
     def metric(model):
         return float(model(source[None], decoder_input=target[None])[0, -1, 7].detach())
 
     def pruned(**options):
-        with scales.pruned(model, [(0, 1)], **options):
+        with studies.pruned(model, [(0, 1)], **options):
             return metric(model)
 
     def randomised(**options):
@@ -391,10 +392,10 @@ def test_what_judges_maps_takes_the_part_by_either_name():
         lambda **options: scales.keep_cells(model, pair, m, **options),
         lambda **options: scales.removal_curves(model, pair, row, **options),
         lambda **options: scales.soft_faithfulness(model, pair, row, **options),
-        lambda **options: scales.head_importance(model, [pair], **options).scores.tolist(),
-        lambda **options: scales.ablation_importance(model, metric, **options).scores.tolist(),
-        lambda **options: scales.pruning_curves(model, metric, {}, **none, **options),
-        lambda **options: scales.extract_triggers(model, [example], least=0.0, **decoder, **options),
+        lambda **options: studies.head_importance(model, [pair], **options).scores.tolist(),
+        lambda **options: studies.ablation_importance(model, metric, **options).scores.tolist(),
+        lambda **options: studies.pruning_curves(model, metric, {}, **none, **options),
+        lambda **options: studies.extract_triggers(model, [example], least=0.0, **decoder, **options),
         pruned,
         randomised,
     ]

@@ -183,9 +183,6 @@ def test_left_padding_of_an_encoder():
         lm.run_many(model, [GOOD], "attention", padding_side="left")
 
 
-PLACES = ["_verification.support.verification_of", "_passes.replay.BlockReplay._error"]
-
-
 @pytest.mark.parametrize(
     "problem",
     [torch.cuda.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],

@@ -255,7 +255,9 @@ def test_what_is_refused_in_words():
     model = model_of("bart")
     pair = prompt_of(model)
     for method in ("attention", "alti", "value_zeroing", "attribution_patching"):
-        with pytest.raises(lm.UnsupportedModelError, match=r"is not defined for part='joint'; lm\.joint"):
+        with pytest.raises(
+            lm.UnsupportedModelError, match=r"is not defined for part='joint'; lm\.aggregation\.joint"
+        ):
             lm.run(model, pair, method, part="joint")
     with pytest.raises(lm.UnsupportedModelError, match="by='mask' can't remove a source token"):
         lm.run(model, pair, lm.methods.Occlusion(by="mask"), part="joint")

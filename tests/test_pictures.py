@@ -471,7 +471,7 @@ def test_models_without_an_adapter_raise_with_the_reason():
     dino = transformers.Dinov2Model(
         transformers.Dinov2Config(hidden_size=24, num_hidden_layers=1, num_attention_heads=2)
     )
-    with pytest.raises(TypeError, match=r"lm\.fold_layer_scale"):
+    with pytest.raises(TypeError, match=r"lm\.models\.fold_layer_scale"):
         lm.run(dino, torch.zeros(3, 224, 224), "attention")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lens_mix.arguments import check_choice, check_instance, check_items, check_number, check_whole_number
 from lens_mix.experiments.heads import (
-    HeadScore,
+    HeadStatistic,
     TokenGroup,
     find_members,
     get_head_rows,
@@ -93,7 +93,7 @@ class AttentionStatistics:
         ]
         return sorted(heads, key=lambda head: -head.share)
 
-    def group_heads(self, group: str, threshold: float = 0.5) -> list[HeadScore]:
+    def group_heads(self, group: str, threshold: float = 0.5) -> list[HeadStatistic]:
         """Return the heads with more than `threshold` of their attention on a group of tokens.
 
         The head with the largest share is first.
@@ -104,7 +104,7 @@ class AttentionStatistics:
         check_choice("group", group, self.groups)
         return self._select_above(self.groups[group], threshold)
 
-    def broad_heads(self, threshold: float = 0.8) -> list[HeadScore]:
+    def broad_heads(self, threshold: float = 0.8) -> list[HeadStatistic]:
         """Return the heads with an evenness above `threshold`, the largest first."""
         return self._select_above(self.evenness, threshold)
 
@@ -124,7 +124,7 @@ class AttentionStatistics:
                 )
         return table
 
-    def _select_above(self, values: Float[Tensor, "layer head"], threshold: float) -> list[HeadScore]:
+    def _select_above(self, values: Float[Tensor, "layer head"], threshold: float) -> list[HeadStatistic]:
         threshold = check_number("threshold", threshold)
         heads = [head for head in iterate_heads(self.layers, values) if head.value > threshold]
         return sorted(heads, key=lambda head: -head.value)

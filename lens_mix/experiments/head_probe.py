@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.experiments.heads import (
-    HeadScore,
+    HeadStatistic,
     TokenGroup,
     find_members,
     get_head_rows,
@@ -46,7 +46,7 @@ class HeadProbe:
     visible: float
 
     @property
-    def best(self) -> HeadScore:
+    def best(self) -> HeadStatistic:
         """Return the head with the highest accuracy."""
         return max(iterate_heads(self.layers, self.accuracy), key=lambda head: head.value)
 

@@ -15,7 +15,7 @@ from lens_mix.maps import MixingMap
 TokenGroup = int | str | Iterable[int | str] | Callable[[str], bool]
 
 
-class HeadScore(NamedTuple):
+class HeadStatistic(NamedTuple):
     """Describe a head and its value of a statistic.
 
     Attributes:
@@ -29,10 +29,10 @@ class HeadScore(NamedTuple):
     value: float
 
 
-def iterate_heads(layers: Sequence[int], values: Float[Tensor, "layer head"]) -> Iterator[HeadScore]:
+def iterate_heads(layers: Sequence[int], values: Float[Tensor, "layer head"]) -> Iterator[HeadStatistic]:
     """Yield every head with its value."""
     for layer, row in zip(layers, values.tolist(), strict=True):
-        yield from (HeadScore(layer, head, value) for head, value in enumerate(row))
+        yield from (HeadStatistic(layer, head, value) for head, value in enumerate(row))
 
 
 def iterate_maps(maps: MixingMap | Iterable[MixingMap], *, any_keys: bool = False) -> Iterable[MixingMap]:

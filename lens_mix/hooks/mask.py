@@ -94,7 +94,7 @@ def mask_keys(
         hidden = model.run_with_hooks(tokens, fwd_hooks=[mask_keys(0, 2), mask_keys(1, 2)])
         ```
     """
-    return _KeyMask(layer, attention, read_position(position, positions))._make_pair()
+    return _MaskKeys(layer, attention, read_position(position, positions))._make_pair()
 
 
 class _MaskAttention(OneArgumentHook):
@@ -152,7 +152,7 @@ class _MaskAttention(OneArgumentHook):
         return weights / left
 
 
-class _KeyMask(_MaskAttention):
+class _MaskKeys(_MaskAttention):
     argument_name = "position"
 
     def _find_hidden(self, pattern: Tensor, values: Tensor) -> Bool[Tensor, "#batch #head #query key"]:

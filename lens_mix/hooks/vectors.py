@@ -70,7 +70,7 @@ def zero_values(
     """
     chosen = read_position(position, positions)
     if heads is None:
-        return _ValuesToZero(layer, attention, chosen)._make_pair()
+        return _ZeroValues(layer, attention, chosen)._make_pair()
     return _ZeroValuesOfHeads(layer, attention, chosen, read_heads(heads))._make_pair()
 
 
@@ -108,7 +108,7 @@ class _ZeroQueries(AttentionHook):
         return torch.zeros_like(tensor)
 
 
-class _ValuesToZero(OneArgumentHook):
+class _ZeroValues(OneArgumentHook):
     points: tuple[str, ...] = ("values",)
 
     def on_values(self, values: Tensor, n_heads: int | None) -> Tensor | None:
@@ -120,7 +120,7 @@ class _ValuesToZero(OneArgumentHook):
         return values.masked_fill(make_position_mask(self._argument, values)[:, :, None, None], 0)
 
 
-class _ZeroValuesOfHeads(_ValuesToZero):
+class _ZeroValuesOfHeads(_ZeroValues):
     points = ("queries", "values", "pattern", "mixed")
 
     def __init__(self, layer: int, attention: str, position: Chosen, heads: tuple[int, ...]) -> None:

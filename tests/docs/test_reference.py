@@ -53,7 +53,7 @@ def test_every_public_name_is_in_the_reference_once(pages):
 def test_a_function_with_the_name_of_its_module_is_not_taken_for_the_module(pages):
     assert [path for path in directives(pages) if path in sys.modules] == []
     (options,) = re.findall(
-        r"^::: lens_mix\.evaluation\.head_importance\.head_importance\n((?: .*\n)+)",
+        r"^::: lens_mix\.experiments\.head_importance\.head_importance\n((?: .*\n)+)",
         "\n".join(pages.values()),
         re.MULTILINE,
     )
@@ -87,7 +87,7 @@ def test_the_navigation_has_methods_in_the_order_of_lists():
 
 def test_both_names_of_a_method_are_in_the_table(pages):
     listed = re.findall(
-        r"^\| \[`(\w+)`\]\(\1\.md\) \| `lm\.(\w+)` \|", pages["methods/index.md"], re.MULTILINE
+        r"^\| \[`(\w+)`\]\(\1\.md\) \| `lm\.methods\.(\w+)` \|", pages["methods/index.md"], re.MULTILINE
     )
     assert sorted(listed) == sorted((name, method.__name__) for name, method in lm.METHODS.items())
 
@@ -95,7 +95,7 @@ def test_both_names_of_a_method_are_in_the_table(pages):
 @pytest.mark.parametrize("name", sorted(lm.METHODS))
 def test_every_method_has_a_page_with_formula_paper_engines_and_scores(name, pages):
     page, method = pages[f"methods/{name}.md"], lm.METHODS[name]
-    assert f"::: lens_mix.{method.__name__}\n" in page
+    assert f"::: lens_mix.methods.{method.__name__}\n" in page
     # The page shows the docstring of the class, whose formula is an indented block.
     formula = re.search(r"\n\n((?:    .+\n)+)", inspect.getdoc(method).split("\nArgs:")[0])
     assert formula is not None
