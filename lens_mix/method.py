@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix._blocks.cost import COSTS, Cost, Growth
+from lens_mix._blocks.cost import COSTS, Growth
+from lens_mix._blocks.cost import Cost as Cost
 from lens_mix._blocks.verification_record import ALGEBRA_COMPONENTS
 from lens_mix._model.anatomy import BlockAnatomy
 from lens_mix._passes.backward_rules import BackwardRules
@@ -18,7 +19,7 @@ from lens_mix.hooks.base import DEFAULT_ATTENTION, HookPair
 from lens_mix.hooks.recording import record_attention
 
 if TYPE_CHECKING:
-    from lens_mix._blocks.block import Block
+    from lens_mix._blocks.block import Block as Block
     from lens_mix.maps.spans import Group
 
 # In cross-attention this is the key of a decoder position's own residual stream, because that is not a token

@@ -270,6 +270,7 @@ def test_methods_of_users(model, monkeypatch):
         def __call__(self, block):
             parts = lm.models.block_parts(block)
             assert isinstance(parts, lm.models.BlockParts)
+            assert lm.models.states_of(block).attention_out.shape == block.resid_pre.shape
             return parts.keys.norm(dim=-1)
 
     lm.testing.check_method(Parts, model)

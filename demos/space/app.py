@@ -23,7 +23,6 @@ import gradio as gr
 
 import lens_mix as lm
 from lens_mix import registry
-from lens_mix._classes.model_classes import UnsupportedModelError
 from lens_mix._classes.model_names import strip_path
 from lens_mix.named_maps import DEFAULT_METHODS, INPUT_MAP, compute_maps
 from lens_mix.serve.answers import Limits, Workshop
@@ -125,7 +124,7 @@ def answer(workshop: Workshop, prompt: str, target: str, names: Sequence[str]) -
         if mistake:
             return mistake, ""
         maps = compute(workshop.model, prompt, target, names)
-    except (ValueError, TypeError, UnsupportedModelError) as problem:
+    except (ValueError, TypeError, lm.UnsupportedModelError) as problem:
         return f"This can't be computed: {problem}", ""
     except Exception as problem:
         traceback.print_exception(problem, file=sys.stderr)
