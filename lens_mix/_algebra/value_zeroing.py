@@ -61,8 +61,7 @@ def value_zeroing_maps(
     """
     spans, (narrow, wide) = block.key_positions, _dtypes(block)
     sizes = fitting(block, (narrow, wide))
-    attended = block.attended & block.real_queries[:, :, None] & block.real_keys[:, None]
-    batch, queries, keys = attended.shape
+    batch, queries, keys = block.attended.shape
     scores = block.zeros(batch, len(groups), queries, keys if spans is None else len(spans[0]))
     layers = 0 if block.max_memory is not None else len(block.stack)
     step = max(1, sizes.positions // keys)
@@ -70,8 +69,9 @@ def value_zeroing_maps(
     with torch.inference_mode():
         for start in range(0, batch, step):
             prompts = slice(start, start + step)
-            of_prompts = None if spans is None else spans[prompts]
-            found = find_zeroed_groups(attended[prompts], block.real_keys[prompts], of_prompts)
+            real, of_prompts = block.real_keys[prompts], None if spans is None else spans[prompts]
+            attended = block.attended[prompts] & block.real_queries[prompts, :, None] & real[:, None]
+            found = find_zeroed_groups(attended, real, of_prompts)
             zeroed = in_best_order(found, sizes)
             states = states_of(block, prompts=prompts, dtype=narrow, attention_dtype=wide)
             resid_post = block.resid_post[prompts].to(narrow)
