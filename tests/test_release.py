@@ -149,8 +149,14 @@ def test_the_workflow_has_the_stages_of_ci_and_the_pythons_of_the_classifiers() 
     lines = re.findall(r"^(?:stage|tests) ([^'\n]+)", script, re.MULTILINE)
     stages = {word for line in lines for word in line.split() if re.fullmatch(r"[a-z][\w-]+", word)}
     targets = {word for stage in jobs["stage"]["strategy"]["matrix"]["stage"] for word in stage.split()}
-    assert {"lint", "types", "test-tl4", "test-ray"} < stages
-    assert stages - {"environments", "browser", "test-wheel"} <= targets
+    assert {"lint", "types", "docs", "test", "test-oldest", "test-wheel"} < stages
+    # On GitHub each release of `make test` is a job of its own.
+    assert (stages - {"environments", "browser", "test"}) | {"test-tl4", "test-tl3"} == targets
+    # At night there is all of `make test-all`, with the wheel in a job for each Python.
+    everything = re.search(r"^test-all: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert everything is not None
+    night = {stage.split()[0] for stage in jobs["night"]["strategy"]["matrix"]["stage"]}
+    assert night | {"test-wheel"} == set(re.findall(r"test-[a-z]+\d?", everything[1]))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     versions = [one.split(" :: ")[-1] for one in project["classifiers"] if re.search(r":: 3\.\d+$", one)]
     for workflow in ("ci.yml", "release.yml"):
@@ -159,14 +165,14 @@ def test_the_workflow_has_the_stages_of_ci_and_the_pythons_of_the_classifiers() 
 
 
 @needs_github
-def test_the_newest_releases_are_tried_weekly_and_before_a_release() -> None:
+def test_the_newest_releases_are_tried_every_night_and_before_a_release() -> None:
     workflow = read_yaml(GITHUB / "workflows" / "ci.yml")
-    (weekly,) = workflow["on"]["schedule"]
-    assert re.fullmatch(r"\d+ \d+ \* \* [0-6]", weekly["cron"])
-    newest = workflow["jobs"]["newest"]
-    assert newest["if"] == "github.event_name == 'schedule'"
-    assert newest["steps"][-1]["run"].endswith(" test-newest")
-    assert "`make test-newest`" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (nightly,) = workflow["on"]["schedule"]
+    assert re.fullmatch(r"\d+ \d+ \* \* \*", nightly["cron"])
+    night = workflow["jobs"]["night"]
+    assert night["if"] == "github.event_name == 'schedule'"
+    assert "test-newest" in night["strategy"]["matrix"]["stage"]
+    assert "`make test-all`" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert (ROOT / "constraints" / "newest.txt").read_text().splitlines()[1:] == ["-c torch.txt"]
 
 
