@@ -1,6 +1,6 @@
 # make demo     the main job on a real model: prints the result and the path of the picture
 # make test     the suite on TransformerLens 4.x and on 3.9, without its slow cases
-# make test-all everything: slow cases, all releases, the Space, Ray, the wheel, in an hour and a half
+# make test-all everything: slow cases, all releases, the Space, Ray, the wheel
 # make test-oldest   a smoke test with the oldest release of every dependency that pyproject.toml allows
 # make test-newest   the same and a call of every public name, with the newest releases that pyproject.toml allows
 # make docs     the site in outputs/site, with the generated reference and the executed pages
@@ -61,7 +61,7 @@ test-tl2: $(TL2)/.ready
 	@echo "== tests on TransformerLens 2.18"
 	@$(UNCHECKED) $(call RUN_TESTS,$(TL2))
 
-# Everything, in an hour and a half: unusual models, all releases, the Space, a Ray cluster, the wheel. Most slow
+# Everything: unusual models, all releases, the Space, a Ray cluster, the wheel. Most slow
 # cases repeat a check on one more model; on older releases only the tests of the matrix do so.
 IN_MATRIX = -m "(not slow or matrix) and not once"
 test-all: browser

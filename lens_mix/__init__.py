@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
         ):
             text = (pathlib.Path(__file__).parent / path).read_text(encoding="utf-8")
             module = re.split(r"[/.]", path)[0]
-            known += [f"{module}.{each}" for each in re.findall(r'(?<=[ \[]")(\w+)(?=",?\n|",? |"\])', text)]
+            known += [f"{module}.{each}" for each in re.findall(r'"(\w+)"', text)]
         public = {each.rpartition(".")[2].replace("_", "").casefold(): each for each in (*known, *__all__)}
         close = difflib.get_close_matches(name.replace("_", "").casefold(), public, 1)
         suggestion = f"; did you mean lens_mix.{public[close[0]]}?" if close else ""

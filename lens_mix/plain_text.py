@@ -102,7 +102,7 @@ def is_table(value: Any) -> bool:
 
 
 def advise(value: Any) -> str:
-    """Return what to give instead of a value that is not a prompt; "" if there is no advice."""
+    """Return the advice for an error about a value that is not a prompt; "" if there is none."""
     if isinstance(value, os.PathLike):
         return "; give the text of the file, as in path.read_text()"
     if is_table(value):

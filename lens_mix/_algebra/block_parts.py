@@ -10,8 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix._algebra.definitions import value_vectors
-from lens_mix._algebra.vectors import value_path
-from lens_mix._blocks.states import BlockStates, cross_output, states_of
+from lens_mix._blocks.states import BlockStates, cross_output, states_of, value_path
 from lens_mix._classes.model_classes import UnsupportedModelError
 from lens_mix._model.anatomy import LinearNorm
 

@@ -21,7 +21,7 @@ from lens_mix._algebra.bias_split import Split, through_linear_norm
 from lens_mix._algebra.budget import budget_beside
 from lens_mix._algebra.definitions import head_vectors
 from lens_mix._algebra.linear_block import LinearBlock, Slope
-from lens_mix._algebra.vectors import value_path
+from lens_mix._blocks.states import value_path
 
 if TYPE_CHECKING:
     from lens_mix._blocks.block import Block

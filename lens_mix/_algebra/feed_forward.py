@@ -30,14 +30,8 @@ from lens_mix._algebra.budget import (
 )
 from lens_mix._algebra.folded_weights import folded, pays
 from lens_mix._algebra.pair_norms import by_key
-from lens_mix._algebra.vectors import (
-    AttentionVectors,
-    Vectors,
-    attention_vectors,
-    head_vectors,
-    value_path,
-)
-from lens_mix._blocks.states import BlockStates, shared
+from lens_mix._algebra.vectors import AttentionVectors, Vectors, attention_vectors, head_vectors
+from lens_mix._blocks.states import BlockStates, shared, value_path
 from lens_mix._model.anatomy import BlockAnatomy, FeedForward, LinearNorm, Norm
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lens_mix._algebra.activations import derivative, path_multipliers
 from lens_mix._algebra.bias_split import Split, split_bias, through_linear, through_linear_norm
-from lens_mix._algebra.vectors import value_path
-from lens_mix._blocks.states import BlockStates, CleanStates, states_of
+from lens_mix._blocks.states import BlockStates, CleanStates, states_of, value_path
 from lens_mix._model.anatomy import ACTIVATIONS, FeedForward, ValuePath
 
 if TYPE_CHECKING:

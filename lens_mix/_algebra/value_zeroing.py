@@ -38,7 +38,7 @@ from lens_mix._algebra.value_zeroing_pairs import (
     in_best_order,
 )
 from lens_mix._algebra.weight_cache import fits
-from lens_mix._blocks.states import CleanStates, states_of
+from lens_mix._blocks.states import CleanStates, states_of, value_path
 from lens_mix._model.anatomy import BlockAnatomy, Norm, ValuePath, through
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class _ZeroingMaps:
         sizes: Sizes,
         layers: int,
     ) -> None:
-        anatomy, path, wide = states.anatomy, states.value_path, states.attention_out.dtype
+        anatomy, path, wide = states.anatomy, value_path(states), states.attention_out.dtype
         n_heads, self._zeroed, self._sizes = len(path.W_O), zeroed, sizes
         # A slice of all heads is a view, not a copy.
         self._groups = [slice(None) if len(group) == n_heads else group for group in groups]

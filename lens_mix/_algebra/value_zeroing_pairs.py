@@ -18,7 +18,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from lens_mix._algebra.budget import budget_beside
-from lens_mix._algebra.vectors import value_path
+from lens_mix._blocks.states import value_path
 
 if TYPE_CHECKING:
     from lens_mix._blocks.block import Block

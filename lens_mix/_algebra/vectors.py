@@ -29,8 +29,8 @@ from torch import Tensor
 from lens_mix._algebra.budget import attention_budget, chunk_size, chunks, written_out_bytes
 from lens_mix._algebra.head_vectors import HeadVectors
 from lens_mix._algebra.pair_norms import PairNorms, norms_by_factors
-from lens_mix._blocks.states import shared, states_of
-from lens_mix._model.anatomy import Chain, LinearNorm, Norm, ValuePath, through
+from lens_mix._blocks.states import shared, states_of, value_path
+from lens_mix._model.anatomy import Chain, LinearNorm, Norm, through
 
 if TYPE_CHECKING:
     from lens_mix._blocks.block import Block
@@ -223,17 +223,6 @@ class AttentionVectors:
     def normed(self) -> Vectors:
         """The vectors after the norm on the residual stream, if the block has one (AttnResLn; post-norm)."""
         return self.residual.through(self.states.attention_residual)
-
-
-def value_path(block: Block) -> ValuePath:
-    """Return the block's value path.
-
-    Raises:
-        ValueError: The block has none; the engine "algebra" is not used for such blocks.
-    """
-    if block.anatomy.value_path is None:
-        raise ValueError(f"block {block.layer}: expected value and output matrices, found none")
-    return block.anatomy.value_path
 
 
 def head_vectors(block: Block) -> HeadVectors:

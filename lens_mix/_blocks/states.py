@@ -173,24 +173,13 @@ class CleanStates(BlockStates):
     def attention_total(self) -> Float[Tensor, "batch query d_model"]:
         """Return the attention's output without b_O: the sum of all heads and keys for each row."""
         mixed = mix(self.pattern, self.value.to(self._attention_dtype)).flatten(2)
-        return mixed @ self.value_path.W_O.to(mixed.dtype).flatten(0, 1)
+        return mixed @ value_path(self).W_O.to(mixed.dtype).flatten(0, 1)
 
     @constant
     def attention_out(self) -> Float[Tensor, "batch query d_model"]:
         """Return the attention's output, with b_O, before any norm."""
-        total, b_O = self.attention_total, self.value_path.b_O
+        total, b_O = self.attention_total, value_path(self).b_O
         return total if b_O is None else total + b_O.to(total.dtype)
-
-    @property
-    def value_path(self) -> ValuePath:
-        """The block's value path.
-
-        Raises:
-            ValueError: The block has none; the engine "algebra" is not used for such blocks.
-        """
-        if self.anatomy.value_path is None:
-            raise ValueError(f"block {self.layer}: expected value and output matrices, found none")
-        return self.anatomy.value_path
 
     @functools.cached_property
     def attention_input(self) -> LinearNorm:
@@ -263,3 +252,14 @@ def cross_output(block: Block) -> Float[Tensor, "batch query d_model"] | None:
     prompts = torch.arange(len(block.batch), device=block.real.device)
     block.replay(prompts, [record(outputs, name)])
     return block.rows_of(outputs[name])
+
+
+def value_path(block: Block | CleanStates) -> ValuePath:
+    """Return the value path of a block, or of its states.
+
+    Raises:
+        ValueError: The block has none; the engine "algebra" is not used for such blocks.
+    """
+    if block.anatomy.value_path is None:
+        raise ValueError(f"block {block.layer}: expected value and output matrices, found none")
+    return block.anatomy.value_path
