@@ -3,7 +3,8 @@
 # make test-all everything: slow cases, all releases, the Space, Ray, the wheel
 # make test-oldest   a smoke test with the oldest release of every dependency that pyproject.toml allows
 # make test-newest   the same and a call of every public name, with the newest releases that pyproject.toml allows
-# make docs     the site in outputs/site, with the generated reference and the executed pages
+# make docs     the site in outputs/site, with the generated reference and the recorded courses
+# make courses  runs the courses and records their outputs (COURSES="norms traces" for some of them)
 # make test-space    tests of the Hugging Face Space, with gradio in an environment of its own
 # make test-ray      tests of a corpus on a Ray cluster, with Ray in an environment of its own
 # make test-wheel    the wheel and each extra in clean environments (PYTHON=python3.12 for another Python)
@@ -35,7 +36,7 @@ UNCHECKED = JAXTYPING_DISABLE=1
 # Nor is anything found twice by the tests marked `once` (tests/conftest.py); CASES= runs these too.
 test-tl3 test-tl2: CASES = -m "not slow and not once"
 
-.PHONY: help demo docs environments test test-all test-tl4 test-tl3 test-tl2 test-oldest test-newest test-space test-ray \
+.PHONY: help demo docs courses environments test test-all test-tl4 test-tl3 test-tl2 test-oldest test-newest test-space test-ray \
 	test-wheel look-for-newer browser lint format types stub wheel clean bench peers
 
 help:
@@ -115,13 +116,16 @@ browser:
 # The pages are generated where lens_mix can be imported, and built where mkdocs and Zensical are. Both build the
 # same pages from mkdocs.yml, and both stop at a broken link. With `--quiet`, mkdocs would not count warnings.
 docs: $(TL4)/.ready $(DOCS)/.ready
-	@echo "== reference and executed pages"
-	@mkdir -p outputs && OMP_NUM_THREADS=1 $(TL4)/bin/python -m docs.make
+	@echo "== reference and courses"
+	@mkdir -p outputs && $(TL4)/bin/python -m docs.make
 	@echo "== site by mkdocs, in outputs/site"
 	@NO_MKDOCS_2_WARNING=1 $(call SHOW_IF_FAILED,$(DOCS)/bin/mkdocs build --strict)
 	@echo "== site by Zensical, in outputs/zensical"
 	@SITE=outputs/zensical $(call SHOW_IF_FAILED,$(DOCS)/bin/zensical build --strict)
 	@$(DOCS)/bin/python -m docs.make.check
+
+courses: $(TL4)/.ready
+	@OMP_NUM_THREADS=1 $(TL4)/bin/python -m docs.make.courses $(COURSES)
 
 SHOW_IF_FAILED = $(1) >outputs/docs.log 2>&1 || { sed 's/\x1b\[[0-9;]*m//g' outputs/docs.log; exit 1; }
 
@@ -155,7 +159,7 @@ wheel: $(TL4)/.ready
 
 clean:
 	rm -rf $(ENVIRONMENTS) dist outputs .mypy_cache .ruff_cache
-	rm -rf docs/reference docs/courses/*_files docs/courses/*.ipynb $(patsubst %.py,%.md,$(wildcard docs/courses/*.py))
+	rm -rf docs/reference docs/courses/*_files $(patsubst %.py,%.md,$(wildcard docs/courses/*.py))
 
 # What `.ci/run` needs. Each is mostly one process: `make --jobs=2 environments` makes two at a time.
 environments: $(foreach name,tl4 docs tl3 oldest,$(ENVIRONMENTS)/$(name)/.ready)
@@ -163,13 +167,15 @@ environments: $(foreach name,tl4 docs tl3 oldest,$(ENVIRONMENTS)/$(name)/.ready)
 # The site needs no torch, and the library is read there without being imported.
 $(DOCS)/.ready: PACKAGES = --requirement constraints/docs.txt
 
-# `-qq` leaves errors on the screen and keeps warnings about the machine's own pip settings off it.
+# `-qq` leaves errors on the screen and keeps warnings about the machine's own pip settings off it. Meanwhile, a
+# line every ten seconds says how far it is.
 # Compiling every file of torch and transformers would take half of the time; what is imported compiles itself.
 # The stamp is written last: an interrupted build starts again.
+PROGRESS = while sleep 10 >/dev/null; do echo "  $(@D) has $$(du -sm $(@D) | cut -f1) MB"; done & trap "kill $$!" EXIT
 $(ENVIRONMENTS)/%/.ready: constraints/%.txt constraints/common.txt constraints/torch.txt pyproject.toml
 	@echo "Preparing $(@D) (the first time takes minutes)"
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install -qq --no-compile --disable-pip-version-check \
+	@$(PROGRESS); $(@D)/bin/python -m pip install -qq --no-compile --disable-pip-version-check \
 		--constraint constraints/$*.txt $(or $(PACKAGES),--editable '.[dev]')
 	@touch $@
 
@@ -185,5 +191,5 @@ $(SPACE)/.ready $(RAY)/.ready: $(TL4)/.ready
 	@$(PYTHON) -m venv $(@D)
 	@$(TL4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tl4.pth
-	@$(@D)/bin/python -m pip install -qq --no-compile --disable-pip-version-check $(ADDED)
+	@$(PROGRESS); $(@D)/bin/python -m pip install -qq --no-compile --disable-pip-version-check $(ADDED)
 	@touch $@

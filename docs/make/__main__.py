@@ -1,6 +1,6 @@
 """Write the pages that are made from the source: `python -m docs.make`.
 
-The reference goes to `docs/reference`, the executed pages to `docs/courses`. git ignores both.
+The reference goes to `docs/reference`, and the pages of recorded courses to `docs/courses`. git ignores both.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ DOCS = Path(__file__).parents[1]
 
 
 def main() -> None:
-    """Write the reference and the executed pages."""
+    """Write the reference and the pages of courses."""
     reference.write(DOCS / "reference")
-    courses.fetch_models()
     courses.render_courses()
 
 

@@ -1,19 +1,17 @@
-"""Run the courses, and write each one as a page and as a notebook with outputs.
+"""Run the courses and record them as notebooks, and write each record as a page.
 
-    python -m docs.make.courses            every course
+    python -m docs.make.courses            run and record every course
     python -m docs.make.courses norms      one of them
 
-A course is a jupytext source (py:percent) in docs/courses/. `NAME.py` becomes `NAME.md`, `NAME.ipynb` and the
-pictures in `NAME_files/`, beside the source. The executed notebook is kept in .cache/courses/ until
-something changes that its outputs can depend on (`cache_key`).
+A course is a jupytext source (py:percent) in docs/courses/. `NAME.ipynb` beside it is its record: the same
+cells with their outputs. git keeps it, so that the site is built without running a model. `make docs` writes
+`NAME.md` and the pictures in `NAME_files/` from it.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import html
-import importlib.metadata
 import os
 import re
 import shutil
@@ -36,11 +34,6 @@ from tests.release import read_repository
 
 ROOT = Path(__file__).resolve().parents[2]
 COURSES = ROOT / "docs" / "courses"
-CACHE = ROOT / ".cache" / "courses"
-# What a course can import or read, beside the source itself.
-READ = ("lens_mix/**/*", "demos/**/*", "benchmarks/**/*.py")
-# Packages whose results a course shows; another release may give other outputs.
-RELEASES = ("torch", "transformer-lens", "transformers", "numpy", "pandas", "networkx", "matplotlib")
 # A course should run within a minute; a cell that needs longer than this hangs.
 SECONDS_PER_CELL = 600
 # Courses that run side by side, each with one thread and about 1 GB.
@@ -61,27 +54,73 @@ class CourseError(Exception):
     """Report a course that cannot be rendered: the cell and what happened in it."""
 
 
-def render_courses(folder: Path = COURSES, names: Sequence[str] = (), cache: Path = CACHE) -> list[Path]:
-    """Run every course in a folder, or the named ones, and return the pages that are written beside them.
+def render_courses(folder: Path = COURSES) -> list[Path]:
+    """Write the page of every recorded course in a folder, and return the pages.
 
-    A page of a course that no longer exists would be in no navigation, so it is removed.
+    A page of a course that no longer exists would be in no navigation, so it is removed with its record.
 
     Raises:
-        CourseError: A name without a source, or a cell that raises an error or does not end.
+        CourseError: A course has no record, or one of other cells.
     """
-    sources = {source.stem: source for source in sorted(folder.glob("*.py"))}
-    unknown = [name for name in names if name not in sources]
-    if unknown:
-        raise CourseError(f"expected names of courses ({', '.join(sources)}), got {', '.join(unknown)}")
+    sources = find_sources(folder)
     for notebook in folder.glob("*.ipynb"):
         if notebook.stem not in sources:
             notebook.unlink()
             notebook.with_suffix(".md").unlink(missing_ok=True)
             shutil.rmtree(notebook.with_name(f"{notebook.stem}_files"), ignore_errors=True)
-    chosen = [sources[name] for name in names or sources]
+    return [write_page(source, read_record(source)) for source in sources.values()]
+
+
+def record_courses(folder: Path = COURSES, names: Sequence[str] = ()) -> None:
+    """Run every course in a folder, or the named ones, and write their notebooks.
+
+    Raises:
+        CourseError: A name without a source, or a cell that raises an error or does not end.
+    """
+    sources = find_sources(folder)
+    unknown = [name for name in names if name not in sources]
+    if unknown:
+        raise CourseError(f"expected names of courses ({', '.join(sources)}), got {', '.join(unknown)}")
     with ThreadPoolExecutor(KERNELS) as pool:
-        notebooks = list(pool.map(lambda source: execute(source, cache), chosen))
-    return [write_page(source, notebook) for source, notebook in zip(chosen, notebooks, strict=True)]
+        list(pool.map(record, [sources[name] for name in names or sources]))
+
+
+def find_sources(folder: Path) -> dict[str, Path]:
+    """Return the sources of a folder by the names of their courses."""
+    return {source.stem: source for source in sorted(folder.glob("*.py"))}
+
+
+def record(source: Path) -> None:
+    """Run a course and write its notebook.
+
+    Raises:
+        CourseError: A cell raises an error or does not end.
+    """
+    start = time.perf_counter()
+    notebook = run_cells(source)
+    print(f"{source.name}: run in {time.perf_counter() - start:.0f} s", flush=True)
+    # An interrupted run must not leave half a record behind.
+    unfinished = source.with_suffix(".unfinished")
+    nbformat.write(notebook, unfinished)
+    unfinished.replace(source.with_suffix(".ipynb"))
+
+
+def read_record(source: Path) -> NotebookNode:
+    """Return the recorded notebook of a course.
+
+    Raises:
+        CourseError: There is none, or the source has other cells by now.
+    """
+    recorded = source.with_suffix(".ipynb")
+    if not recorded.exists():
+        raise CourseError(f"{source}: expected a record in {recorded.name}; run `make courses`")
+    notebook = nbformat.read(recorded, as_version=4)
+    cells, now = (
+        [(one.cell_type, one.source) for one in of.cells] for of in (notebook, jupytext.read(source))
+    )
+    if cells != now:
+        raise CourseError(f"{recorded}: expected the cells of {source.name}, got others; run `make courses`")
+    return notebook
 
 
 def fetch_models() -> None:
@@ -95,38 +134,6 @@ def fetch_models() -> None:
 
 
 # ---------------------------------------------------------------------- execution
-
-
-def execute(source: Path, cache: Path = CACHE) -> NotebookNode:
-    """Return the notebook of a course with its outputs, from the cache if nothing has changed.
-
-    Raises:
-        CourseError: A cell raises an error or does not end.
-    """
-    kept = cache / f"{source.stem}-{cache_key(source)}.ipynb"
-    if not kept.exists():
-        start = time.perf_counter()
-        notebook = run_cells(source)
-        print(f"{source.name}: run in {time.perf_counter() - start:.0f} s", flush=True)
-        cache.mkdir(parents=True, exist_ok=True)
-        for outdated in cache.glob(f"{source.stem}-*.ipynb"):
-            outdated.unlink(missing_ok=True)
-        # An interrupted build must not leave half a notebook behind.
-        unfinished = kept.with_suffix(".unfinished")
-        nbformat.write(notebook, unfinished)
-        unfinished.replace(kept)
-    return nbformat.read(kept, as_version=4)
-
-
-def cache_key(source: Path) -> str:
-    """Return a key that changes with the source, what it can import or read, this file, and the releases."""
-    key = hashlib.sha256(source.read_bytes() + Path(__file__).read_bytes())
-    for file in sorted(path for pattern in READ for path in ROOT.glob(pattern) if path.is_file()):
-        if "__pycache__" not in file.parts:
-            key.update(f"\n{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
-    for name in RELEASES:
-        key.update(f"\n{name} {importlib.metadata.version(name)}".encode())
-    return key.hexdigest()[:16]
 
 
 def run_cells(source: Path) -> NotebookNode:
@@ -207,9 +214,8 @@ def _has_error(cell: NotebookNode) -> bool:
 
 
 def write_page(source: Path, notebook: NotebookNode) -> Path:
-    """Write the page, the pictures and the notebook of an executed course beside it, and return the page."""
+    """Write the page and the pictures of a recorded course beside its source, and return the page."""
     page = source.with_suffix(".md")
-    nbformat.write(notebook, source.with_suffix(".ipynb"))
     files = source.with_name(f"{source.stem}_files")
     shutil.rmtree(files, ignore_errors=True)
     first, *rest = notebook.cells
@@ -312,11 +318,10 @@ def colab_link(source: Path, address: str | None) -> str | None:
 
 
 def main() -> None:
-    """Render the courses that the command line names, or all."""
+    """Run and record the courses that the command line names, or all."""
     fetch_models()
     try:
-        for page in render_courses(names=sys.argv[1:]):
-            print(page.relative_to(ROOT))
+        record_courses(names=sys.argv[1:])
     except CourseError as error:
         sys.exit(str(error))
 
