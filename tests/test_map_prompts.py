@@ -169,7 +169,7 @@ def test_an_error_of_a_method_ends_the_pass_and_leaves_no_hooks(layer, problem, 
 
 @pytest.mark.parametrize(
     "run_block",
-    [lambda block: block.replay(torch.tensor([0])), lambda block: block.logits()],
+    [lambda block: block.replay(torch.tensor([0])), lambda block: block.continuation().logits()],
     ids=["replay", "logits"],
 )
 @pytest.mark.parametrize("layer", [0, 1])

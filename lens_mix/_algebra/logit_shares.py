@@ -84,7 +84,7 @@ def _tokens(last: Block, unembedding: Unembedding, token: int | str) -> Int[Tens
         return torch.full(
             last.real.shape, _checked(token, unembedding, "token"), device=last.real.device, dtype=torch.long
         )
-    logits = last.logits()
+    logits = last.continuation().logits()
     likeliest, tokens = logits.topk(2)
     # Logits are rounded: in bfloat16, the two likeliest tokens often have the same logit.
     rounding = 4 * torch.finfo(last.resid_post.dtype).eps * logits.abs().amax(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,6 +25,9 @@ from lens_mix._passes.effort import Effort
 from lens_mix.hooks.base import HookPair
 from lens_mix.hooks.recording import ATTENTION_ROLES, RESID_PRE
 from lens_mix.maps.explained import Explained
+
+if TYPE_CHECKING:
+    from lens_mix._passes.continuation import Continuation
 
 T = TypeVar("T")
 
@@ -240,13 +243,11 @@ class Block:
         """
         return self.clean.replay(self.layer).run(fwd_hooks, rows)
 
-    def logits(
-        self, fwd_hooks: Sequence[HookPair] = (), **options: Any
-    ) -> Float[Tensor, "copy *pos d_vocab"]:
-        """Return the model's logits in a pass from this block on; options are those of `logits_from`."""
-        from lens_mix._passes.continuation import logits_from
+    def continuation(self, fwd_hooks: Sequence[HookPair] = (), **options: Any) -> Continuation:
+        """Return the pass from this block on, with hooks; options are those of `Continuation`."""
+        from lens_mix._passes.continuation import Continuation
 
-        return logits_from(self.clean, self.layer, fwd_hooks, **options)
+        return Continuation(self.clean, self.layer, fwd_hooks, **options)
 
     # ------------------------------------------------------------- norms behind the block
 

@@ -8,7 +8,7 @@ from lens_mix._classes.model_classes import UnsupportedModelError
 from lens_mix._model.anatomy import Norm
 from lens_mix._model.unembedding import Unembedding, read_unembedding
 from lens_mix._passes.clean_pass import CleanPass
-from lens_mix._passes.continuation import logits_from
+from lens_mix._passes.continuation import Continuation
 
 
 def unembedding_from(clean: CleanPass, norm: Norm | None) -> Unembedding:
@@ -20,7 +20,7 @@ def unembedding_from(clean: CleanPass, norm: Norm | None) -> Unembedding:
     lens, last = clean.lens, clean.lens.n_layers - 1
     if lens.stack.name == "encoder":
         raise UnsupportedModelError("unembedding: the encoder of an encoder-decoder has no logits")
-    logits = logits_from(clean, last)
+    logits = Continuation(clean, last).logits()
     if logits.ndim != 3:
         raise UnsupportedModelError(
             f"unembedding: expected logits of every position, got {list(logits.shape)}"

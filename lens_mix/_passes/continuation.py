@@ -32,32 +32,121 @@ from lens_mix.hooks.base import HookPair
 from lens_mix.maps.explained import Explained
 
 
-def logits_from(
-    clean: CleanPass,
-    layer: int,
-    fwd_hooks: Sequence[HookPair] = (),
-    *,
-    positions: Int[Tensor, " copy"] | Int[Tensor, "copy read"] | None = None,
-    **options: Any,
-) -> Float[Tensor, "copy *pos d_vocab"]:
-    """Run the model with hooks from a block on, and return its logits.
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """A pass from a block on, with interventions.
 
-    Args:
+    Attributes:
         clean: The clean pass to start from.
         layer: The first block to run.
-        fwd_hooks: TransformerLens hooks for this pass.
-        positions: The only positions to unembed, one or several per example; None for all.
-        **options: Further arguments of `run_from`.
-
-    Raises:
-        UnsupportedModelError: The block does not reproduce its output, or the model returns no logits.
+        fwd_hooks: TransformerLens hooks for this pass, which get `[copy, ...]` tensors.
+        resid_pre: The input of that block; None for the clean residual stream. For the joint part, the inputs
+            of the encoder and the decoder (`CleanPass.inputs`).
+        resid_post: The output of the last block; no block is run then.
+        rows: The example of the clean batch that each copy is made from; None for each example once.
+        gradients: Whether to build the autograd graph.
+        batch: Other prompts to run instead, from their tokens on; `layer` and `rows` have no effect then.
+        changes: Further changes to the model.
     """
-    with clean.lens.evaluation_mode(), unembedding_at(clean.lens.model, positions) as narrowed:
-        out = run_from(clean, layer, fwd_hooks, **options)
-    logits = out if torch.is_tensor(out) else getattr(out, "logits", None)
-    if logits is None:
-        raise UnsupportedModelError(f"logits: expected the model to return them, got a {type(out).__name__}")
-    return logits if positions is None or narrowed else row_at(logits, positions)
+
+    clean: CleanPass
+    layer: int
+    fwd_hooks: Sequence[HookPair] = ()
+    _: dataclasses.KW_ONLY
+    resid_pre: Float[Tensor, "copy pos d_model"] | None = None
+    resid_post: Float[Tensor, "copy pos d_model"] | None = None
+    rows: Int[Tensor, " copy"] | None = None
+    gradients: bool = False
+    batch: Batch | None = None
+    changes: Sequence[Change] = ()
+
+    def logits(
+        self, positions: Int[Tensor, " copy"] | Int[Tensor, "copy read"] | None = None
+    ) -> Float[Tensor, "copy *pos d_vocab"]:
+        """Return the model's logits, at all positions or at one or several per copy.
+
+        Raises:
+            UnsupportedModelError: The block does not reproduce its output, or the model returns no logits.
+        """
+        lens = self.clean.lens
+        with lens.evaluation_mode(), unembedding_at(lens.model, positions) as narrowed:
+            out = self.run()
+        logits = out if torch.is_tensor(out) else getattr(out, "logits", None)
+        if logits is None:
+            found = type(out).__name__
+            raise UnsupportedModelError(f"logits: expected the model to return them, got a {found}")
+        return logits if positions is None or narrowed else row_at(logits, positions)
+
+    def last_residual(self) -> Float[Tensor, "copy pos d_model"]:
+        """Return the output of the stack's last block."""
+        last = self.clean.lens.stack.blocks[-1]
+        calls: dict[int, BlockCall] = {}
+        ending = [*captured_calls({0: last}, calls), forward_hook(last, stop_forward)]
+        with contextlib.suppress(StopForward):
+            dataclasses.replace(self, changes=[*self.changes, *ending]).run()
+        return calls[0].resid_post
+
+    def run(self) -> Any:
+        """Run the model and return what it returns.
+
+        Raises:
+            UnsupportedModelError: The block does not reproduce its output, or a hook of the user fails at
+                another number of positions than the prompt's.
+        """
+        lens, batch = self.clean.lens, self._batch()
+        changes = [*self._entering(), *self.changes]
+        try:
+            return _run_batch(lens, batch, self.fwd_hooks, gradients=self.gradients, changes=changes)
+        except StopForward:
+            raise
+        except Exception as problem:
+            users, clean = find_user_code(problem), self.clean.batch
+            length, expected = batch.tokens.shape[1], clean.tokens.shape[1]
+            if users is None or length == expected:
+                raise
+            raise UnsupportedModelError(
+                f"expected hooks that run at any number of positions, because this method makes a pass over "
+                f"{length} tokens and the prompt has {expected}; got {type(problem).__name__} in {users}: "
+                f"{problem}. Remove the hook, or let it act only if there are enough positions"
+            ) from problem
+
+    def _batch(self) -> Batch:
+        if self.batch is not None:
+            return self.batch
+        return self.clean.batch if self.rows is None else self.clean.batch.select(self.rows)
+
+    def _entering(self) -> list[Change]:
+        """Return the changes that make the pass start where it should."""
+        lens, calls = self.clean.lens, self.clean.calls
+        if self.resid_post is not None:
+            outputs = [with_first(calls[number].output, self.resid_post) for number in range(lens.n_layers)]
+            return [_skipped(block, out) for block, out in zip(lens.stack.blocks, outputs, strict=True)]
+        return [] if self.batch is not None else self._entering_block(lens.layer_index(self.layer))
+
+    def _entering_block(self, start: int) -> list[Change]:
+        clean, rows, resid_pre = self.clean, self.rows, self.resid_pre
+        lens, blocks = clean.lens, clean.lens.stack.blocks
+        replay = clean.replay(start)
+        replay.prepare()
+        entries = [(blocks[start], slice(None))]
+        if resid_pre is None:
+            entry = clean.calls[start].resid_pre
+            resid_pre = entry if rows is None else entry.index_select(0, rows)
+        elif lens.stack.source is not None:
+            # For the joint part, the first positions enter the encoder.
+            below = clean.batch.tokens.shape[1]
+            entries = [(lens.stack.source.blocks[0], slice(below)), (blocks[start], slice(below, None))]
+        outputs = [clean.calls[lower].output for lower in range(start)]
+        skipped = outputs if rows is None else [replay.expand(output, rows) for output in outputs]
+        changes = [_skipped(block, output) for block, output in zip(blocks[:start], skipped, strict=True)]
+        return changes + [
+            forward_pre_hook(block, enter_with(resid_pre, span), with_kwargs=True) for block, span in entries
+        ]
+
+
+def _skipped(block: nn.Module, output: Any) -> Change:
+    """Return a change that makes a block return a recorded output without running, as a hook could not."""
+    return replace_method(block, "forward", lambda *args, **kwargs: output)
 
 
 def predict_in_chunks(clean: CleanPass, positions: Int[Tensor, "batch query"], size: int) -> CleanPass:
@@ -73,7 +162,7 @@ def predict_in_chunks(clean: CleanPass, positions: Int[Tensor, "batch query"], s
     found: list[list[Explained]] = [[] for _ in positions]
     try:
         for chunk in positions.split(size, dim=1):
-            logits = logits_from(clean, last, positions=chunk, resid_post=resid_post)
+            logits = Continuation(clean, last, resid_post=resid_post).logits(chunk)
             if logits.ndim != 3:
                 return clean
             for entries, rows in zip(found, logits, strict=True):
@@ -84,68 +173,6 @@ def predict_in_chunks(clean: CleanPass, positions: Int[Tensor, "batch query"], s
     return dataclasses.replace(clean, predictions=found)
 
 
-def last_residual_from(
-    clean: CleanPass, layer: int, fwd_hooks: Sequence[HookPair] = (), **options: Any
-) -> Float[Tensor, "copy pos d_model"]:
-    """Return the output of the stack's last block; the arguments are those of `run_from`."""
-    last = clean.lens.stack.blocks[-1]
-    calls: dict[int, BlockCall] = {}
-    ending = [*captured_calls({0: last}, calls), forward_hook(last, stop_forward)]
-    with contextlib.suppress(StopForward):
-        run_from(clean, layer, fwd_hooks, changes=ending, **options)
-    return calls[0].resid_post
-
-
-def run_from(
-    clean: CleanPass,
-    layer: int,
-    fwd_hooks: Sequence[HookPair] = (),
-    *,
-    resid_pre: Float[Tensor, "copy pos d_model"] | None = None,
-    resid_post: Float[Tensor, "copy pos d_model"] | None = None,
-    rows: Int[Tensor, " copy"] | None = None,
-    gradients: bool = False,
-    batch: Batch | None = None,
-    changes: Sequence[Change] = (),
-) -> Any:
-    """Run the model with interventions from a block on, and return its output.
-
-    Args:
-        clean: The clean pass to start from.
-        layer: The first block to run.
-        fwd_hooks: TransformerLens hooks for this pass, which get `[copy, ...]` tensors.
-        resid_pre: The input of that block; None for the clean residual stream. For the joint part, the inputs
-            of the encoder and the decoder (`CleanPass.inputs`).
-        resid_post: The output of the last block; no block is run then.
-        rows: The example of the clean batch that each copy is made from; None for each example once.
-        gradients: Whether to build the autograd graph.
-        batch: Other prompts to run instead, from their tokens on; `layer` and `rows` have no effect then.
-        changes: Further changes to the model.
-    """
-    lens = clean.lens
-    entering: list[Change] = []
-    if resid_post is not None:
-        batch = clean.batch if rows is None else clean.batch.select(rows)
-        outputs = (with_first(clean.calls[number].output, resid_post) for number in range(lens.n_layers))
-        entering = [_skipped(block, output) for block, output in zip(lens.stack.blocks, outputs, strict=True)]
-    elif batch is None:
-        entering = _entered_at(clean, lens.layer_index(layer), resid_pre, rows)
-        batch = clean.batch if rows is None else clean.batch.select(rows)
-    try:
-        return _run_batch(lens, batch, fwd_hooks, gradients=gradients, changes=[*entering, *changes])
-    except StopForward:
-        raise
-    except Exception as problem:
-        users, lengths = find_user_code(problem), (batch.tokens.shape[1], clean.batch.tokens.shape[1])
-        if users is None or lengths[0] == lengths[1]:
-            raise
-        raise UnsupportedModelError(
-            f"expected hooks that run at any number of positions, because this method makes a pass over "
-            f"{lengths[0]} tokens and the prompt has {lengths[1]}; got {type(problem).__name__} in {users}: "
-            f"{problem}. Remove the hook, or let it act only if there are enough positions"
-        ) from problem
-
-
 def _run_batch(
     lens: Lens,
     batch: Batch,
@@ -154,7 +181,7 @@ def _run_batch(
     gradients: bool = False,
     changes: Sequence[Change] = (),
 ) -> Any:
-    """Return the model's output for a batch; the arguments are those of `run_from`."""
+    """Return the model's output for a batch; the arguments are those of `Continuation`."""
     with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes(changes):
         return lens.forward(batch, return_type="logits")
 
@@ -171,29 +198,3 @@ def prompt_logits(lens: Lens, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
     read = read_prompt(lens.model, lens.model_class, prompt)
     logits: Tensor = _run_batch(lens, pad([read], pad_token(lens.model), "right"))[0]
     return logits
-
-
-def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Tensor | None) -> list[Change]:
-    """Return the changes that make a pass start at a block."""
-    lens, blocks = clean.lens, clean.lens.stack.blocks
-    replay = clean.replay(start)
-    replay.prepare()
-    entries = [(blocks[start], slice(None))]
-    if resid_pre is None:
-        entry = clean.calls[start].resid_pre
-        resid_pre = entry if rows is None else entry.index_select(0, rows)
-    elif lens.stack.source is not None:
-        # For the joint part, the first positions enter the encoder.
-        below = clean.batch.tokens.shape[1]
-        entries = [(lens.stack.source.blocks[0], slice(below)), (blocks[start], slice(below, None))]
-    outputs = [clean.calls[lower].output for lower in range(start)]
-    skipped = outputs if rows is None else [replay.expand(output, rows) for output in outputs]
-    changes = [_skipped(block, output) for block, output in zip(blocks[:start], skipped, strict=True)]
-    return changes + [
-        forward_pre_hook(block, enter_with(resid_pre, span), with_kwargs=True) for block, span in entries
-    ]
-
-
-def _skipped(block: nn.Module, output: Any) -> Change:
-    """Return a change that makes a block return a recorded output without running, as a hook could not."""
-    return replace_method(block, "forward", lambda *args, **kwargs: output)

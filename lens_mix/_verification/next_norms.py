@@ -15,7 +15,7 @@ from lens_mix._care.changes import forward_hook, forward_pre_hook
 from lens_mix._classes.model_classes import UnsupportedModelError
 from lens_mix._model.anatomy import BlockAnatomy
 from lens_mix._passes.clean_pass import CleanPass, StopForward
-from lens_mix._passes.continuation import run_from
+from lens_mix._passes.continuation import Continuation
 
 _WITHOUT = "(last_layer='before_final_norm', next_norm=False, after_final_norm=False)"
 
@@ -73,7 +73,8 @@ def _find_other_input(clean: CleanPass, norm: nn.Module) -> str | None:
 
     with contextlib.suppress(StopForward):
         ends = forward_hook(lens.stack.blocks[last], lambda *call: has_ended.append(True))
-        run_from(clean, last, changes=[ends, forward_pre_hook(norm, stop, with_kwargs=True)])
+        ending = [ends, forward_pre_hook(norm, stop, with_kwargs=True)]
+        Continuation(clean, last, changes=ending).run()
     observation = f"reads {list(read[0].shape)}" if read else "never ran"
     if read and read[0].numel() == resid.numel():
         read_rows, rows = (tensor.reshape(resid.shape)[clean.real][None] for tensor in (read[0], resid))

@@ -16,7 +16,6 @@ from typing_extensions import override
 from lens_mix._blocks.cost import find_usual_row
 from lens_mix._classes.model_classes import UnsupportedModelError, find_missing_logits
 from lens_mix._model.unembedding import row_at
-from lens_mix._passes.continuation import last_residual_from
 from lens_mix.method import Method, MethodGroup, Reads
 from lens_mix.targets import (
     Context,
@@ -535,19 +534,19 @@ def read_output(
         target: The target.
         fwd_hooks: TransformerLens hooks.
         positions: For each copy, the only position whose logits are returned, or several; None for all.
-        **options: As in `Block.logits`. If tokens were cut out of a `batch`, the output is as before at the
+        **options: As in `Continuation`. If tokens were cut out of a `batch`, the output is as before at the
             positions of the whole prompt.
     """
     places = getattr(options.get("batch"), "places", None)
+    continuation = block.continuation(fwd_hooks, **options)
     if target.reads == "logits":
         missing = find_missing_logits(block.clean.lens.model)
         if missing is not None:
             raise UnsupportedModelError(missing)
         if positions is None:
-            return _at_places(block.logits(fwd_hooks, **options), places)
-        read = positions if places is None else row_at(places, positions)
-        return block.logits(fwd_hooks, positions=read, **options)
-    resid = _at_places(last_residual_from(block.clean, block.layer, fwd_hooks, **options), places)
+            return _at_places(continuation.logits(), places)
+        return continuation.logits(positions if places is None else row_at(places, positions))
+    resid = _at_places(continuation.last_residual(), places)
     reads_normed = getattr(target, "after_final_norm", False)
     return block.after_final_norm(resid, options.get("gradients", False)) if reads_normed else resid
 

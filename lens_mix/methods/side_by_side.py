@@ -92,7 +92,7 @@ def _run(
     last, compared = len(own) + rerun[:-1].sum(1).cumsum(0) - 1, [*range(len(own)), -1]
     try:
         with must_fire(*pairs) as hooks:
-            logits = block.logits(hooks, batch=batch, positions=last[None], changes=changes)
+            logits = block.continuation(hooks, batch=batch, changes=changes).logits(last[None])
     except RuntimeError as problem:
         raise UnsupportedModelError(str(problem)) from problem
     clean = [call.resid_post[prompt, places][compared] for call in block.clean.calls.values()]

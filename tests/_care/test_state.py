@@ -7,7 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix._passes.clean_pass import clean_pass
-from lens_mix._passes.continuation import logits_from
+from lens_mix._passes.continuation import Continuation
 from lens_mix.method import Method
 from tests.matrix import Case, case_of, prompt_of
 from tests.tiny_models import inputs, toy_tokenizer
@@ -141,7 +141,7 @@ def test_after_an_exception_while_starting_at_a_block(label):
         raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError, match="in the middle"):
-        logits_from(clean, 1, fwd_hooks=[(lens.stack.hook_name("value", 1), fail)])
+        Continuation(clean, 1, fwd_hooks=[(lens.stack.hook_name("value", 1), fail)]).logits()
     assert_same(before, state_of(model))
 
 

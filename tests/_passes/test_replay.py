@@ -9,7 +9,7 @@ import lens_mix as lm
 from lens_mix._inputs.batches import pad
 from lens_mix._inputs.prompts import read_prompt
 from lens_mix._passes.clean_pass import clean_pass
-from lens_mix._passes.continuation import logits_from
+from lens_mix._passes.continuation import Continuation
 from tests.matrix import build_or_skip, case_of, cases, prompt_of
 from tests.tiny_models import bridge
 
@@ -55,25 +55,25 @@ def test_starting_at_a_block_gives_the_logits_of_the_whole_model(label):
             for index, block in enumerate(lens.stack.blocks)
             if hasattr(block, "attn")
         ]
-        logits = logits_from(clean, layer)
+        logits = Continuation(clean, layer).logits()
         for handle in handles:
             handle.remove()
         torch.testing.assert_close(logits[real], whole[real], atol=1e-9, rtol=1e-9)
         if handles:
             assert sorted(set(ran)) == list(range(layer, lens.n_layers)), "blocks below must not run again"
     rows = torch.tensor([1, 0, 1])
-    logits = logits_from(clean, lens.n_layers - 1, rows=rows)
+    logits = Continuation(clean, lens.n_layers - 1, rows=rows).logits()
     torch.testing.assert_close(logits[real[rows]], whole[rows][real[rows]], atol=1e-9, rtol=1e-9)
 
 
 def test_starting_at_a_block_with_another_residual_stream_and_hooks():
     lens, clean = lens_and_clean("bridge llama")
     resid = clean.calls[1].resid_pre
-    other = logits_from(clean, 1, resid_pre=resid * 1.5)
-    same = logits_from(clean, 1, resid_pre=resid.clone())
+    other = Continuation(clean, 1, resid_pre=resid * 1.5).logits()
+    same = Continuation(clean, 1, resid_pre=resid.clone()).logits()
     assert (other - same).abs().max() > 1e-3
     zero = (lens.stack.hook_name("value", 1), lambda t, hook: t * 0)
-    assert (logits_from(clean, 1, fwd_hooks=[zero]) - same).abs().max() > 1e-3
+    assert (Continuation(clean, 1, fwd_hooks=[zero]).logits() - same).abs().max() > 1e-3
 
 
 def test_stop_after_a_block():
@@ -123,6 +123,6 @@ def test_a_forward_that_somebody_put_on_a_block_stays():
         return own(*arguments, **keywords)
 
     block.__dict__["forward"] = mine
-    logits_from(clean, 1)
+    Continuation(clean, 1).logits()
     assert block.__dict__["forward"] is mine
     del block.__dict__["forward"]

@@ -100,7 +100,7 @@ def test_alti_logit_and_what_it_leaves_out_add_up_to_the_logit(gpt2):
         block.resid_post[0] - attention_vectors(block).residual.total[0] for block in checked.blocks
     )
     logits = found.scores.sum((0, 2)) + (rest * direction).sum(-1) + (head.norm.bias @ head.W_U)[token]
-    assert largest(logits, checked.blocks[-1].logits()[0, :, token]) < 1e-10
+    assert largest(logits, checked.blocks[-1].continuation().logits()[0, :, token]) < 1e-10
 
 
 def test_a_contrast_is_a_difference(gpt2):

@@ -195,7 +195,8 @@ def test_logits_read_backwards_are_those_of_the_shares(name, chunk, monkeypatch)
         inside = input_shares_of_logits(lm.methods.DecompX("drop"), few, wanted).clone()
     assert largest(inside, input_shares_of_logits(lm.methods.DecompX("drop"), few, wanted)) == 0
     with_biases = input_shares_of_logits(lm.methods.DecompX("norm"), few, wanted)
-    assert largest(with_biases.sum(2), few[-1].rows_of(blocks[-1].logits())[..., wanted]) < 1e-9
+    logits = few[-1].rows_of(blocks[-1].continuation().logits())
+    assert largest(with_biases.sum(2), logits[..., wanted]) < 1e-9
 
 
 def test_logits_read_backwards_have_no_tensor_of_all_pairs():
@@ -226,7 +227,7 @@ def test_shares_add_up_to_the_logits(class_name):
     blocks = run_prompt(reference_gpt2(class_name), tokens, lm.methods.DecompX()).blocks
     *_, last = lm.methods.DecompX().vectors(blocks)
     found = logit_shares(blocks[-1], last.output)
-    logits = blocks[-1].logits()
+    logits = blocks[-1].continuation().logits()
     assert largest(found.sum(2), logits) < 1e-10
     some = logit_shares(blocks[-1], last.output, torch.tensor([3, 70]))
     assert largest(some.sum(2), logits[..., [3, 70]]) < 1e-10

@@ -221,9 +221,10 @@ def test_a_batch_with_hidden_keys_is_what_hooks_on_the_pattern_give(build):
             masked = torch.zeros_like(first.tokens[rows], dtype=torch.bool)
             masked[1, 2] = masked[2, 0] = masked[2, 3] = True
             with torch.no_grad():
-                found = first.logits(batch=dataclasses.replace(first.batch.select(rows), hidden=masked))
+                batch = dataclasses.replace(first.batch.select(rows), hidden=masked)
+                found = first.continuation(batch=batch).logits()
                 hooks = [mask_keys(b.layer, masked, attention=b.stack.attention_template) for b in blocks]
-                expected = first.logits(hooks, rows=rows)
+                expected = first.continuation(hooks, rows=rows).logits()
     except lm.UnsupportedModelError as problem:
         pytest.skip(str(problem))
     # Rows that see nothing else have any value, if a model masks later keys by a mask of its own.
