@@ -5,7 +5,7 @@
 # make test-newest   the same and a call of every public name, with the newest releases that pyproject.toml allows
 # make docs     the site in outputs/site, with the generated reference and the recorded courses
 # make courses  runs the courses and records their outputs (COURSES="norms traces" for some of them)
-# make test-space    tests of the Hugging Face Space, with gradio in an environment of its own
+# make test-space    tests of the app of lens-mix serve and the Space, with gradio in an environment of its own
 # make test-ray      tests of a corpus on a Ray cluster, with Ray in an environment of its own
 # make test-wheel    the wheel and each extra in clean environments (PYTHON=python3.12 for another Python)
 # make bench    benchmarks on this machine: tables in benchmarks/RESULTS.md (BENCH=--full for all of them)
@@ -90,10 +90,10 @@ test-newest: $(NEWEST)/.ready
 		grep -E '^(torch|transformers|transformer-lens|numpy|pandas|pyarrow)=='
 	@$(call RUN_TESTS,$(NEWEST)) $(SMOKE) tests/test_public_calls.py tests/_model/test_wrap.py
 
-# The Space's app needs gradio, which is large and no dependency of the library.
-test-space: $(SPACE)/.ready
-	@echo "== tests of the Hugging Face Space"
-	@OMP_NUM_THREADS=1 $(SPACE)/bin/python -m pytest tests/demos/test_space.py $(PYTEST)
+# gradio is large, and few serve the app.
+test-space: $(SPACE)/.ready browser
+	@echo "== tests of the app, and of the Hugging Face Space"
+	@OMP_NUM_THREADS=1 $(SPACE)/bin/python -m pytest tests/test_app.py tests/demos/test_space.py $(PYTEST)
 
 # Ray is large, and few need a cluster.
 test-ray: $(RAY)/.ready

@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import os
+import socket
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -327,42 +328,41 @@ def methods(as_json: _Json = False) -> None:
 def serve(
     model: _Model,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="NUMBER", help="The port to listen on; 0: any free one.")
-    ] = 8000,
+        int | None,
+        _option(
+            "The port to listen on. Default: the first free one from 7860 on.", "NUMBER", min=1, max=65535
+        ),
+    ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, metavar="NUMBER", help="The largest number of tokens of a prompt.")
+        int, typer.Option(min=1, metavar="NUMBER", help="The largest number of tokens of a map's prompt.")
     ] = 128,
-    seconds: Annotated[
-        float,
-        typer.Option(min=0.1, max=86_400, metavar="NUMBER", help="The longest time for a page, in seconds."),
-    ] = 60.0,
-    waiting: Annotated[
+    trace_tokens: Annotated[
         int,
         typer.Option(
-            min=1,
-            metavar="NUMBER",
-            help="The largest number of prompts that wait while one is computed.",
+            min=1, metavar="NUMBER", help="The largest number of tokens of a trace's documents and question."
         ),
-    ] = 4,
+    ] = 512,
 ) -> None:
-    """Serve a form in the browser: prompt, methods, page.
+    """Serve an app in the browser: maps of a prompt, and traces of answers about documents.
 
-    It answers on this machine only (127.0.0.1), and ends with Ctrl-C.
+    It answers on this machine only (127.0.0.1), and ends with Ctrl-C. It needs the extra `serve` (gradio).
     """
-    from lens_mix.serve import Limits, Site
+    from lens_mix.app import launch
 
-    if not math.isfinite(seconds):
-        raise ValueError(f"--seconds: expected a finite number, got {seconds}")
+    # The port is tried first, because loading a model takes long.
+    _check_free(port)
+    served, url = launch(_load_for_text(model), map_tokens=tokens, trace_tokens=trace_tokens, port=port)
+    typer.echo(f"{url} (Ctrl-C ends it)")
+    served.block_thread()
+
+
+def _check_free(port: int | None) -> None:
+    """Raise an error unless a port of this machine can be used."""
     try:
-        # The port is bound first, because loading a model takes long.
-        site = Site(port, Limits(tokens, seconds, waiting))
+        if port is not None:
+            socket.create_server(("127.0.0.1", port)).close()
     except OSError as problem:
         raise ValueError(f"--port: expected one that is free, got {port} ({problem})") from problem
-    with site:
-        try:
-            site.serve(_load_for_text(model), typer.echo)
-        except KeyboardInterrupt:
-            typer.echo("\nThe server has ended.")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Compute the maps of methods by their names, `input_map` among them, for the command line and the form."""
+"""Compute the maps of methods by their names, `input_map` among them, for the command line and the app."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.recommended import find_default_row, input_map, recommended_method
 from lens_mix.runner import read_methods, run
+from lens_mix.targets import TargetLike
 
 INPUT_MAP = "input_map"  # the name of `lens_mix.input_map`, beside the names of the methods
 
-# The methods that the command line and the form choose if the user chooses none, the recommended one first.
+# The methods that the command line and the app choose if the user chooses none, the recommended one first.
 DEFAULT_METHODS = (INPUT_MAP, "attention", "value_zeroing")
 
 # A method that needs more time than this for a row, in forward passes, computes only one row by default:
@@ -71,6 +72,7 @@ def compute_maps(
     all_rows: bool = False,
     layers: Selection | None = None,
     per_head: bool = False,
+    target: TargetLike | None = None,
     **options: Any,
 ) -> dict[str, MixingMap]:
     """Return the maps of a prompt by the names of the methods, in the order of the names.
@@ -86,6 +88,8 @@ def compute_maps(
         all_rows: Whether these methods also compute all rows, if `queries` is None.
         layers: The layers, as in `lm.run`, for methods that have a map of each layer.
         per_head: Whether each head has a map of its own.
+        target: What `input_map` and the methods with a target explain, as in `lm.input_map`. None: their
+            defaults.
         options: As in `lm.run`.
 
     Raises:
@@ -94,14 +98,17 @@ def compute_maps(
         UnsupportedModelError: As in `lm.run`.
     """
     methods = read_names(names, per_head=per_head)
-    default_row = find_default_row(model, prompt, **options)
+    default_row = find_default_row(model, prompt, target, **options)
     groups: dict[tuple[bool, bool], list[Method]] = {}
     maps: dict[str, MixingMap] = {}
     for name, method in methods.items():
         is_one_row = queries is None and not (all_rows or has_all_rows(name))
         if method is None:
-            maps[name] = input_map(model, prompt, queries=default_row if is_one_row else queries, **options)
+            rows = default_row if is_one_row else queries
+            maps[name] = input_map(model, prompt, queries=rows, target=target, **options)
         else:
+            if target is not None and method.target is not None:
+                method = dataclasses.replace(method, **{"target": target})
             groups.setdefault((is_one_row, method.reads == "model"), []).append(method)
     for (is_one_row, is_of_model), group in groups.items():
         rows = default_row if is_one_row else queries

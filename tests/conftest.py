@@ -29,6 +29,7 @@ TESTS = Path(__file__).parent
 # These tests read the source, pages, pictures or matrices, or use maps, recorded numbers or hooks that other
 # tests make on every release. Bad inputs are found before a model runs.
 ONCE = (
+    TESTS / "test_app.py",
     TESTS / "test_bad_inputs.py",
     TESTS / "test_files.py",
     TESTS / "test_floors.py",
@@ -43,7 +44,6 @@ ONCE = (
     TESTS / "evaluation",
     TESTS / "benchmarks",
     TESTS / "aggregation",
-    TESTS / "serve",
     TESTS / "view",
     TESTS / "demos" / "test_main.py",
     TESTS / "docs",

@@ -329,13 +329,10 @@ def test_arguments_that_are_wrong():
         ("trace", "m", "b", "--aggregation", "middle"): "middle",
         ("serve", "m", "--port", "port"): "--port",
         ("serve", "m", "--port", "65536"): "65535",
-        ("serve", "m", "--port", "-1"): "--port",
+        ("serve", "m", "--port", "0"): "--port",
         ("serve", "m", "--tokens", "0"): "--tokens",
         ("serve", "m", "--tokens", "1.5"): "--tokens",
-        ("serve", "m", "--waiting", "0"): "--waiting",
-        ("serve", "m", "--seconds", "0"): "--seconds",
-        ("serve", "m", "--seconds", "nan"): "--seconds",
-        ("serve", "m", "--seconds", "inf"): "--seconds",
+        ("serve", "m", "--trace-tokens", "0"): "--trace-tokens",
         ("evaluate", "m"): "exactly one of --prompts, --blimp, --planted; got none",
         ("evaluate", "m", "--planted", "-3"): "--planted",
         ("evaluate", "m", "--planted", "three"): "--planted",
@@ -431,13 +428,19 @@ def test_models_that_cannot_be_loaded(tmp_path):
                     )
                 )
             )
-    for command in ("check", "serve", "evaluate"):
-        more = {"serve": ("--port", "0"), "evaluate": ("--planted", 3)}.get(command, ())
+    for command, more in (("check", ()), ("evaluate", ("--planted", 3))):
         assert "MODEL" in error_of(command, "nobody/nothing", *more)
     for problem in (SafetensorError("header too large"), MemoryError(), RuntimeError("size\nmismatch")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("lens_mix.cli._load_unchecked", raising(problem))
             assert type(problem).__name__ in error_of("support", "any")
+
+
+def test_serve_without_gradio_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.delitem(sys.modules, "lens_mix.app", raising=False)
+    expected = "lens-mix: the app needs gradio: pip install 'lens_mix[serve]'"
+    assert error_of("serve", "any") == expected
 
 
 def raising(problem):

@@ -31,7 +31,7 @@ _BY_FLOOR = (
     ("map_prompts", "runner", "evaluation"),
     ("again", "corpus", "recommended", "supported_methods", "traces", "view"),
     ("experiments",),
-    ("citations", "cli", "named_maps", "report", "serve", "testing"),
+    ("app", "citations", "cli", "named_maps", "report", "testing"),
     # lens_mix itself imports its names when they are first used.
     ("", "__main__"),
 )

@@ -18,9 +18,9 @@ from packaging.version import Version
 import lens_mix as lm
 from tests.source_tree import ROOT
 
-# torch always has the release of constraints/torch.txt, because each other release is gigabytes. Ray has an
-# environment of its own.
-NOT_PINNED = {"torch", "ray"}
+# torch always has the release of constraints/torch.txt, because each other release is gigabytes. Ray and
+# gradio have environments of their own.
+NOT_PINNED = {"torch", "ray", "gradio"}
 PROMPT = "w3 w5 w7 w9 w4"
 
 

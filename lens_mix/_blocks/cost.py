@@ -1,4 +1,4 @@
-"""The cost of a method in forward passes: one estimate for warnings, lists of methods and the form.
+"""The cost of a method in forward passes: one estimate for warnings, lists of methods and the app.
 
 The costs of the built-in methods are in `measured.json`, which benchmarks/facts.py generates from the
 recorded times.

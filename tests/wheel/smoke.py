@@ -65,6 +65,18 @@ def use_cli(_: Any, folder: Path) -> None:
     assert "value_zeroing" in done.stdout
 
 
+def use_serve(model: Any, _: Path) -> None:
+    """Start the app, and ask it for a map."""
+    from lens_mix.app import launch
+
+    served, url = launch(model)
+    from gradio_client import Client
+
+    frame, _ = Client(url, verbose=False).predict(PROMPT, "", [], False, api_name="/map")
+    served.close()
+    assert frame.startswith("<iframe ")
+
+
 def use_demos(_: Any, folder: Path) -> None:
     """Read the weights of an ONNX file, as the demos do, and import what reads GGUF files."""
     if importlib.util.find_spec("onnx") is None:
@@ -93,6 +105,7 @@ FEATURES: dict[str, tuple[Callable[[Any, Path], None], str]] = {
     "plots": (use_plots, "matplotlib"),
     "xarray": (use_xarray, "xarray"),
     "cli": (use_cli, "typer"),
+    "serve": (use_serve, "gradio"),
     "demos": (use_demos, "onnx"),
     "ray": (use_ray, "ray"),
 }
