@@ -40,7 +40,7 @@ from lens_mix.view.page import Page, page
 # The function of a tab: it returns what is shown as HTML and as text, first while it computes.
 _Results = Callable[..., Iterator[tuple[str, str]]]
 
-LOCALHOST = "127.0.0.1"
+_LOCALHOST = "127.0.0.1"
 _DOCUMENTS = 3  # the number of fields for documents
 _WRITTEN = 64  # the most tokens that the model writes about documents
 _SOURCES = 5  # the number of sources that the text lists for each sentence
@@ -66,7 +66,6 @@ _STYLE = """
   margin: 0 auto !important; padding: 16px clamp(12px, 3vw, 32px) !important;
 }
 .methods .wrap { flex-direction: column }
-footer { opacity: .7 }
 """
 # The page in a frame reports its height. A frame that is as high needs no scroll bar of its own.
 _SCRIPT = """() => addEventListener("message", event => {
@@ -78,7 +77,11 @@ _SCRIPT = """() => addEventListener("message", event => {
 _THEME = gr.themes.Default(
     primary_hue="blue", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
 ).set(
-    # Its own grey of small text is too pale to read.
+    # Its own small text and main button have too little contrast to be read by everybody.
+    body_text_color_subdued="*neutral_600",
+    body_text_color_subdued_dark="*neutral_300",
+    button_primary_background_fill="*primary_600",
+    button_primary_background_fill_hover="*primary_700",
     block_info_text_color="*neutral_600",
     block_info_text_color_dark="*neutral_300",
     input_placeholder_color="*neutral_500",
@@ -91,25 +94,25 @@ def launch(
     *,
     map_tokens: int = 128,
     trace_tokens: int = 512,
-    server_name: str | None = LOCALHOST,
+    server_name: str | None = _LOCALHOST,
     port: int | None = None,
 ) -> tuple[Any, str]:
     """Start the app of a model, and return it with its address; `block_thread()` of it waits for Ctrl-C.
 
     Args:
         model: Any TransformerLens model that reads text.
-        map_tokens: As in `build`.
-        trace_tokens: As in `build`.
+        map_tokens: The largest number of tokens of a prompt.
+        trace_tokens: The largest number of tokens of documents, question and answer together.
         server_name: The address to listen on. None: that of gradio, which listens to all in a Space.
         port: The port. None: the first free one from 7860 on, or that in GRADIO_SERVER_PORT.
 
     Raises:
         OSError: The port is in use, or may not be used.
-        ValueError: As in `build`.
+        ValueError: If the model reads no text.
     """
-    app = build(model, map_tokens=map_tokens, trace_tokens=trace_tokens)
+    app = _build(model, map_tokens, trace_tokens)
     # A request for another host name comes from a foreign page whose name was bound to this machine.
-    hosts = [LOCALHOST, "localhost"] if server_name == LOCALHOST else ["*"]
+    hosts = [_LOCALHOST, "localhost"] if server_name == _LOCALHOST else ["*"]
     _, url, _ = app.launch(
         server_name=server_name,
         server_port=port,
@@ -129,17 +132,8 @@ def launch(
     return app, url
 
 
-def build(model: TransformerLensModel, *, map_tokens: int = 128, trace_tokens: int = 512) -> Any:
-    """Return the gradio app of a model, with a tab for maps and, if the model writes text, one for traces.
-
-    Args:
-        model: Any TransformerLens model that reads text.
-        map_tokens: The largest number of tokens of a prompt.
-        trace_tokens: The largest number of tokens of documents, question and answer together.
-
-    Raises:
-        ValueError: If the model reads no text.
-    """
+def _build(model: TransformerLensModel, map_tokens: int, trace_tokens: int) -> Any:
+    """Return the gradio app of a model, with a tab for maps and, if the model writes text, one for traces."""
     require_tokens(model, "model")
     table = supported_methods.support(model)
     name = strip_path(table.model)
@@ -204,8 +198,9 @@ def _make_map_tab(model: TransformerLensModel, reasons: Mapping[str, str], limit
         names = [*first, *others]
         for number, name in enumerate(names, 1):
             yield _busy(f"{name}: map {number} of {len(names)}")
-            options = {"target": target or None, "all_rows": all_rows, "progress": None}
-            maps |= compute_maps(model, prompt, [name], **options)
+            maps |= compute_maps(
+                model, prompt, [name], target=target or None, all_rows=all_rows, progress=None
+            )
         if not maps:
             raise ValueError("No method is chosen. Choose one or several.")
         yield _frame(page(maps)), report.describe_maps(maps, every_row=False)
@@ -255,8 +250,8 @@ def _make_trace_tab(model: TransformerLensModel, limit: int) -> None:
         prompt, written = Documents(given, question.strip()), answer if answer.strip() else None
         _check_length("The text", _count_tokens(model, prompt, written), limit)
         yield _busy("the model reads the answer" if written else "the model writes the answer")
-        length = {"answer": written} if written else {"generate": _WRITTEN}
-        traced = trace(model, prompt, **length, progress=None)
+        length = None if written else _WRITTEN
+        traced = trace(model, prompt, answer=written, generate=length, progress=None)
         for number, span in enumerate(traced.spans if is_measured else [], 1):
             yield _busy(f"sentence {number} of {len(traced.spans)} without its sources")
             span.verify(_SOURCES)

@@ -57,7 +57,7 @@ def read_names(names: Sequence[str], *, per_head: bool = False) -> dict[str, Met
     }
 
 
-def has_all_rows(name: str) -> bool:
+def _has_all_rows(name: str) -> bool:
     """Return whether a method computes all rows by default, and not a single one."""
     cost = registry.describe(name).cost
     return cost is None or cost.per_row <= _MOST_PASSES_PER_ROW
@@ -102,7 +102,7 @@ def compute_maps(
     groups: dict[tuple[bool, bool], list[Method]] = {}
     maps: dict[str, MixingMap] = {}
     for name, method in methods.items():
-        is_one_row = queries is None and not (all_rows or has_all_rows(name))
+        is_one_row = queries is None and not (all_rows or _has_all_rows(name))
         if method is None:
             rows = default_row if is_one_row else queries
             maps[name] = input_map(model, prompt, queries=rows, target=target, **options)

@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -163,7 +164,7 @@ def test_a_cancelled_request_ends_after_the_method_that_runs(client, monkeypatch
 
 
 def test_a_model_that_writes_no_text_has_no_tab_for_traces(tmp_path):
-    made = app.build(_load(str(save_tiny_bert(tmp_path / "bert"))))
+    made = app._build(_load(str(save_tiny_bert(tmp_path / "bert"))), MAP_TOKENS, TRACE_TOKENS)
     assert list(made.get_api_info()["named_endpoints"]) == ["/map"]
     written = json.dumps(made.get_config_file())
     assert "- `alti_logit`: alti_logit can't run on this model: " in written
@@ -236,6 +237,25 @@ def test_in_a_browser(url, browser, width):
     names = browser.execute_script("return performance.getEntriesByType('resource').map(one => one.name)")
     assert {urlsplit(name).hostname for name in names if name.startswith("http")} == {"127.0.0.1"}
     assert [entry["message"] for entry in browser.get_log("browser")] == []
+
+
+@NEEDS_CHROMIUM
+def test_axe_finds_nothing(url, browser):
+    """Check both tabs for faults of accessibility; the page in the frame has a test of its own."""
+    axe = pytest.importorskip("axe_core_python", reason="no axe-core-python: pip install axe-core-python")
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.get(url)
+    wait = WebDriverWait(browser, 60)
+    for button in ("Show the map", "Trace the answer"):
+        wait.until(lambda browser, text=button: [one for one in find(browser, "button") if one.text == text])
+        browser.execute_script((Path(axe.__file__).parent / "axe.min.js").read_text())
+        found = browser.execute_async_script(
+            "const done = arguments[0];"
+            "axe.run({iframes: false}).then(found => done(found.violations.map("
+            "one => [one.id, ...one.nodes.map(node => node.html)])))"
+        )
+        assert found == []
+        click(wait, "Trace")
 
 
 def find(browser, selector):

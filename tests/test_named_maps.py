@@ -5,7 +5,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix import named_maps
-from lens_mix.named_maps import compute_maps, find_methods, has_all_rows, read_names
+from lens_mix.named_maps import _has_all_rows, compute_maps, find_methods, read_names
 from tests.matrix import build_or_skip
 from tests.tiny_models import available, bridge, hooked_encoder, tokens, toy_tokenizer
 
@@ -43,11 +43,20 @@ def test_rows_and_layers(model):
     assert maps["gim"].layer_labels == lm.run(model, TEXT, "gim").layer_labels
 
 
+def test_a_target_is_explained_by_input_map_and_the_methods_that_have_one(model):
+    maps = compute_maps(model, TEXT, ["input_map", "gim", "attention"], target="w7", progress=None)
+    assert list(maps) == ["input_map", "gim", "attention"]
+    expected = lm.run(model, TEXT, lm.methods.Gim(target="w7"), queries=[-1])
+    assert maps["gim"].scores.equal(expected.scores)
+    assert maps["input_map"].scores.equal(lm.input_map(model, TEXT, target="w7").scores)
+    assert maps["attention"].scores.equal(lm.run(model, TEXT, "attention").scores)
+
+
 def test_methods_that_cost_passes_for_each_row_have_the_last_row_only():
-    few = {name for name in ("input_map", *lm.METHODS) if not has_all_rows(name)}
+    few = {name for name in ("input_map", *lm.METHODS) if not _has_all_rows(name)}
     assert {"input_map", "gim", "attribution_patching", "input_gradients"} <= few
     assert not few & {"attention", "value_zeroing", "alti", "decompx", "occlusion"}
-    assert has_all_rows("somebody's own")
+    assert _has_all_rows("somebody's own")
 
 
 def test_a_prompt_with_a_mask_has_the_row_of_the_mask():
