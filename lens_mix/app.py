@@ -41,7 +41,6 @@ from lens_mix.view.page import Page, page
 _Results = Callable[..., Iterator[tuple[str, str]]]
 
 _LOCALHOST = "127.0.0.1"
-_DOCUMENTS = 3  # the number of fields for documents
 _WRITTEN = 64  # the most tokens that the model writes about documents
 _SOURCES = 5  # the number of sources that the text lists for each sentence
 _WAITING = 16  # the most requests that wait
@@ -52,9 +51,11 @@ _PROMPTS = (
     "but all her life she cooked the food of her home and sang to us in",
     "The keys to the old wooden cabinet that stands in the hall",
 )
+# There is a field for each of these documents.
 _TEXTS = (
     "Northwind Power was founded in Bergen in 1998. It trained its forecasting model on eight P100 GPUs.",
     "The company opened an office in Oslo in May. It has 412 employees.",
+    "",
 )
 _QUESTION = "What was the forecasting model trained on?"
 
@@ -157,9 +158,11 @@ def _make_map_tab(model: TransformerLensModel, reasons: Mapping[str, str], limit
         limit: The largest number of tokens of a prompt.
     """
     first = []
-    with contextlib.suppress(UnsupportedModelError):
-        recommended_method(model)
-        first = [INPUT_MAP]
+    # The recommended map of an encoder-decoder needs a text of the decoder too, as a trace has it.
+    if not is_encoder_decoder(model, model_class_of(model)):
+        with contextlib.suppress(UnsupportedModelError):
+            recommended_method(model)
+            first = [INPUT_MAP]
     ordered = [name for name in registry.list_names() if name in reasons]
     offered = [name for name in ordered if not reasons[name]]
 
@@ -172,7 +175,7 @@ def _make_map_tab(model: TransformerLensModel, reasons: Mapping[str, str], limit
         info='The token to explain, with its space: " Paris". Methods without a target ignore it.',
         placeholder="what the model predicts itself",
     )
-    with gr.Accordion("Other methods" if first else "Methods", open=False):
+    with gr.Accordion("Other methods" if first else "Methods", open=not first):
         others = gr.CheckboxGroup(
             [(_describe(name), name) for name in offered],
             value=[name for name in DEFAULT_METHODS if name in offered],
@@ -219,13 +222,13 @@ def _make_trace_tab(model: TransformerLensModel, limit: int) -> None:
     with gr.Row():
         documents = [
             gr.Textbox(
-                _TEXTS[index] if index < len(_TEXTS) else "",
-                label=f"Document {index + 1}" + " (optional)" * (index > 0),
+                text,
+                label=f"Document {number}" + " (optional)" * (number > 1),
                 lines=4,
                 max_lines=12,
                 min_width=280,
             )
-            for index in range(_DOCUMENTS)
+            for number, text in enumerate(_TEXTS, 1)
         ]
     question = gr.Textbox(
         _QUESTION, label="Question", info=f"With the documents and the answer, at most {limit} tokens"
@@ -233,7 +236,6 @@ def _make_trace_tab(model: TransformerLensModel, limit: int) -> None:
     answer = gr.Textbox(
         label="Answer (optional)", placeholder=f"what the model writes, at most {_WRITTEN} tokens", lines=2
     )
-
     is_measured = gr.Checkbox(
         False,
         label="Measure what each sentence of the answer loses without its strongest sources",
@@ -241,9 +243,9 @@ def _make_trace_tab(model: TransformerLensModel, limit: int) -> None:
     )
 
     def make_trace(
-        first: str, second: str, third: str, question: str, answer: str, is_measured: bool
+        document_1: str, document_2: str, document_3: str, question: str, answer: str, is_measured: bool
     ) -> Iterator[tuple[str, str]]:
-        texts = {f"document {index}": text for index, text in enumerate((first, second, third), 1)}
+        texts = {"document 1": document_1, "document 2": document_2, "document 3": document_3}
         given = {name: text.strip() for name, text in texts.items() if text.strip()}
         if not given:
             raise ValueError("There is no document. Type or paste one.")
@@ -289,7 +291,7 @@ def _add_result(
         concurrency_id="model",
         concurrency_limit=1,
     )
-    cancel.click(None, cancels=run, api_name=False)
+    cancel.click(lambda: ("Cancelled.", ""), outputs=[shown, text], cancels=run, api_name=False, queue=False)
 
 
 def _check_length(what: str, count: int, limit: int) -> None:

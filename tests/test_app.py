@@ -27,7 +27,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from lens_mix import app, registry
 from lens_mix.cli import _load
 from tests.browser import NEEDS_CHROMIUM, chromium  # noqa: F401
-from tests.demos.tiny_folder import save_tiny_bert, save_tiny_llama
+from tests.demos.tiny_folder import WORDS, save_tiny_bert, save_tiny_llama, save_tiny_t5
 from tests.test_cli import called, error_of
 
 PROMPT = "My grandmother was born in Italy"
@@ -168,6 +168,19 @@ def test_a_model_that_writes_no_text_has_no_tab_for_traces(tmp_path):
     assert list(made.get_api_info()["named_endpoints"]) == ["/map"]
     written = json.dumps(made.get_config_file())
     assert "- `alti_logit`: alti_logit can't run on this model: " in written
+
+
+def test_the_map_of_an_encoder_decoder_is_that_of_its_encoder(tmp_path):
+    folder = save_tiny_t5(tmp_path / "t5", [*WORDS, "Question:", "Answer:"])
+    started, url = app.launch(_load(str(folder)), map_tokens=MAP_TOKENS, trace_tokens=TRACE_TOKENS)
+    client = Client(url, verbose=False)
+    try:
+        assert "\nattention: " in ask_for_maps(client)[1]
+        assert "document 1: '" in ask_for_trace(client)[1]
+        with pytest.raises(AppError, match=r"^No method is chosen\. Choose one or several\.$"):
+            ask_for_maps(client, others=())
+    finally:
+        started.close()
 
 
 def test_every_method_is_listed_with_its_cost(client):
