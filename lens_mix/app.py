@@ -175,15 +175,15 @@ def _make_map_tab(model: TransformerLensModel, reasons: Mapping[str, str], limit
         info='The token to explain, with its space: " Paris". Methods without a target ignore it.',
         placeholder="what the model predicts itself",
     )
-    with gr.Accordion("Other methods" if first else "Methods", open=not first):
-        others = gr.CheckboxGroup(
+    with gr.Accordion("Methods beside the recommended map" if first else "Methods", open=not first):
+        other_methods = gr.CheckboxGroup(
             [(_describe(name), name) for name in offered],
             value=[name for name in DEFAULT_METHODS if name in offered],
             label="Methods",
             show_label=False,
             elem_classes="methods",
         )
-        all_rows = gr.Checkbox(
+        all_positions = gr.Checkbox(
             False,
             label="All positions",
             info="Otherwise, methods that take passes for each position explain only one: the last, or that "
@@ -193,22 +193,26 @@ def _make_map_tab(model: TransformerLensModel, reasons: Mapping[str, str], limit
             with gr.Accordion("Methods that cannot run on this model", open=False):
                 gr.Markdown("\n".join(f"- `{name}`: {reasons[name]}" for name in ordered if reasons[name]))
 
-    def make_maps(prompt: str, target: str, others: list[str], all_rows: bool) -> Iterator[tuple[str, str]]:
+    def make_maps(
+        prompt: str, target: str, other_methods: list[str], all_positions: bool
+    ) -> Iterator[tuple[str, str]]:
         if not prompt.strip():
             raise ValueError("There is no prompt. Type one.")
         _check_length("The prompt", len(Session(model, {}).read(prompt).tokens), limit)
         maps: dict[str, MixingMap] = {}
-        names = [*first, *others]
+        names = [*first, *other_methods]
         for number, name in enumerate(names, 1):
             yield _busy(f"{name}: map {number} of {len(names)}")
             maps |= compute_maps(
-                model, prompt, [name], target=target or None, all_rows=all_rows, progress=None
+                model, prompt, [name], target=target or None, all_rows=all_positions, progress=None
             )
         if not maps:
             raise ValueError("No method is chosen. Choose one or several.")
         yield _frame(page(maps)), report.describe_maps(maps, every_row=False)
 
-    _add_result("Show the map", "map", make_maps, [prompt, target, others, all_rows], [prompt, target])
+    _add_result(
+        "Show the map", "map", make_maps, [prompt, target, other_methods, all_positions], [prompt, target]
+    )
 
 
 def _describe(name: str) -> str:

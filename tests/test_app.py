@@ -185,7 +185,7 @@ def test_the_map_of_an_encoder_decoder_is_that_of_its_encoder(tmp_path):
 
 def test_every_method_is_listed_with_its_cost(client):
     fields = client.view_api(return_format="dict")["named_endpoints"]["/map"]["parameters"]
-    (others,) = [field for field in fields if field["parameter_name"] == "others"]
+    (others,) = [field for field in fields if field["parameter_name"] == "other_methods"]
     assert "value_zeroing" in str(others["type"])
     assert registry.describe("gim").cost_in_words in json.dumps(client.config)
 
