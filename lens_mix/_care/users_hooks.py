@@ -23,8 +23,6 @@ _CLASS_LIBRARIES = _LIBRARIES | {"torch", "transformers"}
 _FORWARDING = "transformer_lens.model_bridge.component_setup"
 # Hugging Face leaves hooks of this module on a model that has returned patterns, as in `run_with_cache`.
 _CAPTURING = "transformers.utils.output_capturing"
-# `lm.wrap` builds models with classes of these modules.
-_RENAMED = frozenset({"lens_mix._model.renamed", "lens_mix._model.disentangled"})
 # Every module of torch has these attributes.
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
@@ -141,8 +139,6 @@ def plain_values(value: object) -> tuple[Any, ...] | None:
 
 
 def _is_users_class(kind: type[nn.Module]) -> bool:
-    if kind.__module__ in _RENAMED:
-        return False
     functions: list[Any] = [kind.forward, kind.__call__]
     for function in functions:
         # Decorators such as torch's `no_grad` may wrap a function of any author.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from lens_mix._care.changes import Changes, forward_hook, forward_pre_hook
 from lens_mix._care.state import all_modules, evaluation_mode
 from lens_mix._classes.model_classes import UnsupportedModelError, keep_original, transformer_lens_version
-from lens_mix._model.renamed import find_family, rename
+from lens_mix._model.encoder_copy import copy_encoder
 from lens_mix.arguments import check_instance, describe_value
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _TOLERANCE = 1e-6
 # The longest prompt of the check.
 _CHECKED_POSITIONS = 24
+# The parts of a masked-language head, in the words of TransformerLens.
+_HEAD = ("mlm_head", "ln_final", "unembed")
 
 
 def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
@@ -102,33 +105,66 @@ def _build(hf_model: PreTrainedModel, tokenizer: Any) -> tuple[Any, bool]:
     """Return the Bridge, and whether its logits are those of a masked-language head."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-    renamed, has_head = rename(hf_model)
-    bridge = build_bridge_from_module(
-        renamed,
-        architecture="BertForMaskedLM",
-        hf_config=renamed.config,
-        model_name=hf_model.config._name_or_path or type(hf_model).__name__,
-    )
+    from lens_mix._model.adapters import register_adapters
+
+    register_adapters()
+    copied, has_head = copy_encoder(hf_model)
+    weight = next(copied.base_model.parameters())
+    try:
+        bridge = build_bridge_from_module(
+            copied,
+            architecture=type(copied).__name__,
+            hf_config=copied.config,
+            dtype=weight.dtype,
+            device=weight.device,
+            model_name=hf_model.config._name_or_path or type(hf_model).__name__,
+            post_adapter_hook=None if has_head else functools.partial(_leave_out_logits, copied),
+        )
+    except ValueError as error:
+        raise UnsupportedModelError(f"hf_model: {error}") from None
     # TransformerLens would load a tokenizer with a BOS token again from the hub, with other special tokens.
     bridge.tokenizer = tokenizer
     return bridge.eval(), has_head
 
 
+def _leave_out_logits(model: Any, adapter: Any) -> None:
+    """Give a model without a masked-language head a narrow one, whose logits are NaN."""
+    names = [str(adapter.component_mapping[key].name) for key in _HEAD if key in adapter.component_mapping]
+    *transform, last = names
+    like = next(model.base_model.parameters())
+    # The first weights of a module would be drawn from the user's random numbers.
+    make: Any = functools.partial(nn.utils.skip_init, dtype=like.dtype, device=like.device)
+    count, width = model.get_submodule(last).weight.shape
+    if transform:
+        dense, norm = transform
+        model.set_submodule(dense, make(nn.Linear, model.get_submodule(dense).in_features, 1))
+        model.set_submodule(norm, make(nn.LayerNorm, 1))
+        width = 1
+    model.set_submodule(last, make(nn.Linear, width, count))
+    for parameter in (p for name in names for p in model.get_submodule(name).parameters()):
+        nn.init.zeros_(parameter)
+    bias = model.get_submodule(last).bias
+    nn.init.constant_(bias, float("nan"))
+    # Some heads have the bias of their unembedding a second time.
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, bias)
+
+
 def _find_difference(hf_model: PreTrainedModel, bridge: Any, has_head: bool) -> str | None:
     """Return a description of the first difference between a model and its Bridge; None if there is none."""
-    layers, kind = find_family(hf_model).find_layers(hf_model.base_model), type(hf_model).__name__
-    names = ["the input of block 0", *(f"the output of block {layer}" for layer in range(len(layers)))]
+    kind, blocks = type(hf_model).__name__, list(bridge.blocks)
+    layer_class = type(blocks[0].original_component)
+    layers = [module for module in hf_model.base_model.modules() if type(module) is layer_class]
+    names = ["the input of block 0", *(f"the output of block {layer}" for layer in range(len(blocks)))]
     for inputs in _make_prompts(bridge):
         real = inputs["attention_mask"].bool()
-        own_inputs = dict(inputs)
-        if not hasattr(hf_model.base_model.embeddings, "token_type_embeddings"):
-            del own_inputs["token_type_ids"]
         read = hf_model if has_head else hf_model.base_model
-        own, own_logits = _run(hf_model, read, own_inputs, layers)
-        tokens = inputs.pop("input_ids")
-        found, logits = _run(bridge, bridge, {"input": tokens, **inputs}, list(bridge.blocks))
+        own, own_logits = _run(hf_model, read, inputs, layers)
+        found, logits = _run(bridge, bridge, {"input": inputs.pop("input_ids"), **inputs}, blocks)
         if len(own) != len(found):
-            return f"{len(own) - 1} runs of {kind}'s {len(layers)} layers"
+            return f"{len(own) - 1} runs of {kind}'s {len(blocks)} layers"
         pairs = list(zip(names, own, found, strict=True))
         if own_logits is not None and logits is not None:
             pairs.append(("the logits", own_logits, logits))
@@ -142,17 +178,19 @@ def _find_difference(hf_model: PreTrainedModel, bridge: Any, has_head: bool) -> 
 def _make_prompts(bridge: Any) -> Iterator[dict[str, Tensor]]:
     """Yield the inputs of two passes: a prompt of random tokens, and two of which one is padded."""
     config, device = bridge.original_model.config, next(bridge.parameters()).device
-    length = min(_CHECKED_POSITIONS, config.max_position_embeddings)
+    length = min(_CHECKED_POSITIONS, bridge.cfg.n_ctx)
+    type_count = config.type_vocab_size if hasattr(bridge, "token_type_embed") else 0
     generator = torch.Generator().manual_seed(0)
-    for batch, types in ((1, 1), (2, config.type_vocab_size)):
+    for batch, types in ((1, 1), (2, type_count)):
         shape = (batch, length)
         tokens = torch.randint(config.vocab_size, shape, dtype=torch.long, device="cpu", generator=generator)
-        token_types = torch.randint(types, shape, dtype=torch.long, device="cpu", generator=generator)
         mask = torch.ones(shape, dtype=torch.long, device=torch.device("cpu"))
         mask[1:, length // 2 :] = 0
         if config.pad_token_id is not None:
             tokens[mask == 0] = config.pad_token_id
-        inputs = {"input_ids": tokens, "attention_mask": mask, "token_type_ids": token_types}
+        inputs = {"input_ids": tokens, "attention_mask": mask}
+        if type_count:
+            inputs["token_type_ids"] = torch.randint(types, shape, device="cpu", generator=generator)
         yield {name: value.to(device) for name, value in inputs.items()}
 
 

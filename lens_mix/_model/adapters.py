@@ -1,0 +1,282 @@
+"""Adapters with which TransformerLens loads encoders whose blocks are a BERT's under other names.
+
+`pyproject.toml` declares them as entry points of the group `transformer_lens.architectures`. This file imports
+nothing of lens_mix, so that TransformerLens can take it over as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformer_lens.factories.architecture_adapter_factory import (
+    SUPPORTED_ARCHITECTURES,
+    ArchitectureAdapterFactory,
+)
+from transformer_lens.model_bridge.generalized_components import (
+    AttentionBridge,
+    BlockBridge,
+    EmbeddingBridge,
+    LinearBridge,
+    MLPBridge,
+    NormalizationBridge,
+    PosEmbedBridge,
+    UnembeddingBridge,
+)
+from transformer_lens.model_bridge.supported_architectures.bert import BertArchitectureAdapter
+from transformer_lens.utilities.architectures import MASKED_LM_ARCHITECTURES
+
+
+class EncoderArchitectureAdapter(BertArchitectureAdapter):
+    """Architecture adapter for encoders that compute what a BERT does, in modules of other names.
+
+    A subclass names the modules. The defaults are BERT's own names.
+
+    Attributes:
+        base: The module of the masked language model that has the embeddings and the layers.
+        layers: The list of layers in it.
+        attention: The attention in a layer, then its matrices of queries, keys, values and outputs.
+        mlp: The module of a layer's feed-forward, or None, then the two matrices, named from that module.
+        norms: The norm after a layer's attention, and the norm after its feed-forward.
+        head: The dense layer and the norm of the masked-language head, if it has them, then the unembedding.
+    """
+
+    base: str = "bert"
+    layers: str = "encoder.layer"
+    attention: tuple[str, ...] = ("attention", "self.query", "self.key", "self.value", "output.dense")
+    mlp: tuple[str | None, str, str] = (None, "intermediate.dense", "output.dense")
+    norms: tuple[str, str] = ("attention.output.LayerNorm", "output.LayerNorm")
+    head: tuple[str, ...] = (
+        "cls.predictions.transform.dense",
+        "cls.predictions.transform.LayerNorm",
+        "cls.predictions.decoder",
+    )
+
+    def __init__(self, cfg: Any) -> None:
+        """Initialize the adapter.
+
+        Args:
+            cfg: The configuration object.
+        """
+        super().__init__(cfg)
+        embeddings = f"{self.base}.embeddings"
+        attention, *matrices = self.attention
+        container, expand, contract = self.mlp
+        *transform, unembed = self.head
+        self.component_mapping = {
+            "embed": EmbeddingBridge(name=f"{embeddings}.word_embeddings"),
+            "token_type_embed": EmbeddingBridge(name=f"{embeddings}.token_type_embeddings"),
+            "pos_embed": PosEmbedBridge(name=f"{embeddings}.position_embeddings"),
+            "embed_ln": self._norm(f"{embeddings}.LayerNorm"),
+            "blocks": BlockBridge(
+                name=f"{self.base}.{self.layers}",
+                # As in BERT, whose layer has the matrices of its feed-forward side by side.
+                hook_alias_overrides={"hook_mlp_out": "mlp.out.hook_out", "hook_mlp_in": "mlp.in.hook_in"},
+                submodules={
+                    "ln1": self._norm(self.norms[0]),
+                    "ln2": self._norm(self.norms[1]),
+                    "attn": AttentionBridge(
+                        name=attention,
+                        config=self.cfg,
+                        submodules={
+                            key: LinearBridge(name=name) for key, name in zip("qkvo", matrices, strict=True)
+                        },
+                    ),
+                    "mlp": MLPBridge(
+                        name=container,
+                        config=self.cfg,
+                        submodules={"in": LinearBridge(name=expand), "out": LinearBridge(name=contract)},
+                    ),
+                },
+            ),
+            "unembed": UnembeddingBridge(name=unembed),
+        }
+        if transform:
+            self.component_mapping["mlm_head"] = LinearBridge(name=transform[0])
+            self.component_mapping["ln_final"] = self._norm(transform[1])
+
+    def _norm(self, name: str) -> NormalizationBridge:
+        return NormalizationBridge(name=name, config=self.cfg, use_native_layernorm_autograd=True)
+
+    def prepare_model(self, hf_model: Any) -> None:
+        """Leave out the embeddings that the model does not have, and read the length of its context.
+
+        Raises:
+            ValueError: If the model is a decoder.
+        """
+        config = hf_model.config
+        if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+            raise ValueError(f"expected an encoder, got a {type(hf_model).__name__} that is a decoder")
+        embeddings = hf_model.get_submodule(f"{self.base}.embeddings")
+        for key in ("token_type_embed", "pos_embed"):
+            if getattr(embeddings, str(self.component_mapping[key].name).rpartition(".")[2], None) is None:
+                del self.component_mapping[key]
+        # A table that counts positions from the padding token has rows that no token reads.
+        table = getattr(embeddings, "position_embeddings", None)
+        if table is not None:
+            reserved = 0 if table.padding_idx is None else table.padding_idx + 1
+            self.cfg.n_ctx = table.num_embeddings - reserved
+
+
+class DistilBertArchitectureAdapter(EncoderArchitectureAdapter):
+    """Architecture adapter for ``DistilBertForMaskedLM``: no token types, and a feed-forward of its own."""
+
+    base = "distilbert"
+    layers = "transformer.layer"
+    attention = ("attention", "q_lin", "k_lin", "v_lin", "out_lin")
+    mlp = ("ffn", "lin1", "lin2")
+    norms = ("sa_layer_norm", "output_layer_norm")
+    head = ("vocab_transform", "vocab_layer_norm", "vocab_projector")
+
+
+class ElectraArchitectureAdapter(EncoderArchitectureAdapter):
+    """Architecture adapter for ``ElectraForMaskedLM``: narrow embeddings, and a projection after their norm."""
+
+    base = "electra"
+    head = ("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head")
+
+
+class RobertaFamilyArchitectureAdapter(EncoderArchitectureAdapter):
+    """Architecture adapter for RoBERTa, XLM-R and CamemBERT: positions start after the padding token's."""
+
+    base = "roberta"
+    head = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder")
+
+
+class Data2VecTextArchitectureAdapter(RobertaFamilyArchitectureAdapter):
+    """Architecture adapter for ``Data2VecTextForMaskedLM``: a RoBERTa."""
+
+    base = "data2vec_text"
+
+
+class ErnieArchitectureAdapter(EncoderArchitectureAdapter):
+    """Architecture adapter for ``ErnieForMaskedLM``: a BERT whose embeddings may have a task's too."""
+
+    base = "ernie"
+
+
+class RemBertArchitectureAdapter(EncoderArchitectureAdapter):
+    """Architecture adapter for ``RemBertForMaskedLM``: narrow embeddings, and an unembedding as narrow."""
+
+    base = "rembert"
+    head = ("cls.predictions.dense", "cls.predictions.LayerNorm", "cls.predictions.decoder")
+
+
+class BertGenerationArchitectureAdapter(EncoderArchitectureAdapter):
+    """Architecture adapter for ``BertGenerationDecoder`` with ``is_decoder=False``: an unembedding alone."""
+
+    head = ("lm_head.decoder",)
+
+
+class AlbertArchitectureAdapter(EncoderArchitectureAdapter):
+    """Architecture adapter for ``AlbertForMaskedLM``, whose layers run several times.
+
+    Each run of a layer becomes a block. The blocks of one layer share its weights.
+    """
+
+    base = "albert"
+    layers = "encoder.albert_layer_groups.0.albert_layers"
+    attention = ("attention", "query", "key", "value", "dense")
+    mlp = (None, "ffn", "ffn_output")
+    norms = ("attention.LayerNorm", "full_layer_layer_norm")
+    head = ("predictions.dense", "predictions.LayerNorm", "predictions.decoder")
+
+    def prepare_model(self, hf_model: Any) -> None:
+        """Make one group that has every run of a layer as a layer of its own."""
+        super().prepare_model(hf_model)
+        encoder = hf_model.albert.encoder
+        steps, groups = encoder.config.num_hidden_layers, encoder.albert_layer_groups
+        per_group = steps / len(groups)
+        runs = [layer for step in range(steps) for layer in groups[int(step / per_group)].albert_layers]
+        layers = [_share_weights(run) for run in runs]
+        groups[0].albert_layers = nn.ModuleList(layers)
+        del groups[1:]
+        # The encoder reads how often it runs its groups from its configuration.
+        encoder.config = copy.copy(encoder.config)
+        encoder.config.num_hidden_layers = encoder.config.num_hidden_groups = 1
+        self.cfg.n_layers = len(layers)
+
+
+class DebertaV2ArchitectureAdapter(EncoderArchitectureAdapter):
+    """Architecture adapter for ``DebertaV2ForMaskedLM``: scores with terms of relative positions."""
+
+    base = "deberta"
+    attention = ("attention", "self.query_proj", "self.key_proj", "self.value_proj", "output.dense")
+
+    def prepare_model(self, hf_model: Any) -> None:
+        """Give relative positions matrices of their own, so that hooks of queries and keys see tokens only.
+
+        Raises:
+            ValueError: If the encoder has a convolution beside its first layer.
+        """
+        super().prepare_model(hf_model)
+        encoder = hf_model.deberta.encoder
+        if encoder.conv is not None:
+            raise ValueError("expected layers only, got a convolution beside the first one")
+        # Without it, attention returns no weights.
+        hf_model.config.output_attentions = True
+        for layer in encoder.layer:
+            attention = layer.attention.self
+            if attention.share_att_key and attention.relative_attention:
+                attention.pos_query_proj = _share_weights(attention.query_proj)
+                attention.pos_key_proj = _share_weights(attention.key_proj)
+            attention.share_att_key = False
+        # Every attention computes the distances of tokens itself, so a block needs only what is in its batch.
+        encoder.get_rel_pos = _leave_distances
+        if not hf_model.legacy:
+            self._name_head(hf_model)
+
+    def _name_head(self, hf_model: Any) -> None:
+        """Name the newer head, which multiplies by the embeddings, as the older one."""
+        from transformers.models.deberta_v2.modeling_deberta_v2 import LegacyDebertaV2OnlyMLMHead
+
+        own = hf_model.lm_predictions.lm_head
+        with torch.device("meta"):
+            hf_model.cls = LegacyDebertaV2OnlyMLMHead(hf_model.config)
+        predictions = hf_model.cls.predictions
+        for name in ("dense", "transform_act_fn", "LayerNorm"):
+            setattr(predictions.transform, name, getattr(own, name))
+        predictions.decoder.weight = hf_model.deberta.embeddings.word_embeddings.weight
+        predictions.decoder.bias = predictions.bias = own.bias
+        del hf_model.lm_predictions
+        hf_model.legacy = True
+
+
+def _share_weights(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
+
+
+def _leave_distances(*_: Any) -> None:
+    return None
+
+
+ADAPTERS: dict[str, type[BertArchitectureAdapter]] = {
+    "AlbertForMaskedLM": AlbertArchitectureAdapter,
+    "BertGenerationDecoder": BertGenerationArchitectureAdapter,
+    "CamembertForMaskedLM": RobertaFamilyArchitectureAdapter,
+    "Data2VecTextForMaskedLM": Data2VecTextArchitectureAdapter,
+    "DebertaV2ForMaskedLM": DebertaV2ArchitectureAdapter,
+    "DistilBertForMaskedLM": DistilBertArchitectureAdapter,
+    "ElectraForMaskedLM": ElectraArchitectureAdapter,
+    "ErnieForMaskedLM": ErnieArchitectureAdapter,
+    "RemBertForMaskedLM": RemBertArchitectureAdapter,
+    # TransformerLens 3 has no adapter for RoBERTa.
+    "RobertaForMaskedLM": RobertaFamilyArchitectureAdapter,
+    "XLMRobertaForMaskedLM": RobertaFamilyArchitectureAdapter,
+}
+
+# `boot_transformers` looks here for the class to load, before TransformerLens reads entry points.
+for _name, _adapter in ADAPTERS.items():
+    SUPPORTED_ARCHITECTURES.setdefault(_name, _adapter)
+    if _name.endswith("ForMaskedLM"):
+        MASKED_LM_ARCHITECTURES.add(_name)
+
+
+def register_adapters() -> None:
+    """Register the adapters for the architectures that have none, neither in TransformerLens nor elsewhere."""
+    ArchitectureAdapterFactory.discover_entry_points()
+    for name, adapter in ADAPTERS.items():
+        if name not in ArchitectureAdapterFactory._adapters:
+            ArchitectureAdapterFactory.register_adapter(name, adapter)
