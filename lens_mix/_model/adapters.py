@@ -7,6 +7,7 @@ nothing of lens_mix, so that TransformerLens can take it over as it is.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -223,8 +224,9 @@ class DebertaV2ArchitectureAdapter(EncoderArchitectureAdapter):
                 attention.pos_query_proj = _share_weights(attention.query_proj)
                 attention.pos_key_proj = _share_weights(attention.key_proj)
             attention.share_att_key = False
-        # Every attention computes the distances of tokens itself, so a block needs only what is in its batch.
-        encoder.get_rel_pos = _leave_distances
+            attention.register_forward_pre_hook(functools.partial(_add_positions, encoder), with_kwargs=True)
+        # A block then gets nothing but its batch, so it can run alone on other prompts.
+        encoder.get_rel_pos = encoder.get_rel_embedding = _return_none
         if not hf_model.legacy:
             self._name_head(hf_model)
 
@@ -248,7 +250,12 @@ def _share_weights(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
 
 
-def _leave_distances(*_: Any) -> None:
+def _add_positions(encoder: Any, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Give an attention the embeddings of relative positions; it computes the distances of tokens itself."""
+    return args, {**kwargs, "rel_embeddings": type(encoder).get_rel_embedding(encoder)}
+
+
+def _return_none(*_: Any) -> None:
     return None
 
 

@@ -130,7 +130,8 @@ def _copy_weights(own: nn.Module, copied: nn.Module, copies: dict[int, Tensor]) 
         if wanted and (type(found[name]) is not type(module) or shapes[0] != shapes[1]):
             raise UnsupportedModelError(
                 f"hf_model: expected plain weights ({_describe(module)}) in {name} of {type(own).__name__}, "
-                f"got {_describe(found[name])}; load the model without quantization, and merge adapters first"
+                f"got {_describe(found[name])}; load the model without quantization, merge adapters first, and "
+                "keep its configuration equal to its weights"
             )
         for key, value in values.items():
             if value is None:

@@ -40,9 +40,10 @@ def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
         target = lm.targets.hf_classifier(model, "POSITIVE")
         lm.run(model, "a fine film", lm.methods.Occlusion(target=target), queries=[0])
 
-    The weights are copied into the modules of a BERT, with the family's own positions and with DeBERTa's own
-    attention. A layer that runs several times, as all of ALBERT do, becomes several blocks that share their
-    weights, and each has its own layer map. Then the input of the first block, the output of every block and
+    The weights are copied into the masked language model of the family, and TransformerLens makes a Bridge of
+    it, with an adapter of its own or of lens_mix. A layer that runs several times, as all of ALBERT do,
+    becomes several blocks that share their weights, and each has its own layer map. Then the input of the
+    first block, the output of every block and
     the logits of a masked-language head are compared with those of `hf_model`, on prompts of random tokens
     with padding and token types. `hf_model` itself and the state of the random numbers do not change.
 
