@@ -1,7 +1,7 @@
 """Adapters with which TransformerLens loads encoders whose blocks are a BERT's under other names.
 
-`pyproject.toml` declares them as entry points of the group `transformer_lens.architectures`. This file imports
-nothing of lens_mix, so that TransformerLens can take it over as it is.
+`pyproject.toml` declares them as entry points of the group `transformer_lens.architectures`. This file
+imports nothing of lens_mix, so that TransformerLens can take it over as it is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformer_lens.model_bridge.supported_architectures.bert import BertArchi
 from transformer_lens.utilities.architectures import MASKED_LM_ARCHITECTURES
 
 
-class EncoderArchitectureAdapter(BertArchitectureAdapter):
+class EncoderArchitectureAdapter(BertArchitectureAdapter):  # type: ignore[misc]
     """Architecture adapter for encoders that compute what a BERT does, in modules of other names.
 
     A subclass names the modules. The defaults are BERT's own names.
@@ -41,7 +41,7 @@ class EncoderArchitectureAdapter(BertArchitectureAdapter):
         attention: The attention in a layer, then its matrices of queries, keys, values and outputs.
         mlp: The module of a layer's feed-forward, or None, then the two matrices, named from that module.
         norms: The norm after a layer's attention, and the norm after its feed-forward.
-        head: The dense layer and the norm of the masked-language head, if it has them, then the unembedding.
+        mlm_head: The dense layer and the norm of the masked-language head, if it has them, then the unembedding.
     """
 
     base: str = "bert"
@@ -49,7 +49,7 @@ class EncoderArchitectureAdapter(BertArchitectureAdapter):
     attention: tuple[str, ...] = ("attention", "self.query", "self.key", "self.value", "output.dense")
     mlp: tuple[str | None, str, str] = (None, "intermediate.dense", "output.dense")
     norms: tuple[str, str] = ("attention.output.LayerNorm", "output.LayerNorm")
-    head: tuple[str, ...] = (
+    mlm_head: tuple[str, ...] = (
         "cls.predictions.transform.dense",
         "cls.predictions.transform.LayerNorm",
         "cls.predictions.decoder",
@@ -65,7 +65,7 @@ class EncoderArchitectureAdapter(BertArchitectureAdapter):
         embeddings = f"{self.base}.embeddings"
         attention, *matrices = self.attention
         container, expand, contract = self.mlp
-        *transform, unembed = self.head
+        *transform, unembed = self.mlm_head
         self.component_mapping = {
             "embed": EmbeddingBridge(name=f"{embeddings}.word_embeddings"),
             "token_type_embed": EmbeddingBridge(name=f"{embeddings}.token_type_embeddings"),
@@ -129,21 +129,21 @@ class DistilBertArchitectureAdapter(EncoderArchitectureAdapter):
     attention = ("attention", "q_lin", "k_lin", "v_lin", "out_lin")
     mlp = ("ffn", "lin1", "lin2")
     norms = ("sa_layer_norm", "output_layer_norm")
-    head = ("vocab_transform", "vocab_layer_norm", "vocab_projector")
+    mlm_head = ("vocab_transform", "vocab_layer_norm", "vocab_projector")
 
 
 class ElectraArchitectureAdapter(EncoderArchitectureAdapter):
-    """Architecture adapter for ``ElectraForMaskedLM``: narrow embeddings, and a projection after their norm."""
+    """Architecture adapter for ``ElectraForMaskedLM``: narrow embeddings, then a projection."""
 
     base = "electra"
-    head = ("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head")
+    mlm_head = ("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head")
 
 
 class RobertaFamilyArchitectureAdapter(EncoderArchitectureAdapter):
     """Architecture adapter for RoBERTa, XLM-R and CamemBERT: positions start after the padding token's."""
 
     base = "roberta"
-    head = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder")
+    mlm_head = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder")
 
 
 class Data2VecTextArchitectureAdapter(RobertaFamilyArchitectureAdapter):
@@ -162,13 +162,13 @@ class RemBertArchitectureAdapter(EncoderArchitectureAdapter):
     """Architecture adapter for ``RemBertForMaskedLM``: narrow embeddings, and an unembedding as narrow."""
 
     base = "rembert"
-    head = ("cls.predictions.dense", "cls.predictions.LayerNorm", "cls.predictions.decoder")
+    mlm_head = ("cls.predictions.dense", "cls.predictions.LayerNorm", "cls.predictions.decoder")
 
 
 class BertGenerationArchitectureAdapter(EncoderArchitectureAdapter):
     """Architecture adapter for ``BertGenerationDecoder`` with ``is_decoder=False``: an unembedding alone."""
 
-    head = ("lm_head.decoder",)
+    mlm_head = ("lm_head.decoder",)
 
 
 class AlbertArchitectureAdapter(EncoderArchitectureAdapter):
@@ -182,7 +182,7 @@ class AlbertArchitectureAdapter(EncoderArchitectureAdapter):
     attention = ("attention", "query", "key", "value", "dense")
     mlp = (None, "ffn", "ffn_output")
     norms = ("attention.LayerNorm", "full_layer_layer_norm")
-    head = ("predictions.dense", "predictions.LayerNorm", "predictions.decoder")
+    mlm_head = ("predictions.dense", "predictions.LayerNorm", "predictions.decoder")
 
     def prepare_model(self, hf_model: Any) -> None:
         """Make one group that has every run of a layer as a layer of its own."""
@@ -259,7 +259,7 @@ def _return_none(*_: Any) -> None:
     return None
 
 
-ADAPTERS: dict[str, type[BertArchitectureAdapter]] = {
+_ADAPTERS: dict[str, type[BertArchitectureAdapter]] = {
     "AlbertForMaskedLM": AlbertArchitectureAdapter,
     "BertGenerationDecoder": BertGenerationArchitectureAdapter,
     "CamembertForMaskedLM": RobertaFamilyArchitectureAdapter,
@@ -275,15 +275,15 @@ ADAPTERS: dict[str, type[BertArchitectureAdapter]] = {
 }
 
 # `boot_transformers` looks here for the class to load, before TransformerLens reads entry points.
-for _name, _adapter in ADAPTERS.items():
+for _name, _adapter in _ADAPTERS.items():
     SUPPORTED_ARCHITECTURES.setdefault(_name, _adapter)
     if _name.endswith("ForMaskedLM"):
         MASKED_LM_ARCHITECTURES.add(_name)
 
 
 def register_adapters() -> None:
-    """Register the adapters for the architectures that have none, neither in TransformerLens nor elsewhere."""
+    """Register the adapters for those architectures that have none yet, of whatever package."""
     ArchitectureAdapterFactory.discover_entry_points()
-    for name, adapter in ADAPTERS.items():
+    for name, adapter in _ADAPTERS.items():
         if name not in ArchitectureAdapterFactory._adapters:
             ArchitectureAdapterFactory.register_adapter(name, adapter)

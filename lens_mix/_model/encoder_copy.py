@@ -1,4 +1,4 @@
-"""Copy an encoder of transformers into the masked language model of its family, which TransformerLens loads."""
+"""Copy an encoder of transformers into the masked language model of its family."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # The masked language model of each family, by the `model_type` of its configuration.
-ARCHITECTURES = {
+_ARCHITECTURES = {
     "bert": "BertForMaskedLM",
     "bert-generation": "BertGenerationDecoder",
     "ernie": "ErnieForMaskedLM",
@@ -50,25 +50,25 @@ _REASONS = {
 }
 
 
-def find_architecture(hf_model: PreTrainedModel) -> str:
+def _find_architecture(hf_model: PreTrainedModel) -> str:
     """Return the name of the masked language model of an encoder's family.
 
     Raises:
         UnsupportedModelError: If the family is not known, or if the model is a decoder.
     """
     kind, config = hf_model.config.model_type, hf_model.config
-    if kind not in ARCHITECTURES:
+    if kind not in _ARCHITECTURES:
         reason = _REASONS.get(kind, "its blocks are not those of a BERT under other names, as far as known")
         raise UnsupportedModelError(
-            f"hf_model: expected an encoder of one of the families {', '.join(ARCHITECTURES)}, got a {kind}: "
-            f"{reason}; TransformerBridge.boot_transformers loads models that TransformerLens knows"
+            f"hf_model: expected an encoder of one of the families {', '.join(_ARCHITECTURES)}, got a "
+            f"{kind}: {reason}; TransformerBridge.boot_transformers loads models that TransformerLens knows"
         )
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError(
             f"hf_model: expected an encoder, got a {kind} with is_decoder={config.is_decoder} and "
             f"add_cross_attention={config.add_cross_attention}; a BERT's blocks are bidirectional"
         )
-    return ARCHITECTURES[kind]
+    return _ARCHITECTURES[kind]
 
 
 def copy_encoder(hf_model: PreTrainedModel) -> tuple[Any, bool]:
@@ -81,7 +81,7 @@ def copy_encoder(hf_model: PreTrainedModel) -> tuple[Any, bool]:
         UnsupportedModelError: If the family is not known, or if a module that the family has does not exist
             or is another one, as after quantization or with an adapter.
     """
-    kind = getattr(transformers, find_architecture(hf_model))
+    kind = getattr(transformers, _find_architecture(hf_model))
     config = copy.deepcopy(hf_model.config)
     config._attn_implementation = "eager"
     if not hasattr(hf_model, "lm_predictions") and hasattr(config, "legacy"):
@@ -130,8 +130,8 @@ def _copy_weights(own: nn.Module, copied: nn.Module, copies: dict[int, Tensor]) 
         if wanted and (type(found[name]) is not type(module) or shapes[0] != shapes[1]):
             raise UnsupportedModelError(
                 f"hf_model: expected plain weights ({_describe(module)}) in {name} of {type(own).__name__}, "
-                f"got {_describe(found[name])}; load the model without quantization, merge adapters first, and "
-                "keep its configuration equal to its weights"
+                f"got {_describe(found[name])}; load the model without quantization, merge adapters first, "
+                "and keep its configuration equal to its weights"
             )
         for key, value in values.items():
             if value is None:

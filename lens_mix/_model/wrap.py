@@ -43,9 +43,9 @@ def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
     The weights are copied into the masked language model of the family, and TransformerLens makes a Bridge of
     it, with an adapter of its own or of lens_mix. A layer that runs several times, as all of ALBERT do,
     becomes several blocks that share their weights, and each has its own layer map. Then the input of the
-    first block, the output of every block and
-    the logits of a masked-language head are compared with those of `hf_model`, on prompts of random tokens
-    with padding and token types. `hf_model` itself and the state of the random numbers do not change.
+    first block, the output of every block and the logits of a masked-language head are compared with those of
+    `hf_model`, on prompts of random tokens with padding and token types. `hf_model` itself and the state of
+    the random numbers do not change.
 
     A model without a masked-language head has no logits: methods that explain a token raise an error, and
     `model(tokens)` returns NaN. The result keeps `hf_model`, whose classes `lm.targets.hf_classifier(model)`

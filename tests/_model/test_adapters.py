@@ -39,10 +39,10 @@ def factory(monkeypatch):
     """Return TransformerLens's factory as in a new process in which the wheel of lens_mix is installed."""
     from transformer_lens.factories import architecture_adapter_factory as module
 
-    from lens_mix._model.adapters import ADAPTERS
+    from lens_mix._model.adapters import _ADAPTERS
 
     found = module.ArchitectureAdapterFactory
-    own = {name: kind for name, kind in found._adapters.items() if ADAPTERS.get(name) is not kind}
+    own = {name: kind for name, kind in found._adapters.items() if _ADAPTERS.get(name) is not kind}
     monkeypatch.setattr(found, "_adapters", own)
     monkeypatch.setattr(found, "_entry_points_discovered", False)
     monkeypatch.setattr(module, "entry_points", lambda group: declared() if group == GROUP else [])
@@ -50,23 +50,23 @@ def factory(monkeypatch):
 
 
 def test_every_adapter_is_declared_except_those_of_transformer_lens():
-    from lens_mix._model.adapters import ADAPTERS
+    from lens_mix._model.adapters import _ADAPTERS
 
     found = {each.name: each.load() for each in declared()}
-    assert found == {name: kind for name, kind in ADAPTERS.items() if name != "RobertaForMaskedLM"}
-    for name in ADAPTERS:
+    assert found == {name: kind for name, kind in _ADAPTERS.items() if name != "RobertaForMaskedLM"}
+    for name in _ADAPTERS:
         assert hasattr(transformers, name)
 
 
 def test_entry_points_and_registration_agree_without_a_warning(factory):
-    from lens_mix._model.adapters import ADAPTERS, register_adapters
+    from lens_mix._model.adapters import _ADAPTERS, register_adapters
 
     native = dict(factory._adapters)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         register_adapters()
         register_adapters()
-    assert factory._adapters == {**ADAPTERS, **native}
+    assert factory._adapters == {**_ADAPTERS, **native}
 
 
 def test_an_adapter_that_is_registered_before_stays(factory):
@@ -107,9 +107,7 @@ def test_a_checkpoint_is_booted(family, name, tmp_path, factory):
         each.save_pretrained(tmp_path / "model")
     # TransformerLens reads entry points after it has looked for the architecture.
     factory.discover_entry_points()
-    found = TransformerBridge.boot_transformers(
-        str(tmp_path / "model"), device="cpu", dtype=torch.float64
-    )
+    found = TransformerBridge.boot_transformers(str(tmp_path / "model"), device="cpu", dtype=torch.float64)
     assert type(found.original_model) is type(own)
     with torch.no_grad():
         expected = own(TOKENS, output_hidden_states=True)
@@ -134,7 +132,9 @@ def test_a_decoder_is_an_error():
     model = transformers.BertGenerationDecoder(
         transformers.BertGenerationConfig(**config, intermediate_size=8, is_decoder=True)
     )
-    with pytest.raises(ValueError, match="expected an encoder, got a BertGenerationDecoder that is a decoder"):
+    with pytest.raises(
+        ValueError, match="expected an encoder, got a BertGenerationDecoder that is a decoder"
+    ):
         build_bridge_from_module(model, architecture="BertGenerationDecoder", hf_config=model.config)
 
 

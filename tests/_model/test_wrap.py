@@ -16,7 +16,7 @@ from torch import nn
 import lens_mix as lm
 from lens_mix._care.users_hooks import name_user_hooks
 from lens_mix._classes.model_classes import transformer_lens_version
-from lens_mix._model.encoder_copy import ARCHITECTURES as KNOWN
+from lens_mix._model.encoder_copy import _ARCHITECTURES as KNOWN
 from tests.family_tokenizers import family_tokenizer
 from tests.matrix import slow
 from tests.tiny_models import available, bridge
@@ -491,14 +491,20 @@ def test_a_block_that_computes_something_else_is_named():
         lm.wrap(model)
     handle.remove()
     layer.adapter = nn.Linear(2, 2)
-    with pytest.raises(lm.UnsupportedModelError, match=r"further weights in ElectraModel: .*1\.adapter\.weight"):
+    with pytest.raises(
+        lm.UnsupportedModelError, match=r"further weights in ElectraModel: .*1\.adapter\.weight"
+    ):
         lm.wrap(model)
     del layer.adapter
     layer.output.dense = nn.Bilinear(2, 2, 2)
-    with pytest.raises(lm.UnsupportedModelError, match=r"expected plain weights .* in encoder\.layer\.1\.output\.dense"):
+    with pytest.raises(
+        lm.UnsupportedModelError, match=r"expected plain weights .* in encoder\.layer\.1\.output\.dense"
+    ):
         lm.wrap(model)
     del layer.output.dense
-    with pytest.raises(lm.UnsupportedModelError, match=r"expected a module encoder\.layer\.1\.output\.dense in"):
+    with pytest.raises(
+        lm.UnsupportedModelError, match=r"expected a module encoder\.layer\.1\.output\.dense in"
+    ):
         lm.wrap(model)
 
 

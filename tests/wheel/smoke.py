@@ -40,6 +40,22 @@ def use_library(model: Any, folder: Path) -> None:
     assert "algebra: verified" in str(lm.check(model))
 
 
+def use_adapters(tokenizer: Any, folder: Path) -> None:
+    """Load an encoder with an adapter that the wheel declares, by TransformerLens alone."""
+    from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import DistilBertConfig, DistilBertForMaskedLM
+
+    ArchitectureAdapterFactory.discover_entry_points()
+    sizes = {"vocab_size": len(tokenizer), "dim": 24, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+    own = DistilBertForMaskedLM(DistilBertConfig(**sizes)).eval()
+    own.save_pretrained(folder / "encoder")
+    encoder = TransformerBridge.boot_transformers(str(folder / "encoder"), tokenizer=tokenizer, device="cpu")
+    tokens = torch.tensor([[5, 7, 9, 11]])
+    assert torch.allclose(encoder(tokens), own(tokens).logits, atol=1e-4)
+    assert lm.run(encoder, tokens, "value_zeroing").scores.shape == (2, 4, 4)
+
+
 def use_plots(model: Any, folder: Path) -> None:
     """Draw a figure."""
     figure = lm.show_position(lm.run(model, PROMPT, ["attention", "value_zeroing"]))
@@ -140,6 +156,8 @@ def main(*installed: str) -> None:
         model = load(folder / "model")
         if not installed:
             use_library(model, folder)
+            with _quietly():
+                use_adapters(model.tokenizer, folder)
         for extra in FEATURES:
             print(f"   {extra}: {check_extra(extra, list(installed), model, folder)}", flush=True)
 
