@@ -114,9 +114,11 @@ class EncoderArchitectureAdapter(BertArchitectureAdapter):  # type: ignore[misc]
         for key in ("token_type_embed", "pos_embed"):
             if getattr(embeddings, str(self.component_mapping[key].name).rpartition(".")[2], None) is None:
                 del self.component_mapping[key]
-        # A table that counts positions from the padding token has rows that no token reads.
         table = getattr(embeddings, "position_embeddings", None)
-        if table is not None:
+        if table is None:
+            self.cfg.positional_embedding_type = "none"
+        else:
+            # A table that counts positions from the padding token has rows that no token reads.
             reserved = 0 if table.padding_idx is None else table.padding_idx + 1
             self.cfg.n_ctx = table.num_embeddings - reserved
 

@@ -62,9 +62,12 @@ def test_the_guide_on_wrapped_encoders_runs(tmp_path: Path, monkeypatch: pytest.
     )
     classifier = transformers.DistilBertForSequenceClassification(config).eval()
     replace_loaders(monkeypatch, AutoModelForSequenceClassification=classifier, AutoTokenizer=tokenizer)
+    masked = lm.wrap(transformers.DistilBertForMaskedLM(config).eval(), tokenizer)
+    replace_bridge(monkeypatch, masked)
     names = run_examples("wrapped_encoders.md", {})
     assert names["m"].tokens[0] == "[CLS]"
     assert names["m"].scores.shape[0] == 2
+    assert names["masked"] is masked
     hidden = lm.run(names["model"], "a fine film", lm.methods.Occlusion(target=names["target"]), queries=[0])
     assert float(hidden.scores.abs().max()) > 0
 
