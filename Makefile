@@ -88,7 +88,7 @@ test-newest: $(NEWEST)/.ready
 	@echo "== smoke test with the newest dependencies"
 	@$(NEWEST)/bin/python -m pip list --disable-pip-version-check --format freeze | \
 		grep -E '^(torch|transformers|transformer-lens|numpy|pandas|pyarrow)=='
-	@$(call RUN_TESTS,$(NEWEST)) $(SMOKE) tests/test_public_calls.py tests/_model/test_wrap.py
+	@$(call RUN_TESTS,$(NEWEST)) $(SMOKE) tests/test_public_calls.py tests/_model/test_wrap.py tests/_model/test_adapters.py
 
 # gradio is large, and few serve the app.
 test-space: $(SPACE)/.ready browser

@@ -41,7 +41,8 @@ class EncoderArchitectureAdapter(BertArchitectureAdapter):  # type: ignore[misc]
         attention: The attention in a layer, then its matrices of queries, keys, values and outputs.
         mlp: The module of a layer's feed-forward, or None, then the two matrices, named from that module.
         norms: The norm after a layer's attention, and the norm after its feed-forward.
-        mlm_head: The dense layer and the norm of the masked-language head, if it has them, then the unembedding.
+        mlm_head: The dense layer and the norm of the masked-language head, if there are any, then the
+            unembedding.
     """
 
     base: str = "bert"
