@@ -63,6 +63,8 @@ class EncoderArchitectureAdapter(BertArchitectureAdapter):  # type: ignore[misc]
             cfg: The configuration object.
         """
         super().__init__(cfg)
+        # TransformerLens 3 does not say this of a BERT.
+        self.cfg.attention_dir = "bidirectional"
         embeddings = f"{self.base}.embeddings"
         attention, *matrices = self.attention
         container, expand, contract = self.mlp

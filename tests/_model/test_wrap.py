@@ -216,6 +216,7 @@ def test_maps_are_those_of_the_model_itself(family):
             handle.remove()
         weights, (vectors, normed) = torch.stack(plain.weights)[:, 0], key_vectors(plain, kept)
     assert len(found["attention"].layers) == len(plain.weights) == (6 if family == "Albert" else 3)
+    assert found["attention"].default_query == 0
     close(found["attention"].scores, weights.mean(1))
     close(found["value_norm"].scores, vectors.norm(dim=-1))
     close(found["attn_res_ln"].scores, normed.norm(dim=-1))
