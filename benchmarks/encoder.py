@@ -118,7 +118,7 @@ def main(count: str = "40") -> None:
     task = MaskedImportance(prompts, leave_out=(0, -1), mask=vocabulary.index("[MASK]"))
     methods = [
         *LAYER_METHODS,
-        *(m for m in INPUT_METHODS if not isinstance(m, lm.methods.AttributionPatching)),
+        *(m for m in INPUT_METHODS if not isinstance(m, lm.methods.TokenPatching)),
     ]
     board = lm.evaluate(
         model,

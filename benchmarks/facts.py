@@ -46,7 +46,7 @@ from typing import Any
 
 from lens_mix import recommended
 from lens_mix.methods import METHODS
-from lens_mix.methods.attribution_patching import AttributionPatching
+from lens_mix.methods.token_patching import TokenPatching
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "lens_mix" / "measured.json"
@@ -404,7 +404,7 @@ def costs() -> dict[str, dict[str, float]]:
     the same number of positions, if the time grows with rows or tokens and both are recorded.
     """
     found = {name: METHODS[name].cost_grows_with for name in METHODS}
-    found = {"input_map": AttributionPatching.cost_grows_with, **found}
+    found = {"input_map": TokenPatching.cost_grows_with, **found}
     fitted = {name: _fit(name, growth) for name, growth in found.items()}
     return {name: cost for name, cost in fitted.items() if cost}
 

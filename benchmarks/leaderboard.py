@@ -53,7 +53,7 @@ INPUT_METHODS: list[Any] = [
     "gim",
     lm.methods.Gim(readout="absolute"),
     lm.methods.Gim(activations="ratio", readout="absolute"),
-    lm.methods.AttributionPatching(replacements=(" thing", " green")),
+    lm.methods.TokenPatching(replacements=(" thing", " green")),
     "context_length",
     lm.methods.Occlusion(by="mask"),
     lm.methods.Occlusion(by="values"),

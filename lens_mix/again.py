@@ -12,7 +12,7 @@ from lens_mix._classes.model_classes import TransformerLensModel
 from lens_mix.arguments import check_instance, check_items, check_real_tensor
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
-from lens_mix.registry import all_methods
+from lens_mix.registry import all_methods, find_recorded
 from lens_mix.runner import run
 from lens_mix.targets import from_record
 
@@ -107,10 +107,10 @@ def _make_method(mixing_map: MixingMap) -> Method:
     Raises:
         ValueError: If the method does not exist, or if the map does not fully describe it.
     """
-    known = all_methods()
-    if mixing_map.method not in known:
-        raise ValueError(f"method: expected one of {sorted(known)}, got {mixing_map.method!r}; give method=")
-    method_class = known[mixing_map.method]
+    method_class = find_recorded(mixing_map.method)
+    if method_class is None:
+        known = sorted(all_methods())
+        raise ValueError(f"method: expected one of {known}, got {mixing_map.method!r}; give method=")
     names = {field.name for field in dataclasses.fields(method_class)}
     parameters = {name: value for name, value in mixing_map.parameters.items() if name in names}
     try:

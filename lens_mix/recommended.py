@@ -15,10 +15,10 @@ from lens_mix.maps import MixingMap
 from lens_mix.measured import sentence
 from lens_mix.method import Method
 from lens_mix.methods.attention import AttentionWeights
-from lens_mix.methods.attribution_patching import LONGEST_MEASURED, AttributionPatching
 from lens_mix.methods.decompx import DecompX
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.input_gradients import InputGradients
+from lens_mix.methods.token_patching import LONGEST_MEASURED, TokenPatching
 from lens_mix.runner import run
 from lens_mix.session import Session
 from lens_mix.targets import TargetLike, predicted
@@ -26,18 +26,18 @@ from lens_mix.targets import TargetLike, predicted
 # The evidence was measured with these replacements (docs/evidence/input_map.md).
 _WORDS = (" thing", " green")
 
-# The details of `AttributionPatching` about its measured scores.
+# The details of `TokenPatching` about its measured scores.
 _MEASURED = ("measured", "measured_passes")
 
 # These are the names of each recipe's facts in `lens_mix/measured.json`. A recipe that is missing here was
 # not measured separately.
 EVIDENCE = {
     "joint input_gradients": ("flan-t5-joint: input_gradients, norm",),
-    "attribution_patching": (
-        "smollm2-forms: … for 24: lm.methods.AttributionPatching",
+    "token_patching": (
+        "smollm2-forms: … for 24: lm.methods.TokenPatching",
         "smollm2-long: SmolLM2, held out, more than 20 tokens",
     ),
-    "attribution_patching, measured": ('smollm2-exact: lm.input_map(exact="auto")',),
+    "token_patching, measured": ('smollm2-exact: lm.input_map(exact="auto")',),
     "decompx": ("rxnfp-importance: decompx",),
     "gim with ratios": ('smollm2-held_out: gim, activations="ratio", readout="absolute"',),
 }
@@ -56,7 +56,7 @@ def input_map(
     It is computed by the first of these recipes that can run on the model. The notes of the map say why the
     earlier ones cannot.
 
-    1. `attribution_patching` is how the target changes if a token is replaced. In rows of at most 32 tokens
+    1. `token_patching` is how the target changes if a token is replaced. In rows of at most 32 tokens
        the strongest scores are measured (`exact`), and all others are estimated. It takes up to fourteen
        forward passes if it measures, and about five otherwise. It needs a causal model on a TransformerBridge
        that takes positions. Without measured scores it was not the best on long prompts and on a second
@@ -83,10 +83,10 @@ def input_map(
             probability of the model's own prediction there. `decompx` explains the representation of the
             position instead.
         exact: How many scores of each row are measured, by replacing the token in whole passes, instead of
-            estimated. This is for `attribution_patching` only. The strongest ones are measured, and the
+            estimated. This is for `token_patching` only. The strongest ones are measured, and the
             query's own. "auto": as many as the time of a few estimates allows.
             These are all scores of a row of at most 17 tokens, and none of a row of more than 32 tokens,
-            which this cost did not improve. False: none. `lm.methods.AttributionPatching` (`n_measured`)
+            which this cost did not improve. False: none. `lm.methods.TokenPatching` (`n_measured`)
             describes how the others are rescaled.
         options: As in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
             part="decoder" excludes the source. `layers` is for `decompx`, which has a map of each layer. Its
@@ -117,7 +117,7 @@ def input_map(
     method, name, mixing_map, reasons = _run_first(model, prompt, queries, target, n_measured, options)
     notes = [f"input_map: a better recipe cannot run: {reason}" for reason in reasons]
     evidence: dict[str, Any] = {"recipe": method.name, "figures": _figures(name)}
-    if isinstance(method, AttributionPatching) and n_measured:
+    if isinstance(method, TokenPatching) and n_measured:
         (measured,), (passes,) = (mixing_map.provenance["details"][key] for key in _MEASURED)
         evidence |= dict(zip(_MEASURED, (measured, passes), strict=True))
         if not any(measured):
@@ -131,7 +131,7 @@ def input_map(
 
 
 def _read_exact(exact: Any) -> int | Literal["auto"]:
-    """Return the argument `exact` as the `n_measured` of `AttributionPatching`."""
+    """Return the argument `exact` as the `n_measured` of `TokenPatching`."""
     if exact is False or exact == "auto":
         return exact or 0
     if isinstance(exact, bool) or not isinstance(exact, int):
@@ -245,12 +245,12 @@ def _recipes(
     Args:
         model: The model.
         target: The target.
-        n_measured: The number of scores that `AttributionPatching` measures.
+        n_measured: The number of scores that `TokenPatching` measures.
         by_default: Whether it is the default target, and not one that the user gave.
     """
-    patching = AttributionPatching(target, replacements=_words(model), n_measured=n_measured)
-    names = {0: "attribution_patching", "auto": "attribution_patching, measured"}
-    yield patching, names.get(n_measured, "attribution_patching, some measured")
+    patching = TokenPatching(target, replacements=_words(model), n_measured=n_measured)
+    names = {0: "token_patching", "auto": "token_patching, measured"}
+    yield patching, names.get(n_measured, "token_patching, some measured")
     if by_default:
         yield DecompX(), "decompx"
     yield Gim(target, readout="absolute", activations="ratio"), "gim with ratios"

@@ -53,6 +53,9 @@ _CALLS = {
     "rollout": "lm.rollout(lm.run(model, prompt, method))",
 }
 
+# Saved maps and traces may have the name that a method had before it was renamed.
+_FORMER_NAMES = {"attribution_patching": "token_patching"}
+
 _registered: dict[str, type[Method]] = {}
 
 M = TypeVar("M", bound=type[Method])
@@ -123,6 +126,12 @@ def all_methods() -> dict[str, type[Method]]:
     return {**METHODS, **_plugins(), **_registered}
 
 
+def find_recorded(name: str) -> type[Method] | None:
+    """Return the class of a method by its name in a saved record; None if there is none of this name."""
+    known = all_methods()
+    return known.get(name) or known.get(_FORMER_NAMES.get(name, ""))
+
+
 def describe(name: str) -> Description:
     """Return the group, the plain line and the cost of a method, or of `input_map`.
 
@@ -131,7 +140,7 @@ def describe(name: str) -> Description:
     """
     if name == "input_map":
         return _INPUT_MAP
-    method = all_methods().get(name)
+    method = find_recorded(name)
     if method is None:
         return Description("Other methods", "")
     return Description(method.group, method.description or _read_first_line(method), method.default_cost())
@@ -182,6 +191,8 @@ def _suggest(name: str, known: Mapping[str, type[Method]]) -> str:
     """Return what to write instead of an unknown name, for the beginning of an error."""
     if name in _CALLS:
         return f"{name} is not a method, write {_CALLS[name]}; "
+    if name in _FORMER_NAMES:
+        return f"{name} is called {_FORMER_NAMES[name]!r} now; "
     close = _find_closest(name, known)
     return "" if close is None else f"did you mean {close.name!r}? "
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.registry import describe
 from tests.tiny_models import available, bridge, hooked_encoder
 
 TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
@@ -72,6 +73,18 @@ def test_with_inputs_and_pairs():
         types = torch.tensor([0, 0, 0, 1, 1, 1])
         made = lm.run(hooked_encoder(), TOKENS, "attention", token_type_ids=types)
         assert torch.equal(lm.run_again(hooked_encoder(), made).scores, made.scores)
+
+
+@pytest.mark.skipif(not available(bridge, "gpt2"), reason="no TransformerBridge in this TransformerLens")
+def test_a_record_with_the_name_that_a_method_had_before(tmp_path):
+    model, method = bridge("gpt2"), lm.methods.TokenPatching(n_exact=2)
+    made = lm.run(model, TOKENS, method, queries=[-1])
+    made.replace(method="attribution_patching").save(tmp_path / "map.safetensors")
+    loaded = lm.MixingMap.load(tmp_path / "map.safetensors")
+    again = lm.run_again(model, loaded)
+    assert torch.equal(again.scores, made.scores)
+    assert (again.method, again.parameters) == ("token_patching", made.parameters)
+    assert describe(loaded.method) == describe("token_patching")
 
 
 def test_refused(model):

@@ -249,7 +249,7 @@ def methods() -> Iterator[Case]:
     for method in (lm.methods.ValueZeroing, lm.methods.Occlusion):
         no_spans = ("ab", 3, [], [[]], [[1.5]], [3], [[0], [0]], [[-1]], {0: [1]}, True)
         yield from each(method, "spans", no_spans)
-    for method in (lm.methods.Occlusion, lm.methods.AttributionPatching):
+    for method in (lm.methods.Occlusion, lm.methods.TokenPatching):
         yield from each(method, "replacements", (" the", 3, [], [1.5], [-1], [None], {0: 1}, True))
         yield from each(method, "n_samples", (*NO_WHOLE, 0, None))
         yield from each(method, "seed", (*NO_WHOLE, -1, None))

@@ -74,7 +74,7 @@ def test_map_prints_the_answer_and_writes_a_page(folder, tmp_path):
     assert lines[1].startswith("after ' in': ")
     titles = [line.split(":")[0] for line in lines]
     titles = [title for title in titles if title.split(",")[0] in registry.list_names()]
-    assert titles == ["input_map, by attribution_patching", "attention", "value_zeroing"]
+    assert titles == ["input_map, by token_patching", "attention", "value_zeroing"]
     assert f"wrote the page of all views: {tmp_path / 'page.html'}" in found.output
     assert "<!DOCTYPE html>" in (tmp_path / "page.html").read_text()
 

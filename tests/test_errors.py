@@ -75,6 +75,11 @@ def test_bad_prompts(model, prompt, error, message):
             ValueError,
             r"methods: did you mean 'attention'\? expected one of \[.*'attention'.*\], got 'atention'",
         ),
+        (
+            {"methods": "attribution_patching"},
+            ValueError,
+            r"methods: attribution_patching is called 'token_patching' now; expected one of",
+        ),
         ({"methods": []}, ValueError, "expected at least one method, got none"),
         ({"methods": 3}, TypeError, "methods: expected a name, a method"),
         ({"methods": [3]}, TypeError, "methods: expected a name or a method, got 3"),

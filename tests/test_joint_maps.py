@@ -254,7 +254,7 @@ def test_the_record(tmp_path):
 def test_what_is_refused_in_words():
     model = model_of("bart")
     pair = prompt_of(model)
-    for method in ("attention", "alti", "value_zeroing", "attribution_patching"):
+    for method in ("attention", "alti", "value_zeroing", "token_patching"):
         with pytest.raises(
             lm.UnsupportedModelError, match=r"is not defined for part='joint'; lm\.aggregation\.joint"
         ):

@@ -74,7 +74,7 @@ def test_a_fact_has_its_interval_cases_and_origin() -> None:
 
 
 def test_a_sentence_has_score_model_cases_and_figures() -> None:
-    first, second = EVIDENCE["attribution_patching"]
+    first, second = EVIDENCE["token_patching"]
     facts = measured._read_facts()
     text = measured.sentence(first, second)
     for part in (facts[first].score, facts[first].model, str(facts[first]), str(facts[second])):

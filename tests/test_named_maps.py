@@ -54,7 +54,7 @@ def test_a_target_is_explained_by_input_map_and_the_methods_that_have_one(model)
 
 def test_methods_that_cost_passes_for_each_row_have_the_last_row_only():
     few = {name for name in ("input_map", *lm.METHODS) if not _has_all_rows(name)}
-    assert {"input_map", "gim", "attribution_patching", "input_gradients"} <= few
+    assert {"input_map", "gim", "token_patching", "input_gradients"} <= few
     assert not few & {"attention", "value_zeroing", "alti", "decompx", "occlusion"}
     assert _has_all_rows("somebody's own")
 

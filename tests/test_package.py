@@ -49,6 +49,14 @@ def test_a_name_like_no_other_has_no_suggestion():
     assert not hasattr(lm, "__wrapped__")
 
 
+def test_a_class_that_is_not_there_says_which_was_meant():
+    message = "module 'lens_mix.methods' has no attribute {!r}; did you mean lens_mix.methods.{}?"
+    for name, meant in (("AttributionPatching", "TokenPatching"), ("ValueNorm", "ValueNorms")):
+        with pytest.raises(AttributeError, match=re.escape(message.format(name, meant))):
+            getattr(lm.methods, name)
+    assert not hasattr(lm.methods, "__wrapped__")
+
+
 def test_both_names_of_a_method_are_printed():
     printed = str(lm.METHODS).splitlines()
     assert len(printed) == len(lm.METHODS)

@@ -137,7 +137,7 @@ def test_input_gradients_agree_with_hugging_face(name):
 
 
 # These run copies at repeated positions, or cut the prompt.
-ON_TEXT_ALONE = {"attribution_patching", "context_length"}
+ON_TEXT_ALONE = {"token_patching", "context_length"}
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -22,16 +22,16 @@ def test_causal_bridges_get_patching_with_its_record():
     prompt = tokens(model, 1, 6, 1)[0]
     found = lm.input_map(model, prompt)
     assert (found.method, found.queries, found.kind, found.notes) == (
-        "attribution_patching",
+        "token_patching",
         [5],
         "input",
         (),
     )
-    expected = lm.run(model, prompt, lm.methods.AttributionPatching(n_measured="auto"), queries=[-1])
+    expected = lm.run(model, prompt, lm.methods.TokenPatching(n_measured="auto"), queries=[-1])
     assert torch.equal(found.scores, expected.scores)
     assert found.provenance["input_map"] == {
-        "recipe": "attribution_patching",
-        "figures": sentence(*EVIDENCE["attribution_patching, measured"]),
+        "recipe": "token_patching",
+        "figures": sentence(*EVIDENCE["token_patching, measured"]),
         "measured": [[0, 1, 2, 3, 4, 5]],
         "measured_passes": [12],
     }
@@ -41,12 +41,10 @@ def test_measured_scores_are_asked_for_and_recorded():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     prompt = tokens(model, 1, 8, 1)[0]
     none = lm.input_map(model, prompt, exact=False)
-    assert torch.equal(
-        none.scores, lm.run(model, prompt, lm.methods.AttributionPatching(), queries=[-1]).scores
-    )
+    assert torch.equal(none.scores, lm.run(model, prompt, lm.methods.TokenPatching(), queries=[-1]).scores)
     assert none.provenance["input_map"] == {
-        "recipe": "attribution_patching",
-        "figures": sentence(*EVIDENCE["attribution_patching"]),
+        "recipe": "token_patching",
+        "figures": sentence(*EVIDENCE["token_patching"]),
     }
     some = lm.input_map(model, prompt, queries=[1, -1], exact=3)
     assert [len(measured) for measured in some.provenance["input_map"]["measured"]] == [2, 4]
@@ -72,7 +70,7 @@ def test_nothing_is_measured_in_long_rows():
     assert "all scores of rows of more than 32 tokens are estimated" in found.notes[-1]
     both = lm.input_map(model, prompt, queries=[3, -1])
     assert both.provenance["input_map"]["measured"] == [[0, 1, 2, 3], []]
-    assert both.provenance["input_map"]["figures"] == sentence(*EVIDENCE["attribution_patching, measured"])
+    assert both.provenance["input_map"]["figures"] == sentence(*EVIDENCE["token_patching, measured"])
 
 
 def test_exact_on_a_model_without_such_copies():
@@ -130,7 +128,7 @@ def test_layers_are_those_of_decompx():
         found = lm.input_map(model, prompt, layers=layers)
         assert (found.method, found.layer_labels) == ("decompx", labels)
         torch.testing.assert_close(found.scores, expected.scores[labels])
-    with pytest.raises(ValueError, match="the one map of attribution_patching describes the whole model"):
+    with pytest.raises(ValueError, match="the one map of token_patching describes the whole model"):
         lm.input_map(model, prompt, layers=[0])
 
 

@@ -103,7 +103,7 @@ def test_the_last_row_is_that_of_the_tokens_in_reach(name, method):
     try:
         whole = lm.run(model, tokens, method, **options).scores[..., -1, :]
     except lm.UnsupportedModelError as problem:
-        assert (method, "attention to read only tokens" in str(problem)) == ("attribution_patching", True)
+        assert (method, "attention to read only tokens" in str(problem)) == ("token_patching", True)
         return
     assert_agree(whole[..., -reach:], alone)
     if (name, method) == ("llama4", "context_length"):
@@ -145,7 +145,7 @@ def test_replacements_are_prompts_of_their_own(name):
             expected[position] += (changed - clean)[clean.argmax()].abs() / len(REPLACEMENTS)
     occlusion = lm.methods.Occlusion(replacements=REPLACEMENTS, measure="absolute")
     assert_agree(lm.run(model, tokens, occlusion, queries=[-1], progress=None).scores[0, 0], expected)
-    measured = lm.methods.AttributionPatching(replacements=REPLACEMENTS, n_measured="auto")
+    measured = lm.methods.TokenPatching(replacements=REPLACEMENTS, n_measured="auto")
     try:
         found = lm.run(model, tokens, measured, queries=[-1], progress=None).scores[0, 0]
     except lm.UnsupportedModelError as problem:

@@ -22,7 +22,7 @@ from benchmarks.common import machine, markdown_table
 from benchmarks.input_map.importance import file_of, folder
 from benchmarks.input_map.prompts import make
 from benchmarks.input_map.table import agreement, interval
-from lens_mix.methods.attribution_patching import LONGEST_MEASURED as LONGEST
+from lens_mix.methods.token_patching import LONGEST_MEASURED as LONGEST
 
 ROWS: dict[str, int | str | bool] = {"estimated": False, "8 measured": 8, "auto": "auto"}
 NAMES = {

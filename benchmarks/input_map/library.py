@@ -16,7 +16,7 @@ from benchmarks.input_map.importance import file_of, folder
 from benchmarks.input_map.prompts import make
 
 METHODS: dict[str, Any] = {
-    "attribution_patching": lm.methods.AttributionPatching(replacements=(" thing", " green")),
+    "token_patching": lm.methods.TokenPatching(replacements=(" thing", " green")),
     "gim, ratio": lm.methods.Gim(activations="ratio"),
     "gim, ratio, absolute": lm.methods.Gim(activations="ratio", readout="absolute"),
     "gim, absolute": lm.methods.Gim(readout="absolute"),

@@ -111,7 +111,7 @@ def recommended(models: Models, record: Record) -> Rows:
     found = lm.run(
         models.bridge,
         record.tokens,
-        lm.methods.AttributionPatching(replacements=WORDS),
+        lm.methods.TokenPatching(replacements=WORDS),
         queries=record.rows[:FIRST_TOKENS],
     )
     rows = found.scores[0, :, : record.n_prompt].double()

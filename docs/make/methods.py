@@ -52,7 +52,7 @@ _EVIDENCE = {
     "attention_attribution": ("attention_attribution",),
     "gradient_attention": ("attention_attribution",),
     "information_flow_routes": ("information_flow_routes",),
-    "attribution_patching": ("input_map",),
+    "token_patching": ("input_map",),
     "gim": ("input_map", "input_gradients"),
     "frozen_gradients": ("input_gradients",),
     "input_gradients": ("input_gradients",),

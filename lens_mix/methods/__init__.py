@@ -6,9 +6,11 @@ classes are also names of this package: `lm.methods.ValueZeroing(metric="euclide
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import pkgutil
+from typing import NoReturn
 
 from lens_mix.method import Method
 
@@ -54,6 +56,13 @@ METHODS = _find_methods()
 _CLASSES = {method.__name__: method for method in METHODS.values()}
 globals().update(_CLASSES)
 __all__ = ["METHODS", *sorted(_CLASSES)]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Raise an AttributeError that names the closest class, such as one whose name has changed."""
+    close = difflib.get_close_matches(name, _CLASSES, 1)
+    suggestion = f"; did you mean lens_mix.methods.{close[0]}?" if close else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggestion}", name=name)
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,6 @@ from .atb_ff import AtbFf, AtbFfRes, AtbFfResLn
 from .attention import AttentionWeights, AttnResWeights
 from .attention_attribution import AttentionAttribution
 from .attn_res import AttnRes, AttnResLn
-from .attribution_patching import AttributionPatching
 from .context_length import ContextLength
 from .decompx import DecompX, DecompXLocal
 from .frozen_gradients import FrozenGradients
@@ -16,6 +15,7 @@ from .gradient_attention import GradientAttention
 from .information_flow_routes import InformationFlowRoutes
 from .input_gradients import InputGradients
 from .occlusion import Occlusion
+from .token_patching import TokenPatching
 from .value_norms import ValueNorms
 from .value_zeroing import ValueZeroing
 
@@ -33,7 +33,6 @@ __all__ = [
     "AttnRes",
     "AttnResLn",
     "AttnResWeights",
-    "AttributionPatching",
     "ContextLength",
     "DecompX",
     "DecompXLocal",
@@ -44,6 +43,7 @@ __all__ = [
     "InformationFlowRoutes",
     "InputGradients",
     "Occlusion",
+    "TokenPatching",
     "ValueNorms",
     "ValueZeroing",
 ]

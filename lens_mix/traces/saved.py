@@ -15,7 +15,7 @@ from lens_mix._inputs.pictures import Picture
 from lens_mix.arguments import check_file_path
 from lens_mix.maps.explained import as_explained, as_records
 from lens_mix.maps.tensor_files import read_tensors, write_tensors
-from lens_mix.registry import all_methods
+from lens_mix.registry import find_recorded
 from lens_mix.traces.attribution import Explainer, find_aggregation, read_written
 from lens_mix.traces.documents import Section
 from lens_mix.traces.reading import Reading
@@ -152,10 +152,13 @@ def require_same_model(model: TransformerLensModel, trace: Trace, allowed: float
 def make_explainer(model: TransformerLensModel, trace: Trace) -> Explainer | None:
     """Return what computes further scores; None if the method or the aggregation was the user's own."""
     name, _, aggregation = trace.method_name.partition(", ")
+    method_class = find_recorded(name)
+    if method_class is None:
+        return None
     try:
-        method = all_methods()[name](**trace.parameters).explain_next_tokens()
+        method = method_class(**trace.parameters).explain_next_tokens()
         aggregated = find_aggregation(aggregation) if aggregation else None
-    except (KeyError, TypeError, ValueError):
+    except (TypeError, ValueError):
         return None
     return Explainer(model, trace.reading, method, aggregated, {})
 

@@ -105,9 +105,9 @@ def test_parameters_scale_the_recorded_cost():
     assert path.per_row == pytest.approx(4 * (1 + gradients.per_row))
     points = passes(lm.methods.AttentionAttribution(n_steps=8), blocks)
     assert points == passes(lm.methods.AttentionAttribution(n_steps=4), blocks).times(2)
-    patching = COSTS["attribution_patching"]
-    assert passes(lm.methods.AttributionPatching(), blocks) == patching
-    assert passes(lm.methods.AttributionPatching(n_measured="auto"), blocks) == patching.times(2)
+    patching = COSTS["token_patching"]
+    assert passes(lm.methods.TokenPatching(), blocks) == patching
+    assert passes(lm.methods.TokenPatching(n_measured="auto"), blocks) == patching.times(2)
     # The fixture's blocks are replayed: once per token and layer, whatever was recorded of the algebra.
     assert passes(lm.methods.ValueZeroing(), blocks).passes(24, 24, 2, 4) == 1 + 24 * 2 / 4
     assert passes(lm.methods.ValueZeroing(per_head=True), blocks).passes(24, 24, 4, 4) == 1 + 24 * 8

@@ -175,7 +175,7 @@ def test_rows_before_the_last_token_keep_the_angles_of_the_prompt():
     if not available(bridge, "phi3"):
         pytest.skip("no TransformerBridge in this TransformerLens")
     model, _ = build("phi3 longrope")
-    tokens, method = prompt(12), lm.methods.AttributionPatching(target=LOG_PROBABILITY, replacements=[9])
+    tokens, method = prompt(12), lm.methods.TokenPatching(target=LOG_PROBABILITY, replacements=[9])
     found = lm.run(model, tokens, method, queries=[5]).scores[0, 0]
     replaced = lm.methods.Occlusion(target=LOG_PROBABILITY, replacements=[9])
     expected = lm.run(model, tokens, replaced, queries=[5]).scores[0, 0]

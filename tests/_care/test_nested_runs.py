@@ -124,7 +124,7 @@ def inference_model(label):
 
 def test_which_methods_need_gradients():
     expected = {"attention_attribution", "gradient_attention", "input_gradients", "gim", "frozen_gradients"}
-    assert expected | {"attribution_patching"} == GRADIENTS
+    assert expected | {"token_patching"} == GRADIENTS
 
 
 @pytest.mark.parametrize("label", LABELS)

@@ -22,7 +22,7 @@ METHODS = (
     "gim",
     "input_gradients",
     "occlusion",
-    "attribution_patching",
+    "token_patching",
     "decompx",
     "information_flow_routes",
     "gradient_attention",
@@ -49,9 +49,9 @@ def test_heads_of_two_sizes_are_refused_for_what_is_done_to_values(method):
 def test_norms_over_pictures_are_no_hindrance():
     model = built("emu3")
     prompt = tokens(model, 1, 7)
-    for method in ("gim", "attribution_patching", "frozen_gradients"):
+    for method in ("gim", "token_patching", "frozen_gradients"):
         assert bool(lm.run(model, prompt, method, queries=[-1]).scores.isfinite().all())
-    assert lm.input_map(model, prompt).method == "attribution_patching"
+    assert lm.input_map(model, prompt).method == "token_patching"
 
 
 @new_adapters

@@ -18,7 +18,7 @@ METHODS = {
     "gim": lm.methods.Gim(activations="ratio"),
     "plain activations": lm.methods.Gim(),
     "streams": lm.methods.Gim(after_blocks=1, readout="absolute"),
-    "patching": lm.methods.AttributionPatching(replacements=[5], n_exact=2),
+    "patching": lm.methods.TokenPatching(replacements=[5], n_exact=2),
 }
 
 

@@ -22,7 +22,7 @@ EXPENSIVE = [
     lm.methods.FrozenGradients(),
     lm.methods.InputGradients(),
     lm.methods.InputGradients(score="integrated", n_steps=4),
-    lm.methods.AttributionPatching(),
+    lm.methods.TokenPatching(),
     lm.methods.Occlusion(),
     lm.methods.Occlusion(by="values"),
     lm.methods.ContextLength(),

@@ -179,7 +179,7 @@ def switch(adapter, disabled):
 @pytest.mark.parametrize("place", ["attn.o", "mlp.out", "attn.v"])
 def test_an_adapter_that_is_switched_off_is_gone(place, kind):
     """Check that switching the adapter on or off makes a new verification in both directions."""
-    methods = ["value_norm", "value_zeroing", "decompx", "attribution_patching"]
+    methods = ["value_norm", "value_zeroing", "decompx", "token_patching"]
     plain, model = bridge("llama"), bridge("llama")
     prompt = tokens(model, 1, 7)
     expected = lm.run(plain, prompt, methods, queries=[-1])

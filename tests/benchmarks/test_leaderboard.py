@@ -15,7 +15,7 @@ RECORDED = """# The leaderboard
 
 ## Score: two prompts
 
-Measured 2026-11-23 (attribution_patching: 2026-11-24) with TransformerLens 4.3, torch 2.13.
+Measured 2026-11-23 (token_patching: 2026-11-24) with TransformerLens 4.3, torch 2.13.
 
 | method | aggregation | score | score above position | cases |
 |---|---|---|---|---|
@@ -60,7 +60,7 @@ def test_the_rows_of_one_method_are_replaced_and_no_others(record: Path) -> None
     before = [line for line in RECORDED.split("\n") if line.startswith("| ")][1:]
     assert rows == [before[0], before[2], before[3], rows[3], before[4]]
     assert rows[3] == "| gim | - | 0.30 [0.10, 0.50] | 0.10 [-0.10, 0.30] | 2 |"
-    assert "Measured 2026-11-23 (attribution_patching: 2026-11-24; gim: " in text
+    assert "Measured 2026-11-23 (token_patching: 2026-11-24; gim: " in text
     leaderboard.merge("tiny-score", "gim")
     assert record.read_text(encoding="utf-8") == text
 

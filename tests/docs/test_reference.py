@@ -126,7 +126,7 @@ def test_the_best_method_of_a_task_is_at_least_as_good_as_every_other(pages):
     assert len(quoted) > 100
     worse = [each for each in quoted if float(each[0].replace("−", "-")) > float(each[1].replace("−", "-"))]
     assert worse == []
-    assert {leader for _, _, leader in quoted} > {"decompx", "attribution_patching"}
+    assert {leader for _, _, leader in quoted} > {"decompx", "token_patching"}
 
 
 def test_the_navigation_has_every_page(pages):

@@ -226,9 +226,9 @@ def test_the_task_scores_rows_as_the_functions_do(model, prompt):
 def test_the_task_explains_several_tokens(model, prompt):
     """The rows before the written tokens are summed; a method with a target explains the whole span."""
     case = Case(prompt, query=(6, 7, 8), target=TARGET, sources=SOURCES)
-    methods = ["attention", "input_gradients", "gradient_attention", lm.methods.AttributionPatching()]
+    methods = ["attention", "input_gradients", "gradient_attention", lm.methods.TokenPatching()]
     board = lm.evaluate(model, Sources([case], ablations=16), methods, ["mean"])
-    assert "attribution_patching" in board.refused
+    assert "token_patching" in board.refused
     explained = lm.run(model, prompt, lm.methods.InputGradients(target=TARGET), queries=[-1])
     by_head = lm.layer_mean(lm.run(model, prompt, lm.methods.GradientAttention(target=TARGET)))
     rows = {

@@ -21,7 +21,7 @@ from lens_mix.hooks import (
 )
 from lens_mix.hooks.gradient import _compute_pattern_gradient
 from lens_mix.hooks.mixing import mix, sink
-from lens_mix.methods.attribution_patching import hidden_effects
+from lens_mix.methods.token_patching import hidden_effects
 from tests.tiny_models import available, bridge, hooked_transformer, tokens
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

@@ -117,7 +117,7 @@ def test_every_method_explains_the_position_of_a_token_target(position: int) -> 
         (targets.next_token(position), float(logits.log_softmax(-1)[prompt[place + 1]])),
         (targets.masked_token(5, position, "logit"), float(logits[5])),
     ):
-        # Attribution patching needs a Bridge.
+        # Token patching needs a Bridge.
         require_own_position(model, prompt, target, place, value, expect_all=available(bridge, "gpt2"))
 
 

@@ -20,7 +20,7 @@ PATTERN = torch.full((1, 4, 7, 7), 1 / 7)
 INTERVENING: dict[str, tuple[Method, Any]] = {
     "value_zeroing": (lm.methods.ValueZeroing(), 2),
     "occlusion": (lm.methods.Occlusion(by="mask"), 2),
-    "attribution_patching": (lm.methods.AttributionPatching(), torch.ones(7, 7, dtype=torch.bool)),
+    "token_patching": (lm.methods.TokenPatching(), torch.ones(7, 7, dtype=torch.bool)),
     "attention_attribution": (lm.methods.AttentionAttribution(), PATTERN),
     "gradient_attention": (lm.methods.GradientAttention(), PATTERN),
 }

@@ -54,7 +54,7 @@ def direct_terms_in_a_batch(model, prompt, query):
 )
 def test_equals_whole_prompts_in_a_batch(name):
     model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 13)
-    method = lm.methods.AttributionPatching(replacements=[STAND_IN], paths="direct")
+    method = lm.methods.TokenPatching(replacements=[STAND_IN], paths="direct")
     found = lm.run(model, prompt, method, queries=[4, -1]).scores[0]
     for row, query in zip(found, (4, 9), strict=True):
         expected = direct_terms_in_a_batch(model, prompt, query)
@@ -75,20 +75,20 @@ def test_a_token_that_sees_too_little_of_the_prompt_is_found(monkeypatch):
 
     monkeypatch.setattr(side_by_side, "Batch", damaged)
     with pytest.raises(lm.UnsupportedModelError, match=WORDS):
-        lm.run(model, prompt, lm.methods.AttributionPatching(replacements=[STAND_IN]), queries=[-1])
+        lm.run(model, prompt, lm.methods.TokenPatching(replacements=[STAND_IN]), queries=[-1])
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_a_window_is_found_by_the_control(name):
     """The row's mask replaces the model's window."""
-    model, method = build_or_skip(bridge, name, torch.float64), lm.methods.AttributionPatching(n_exact=3)
+    model, method = build_or_skip(bridge, name, torch.float64), lm.methods.TokenPatching(n_exact=3)
     with pytest.raises(lm.UnsupportedModelError, match="a sliding window shorter than the prompt"):
         lm.run(model, torch.arange(3, 15), method, queries=[-1])
 
 
 def test_several_passes_equal_one(monkeypatch):
     model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 12)
-    method = lm.methods.AttributionPatching(replacements=[5, STAND_IN])
+    method = lm.methods.TokenPatching(replacements=[5, STAND_IN])
     expected = lm.run(model, prompt, method).scores
     monkeypatch.setattr(side_by_side, "_MOST_COPIES", 2)
     torch.testing.assert_close(lm.run(model, prompt, method).scores, expected, atol=1e-10, rtol=0)

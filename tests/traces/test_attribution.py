@@ -96,13 +96,13 @@ def test_a_linear_method_has_the_sum_of_its_rows(score):
 
 
 @pytest.mark.parametrize(
-    "method", [lm.methods.AttributionPatching(), lm.methods.ContextLength()], ids=["patching", "context"]
+    "method", [lm.methods.TokenPatching(), lm.methods.ContextLength()], ids=["patching", "context"]
 )
 def test_methods_of_one_position_are_summed(method):
     try:
         t = trace(method)
     except lm.UnsupportedModelError as problem:
-        # Attribution patching needs a Bridge.
+        # Token patching needs a Bridge.
         pytest.skip(str(problem))
     rows = []
     for row in ROWS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 import lens_mix as lm
 from tests.damage import damage_bytes, damage_tensors
 from tests.matrix import build_or_skip, prompt_of
-from tests.tiny_models import bridge
+from tests.tiny_models import available, bridge
 from tests.traces.readers import PLAIN, reader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -109,6 +110,13 @@ def test_with_the_model_everything_can_be_computed(tmp_path, options):
     assert read.verify(9) == t.verify(9)
     assert dict(read.parameters) == dict(t.parameters) or options
     torch.testing.assert_close(read.through()[:].scores, t.through()[:].scores, atol=1e-12, rtol=0)
+
+
+@pytest.mark.skipif(not available(bridge, "gpt2"), reason="no TransformerBridge in this TransformerLens")
+def test_a_trace_with_the_name_that_a_method_had_before(tmp_path):
+    t = traced(method=lm.methods.TokenPatching(n_exact=1, n_samples=1), answer="In Oslo.")
+    read = again(dataclasses.replace(t, method_name="attribution_patching"), tmp_path, model_of())
+    torch.testing.assert_close(read[1:3].scores, t[1:3].scores, atol=1e-12, rtol=0)
 
 
 def test_a_through_trace(tmp_path):

@@ -53,11 +53,11 @@ def maps():
     recommended = lm.MixingMap(
         torch.tensor([[[0.5, 0.1, 0.8, 0.0, 0.2, 0.4]]]),
         attention.tokens,
-        method="attribution_patching",
+        method="token_patching",
         causal=True,
         kind="input",
         queries=[5],
-        provenance={"whole_model": True, "input_map": {"recipe": "attribution_patching", "figures": "0.5"}},
+        provenance={"whole_model": True, "input_map": {"recipe": "token_patching", "figures": "0.5"}},
         explained=explained(target=TARGET)[5:],
     )
     maps = {"attention": attention, "value_zeroing": zeroing, "recommended": recommended}
@@ -94,7 +94,7 @@ def test_the_text_has_the_colours_of_the_recommended_map(opened, maps):
     browser = opened(maps, "")
     share = maps["recommended"].normalized().scores[0, 0]
     boxes = all_of(browser, "#tokens .token")
-    assert "recommended map: attribution patching" in text(browser, "#text-legend")
+    assert "recommended map: token patching" in text(browser, "#text-legend")
     assert f"first token {percent(share[0])}, not coloured" in text(browser, "#text-legend")
     assert f"most: “ t2” {percent(share[2])}, “ t5” {percent(share[5])}" in text(browser, "#text-legend")
     for key, box in enumerate(boxes):

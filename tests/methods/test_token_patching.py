@@ -1,4 +1,4 @@
-"""Test attribution patching against plain transformers, occlusion, and a recomputed softmax."""
+"""Test token patching against plain transformers, occlusion, and a recomputed softmax."""
 
 import dataclasses
 import math
@@ -16,13 +16,13 @@ from lens_mix._passes.autograd_graph import Mixing
 from lens_mix.experiments.passes import run_prompt
 from lens_mix.hooks import mixing as hooks_mixing
 from lens_mix.hooks import record_mixing, zero_values
-from lens_mix.methods.attribution_patching import (
+from lens_mix.methods.bound_target import bind_rows
+from lens_mix.methods.row_gradients import make_graph
+from lens_mix.methods.token_patching import (
     hidden_effects,
     hidden_key_effects,
     rescale,
 )
-from lens_mix.methods.bound_target import bind_rows
-from lens_mix.methods.row_gradients import make_graph
 from tests.matrix import build_or_skip, cases, prompt_of, wide_cases
 from tests.tiny_models import bridge, hooked_transformer, tokens, wrapped_model
 
@@ -36,7 +36,7 @@ RUNNING = {
 
 
 def last_row(model, prompt, **options):
-    method = lm.methods.AttributionPatching(**{"replacements": STAND_INS, **options})
+    method = lm.methods.TokenPatching(**{"replacements": STAND_INS, **options})
     return lm.run(model, prompt, method, queries=[-1]).scores[0, 0]
 
 
@@ -58,9 +58,7 @@ def test_without_tokens_between_it_is_occlusion(case):
     prompt, options = prompt_of(model), {"part": case.part, "queries": [-1]}
     runs = case.label.startswith("bridge ") and case.label.split(" ")[1] in RUNNING
     try:
-        found = lm.run(
-            model, prompt, lm.methods.AttributionPatching(replacements=STAND_INS), **options
-        ).scores
+        found = lm.run(model, prompt, lm.methods.TokenPatching(replacements=STAND_INS), **options).scores
     except lm.UnsupportedModelError:
         assert not runs
         return
@@ -80,7 +78,7 @@ def test_terms_add_up_and_neighbours_have_nothing_between():
 @pytest.mark.parametrize("n_measured", [0, 2, "auto"])
 def test_rows_and_prompts_are_as_alone(n_measured):
     model = build_or_skip(bridge, "gpt2", torch.float64)
-    method = lm.methods.AttributionPatching(replacements=STAND_INS, n_measured=n_measured)
+    method = lm.methods.TokenPatching(replacements=STAND_INS, n_measured=n_measured)
     prompts = [tokens(model, 1, length, seed=length)[0] for length in (7, 4)]
     together = list(lm.run_many(model, prompts, method, batch_size=2))
     for prompt, found in zip(prompts, together, strict=True):
@@ -92,7 +90,7 @@ def test_rows_and_prompts_are_as_alone(n_measured):
 
 def test_little_memory_changes_nothing():
     model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 12)
-    method = lm.methods.AttributionPatching(n_samples=3)
+    method = lm.methods.TokenPatching(n_samples=3)
     whole = lm.run(model, prompt, method, queries=[-1]).scores
     pieces = lm.run(model, prompt, method, queries=[-1], max_memory=1_000_000).scores
     torch.testing.assert_close(pieces, whole)
@@ -140,7 +138,7 @@ def test_hooks_that_act_everywhere_are_a_part_of_the_model():
 
 def test_the_clean_pass_leaves_the_graph_of_a_prompt_alone(monkeypatch):
     model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
-    method = lm.methods.AttributionPatching(replacements=STAND_INS)
+    method = lm.methods.TokenPatching(replacements=STAND_INS)
     lm.run(model, prompt, method)
     passes, forward = [], Lens.forward
 
@@ -161,7 +159,7 @@ def test_the_clean_pass_leaves_the_graph_of_a_prompt_alone(monkeypatch):
     assert (len(passes), passes.count(True)) == (2 + 2, 2)
     passes.clear()
     # If everything is measured, nothing is estimated: the clean pass, one pass with copies.
-    measured = lm.methods.AttributionPatching(replacements=STAND_INS, n_measured="auto")
+    measured = lm.methods.TokenPatching(replacements=STAND_INS, n_measured="auto")
     lm.run(model, prompt, measured, queries=[-1])
     assert len(passes) == 2
 
@@ -169,7 +167,7 @@ def test_the_clean_pass_leaves_the_graph_of_a_prompt_alone(monkeypatch):
 def test_other_methods_of_the_run_are_out_of_the_graph():
     model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
     methods = ["attention", "value_zeroing", "alti", "gim", "value_norm", "occlusion"]
-    together = lm.run(model, prompt, [*methods, lm.methods.AttributionPatching(replacements=STAND_INS)])
+    together = lm.run(model, prompt, [*methods, lm.methods.TokenPatching(replacements=STAND_INS)])
     for name, found in together.items():
         assert not found.scores.requires_grad
         if name in methods:
@@ -231,9 +229,9 @@ def test_as_many_keys_as_asked_are_exact():
 # Hugging Face's RMSNorms and softmaxes are float32 in any dtype.
 @pytest.mark.parametrize(("name", "bound"), [("gpt2", 1e-10), ("llama", 1e-5)])
 def test_edits_on_a_run_of_ones_own_give_the_direct_term(name, bound):
-    """The example of `AttributionPatching.interventions` runs unchanged."""
+    """The example of `TokenPatching.interventions` runs unchanged."""
     model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 10)
-    method = lm.methods.AttributionPatching(replacements=STAND_INS[:1], paths="direct")
+    method = lm.methods.TokenPatching(replacements=STAND_INS[:1], paths="direct")
     found = lm.run(model, prompt, method, queries=[-1]).scores[0, 0]
     with torch.no_grad():
         clean = model(prompt[None])[0, -1]
@@ -270,7 +268,7 @@ def test_effects_are_the_formula_on_what_hooks_record(name, bound):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_terms_to_first_order_are_the_formula_on_the_gradients_of_the_rules(name):
     model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 10)
-    method, last = lm.methods.AttributionPatching(), len(prompt) - 1
+    method, last = lm.methods.TokenPatching(), len(prompt) - 1
     blocks = run_prompt(model, prompt, method).blocks
     # The graph of the run has been freed, so another one is made.
     rules = method.clean_rules([block.anatomy for block in blocks])
@@ -298,7 +296,7 @@ def test_the_strongest_scores_are_measured_and_the_others_keep_their_order(name,
     expected = lm.run(model, prompt, replaced, queries=[-1]).scores[0, 0]
     estimated = last_row(model, prompt)
     found = lm.run(
-        model, prompt, lm.methods.AttributionPatching(replacements=STAND_INS, n_measured=3), queries=[-1]
+        model, prompt, lm.methods.TokenPatching(replacements=STAND_INS, n_measured=3), queries=[-1]
     )
     row, (chosen,) = found.scores[0, 0], found.provenance["details"]["measured"][0]
     assert chosen == sorted([*estimated[:-1].topk(3).indices.tolist(), 8])
@@ -314,7 +312,7 @@ def test_all_scores_of_a_short_prompt_are_measured_and_some_of_a_long_one():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     for length, everything in ((17, True), (18, False), (32, False)):
         prompt = tokens(model, 1, length, seed=length)[0]
-        method = lm.methods.AttributionPatching(replacements=STAND_INS, n_measured="auto")
+        method = lm.methods.TokenPatching(replacements=STAND_INS, n_measured="auto")
         found = lm.run(model, prompt, method, queries=[-1])
         replaced = lm.methods.Occlusion(replacements=STAND_INS, measure="absolute")
         expected = lm.run(model, prompt, replaced, queries=[-1], progress=None).scores[0, 0]
@@ -330,7 +328,7 @@ def test_all_scores_of_a_short_prompt_are_measured_and_some_of_a_long_one():
 
 def test_rows_of_more_than_32_tokens_are_estimated_alone():
     model = build_or_skip(bridge, "gpt2", torch.float64, n_positions=64)
-    prompt, method = tokens(model, 1, 33, seed=0)[0], lm.methods.AttributionPatching(replacements=STAND_INS)
+    prompt, method = tokens(model, 1, 33, seed=0)[0], lm.methods.TokenPatching(replacements=STAND_INS)
     auto = dataclasses.replace(method, n_measured="auto")
     found, estimated = (lm.run(model, prompt, each, queries=[10, -1]) for each in (auto, method))
     assert torch.equal(found.scores[0, 1], estimated.scores[0, 1])
@@ -370,7 +368,7 @@ def test_models_it_can_not_run_on_say_why(name, reason):
     model = build_or_skip(bridge, name, torch.float64)
     with pytest.raises(lm.UnsupportedModelError, match=reason):
         last_row(model, torch.arange(3, 12))
-    assert reason in lm.support(model)["attribution_patching"]
+    assert reason in lm.support(model)["token_patching"]
 
 
 def test_hooked_transformers_are_refused():
@@ -392,7 +390,7 @@ def test_hooked_transformers_are_refused():
 )
 def test_bad_options(options, error, words):
     with pytest.raises(error, match=words):
-        lm.methods.AttributionPatching(**options)
+        lm.methods.TokenPatching(**options)
 
 
 def test_targets_of_several_positions_are_refused():
@@ -409,5 +407,5 @@ def test_a_model_that_keeps_no_cache_gets_the_same_map(name):
     expected = last_row(model, prompt)
     model.original_model.config.use_cache = False
     torch.testing.assert_close(last_row(model, prompt), expected)
-    assert lm.input_map(model, prompt).method == "attribution_patching"
+    assert lm.input_map(model, prompt).method == "token_patching"
     assert model.original_model.config.use_cache is False

@@ -1,4 +1,4 @@
-"""Compute attribution patching between tokens, with an exact direct effect for the strongest keys."""
+"""Estimate what patching each token does to the output, with an exact direct effect of the strongest keys."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _BACKWARD = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
-class AttributionPatching(RowTargetMethod):
+class TokenPatching(RowTargetMethod):
     """Estimate what replacing each token would do to the output, from a few passes per row.
 
     Measuring it takes one pass per token (`Occlusion`). A score adds two estimates of the change of the
@@ -64,7 +64,7 @@ class AttributionPatching(RowTargetMethod):
     g is the gradient of a backward pass with changed rules. Norms are linear maps at the scale of the clean
     pass, the softmax has temperature 2, and activations and gates follow the rule "ratio" of `Gim`. The sum,
     the square root and the rules are a choice of this library, made on data: docs/evidence/input_map.md has
-    the measurements.
+    the measurements. `attribution_patch` of TransformerLens scores nodes and edges of the model, not tokens.
 
     The result is one map [1, query, key], at least 0, in the target's unit. Each row takes one backward pass,
     and for every replacement a forward pass over N + 2 `n_exact` tokens, where N is the row's number of
@@ -112,7 +112,7 @@ class AttributionPatching(RowTargetMethod):
             - a target that reads several positions.
     """
 
-    name: ClassVar[str] = "attribution_patching"
+    name: ClassVar[str] = "token_patching"
     description: ClassVar[str] = "an estimate of how much the answer changes if a token is replaced"
     place_in_list: ClassVar[int] = 1
     needs: ClassVar[frozenset[str]] = frozenset({"gradients", "causal", "position_ids"})
@@ -187,7 +187,7 @@ class AttributionPatching(RowTargetMethod):
             each *= 2 if positions <= LONGEST_MEASURED else 1
         else:
             each += samples * min(self.n_measured, positions)
-        return cost.times(each / AttributionPatching()._passes_of_estimate(positions))
+        return cost.times(each / TokenPatching()._passes_of_estimate(positions))
 
     @property
     def _samples(self) -> int:
@@ -338,7 +338,7 @@ def rescale(
 
 
 def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:
-    """Return Σ_h g · dz of one layer, for each query that no longer sees a key (see `AttributionPatching`).
+    """Return Σ_h g · dz of one layer, for each query that no longer sees a key (see `TokenPatching`).
 
     The result has no meaning for a query that sees only one key, because nothing remains without it.
 
