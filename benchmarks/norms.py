@@ -195,7 +195,7 @@ def after_feed_forward(model: Any, positions: int, repeats: int) -> None:
     def written_out() -> None:
         with torch.no_grad():
             vectors = attention_vectors(block)
-            shares = feed_forward_shares(block, vectors, "on_path")
+            shares = feed_forward_shares(block, "on_path", vectors)
             sent = vectors.pairs.heads.times(vectors.pairs.heads.after(vectors.normed.pairs.chain))
             for query in range(positions):
                 # The hidden layers of all pairs together do not fit in memory, so this runs per query.

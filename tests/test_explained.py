@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix._model.model import Lens
 from lens_mix._passes.continuation import prompt_logits
 from tests.matrix import build_or_skip, cases, model_of, prompt_of
 from tests.test_classifiers import NO_BERT, TOKENS, classifier_of
@@ -27,7 +26,7 @@ def test_predictions_are_those_of_the_models_own_pass(case):
     if is_without_logits(case) or not is_causal:
         assert whole.explained is None
         return
-    probabilities = prompt_logits(Lens(model), prompt).softmax(-1)
+    probabilities = prompt_logits(model, prompt).softmax(-1)
     for position, entry in enumerate(whole.explained):
         best = probabilities[position].topk(4)
         # The logits of some models are computed in float32.
@@ -53,7 +52,7 @@ def causal_model():
 
 def test_targets_of_rows():
     model, prompt = causal_model(), torch.arange(3, 10)
-    logits = prompt_logits(Lens(model), prompt)
+    logits = prompt_logits(model, prompt)
     best = logits.argmax(-1).tolist()
     mixing_map = lm.run(model, prompt, lm.methods.InputGradients(lm.targets.logit()), queries=[2, -1])
     for entry, position in zip(mixing_map.explained, (2, 6), strict=True):
@@ -69,7 +68,7 @@ def test_targets_of_rows():
 def test_a_target_of_the_whole_prompt_is_in_every_row():
     model, prompt = causal_model(), torch.arange(3, 10)
     mixing_map = lm.run(model, prompt, lm.methods.GradientAttention(target=lm.targets.loss()))
-    log_probabilities = prompt_logits(Lens(model), prompt).log_softmax(-1)
+    log_probabilities = prompt_logits(model, prompt).log_softmax(-1)
     loss = -log_probabilities[:-1].gather(-1, prompt[1:, None]).mean().item()
     assert {entry.target for entry in mixing_map.explained} == {"loss of the next tokens"}
     # The prediction is that of each row's own position.
@@ -83,7 +82,7 @@ def test_a_target_of_the_whole_prompt_is_in_every_row():
 @pytest.mark.parametrize("queries", [None, [6, 0, 3]])
 def test_a_target_of_one_position_leaves_the_other_rows_their_own_predictions(queries):
     model, prompt = causal_model(), torch.arange(3, 10)
-    logits = prompt_logits(Lens(model), prompt)
+    logits = prompt_logits(model, prompt)
     best, target = logits.argmax(-1).tolist(), lm.targets.token(5, position=3)
     mixing_map = lm.run(model, prompt, lm.methods.GradientAttention(target=target), queries=queries)
     assert len(set(best)) > 1
@@ -143,7 +142,7 @@ def test_an_encoder_has_the_prediction_of_its_target_only():
     model = build_or_skip(bridge, "bert", torch.float64)
     assert lm.run(model, TOKENS, "attention").explained is None
     masked = lm.run(model, TOKENS, lm.methods.InputGradients(lm.targets.logit(position=3)), queries=[3])
-    logits = prompt_logits(Lens(model), TOKENS)[3]
+    logits = prompt_logits(model, TOKENS)[3]
     assert masked.explained[0].prediction == str(int(logits.argmax()))
     assert masked.explanation().startswith("at ")
 

@@ -30,10 +30,12 @@ _BY_FLOOR = (
     ("graphs", "registry", "residual_shares"),
     ("map_prompts", "runner", "evaluation"),
     ("again", "corpus", "recommended", "supported_methods", "traces", "view"),
-    ("experiments",),
-    ("app", "citations", "cli", "named_maps", "report", "testing"),
+    ("app", "citations", "named_maps", "report", "testing"),
     # lens_mix itself imports its names when they are first used.
-    ("", "__main__"),
+    ("",),
+    # Experiments use lens_mix as a user does.
+    ("experiments",),
+    ("cli", "__main__"),
 )
 FLOORS = {name: floor for floor, names in enumerate(_BY_FLOOR) for name in names}
 
@@ -158,6 +160,39 @@ def test_a_run_imports_what_not_every_run_needs_only_when_it_does():
             following.setdefault(arrow.importer, set()).add(arrow.imported)
     assert not _reached("runner", following) & RARELY_NEEDED
     assert set(trees()) >= RARELY_NEEDED
+
+
+def private_imports(tree: ast.Module) -> list[str]:
+    """Return the imports of lens_mix with a part that begins with an underscore, wherever they are."""
+    return [
+        path
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        for path in [".".join(filter(None, [getattr(node, "module", None), alias.name]))]
+        if path.startswith("lens_mix") and "._" in path
+    ]
+
+
+def test_experiments_are_written_on_public_names():
+    wrong = {
+        name: found
+        for name, tree in trees().items()
+        if package(name) == "experiments" and (found := private_imports(tree))
+    }
+    assert not wrong
+
+
+def test_private_imports_are_found():
+    source = """
+import lens_mix._blocks
+from lens_mix import Lens, _care
+from lens_mix.models import states_of
+def show():
+    from lens_mix._model.model import Lens
+"""
+    expected = ["lens_mix._blocks", "lens_mix._care", "lens_mix._model.model.Lens"]
+    assert private_imports(ast.parse(source)) == expected
 
 
 def test_no_circle_of_files():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import json
 import types
@@ -92,6 +93,20 @@ def test_runs(model, maps, tmp_path):
     assert lm.Lens(model).n_layers == 2
     with pytest.raises(lm.UnsupportedModelError, match="without attention"):
         lm.run(bridge("mamba"), torch.tensor([5, 9, 12]), "attention")
+
+
+def test_models_from_weights():
+    draw = functools.partial(torch.rand, generator=torch.Generator().manual_seed(0))
+    weights = lm.models.Weights(
+        embedding=draw(9, 4),
+        positions=draw(5, 4),
+        **{name: draw(1, 2, 4, 2) for name in ("query", "key", "value")},
+        output=draw(1, 2, 2, 4),
+        unembedding=draw(4, 9),
+    )
+    made: lm.models.TransformerLensModel = lm.models.model_from_weights(weights)
+    tokens = torch.tensor([1, 8, 3])
+    assert torch.equal(lm.models.prompt_logits(made, tokens), made(tokens[None])[0])
 
 
 def test_wrapped_models():
@@ -270,7 +285,10 @@ def test_methods_of_users(model, monkeypatch):
         def __call__(self, block):
             parts = lm.models.block_parts(block)
             assert isinstance(parts, lm.models.BlockParts)
-            assert lm.models.states_of(block).attention_out.shape == block.resid_pre.shape
+            states = lm.models.states_of(block)
+            assert states.attention_out.shape == block.resid_pre.shape
+            shares: lm.models.FeedForwardShares = lm.models.feed_forward_shares(block)
+            assert shares.share(states.mid).shape == states.mid.shape
             return parts.keys.norm(dim=-1)
 
     lm.testing.check_method(Parts, model)

@@ -92,8 +92,20 @@ def _beside(of_query: Float[Tensor, "batch query width"], vectors: Tensor) -> Te
     return of_query if vectors.ndim == 3 else of_query[:, :, None]
 
 
-def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant) -> FeedForwardShares:
-    """Return a block's plain or gated feed-forward, linearised at its states; `biases` as in `AtbFf`."""
+def feed_forward_shares(
+    block: Block, biases: Variant = "on_path", vectors: AttentionVectors | None = None
+) -> FeedForwardShares:
+    """Return a block's plain or gated feed-forward as one linear map per query, at its states.
+
+    Args:
+        block: A block whose clean pass recorded "pattern" and "value", and whose attention is verified.
+        biases: "on_path" or "fixed", see `AtbFf`.
+        vectors: The vectors of the block; None to compute them.
+
+    Raises:
+        ValueError: The block has another kind of feed-forward.
+    """
+    vectors = attention_vectors(block) if vectors is None else vectors
     states, feed_forward, without_biases = vectors.states, _feed_forward(block), None
     if biases == "fixed":
         shares = states.resid_pre if block.anatomy.parallel else vectors.normed.total
@@ -175,7 +187,7 @@ def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMap
         least = batch * queries * hidden_bytes(heads, feed_forward, queries)
     heads.budget = attention_budget(block, heads, beside, least, "a map after the feed-forward")
     vectors = attention_vectors(block, heads)
-    shares = feed_forward_shares(block, vectors, biases)
+    shares = feed_forward_shares(block, biases, vectors)
     last = shares.states.feed_forward_residual
     if reading is not None and last.norm is None:
         last = reading.linear_at(shares.states.feed_forward_sum)

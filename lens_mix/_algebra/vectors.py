@@ -188,12 +188,6 @@ class Vectors:
         norms = self.pairs.norms * self.scale
         return self.pairs.put_diagonal(norms, torch.linalg.vector_norm(self.diagonal, dim=-1))
 
-    def mixing_ratio(self) -> Float[Tensor, "batch query"]:
-        """Return ‖Σ_{j≠i} F_ij‖ / (‖Σ_{j≠i} F_ij‖ + ‖F_ii‖) (Kobayashi et al., EMNLP 2021, eq. 13)."""
-        mixed: Tensor = torch.linalg.vector_norm(self.total - self.diagonal, dim=-1)
-        own: Tensor = torch.linalg.vector_norm(self.diagonal, dim=-1)
-        return mixed / (mixed + own)
-
 
 class AttentionVectors:
     """One block's vectors up to the feed-forward, with the states that they sum to.

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix._care.changes import Change, Changes, Undo, changing, replace_attributes
-
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
+from lens_mix._care.changes import Change, Undo, changing, replace_attributes
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _REDUCED = frozenset({"tf32", "bf16"})
@@ -30,17 +26,6 @@ def full_precision() -> Iterator[Change]:
     for device in _autocast_devices():
         yield functools.partial(_without_autocast, device)
     yield _float32_products.set_full
-
-
-def in_full_precision(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorate a function so that it computes in full precision, whatever its caller has switched on."""
-
-    @functools.wraps(function)
-    def precise(*arguments: _Parameters.args, **keywords: _Parameters.kwargs) -> _Result:
-        with Changes(full_precision()):
-            return function(*arguments, **keywords)
-
-    return precise
 
 
 def switched_off() -> list[str]:

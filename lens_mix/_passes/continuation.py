@@ -20,7 +20,11 @@ from torch import Tensor, nn
 from lens_mix._care.changes import Change, Changes, forward_hook, forward_pre_hook, replace_method
 from lens_mix._care.tracebacks import find_user_code
 from lens_mix._classes import known_faults
-from lens_mix._classes.model_classes import UnsupportedModelError, transformer_lens_version
+from lens_mix._classes.model_classes import (
+    TransformerLensModel,
+    UnsupportedModelError,
+    transformer_lens_version,
+)
 from lens_mix._inputs.batches import Batch, pad
 from lens_mix._inputs.prompts import pad_token, read_prompt
 from lens_mix._model.model import Lens
@@ -186,12 +190,17 @@ def _run_batch(
         return lens.forward(batch, return_type="logits")
 
 
-def prompt_logits(lens: Lens, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
-    """Return the logits of one prompt, as the user gave it.
+def prompt_logits(model: TransformerLensModel, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
+    """Return the logits of one prompt, in evaluation mode and full precision, without gradients.
+
+    Args:
+        model: Any TransformerLens model.
+        prompt: The prompt, as in `lens_mix.run`.
 
     Raises:
         UnsupportedModelError: This release of TransformerLens computes wrong logits for such models.
     """
+    lens = Lens(model)
     wrong = known_faults.wrong_logits(lens.model, lens.model_class, transformer_lens_version())
     if wrong is not None:
         raise UnsupportedModelError(wrong)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from lens_mix._algebra.vectors import attention_vectors
-from lens_mix._care.precision import in_full_precision
-from lens_mix._classes.model_classes import TransformerLensModel
 from lens_mix.arguments import check_columns, check_items, check_whole_number
 from lens_mix.evaluation.ranks import spearman
-from lens_mix.experiments.passes import iterate_prompts
+from lens_mix.experiments.passes import iterate_prompts, require_matrices
 from lens_mix.maps.token_kinds import TokenKind, token_kind
 from lens_mix.methods.value_norms import ValueNorms
+from lens_mix.models import TransformerLensModel, states_of
 from lens_mix.tables import Table
 
+if TYPE_CHECKING:
+    from lens_mix.method import Block
 
-@in_full_precision
+
 def weights_and_norms(model: TransformerLensModel, prompts: Any, **options: Any) -> pd.DataFrame:
     """Return the attention weight and the norm of the value-output vector, by head and key.
 
@@ -39,11 +41,9 @@ def weights_and_norms(model: TransformerLensModel, prompts: Any, **options: Any)
         iterate_prompts(model, prompts, ValueNorms(), cross=True, **options)
     ):
         for block in checked.blocks:
-            with torch.no_grad():
-                pairs = attention_vectors(block).pairs
-                norm = pairs.head_norms[0]
+            norm = _value_output_norms(block)
             # If no head has any weight at a key, the query cannot see it, and is left out of the mean.
-            pattern = pairs.pattern[0].to(norm.dtype)
+            pattern = block.recorded("pattern")[0].to(norm.dtype)
             query_counts = (pattern > 0).any(0).sum(0).clamp_min(1)
             weight = pattern.sum(1).T / query_counts[:, None]
             keys, heads = weight.shape
@@ -59,6 +59,19 @@ def weights_and_norms(model: TransformerLensModel, prompts: Any, **options: Any)
             }
             tables.append(Table(columns))
     return pd.concat(tables, ignore_index=True)
+
+
+def _value_output_norms(block: Block) -> Float[Tensor, "key head"]:
+    """Return ‖f(x)‖ = ‖v W_O‖ of a block's first prompt, in float32 at least."""
+    with block.clean.lens.evaluation_mode():
+        value = states_of(block).value[0]
+        value = value.to(torch.promote_types(value.dtype, torch.float32))
+        W_O = require_matrices(block.layer, block.anatomy.value_path).W_O.to(value.dtype)
+        # Fewer value heads than query heads are shared by groups of these.
+        group = len(W_O) // value.shape[1]
+        # One head at a time, because the vectors of all heads need more memory than the rest of the table.
+        norms = [(value[:, head // group] @ matrix).norm(dim=-1) for head, matrix in enumerate(W_O)]
+        return torch.stack(norms, dim=1)
 
 
 def no_op_table(table: pd.DataFrame, kind: TokenKind = token_kind) -> pd.DataFrame:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix._blocks.components import VALUE
-from lens_mix._care.precision import in_full_precision
-from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix._model.anatomy import ValuePath
-from lens_mix._verification.support import check
+from lens_mix import UnsupportedModelError, check
+from lens_mix.experiments.passes import require_matrices
+from lens_mix.models import TransformerLensModel
 
 
-@in_full_precision
 def expansion_rates(model: TransformerLensModel, part: str | None = None) -> pd.DataFrame:
     """Return the expansion rate of each head's value and output matrices, and of all heads together.
 
@@ -37,22 +36,23 @@ def expansion_rates(model: TransformerLensModel, part: str | None = None) -> pd.
     verification = check(model, part=part).verification
     rows: list[tuple[int, int | str, float]] = []
     for layer, anatomy in verification.anatomy.items():
-        if anatomy.value_path is None:
-            raise ValueError(f"block {layer}: expected value and output matrices, found none")
+        path = require_matrices(layer, anatomy.value_path)
         # The values of cross-attention are computed from the encoder's outputs, and are not verified.
-        components = ("projection",) if part == "cross" else (VALUE, "projection")
+        components = ("projection",) if part == "cross" else ("value", "projection")
         reason = verification.hooks_failure or verification.failure(components)
         if reason is not None:
             raise UnsupportedModelError(f"expansion_rates can't run on this model: {reason}")
-        head_rates, rate_of_all = _compute_rates(anatomy.value_path)
+        head_rates, rate_of_all = _compute_rates(path)
         rows += [(layer, head, rate) for head, rate in enumerate(head_rates.tolist())]
         rows.append((layer, "all", rate_of_all))
     return pd.DataFrame(rows, columns=["layer", "head", "rate"])
 
 
-@in_full_precision
-def _compute_rates(path: ValuePath) -> tuple[Float[Tensor, " head"], float]:
-    """Return the expansion rate of each head, and of the sum of all heads with b_O, in float64."""
+def _compute_rates(path: Any) -> tuple[Float[Tensor, " head"], float]:
+    """Return the expansion rate of each head, and of the sum of all heads with b_O, from a value path.
+
+    Float64 has its full precision whatever the user has switched on: autocast and TF32 are for float32.
+    """
     W_O = path.W_O.double()
     group = len(W_O) // len(path.W_V)
     W_V = path.W_V.double().repeat_interleave(group, dim=0)

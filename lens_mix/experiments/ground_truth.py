@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix import UnsupportedModelError
 from lens_mix.aggregation.candidates import Aggregation, join_layers
 from lens_mix.aggregation.flow import flow
 from lens_mix.aggregation.gradient_rollout import gradient_rollout
@@ -30,6 +30,7 @@ from lens_mix.experiments.constructed import ConstructedModel, Routes, construct
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.methods import METHODS
+from lens_mix.models import TransformerLensModel
 from lens_mix.runner import MethodLike, read_methods, run
 
 if TYPE_CHECKING:

@@ -14,12 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from lens_mix import Lens, UnsupportedModelError, check
 from lens_mix import targets as targets_module
-from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix._inputs.prompts import read_prompt
-from lens_mix._model.model import Lens
-from lens_mix._verification.kept import verification_of
-from lens_mix._verification.support import any_prompt
 from lens_mix.arguments import (
     check_choice,
     check_flags,
@@ -35,6 +31,7 @@ from lens_mix.method import Method
 from lens_mix.methods.attention import AttentionWeights
 from lens_mix.methods.attention_attribution import AttentionAttribution
 from lens_mix.methods.gradient_attention import GradientAttention
+from lens_mix.models import TransformerLensModel
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
 
@@ -217,6 +214,21 @@ def pruned(model: TransformerLensModel, heads: Iterable[Head], *, part: str | No
         RuntimeError: The model did not run inside the block.
         UnsupportedModelError: Hooks on values and patterns have no reliable effect on this model.
     """
+    require_pattern_hooks(model, part)
+    with remove_heads(model, heads, part):
+        yield model
+
+
+def require_pattern_hooks(model: TransformerLensModel, part: str | None) -> None:
+    """Raise an `UnsupportedModelError` if hooks on values and patterns have no reliable effect on a model."""
+    reason = check(model, part=part).verification.hooks_failure
+    if reason is not None:
+        raise UnsupportedModelError(f"pruned can't run on this model: {reason}")
+
+
+@contextlib.contextmanager
+def remove_heads(model: TransformerLensModel, heads: Iterable[Head], part: str | None) -> Iterator[None]:
+    """Remove some heads as `pruned` does, from a model that `require_pattern_hooks` accepts."""
     lens = Lens(model, part)
     by_layer: dict[int, list[int]] = collections.defaultdict(list)
     for layer, head in check_pairs("heads", heads, "(layer, head) pairs"):
@@ -225,14 +237,11 @@ def pruned(model: TransformerLensModel, heads: Iterable[Head], *, part: str | No
             gaps = lens.stack.gaps
             raise ValueError(f"heads: expected heads of blocks that have some, got layer {layer} ({gaps})")
         by_layer[layer].append(check_whole_number("heads", head, 0, lens.n_heads - 1, "heads"))
-    reason = verification_of(lens, read_prompt(model, lens.model_class, any_prompt(model))).hooks_failure
-    if reason is not None:
-        raise UnsupportedModelError(f"pruned can't run on this model: {reason}")
     template = lens.stack.attention_template
     pruning = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
     # The model runs in the user's precision, so that it is compared with itself with all heads.
     with lens.evaluation_mode(precise=False), must_fire(*pruning) as hooks, lens.hooked(hooks):
-        yield model
+        yield
 
 
 def ablation_importance(
@@ -260,11 +269,13 @@ def ablation_importance(
     check_flags(progress=progress)
     examples = check_whole_number("examples", examples, 0)
     lens = open_with_heads_in_every_block(model, part, "ablation_importance")
+    # The model is verified once, because it is the same for every head.
+    require_pattern_hooks(model, lens.stack.name)
     whole = measure_model(metric, model)
     scores = torch.zeros(lens.n_layers, lens.n_heads, dtype=torch.float64, device="cpu")
     layers_and_heads = list(itertools.product(range(lens.n_layers), range(lens.n_heads)))
     for layer_and_head in tqdm(layers_and_heads, disable=not progress, desc="ablation"):
-        with pruned(model, [layer_and_head], part=lens.stack.name):
+        with remove_heads(model, [layer_and_head], lens.stack.name):
             scores[layer_and_head] = whole - measure_model(metric, model)
     return HeadImportance(scores, "ablation", examples)
 

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix._algebra.feed_forward import feed_forward_shares
-from lens_mix._algebra.vectors import AttentionVectors, attention_vectors
-from lens_mix._blocks.block import Block
-from lens_mix._care.precision import in_full_precision
-from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix import UnsupportedModelError
 from lens_mix.arguments import check_choice, check_columns, check_items
 from lens_mix.evaluation.ranks import spearman
-from lens_mix.experiments.passes import PromptBlocks, iterate_prompts
+from lens_mix.experiments.passes import PromptBlocks, iterate_prompts, require_matrices
 from lens_mix.maps.token_kinds import TokenKind, token_kind
 from lens_mix.method import Method
 from lens_mix.methods.atb_ff import AtbFfResLn
 from lens_mix.methods.attn_res import AttnResLn
+from lens_mix.models import TransformerLensModel, feed_forward_shares, states_of
 from lens_mix.tables import Table
+
+if TYPE_CHECKING:
+    from lens_mix.method import Block
 
 _ATTENTION_STAGES = ("attn_w", "attn_n", "attn_res_w", "attn_res", "attn_res_ln")
 _STAGES = (*_ATTENTION_STAGES, "atb_ff_res_ln")
 
 
-@in_full_precision
 def mixing_ratios(
     model: TransformerLensModel, prompts: Any, stages: Sequence[str] | None = None, **options: Any
 ) -> pd.DataFrame:
@@ -61,8 +60,7 @@ def mixing_ratios(
     for prompt_index, (checked, computed_stages) in enumerate(passes):
         queries = [(query, checked.tokens[query], int(checked.token_ids[query])) for query in checked.queries]
         for block in checked.blocks:
-            with torch.no_grad():
-                ratios = block_mixing_ratios(block, computed_stages)
+            ratios = block_mixing_ratios(block, computed_stages)
             rows += [
                 (prompt_index, block.layer, *query, stage, value)
                 for stage, ratio in ratios.items()
@@ -99,7 +97,6 @@ def _run_prompts(
             yield checked, _ATTENTION_STAGES
 
 
-@in_full_precision
 def block_mixing_ratios(
     block: Block, stages: Sequence[str] = _ATTENTION_STAGES
 ) -> dict[str, Float[Tensor, "batch query"]]:
@@ -109,27 +106,69 @@ def block_mixing_ratios(
         block: A block whose clean pass recorded "pattern" and "value".
         stages: As in `mixing_ratios`.
     """
-    vectors = attention_vectors(block)
-    functions = {
-        "attn_w": lambda: _compute_weight_ratio(block, residual=0.0),
-        "attn_n": lambda: vectors.attention.mixing_ratio(),
-        "attn_res_w": lambda: _compute_weight_ratio(block, residual=1.0),
-        "attn_res": lambda: vectors.residual.mixing_ratio(),
-        "attn_res_ln": lambda: vectors.normed.mixing_ratio(),
-        "atb_ff_res_ln": lambda: _compute_feed_forward_ratio(block, vectors),
+    with block.clean.lens.evaluation_mode():
+        sums = _sum_vectors(block)
+        functions = {
+            "attn_w": lambda: _compute_weight_ratio(block, residual=0.0),
+            "attn_n": lambda: sums["attention"].ratio(),
+            "attn_res_w": lambda: _compute_weight_ratio(block, residual=1.0),
+            "attn_res": lambda: sums["residual"].ratio(),
+            "attn_res_ln": lambda: sums["normed"].ratio(),
+            "atb_ff_res_ln": lambda: _compute_feed_forward_ratio(block, sums["normed"]),
+        }
+        return {stage: functions[stage]() for stage in stages}
+
+
+class _Sums(NamedTuple):
+    """The sum Σ_j F_ij of the vectors of every query, and its own vector F_ii among them."""
+
+    total: Float[Tensor, "batch query d_model"]
+    own: Float[Tensor, "batch query d_model"]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> _Sums:
+        """Return both after a linear function."""
+        return _Sums(function(self.total), function(self.own))
+
+    def ratio(self) -> Float[Tensor, "batch query"]:
+        """Return ‖Σ_{j≠i} F_ij‖ / (‖Σ_{j≠i} F_ij‖ + ‖F_ii‖) (Kobayashi et al., EMNLP 2021, eq. 13)."""
+        mixed: Tensor = torch.linalg.vector_norm(self.total - self.own, dim=-1)
+        own: Tensor = torch.linalg.vector_norm(self.own, dim=-1)
+        return mixed / (mixed + own)
+
+
+def _sum_vectors(block: Block) -> dict[str, _Sums]:
+    """Return the sums of the vectors of attention, with the residual stream, and after the norm on it."""
+    states, queries = states_of(block), block.queries
+    x, W_O = states.resid_pre, require_matrices(block.layer, block.anatomy.value_path).W_O
+    prompts = torch.arange(len(queries), device=queries.device)[:, None]
+    # Fewer value heads than query heads are shared by groups of these.
+    value = states.value[prompts, queries].repeat_interleave(len(W_O) // states.value.shape[2], dim=2)
+    weighted = _own_weights(block).mT.to(x)[..., None] * value.to(x)
+    own = weighted.flatten(2) @ W_O.flatten(0, 1).to(x)
+    attention = _Sums(states.attention_total, own)
+    factor = block.anatomy.residual_multiplier
+    # The residual stream is a part of each query's own vector.
+    residual = attention.map(lambda vectors: states.attention_branch(vectors) * factor + x)
+    return {
+        "attention": attention,
+        "residual": residual,
+        "normed": residual.map(states.attention_residual),
     }
-    return {stage: functions[stage]() for stage in stages}
 
 
-def _compute_feed_forward_ratio(block: Block, vectors: AttentionVectors) -> Float[Tensor, "batch query"]:
-    shares = feed_forward_shares(block, vectors, "on_path")
-    total, diagonal = vectors.normed.total, vectors.normed.diagonal
+def _compute_feed_forward_ratio(block: Block, normed: _Sums) -> Float[Tensor, "batch query"]:
+    shares = feed_forward_shares(block)
     if block.anatomy.parallel:
-        added = shares.joined(shares.share(vectors.states.resid_pre))
-        total, diagonal = total + added, diagonal + added
-    diagonal_norm: Tensor = torch.linalg.vector_norm(shares.after(diagonal), dim=-1)
-    mixed: Tensor = torch.linalg.vector_norm(shares.after(total - diagonal), dim=-1)
-    return mixed / (mixed + diagonal_norm)
+        # The feed-forward of such a block reads the query's own input, and nothing of the attention.
+        added = shares.joined(shares.share(states_of(block).resid_pre))
+        normed = normed.map(lambda vectors: vectors + added)
+    return normed.map(shares.after).ratio()
+
+
+def _own_weights(block: Block) -> Float[Tensor, "batch head query"]:
+    """Return the weight of each query's own position, by head."""
+    pattern = block.recorded("pattern")
+    return pattern.gather(3, block.queries[:, None, :, None].expand(-1, pattern.shape[1], -1, 1))[..., 0]
 
 
 def _compute_weight_ratio(block: Block, residual: float) -> Float[Tensor, "batch query"]:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lens_mix._blocks.block import Block
-from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix._inputs.rows import Selection
+from lens_mix import UnsupportedModelError
 from lens_mix.arguments import check_items
 from lens_mix.method import Method
+from lens_mix.methods.attention import AttentionWeights
+from lens_mix.models import TransformerLensModel
 from lens_mix.session import Session
+
+if TYPE_CHECKING:
+    from lens_mix.method import Block
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +48,8 @@ def run_prompt(
     prompt: Any,
     methods: Method | Sequence[Method],
     *,
-    queries: Selection | None = None,
-    layers: Selection | None = None,
+    queries: int | slice | Iterable[int] | Tensor | None = None,
+    layers: int | slice | Iterable[int] | Tensor | None = None,
     cross: bool = False,
     part: str | None = None,
     prepend_bos: bool | None = None,
@@ -83,6 +88,25 @@ def run_prompt(
         tokens = checked.tokens(0)
         keys = checked.key_tokens(0) or tokens
         return PromptBlocks(tokens, checked.token_ids(0), keys, positions, blocks)
+
+
+def require_matrices(layer: int, path: T | None) -> T:
+    """Return the value path of a block; raise a ValueError if the block has none."""
+    if path is None:
+        raise ValueError(f"block {layer}: expected value and output matrices, found none")
+    return path
+
+
+def read_tokens(model: TransformerLensModel, prompt: Any, **options: Any) -> Int[Tensor, " pos"]:
+    """Return the tokens of a prompt, as `lens_mix.run` reads it.
+
+    Args:
+        model: Any TransformerLens model.
+        prompt: The prompt, as in `lens_mix.run`.
+        **options: `prepend_bos`, `attention_mask` and `inputs`, as in `lens_mix.session.Session.read`.
+    """
+    tokens: Tensor = Session(model, {"attention": AttentionWeights()}).read(prompt, **options).tokens
+    return tokens
 
 
 def iterate_prompts(

@@ -7,14 +7,11 @@ import os
 import random
 from typing import Any
 
-from lens_mix import targets
-from lens_mix._classes.model_classes import TransformerLensModel, model_class_of
-from lens_mix._inputs.prompts import is_causal_model, read_prompt
-from lens_mix._inputs.texts import token_ids
-from lens_mix._model.model import Lens
-from lens_mix._passes.continuation import prompt_logits
+from lens_mix import check, targets
 from lens_mix.arguments import check_whole_number
 from lens_mix.evaluation.tasks import Case
+from lens_mix.experiments.passes import read_tokens
+from lens_mix.models import TransformerLensModel, prompt_logits
 
 # Which words of the context (the prefix) decide in BLiMP's minimal pairs.
 _BLIMP_CUES = {
@@ -43,7 +40,7 @@ def blimp_cases(
     Raises:
         ValueError: The model is not causal, or the file has no prefixes or no usable pair.
     """
-    if not is_causal_model(model, model_class_of(model)):
+    if not check(model).verification.causal:
         raise ValueError("model: expected a causal decoder, which predicts the word after a prefix")
     cases = []
     with open(path, encoding="utf-8-sig") as file:
@@ -74,16 +71,21 @@ def blimp_cases(
 def _make_blimp_case(model: TransformerLensModel, pair: dict[str, Any]) -> Case | None:
     prefix = pair["one_prefix_prefix"]
     words = [pair["one_prefix_word_good"], pair["one_prefix_word_bad"]]
-    good, bad = (token_ids(model.tokenizer, f" {word}") for word in words)
+    good, bad = (_read_word(model, f" {word}") for word in words)
     if good[0] == bad[0]:
         return None
-    tokens = read_prompt(model, model_class_of(model), prefix).tokens
+    tokens = read_tokens(model, prefix)
     start, end = _find_cue(prefix, _BLIMP_CUES.get(pair["UID"], "whole"))
     offsets = model.tokenizer(prefix, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     # The tokens that the model puts in front have no characters, so they shift the positions.
     added = len(tokens) - len(offsets)
     relevant = tuple(added + place for place, (a, b) in enumerate(offsets) if a < end and b > start)
     return Case(tokens, -1, relevant, targets.logit_difference(good[0], bad[0])) if relevant else None
+
+
+def _read_word(model: TransformerLensModel, word: str) -> list[int]:
+    """Return the tokens of a word without special tokens."""
+    return list(model.tokenizer(word, add_special_tokens=False)["input_ids"])
 
 
 def _find_cue(prefix: str, where: str) -> tuple[int, int]:
@@ -136,7 +138,7 @@ def planted_facts(
     Raises:
         ValueError: The model predicts none of the answers.
     """
-    lens, draw, cases = Lens(model), random.Random(check_whole_number("seed", seed, 0)), []
+    draw, cases = random.Random(check_whole_number("seed", seed, 0)), []
     for _ in range(check_whole_number("count", count, 1)):
         template, words = draw.choice(_FACTS)
         name, word = draw.choice(_NAMES), draw.choice(words)
@@ -145,11 +147,11 @@ def planted_facts(
         fact, question = template.format(name, word), template.split("{1}")[0].format(name)
         before = " ".join([*others[:place], fact.removesuffix(f"{word}.")])
         prompt = " ".join([*others[:place], fact, *others[place:], question])
-        tokens = read_prompt(model, lens.model_class, prompt).tokens
-        position = len(read_prompt(model, lens.model_class, before).tokens)
-        answer = token_ids(model.tokenizer, word)
+        tokens = read_tokens(model, prompt)
+        position = len(read_tokens(model, before))
+        answer = _read_word(model, word)
         # The whole prompt may be split into other tokens than its beginning, so the position is checked.
-        is_correct = int(tokens[position]) == answer[0] == int(prompt_logits(lens, tokens)[-1].argmax())
+        is_correct = int(tokens[position]) == answer[0] == int(prompt_logits(model, tokens)[-1].argmax())
         cases += [Case(tokens, -1, (position,))] if is_correct else []
     if not cases:
         raise ValueError("model: expected one that finds planted facts, got none of its answers right")

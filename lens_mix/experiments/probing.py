@@ -9,15 +9,13 @@ control task (Hewitt & Liang, EMNLP 2019): the same probe for labels that were d
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix._classes.model_classes import TransformerLensModel
-from lens_mix._inputs.rows import Selection
 from lens_mix.arguments import (
     check_instance,
     check_items,
@@ -28,6 +26,7 @@ from lens_mix.arguments import (
 from lens_mix.evaluation.ranks import spearman
 from lens_mix.experiments.passes import iterate_prompts
 from lens_mix.methods.attention import AttentionWeights
+from lens_mix.models import TransformerLensModel
 
 if TYPE_CHECKING:
     import pandas
@@ -84,7 +83,7 @@ def residuals_at(
     prompts: Sequence[Any],
     positions: int | Sequence[int] = -1,
     *,
-    layers: Selection | None = None,
+    layers: int | slice | Iterable[int] | Tensor | None = None,
     **options: Any,
 ) -> Float[Tensor, "layer prompt d_model"]:
     """Return the residual stream after every block, at one position of every prompt.

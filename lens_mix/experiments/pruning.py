@@ -12,8 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lens_mix._classes.model_classes import TransformerLensModel
-from lens_mix._model.model import Lens
+from lens_mix import Lens
 from lens_mix.arguments import (
     check_choice,
     check_flags,
@@ -29,8 +28,10 @@ from lens_mix.experiments.head_importance import (
     ImportanceMetric,
     measure_model,
     open_with_heads_in_every_block,
-    pruned,
+    remove_heads,
+    require_pattern_hooks,
 )
+from lens_mix.models import TransformerLensModel
 
 if TYPE_CHECKING:
     import pandas
@@ -140,8 +141,9 @@ def pruning_curves(
     # Rankings share sets of heads, at least the first and the last one, so each set is measured once.
     every_order = [order for draws in orders.values() for order in draws]
     distinct = dict.fromkeys(frozenset(order[:count]) for count in removed for order in every_order)
+    require_pattern_hooks(model, lens.stack.name)
     for heads in tqdm(distinct, disable=not progress, desc="pruning"):
-        with pruned(model, sorted(heads), part=lens.stack.name):
+        with remove_heads(model, sorted(heads), lens.stack.name):
             results[heads] = measure_model(metric, model)
     # values[ranking] has a list per share, which has a value per draw.
     values = {

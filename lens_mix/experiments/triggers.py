@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from lens_mix._classes.model_classes import TransformerLensModel, model_class_of
-from lens_mix._inputs.prompts import device_of, read_prompt
-from lens_mix._inputs.token_strings import token_strings
-from lens_mix._model.model import Lens
-from lens_mix._passes.continuation import prompt_logits
+from lens_mix import Lens
 from lens_mix.arguments import (
     check_flags,
     check_instance,
@@ -25,8 +21,10 @@ from lens_mix.arguments import (
     check_whole_number,
 )
 from lens_mix.experiments.head_importance import choose_method, list_targets
+from lens_mix.experiments.passes import read_tokens
 from lens_mix.maps import MixingMap
 from lens_mix.methods.attention_attribution import AttentionAttribution
+from lens_mix.models import TransformerLensModel, prompt_logits
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
 
@@ -73,8 +71,7 @@ class Example:
             label: The right class.
             **options: Those of `read_prompt`.
         """
-        read = read_prompt(model, model_class_of(model), prompt, **options)
-        return cls(tuple(read.tokens.tolist()), label)
+        return cls(tuple(read_tokens(model, prompt, **options).tolist()), label)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,14 +156,14 @@ def extract_triggers(
     least, second = check_number("least", least), check_number("second", second)
     examples, special = _read_examples(examples), _read_special(special)
     by_example = list_targets("examples", examples, targets)
-    part = Lens(model, part).stack.name  # A map has a single part, so "all" raises an error.
+    lens = Lens(model, part)  # A map has a single part, so "all" raises an error.
     triggers = []
     bar = tqdm(examples, disable=not progress, desc="triggers")
     for example, target in zip(bar, by_example, strict=True):
-        tokens = torch.tensor(example.tokens, device=device_of(model), dtype=torch.long)
+        tokens = torch.tensor(example.tokens, device=lens.device, dtype=torch.long)
         attribution = choose_method("attribution", target, method)
-        mixing = run(model, tokens, attribution, part=part, progress=None, **options)
-        trigger = _make_trigger(model, mixing, example, special, second)
+        mixing = run(model, tokens, attribution, part=lens.stack.name, progress=None, **options)
+        trigger = _make_trigger(mixing, example, special, second)
         if trigger.pieces and sum(trigger.strength) >= least:
             triggers.append(trigger)
     return sorted(triggers, key=lambda trigger: -sum(trigger.strength))
@@ -305,9 +302,8 @@ def predict_by_token(
 
     def predict(examples: Sequence[Example]) -> list[Hashable]:
         classes: list[Hashable] = []
-        lens = Lens(model)  # The model may have changed since, so each call makes a lens of its own.
         for example in examples:
-            by_position = prompt_logits(lens, list(example.tokens))
+            by_position = prompt_logits(model, list(example.tokens))
             count = len(by_position)
             place = check_whole_number("position", position, -count, count - 1, "a position of every example")
             logits = by_position[place]
@@ -320,9 +316,7 @@ def predict_by_token(
 # ------------------------------------------------------------------ details
 
 
-def _make_trigger(
-    model: TransformerLensModel, mixing: MixingMap, example: Example, special: Collection[int], second: float
-) -> Trigger:
+def _make_trigger(mixing: MixingMap, example: Example, special: Collection[int], second: float) -> Trigger:
     scores = mixing.scores
     _, heads, count, _ = scores.shape
     layer, head = divmod(int(scores.flatten(2).amax(-1).argmax()), heads)
@@ -331,9 +325,10 @@ def _make_trigger(
     strength = (best.values[0].item(), best.values[1].item() if count > 1 else 0.0)
     pairs = [divmod(index, count) for index in best.indices[:2].tolist()]
     both = strength[0] <= 0 or strength[1] / strength[0] >= second
-    texts = token_strings(model, torch.tensor(example.tokens, dtype=torch.long, device="cpu"))
     pieces = [
-        Piece(example.tokens[position], texts[position], index, (position - start + 1) / (stop - start))
+        Piece(
+            example.tokens[position], mixing.tokens[position], index, (position - start + 1) / (stop - start)
+        )
         for position in sorted({position for pair in (pairs if both else pairs[:1]) for position in pair})
         for index, (start, stop) in enumerate(_find_segments(example, special))
         if start <= position < stop and example.tokens[position] not in special

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import lens_mix as lm
-from lens_mix._model.model import Lens
 from lens_mix._passes.continuation import prompt_logits
 from lens_mix.evaluation import removal_curves
 from tests.matrix import slow
@@ -89,7 +88,7 @@ def test_olmo_in_half_precision_is_mapped_as_it_runs(name, dtype):
         with pytest.raises(RuntimeError, match="expected scalar type"):
             model(prompt)
     else:
-        assert torch.equal(prompt_logits(Lens(model), prompt[0]), model(prompt)[0])
+        assert torch.equal(prompt_logits(model, prompt[0]), model(prompt)[0])
     for method, accepted in (("attention", 5e-3), ("value_zeroing", 5e-2), ("input_gradients", 5e-2)):
         found = lm.run(model, prompt, method, queries=[-1]).scores.float()
         expected = lm.run(wide, prompt, method, queries=[-1]).scores

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix._algebra import definitions
 from lens_mix.evaluation.ranks import spearman
 from lens_mix.experiments import mixing_ratio as ratios
 from lens_mix.maps.token_kinds import token_kind
-from tests.norm_cases import blocks_of, each_model, largest
+from tests.norm_cases import blocks_of, each_model, largest, written_out
 from tests.norm_oracle import mixing_ratio, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
 from tests.tiny_models import available, bridge, gpt2_like
@@ -37,6 +38,14 @@ def test_equals_norm_analysis(class_name, row):
         if stage in NAMES:
             theirs = known[f"{NAMES[stage]}_mixing.{layer}"][row, :size]
             assert largest(part["ratio"].to_numpy(), theirs) < 1e-10
+
+
+@each_model("attn_res")
+def test_before_the_feed_forward_equals_the_vectors_written_out(case):
+    for block in blocks_of(case):
+        found, definition = ratios.block_mixing_ratios(block), written_out(block)
+        assert largest(found["attn_res"], definitions.mixing_ratio(definition.residual)) < 1e-10
+        assert largest(found["attn_res_ln"], definitions.mixing_ratio(definition.normed)) < 1e-10
 
 
 @each_model("atb_ff_res_ln")

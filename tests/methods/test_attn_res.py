@@ -3,7 +3,7 @@
 import pytest
 
 import lens_mix as lm
-from lens_mix._algebra.definitions import mixing_ratio, norms
+from lens_mix._algebra.definitions import norms
 from lens_mix._algebra.vectors import attention_vectors
 from lens_mix.methods.attention import attention_weights, attn_res_w
 from lens_mix.methods.attn_res import attn_res, attn_res_ln
@@ -39,14 +39,12 @@ def test_equals_norm_analysis(class_name, row):
 @each_model("attn_res")
 def test_equals_the_definition_written_out(case):
     for block in blocks_of(case):
-        anatomy, definition, vectors = block.anatomy, written_out(block), attention_vectors(block)
+        anatomy, definition = block.anatomy, written_out(block)
         expected = attn_res_ln(definition.residual, anatomy.attention_residual, definition.summed)
         assert largest(lm.methods.AttnResLn()(block), expected) < 1e-10
         assert largest(lm.methods.AttnRes()(block), norms(definition.residual)) < 1e-10
         if anatomy.attention_branch is None and anatomy.residual_multiplier == 1:
             assert largest(lm.methods.AttnRes()(block), attn_res(*heads_of(block), block.resid_pre)) < 1e-10
-        assert largest(vectors.residual.mixing_ratio(), mixing_ratio(definition.residual)) < 1e-10
-        assert largest(vectors.normed.mixing_ratio(), mixing_ratio(definition.normed)) < 1e-10
 
 
 @each_model("attn_res")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix._model.from_weights import NormKind, Weights
+from lens_mix.models import Weights
 
 TOKENS = 16  # It is also the number of dimensions of a head.
 CONTEXT = 12
@@ -116,7 +117,7 @@ def assemble(
     layers: Sequence[Sequence[ConstructedHead]],
     read: Iterable[int],
     feed_forward: Sequence[ConstructedFeedForward | None] | None,
-    norm: NormKind | None,
+    norm: Literal["LN", "RMS"] | None,
 ) -> Weights:
     """Assemble a model from heads. Its logits are the sum of the tokens in the slots that are read.
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from lens_mix._model.from_weights import NormKind
 from lens_mix.experiments.constructed.assembly import (
     CONTEXT,
     TOKENS,
@@ -183,7 +182,7 @@ def _build(
     route: _Route = _trace_copy,
     read: Iterable[int] = (0,),
     job: Sequence[ConstructedFeedForward | None] | None = None,
-    norm: NormKind | None = None,
+    norm: Literal["LN", "RMS"] | None = None,
     sample: Sample = _draw_distinct,
     spare: Spare = _list_fresh,
 ) -> ConstructedModel:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lens_mix._model.from_weights import Weights
 from lens_mix.experiments.constructed.model import Cell, ConstructedModel, draw
+from lens_mix.models import Weights
 
 _LETTERS = range(1, 9)
 _COUNTED = 1  # The letter whose share rasp_fraction returns.

@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix._classes.model_classes import TransformerLensModel
-from lens_mix._model.from_weights import Weights, model_from_weights
 from lens_mix.arguments import check_whole_number
+from lens_mix.models import TransformerLensModel, Weights, model_from_weights
 
 Cell = tuple[int, int, int]
 Sample = Callable[[torch.Generator], list[int]]
