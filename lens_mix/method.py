@@ -80,6 +80,8 @@ class Method:
         citation: The key of the paper in `references.bib`.
         target: The target that it explains. None if it explains none. A method with a target has it as a
             field.
+        per_head: Whether each head has a map of its own. None if its maps never have heads. A method whose
+            maps may have heads has it as a field.
     """
 
     name: ClassVar[str]
@@ -100,8 +102,9 @@ class Method:
     records: ClassVar[frozenset[str]] = frozenset()
     cost_grows_with: ClassVar[Growth] = "nothing"
     citation: ClassVar[str]
-    # Without an annotation it is not a field, but a subclass may have a field of this name.
+    # Without an annotation these are not fields, but a subclass may have fields of these names.
     target = cast("Any", None)
+    per_head = cast("Any", None)
 
     def __post_init__(self) -> None:
         switches = [field.name for field in dataclasses.fields(self) if isinstance(field.default, bool)]

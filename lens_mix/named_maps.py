@@ -44,9 +44,9 @@ def read_names(names: Sequence[str], *, per_head: bool = False) -> dict[str, Met
     methods = dict((INPUT_MAP, None) if name == INPUT_MAP else next(known) for name in names)
     if not per_head:
         return methods
-    headless = [name for name, method in methods.items() if not hasattr(method, "per_head")]
+    headless = [name for name, method in methods.items() if method is None or method.per_head is None]
     if headless:
-        having = [name for name, method in registry.all_methods().items() if hasattr(method(), "per_head")]
+        having = [name for name, method in registry.all_methods().items() if method.per_head is not None]
         raise ValueError(
             f"per_head: expected methods whose maps have heads ({', '.join(having)}), got "
             f"{', '.join(headless)}"

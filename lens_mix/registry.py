@@ -232,7 +232,7 @@ def check_class(method: object, argument: str = "method") -> None:
         ValueError: If a class attribute is missing or wrong, or if a parameter has no default.
     """
     checked = check_attributes(method, argument)
-    declared = set(dir(Method)) - {"target"}
+    declared = set(dir(Method)) - {"target", "per_head"}
     annotated = [name for name in vars(checked).get("__annotations__", {}) if name not in declared]
     parameters = [name for name in annotated if "ClassVar" not in str(checked.__annotations__[name])]
     if parameters and "__dataclass_fields__" not in vars(checked):

@@ -12,6 +12,8 @@ import lens_mix as lm
 from lens_mix import registry
 from lens_mix._blocks.cost import COSTS, Cost
 from lens_mix.aggregation.candidates import join_layers
+from lens_mix.aggregation.rollout import includes_residual
+from lens_mix.named_maps import read_names
 from tests.tiny_models import gpt2_like
 
 TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
@@ -65,6 +67,32 @@ def test_a_registered_name_works_everywhere():
     assert (
         lm.run(model, TOKENS, lm.register(dataclasses.dataclass(frozen=True)(again)).name).method == "largest"
     )
+
+
+def test_a_rollout_of_a_map_made_by_hand_adds_what_a_registered_method_declares():
+    made = lm.MixingMap([[[1.0, 0.0], [0.5, 0.5]]], ["a", "b"], "largest", causal=True)
+    with pytest.raises(ValueError, match="method 'largest' is none of"):
+        lm.rollout(made)
+    lm.register(Largest)
+    assert lm.rollout(made).residual == 0.5
+    # Its maps are of attention only, so a weight of 0 does not say that they contain the residual.
+    assert not includes_residual(made.replace(residual=0))
+
+
+def test_a_registered_method_with_heads_has_maps_per_head():
+    @dataclasses.dataclass(frozen=True)
+    class Heads(Largest):
+        name: ClassVar[str] = "heads"
+        per_head: bool = False
+
+        def __call__(self, block):
+            return block.recorded("pattern") if self.per_head else super().__call__(block)
+
+    lm.register(Heads)
+    assert read_names(["heads"], per_head=True) == {"heads": Heads(per_head=True)}
+    lm.register(Largest)
+    with pytest.raises(ValueError, match=r"whose maps have heads \(.*heads\), got largest"):
+        read_names(["largest"], per_head=True)
 
 
 def test_a_target_is_a_parameter_of_the_methods_that_explain_one():

@@ -16,7 +16,7 @@ from lens_mix.arguments import check_flags, check_instance, check_number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import add_empty_rows_note, require_no_negative
 from lens_mix.maps.checks import as_residual
-from lens_mix.methods import METHODS
+from lens_mix.registry import all_methods, find_recorded
 
 
 def rollout(
@@ -157,7 +157,7 @@ def _measured_residual(chosen: MixingMap) -> Residual:
 
 def includes_residual(chosen: MixingMap) -> bool:
     """Return whether the map's diagonal already contains the residual stream, so that none is mixed in."""
-    method = METHODS.get(chosen.method)
+    method = find_recorded(chosen.method)
     return chosen.residual == 0 and (method is None or method.includes_residual)
 
 
@@ -243,12 +243,12 @@ def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
         return as_residual(residual)
     if mixing_map.residual is not None:
         return mixing_map.residual
-    method = METHODS.get(mixing_map.method)
+    method = find_recorded(mixing_map.method)
     if method is None:
         raise ValueError(
             f"residual: expected a number from 0 to 1, because method {mixing_map.method!r} is none of "
-            f"{', '.join(sorted(METHODS))} and the map has no residual of its own, got None; give 0.5 if "
-            "the map contains the attention branch only, 0 if it already contains the residual"
+            f"{', '.join(sorted(all_methods()))} and the map has no residual of its own, got None; give 0.5 "
+            "if the map contains the attention branch only, 0 if it already contains the residual"
         )
     return as_residual(method.residual)
 
