@@ -38,6 +38,8 @@ _ENTERING = (
 
 def find_measuring_method(methods: Mapping[str, Method]) -> dict[str, Method]:
     """Return the method that measures residual shares, by its label, if some map of `methods` needs them."""
+    # A map whose diagonal contains the residual needs no share of it, and an input map has no layers to mix
+    # it into.
     is_needed = any(not method.is_input_map and not method.includes_residual for method in methods.values())
     if not is_needed:
         return {}
@@ -101,6 +103,7 @@ def _add_shares(methods: Mapping[str, Method], maps: dict[str, MixingMap]) -> di
     """Return the maps of one prompt, with measured residual shares for maps that lack the residual."""
     if _MEASURED not in maps:
         return maps
+    # Nobody asked for the map of the shares itself.
     shares = maps.pop(_MEASURED).scores[..., 0]
     for label, mixing_map in maps.items():
         if mixing_map.kind == "layer" and not methods[label].includes_residual:
@@ -164,6 +167,7 @@ class _BlockMaps:
         method, stack = self._session.methods[label], list(self.blocks[label].values())
         self._say(label)
         stacked = method.of_blocks(stack)
+        # The one map of a whole model has the label of its last block, as `Session.mapped_layers` says.
         mapped = stack[-1:] if method.reads == "model" else stack
         for block, scores in zip(mapped, stacked, strict=True):
             self._put(label, block.layer, _check_shape(scores, method, stack[-1]))
@@ -181,6 +185,7 @@ class _BlockMaps:
         layers = self._session.mapped_layers(self._session.methods[label])
         if label not in self.scores:
             self.scores[label] = scores.new_empty((len(layers), *scores.shape))
+        # An input map reads all blocks below the selected layers, whose own maps nobody asked for.
         if layer in layers:
             self.scores[label][layers.index(layer)] = scores.detach()
 
@@ -188,6 +193,7 @@ class _BlockMaps:
 def _announce(label: str, method: Method, blocks: Sequence[Block], effort: Effort) -> None:
     """Warn about prompts that need many passes, and add the sentence to the notes of their maps."""
     cost = method.default_cost()
+    # Nothing can be said of the time of a method whose cost is neither recorded nor declared.
     cost = None if cost is None else method.scale_cost(cost, blocks)
     for index, sentence in enumerate(find_warnings(label, cost, blocks) if cost else ()):
         if sentence is not None:
@@ -208,6 +214,8 @@ def _check_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
         raise TypeError(
             f"{method.name}: expected a tensor of real numbers [batch, (head,) query, key], got {got}"
         )
+    # The number of keys is checked later (`_select_scores`), because keys may be groups, or have one more for
+    # the residual.
     if scores.ndim not in (3, 4) or (scores.shape[0], scores.shape[-2]) != (batch, rows):
         raise ValueError(
             f"{method.name}: expected a map [batch, (head,) query, key] with batch {batch} and {rows} "
@@ -259,7 +267,9 @@ class _BatchRecord:
         queries = None if rows is None else list(rows.by_prompt[index])
         key_tokens, groups = self._name_keys(method, index)
         prompt_mask = self._make_mask(label, index, layers)
+        # A group may have positions before and after a query, so no triangle says which groups it sees.
         causal, mask = prompt_mask.causal_and_mask() if groups is None else (False, None)
+        # Such a method makes passes through all blocks, whose rounding errors add up at hidden keys.
         accepted = pass_tolerance(clean.lens.dtype) if method.reads == "model" else 0.0
         scores = self._select_scores(label, index, groups)
         scores = prompt_mask.without_rounding(scores, groups, accepted)
@@ -331,6 +341,7 @@ class _BatchRecord:
             "layers_add_up": method.layers_add_up,
             "has_tree": method.has_tree,
         }
+        # Only what is true is recorded, because a map made by hand has none of these entries.
         record |= {name: True for name, is_true in facts.items() if is_true}
         record["predicts_next"] = checked.verification.predicts_next or stack.reads_target
         if stack.source is not None:
@@ -379,6 +390,7 @@ class _BatchRecord:
         """
         rows = self._checked_pass.rows
         positions = rows.by_prompt[index] if rows else range(len(self._checked_pass.token_ids(index)))
+        # A method of several layers writes its record into one of its blocks.
         read = next((record.default_rows[index] for record in records if record.explained[index]), None)
         bare = entry.without_prediction()
         return [entry if read in (None, position) else bare for position in positions]
@@ -420,6 +432,7 @@ class _BatchRecord:
         rows = self._checked_pass.rows
         if rows is None:
             return self._checked_pass.clean.real[index].nonzero()[:, 0]
+        # Rows are padded to the same number in all prompts of a batch, by repeating the last one (`Rows.of`).
         positions = rows.positions[index, : len(rows.by_prompt[index])]
         return torch.arange(len(positions), device=positions.device) if has_some_rows else positions
 

@@ -28,11 +28,14 @@ VERIFICATION = "verification"
 
 def takes_rows(method: Method, engine: str) -> bool:
     """Return whether an engine of a method computes only the selected rows; else they are selected later."""
+    # A replay runs a whole block, so the definition by hooks has all rows. Methods that read several blocks
+    # bind their target to the asked rows alone.
     return engine != "hooks" or method.reads in ("above", "model")
 
 
 def visits_blocks(method: Method, engine: str) -> bool:
     """Return whether an engine of a method maps each block while the pass runs; else it runs after it."""
+    # The hooks of a pass would also fire in a replay, so no block may be run while the pass runs.
     return engine != "hooks" and method.reads == "block"
 
 
@@ -118,6 +121,7 @@ class PassPlan:
                 found = method.hooks(layer, store, queries=positions, attention=template)
                 # The input of a block is recorded from its call, which works for all model classes.
                 pairs += [pair for pair in found if pair[0] != f"{self.lens.where(layer)}.hook_resid_pre"]
+                # What is left after the methods is what the verification alone reads.
                 roles -= method.records
             pairs += record_attention(layer, store, sorted(roles), queries=positions, attention=template)
         return pairs
@@ -138,6 +142,8 @@ class PassPlan:
 
     def block_outputs(self) -> BlockOutputs | None:
         """Return what records the outputs within blocks; None if the plan has none."""
+        # All layers that have outputs have the same ones (`Session._plan_layer`), so the first one's are
+        # read.
         layers = [layer for layer, planned in self.layers.items() if planned.outputs]
         return BlockOutputs(self.lens, layers, self.layers[layers[0]].outputs) if layers else None
 
@@ -157,6 +163,8 @@ class PassPlan:
             f"clean pass of {_count(len(self.batch), 'prompt')}, {_count(positions, 'token')}; asked: "
             f"{'all rows' if asked is None else _name_rows(asked)}"
         ]
+        # Neighbouring layers with equal plans are one entry, because most layers of a model have the same
+        # plan.
         ranges: list[tuple[int, int, LayerPlan]] = []
         for layer, planned in sorted(self.layers.items()):
             if ranges and ranges[-1][2] == planned and ranges[-1][1] == layer - 1:
@@ -165,6 +173,7 @@ class PassPlan:
                 ranges.append((layer, layer, planned))
         for first, last, planned in ranges:
             lines.append(f"  layers {first} to {last}" if last > first else f"  layer {first}")
+            # Values belong to keys, and all other tensors to rows.
             at_rows = [role for role in planned.records if role != "value"]
             records = [f"{', '.join(at_rows)} at {rows}"] if at_rows else []
             records += ["value at every key"] if "value" in planned.records else []

@@ -224,6 +224,7 @@ def run_many(
         from lens_mix._inputs.features import find_feature_name
 
         attention_mask = prompts.get("attention_mask") if attention_mask is None else attention_mask
+        # A processor returns one tensor for several pictures, whose first axis is the prompts.
         prompts = prompts[find_feature_name(model)]
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         prompts, attention_mask, inputs = read_encoding(prompts, attention_mask, inputs)
@@ -256,6 +257,7 @@ def run_many(
             raise type(problem)(f"prompt {index}: {problem}") from problem
 
     all_inputs = {"attention_mask": attention_mask, **inputs}
+    # For a stream the number of prompts is known at its end only, so this check is made there again.
     if isinstance(prompts, Sized):
         _check_entry_counts(all_inputs, len(prompts))
 
@@ -275,6 +277,8 @@ def run_many(
                 count += len(next_prompts)
                 for some in _split_by_memory(next_prompts, batch_size):
                     groups = [list(range(len(some)))] if total is None else group_by_length(some, batch_size)
+                    # Groups of similar length end in another order than that of the prompts, in which maps
+                    # are yielded.
                     finished: dict[int, Any] = {}
                     next_index = 0
                     for group in groups:
@@ -299,6 +303,7 @@ def _split_by_memory(prompts: list[Prompt], batch_size: int) -> Iterator[list[Pr
     longest = max(
         max(len(prompt.tokens), 0 if prompt.target is None else len(prompt.target)) for prompt in prompts
     )
+    # A map has a number for each pair of tokens.
     size = batch_size * max(1, _MOST_WAITING // (batch_size * longest**2))
     for start in range(0, len(prompts), size):
         yield prompts[start : start + size]
@@ -320,10 +325,12 @@ def _make_session(
     """Return the session of a run, and whether a single method was given."""
     if part is not None:
         with LibraryErrors(model):
+            # A `Lens` raises this error too, but does not name "all", which only `run` and `run_many` take.
             choose_stack(cast(Any, model), part, others=("all",))
     labelled, is_single = read_methods(methods)
     # The measured residual has an engine of its own, whatever engine is asked for.
     selection["engine"] = dict.fromkeys(labelled, selection["engine"])
+    # In cross-attention no key is the query's own position, so that a row has no share of its own residual.
     labelled |= find_measuring_method(labelled) if residual_shares and part != "cross" else {}
     return Session(model, labelled, part=part, **selection), is_single
 
@@ -337,6 +344,7 @@ def _run_all_parts(
     copies: Sequence[Iterable[Any]] = (
         [prompts] * len(parts) if is_sized else itertools.tee(prompts, len(parts))
     )
+    # Each part has a session of its own, because a verification and its engines are those of one stack.
     streams = [
         run_many(model, copy, methods, part=part, **options) for part, copy in zip(parts, copies, strict=True)
     ]
@@ -385,6 +393,7 @@ def read_methods(methods: MethodLike | Sequence[MethodLike]) -> tuple[dict[str, 
         ValueError: If there is no method of a name, no method at all, or one method twice.
     """
     is_single = isinstance(methods, (str, Method, type))
+    # The keys of a mapping would be read as names, and its values would be ignored silently.
     if not is_single and (isinstance(methods, (bytes, Mapping)) or not isinstance(methods, Iterable)):
         raise TypeError(
             "methods: expected a name, a method (with its parameters), or several, got "
@@ -395,6 +404,7 @@ def read_methods(methods: MethodLike | Sequence[MethodLike]) -> tuple[dict[str, 
         raise ValueError("methods: expected at least one method, got none")
     read = [_read_method(item) for item in items]
     names = [method.name for method in read]
+    # The result has the plain names as keys, unless one method was given with several sets of parameters.
     labels = [_make_label(method) if names.count(method.name) > 1 else method.name for method in read]
     if len(set(labels)) != len(labels):
         raise ValueError(f"methods: expected different methods, got one twice: {labels}")
@@ -436,6 +446,8 @@ def _check_inputs(inputs: Mapping[str, Any], session: Session, function: Callabl
                 f"{name}: {function.__name__} has no argument of this name; it is a parameter of "
                 f"{type(having[0]).__name__}: write {_write_call(function, having[0], name, value)}"
             )
+        # A tensor is meant as an input of the model, whose forward pass raises an error with the inputs that
+        # it takes.
         if hasattr(value, "shape"):
             continue
         no_argument = f"{name}: {function.__name__} has no argument of this name"
@@ -462,6 +474,7 @@ def _field_names(method: type[Method]) -> list[str]:
 def _write_call(function: Callable[..., Any], method: Method, name: str, value: Any) -> str:
     """Return the call that gives a method one more parameter, as the user would write it."""
     kind = type(method)
+    # A class of the user's own is in a module of theirs, whose name is unknown here.
     prefix = "lm.methods." if METHODS.get(kind.name) is kind else ""
     others = "..., " if _make_label(method) != method.name else ""
     prompts = "prompts" if "prompts" in inspect.signature(function).parameters else "prompt"

@@ -198,6 +198,8 @@ class Session:
         self.lens = lens = Lens(self.lens.model, self.lens.stack.name)
         with LibraryErrors(lens.model), lens.evaluation_mode(), contextlib.ExitStack() as leaving:
             batch = pad(prompts, pad_token(lens.model), side)
+            # One prompt is enough for the verification, because the blocks of every batch are compared in its
+            # own pass.
             verification, no_algebra, is_new = self._verify(batch), None, False
             while True:
                 plan = self.plan(batch, verification, no_algebra, is_visited=make_visitor is not None)
@@ -210,11 +212,13 @@ class Session:
                 # Below, outside of the `except`, another error does not also show this one.
                 leaving.close()
                 if found.reason is None:
+                    # The model is causal on text, so its verification remains, except for these prompts.
                     verification = dataclasses.replace(verification, causal=False, sees_later_patches=True)
                 elif not is_new:
                     # The verification may be outdated, because the model changed without a trace.
                     verification, is_new = self._verify(batch, again=True), True
                 elif found.found_for == "recorded":
+                    # What is read off the clean pass cannot be computed by another engine.
                     self._raise_unsupported(found.reason)
                 else:
                     # A hook may act on one position only, for example.
@@ -386,6 +390,7 @@ class Session:
         verifier = Verifier(plan.verification, plan.compared, is_whole, outputs, has_hooks=plan.has_hooks)
 
         def start(clean: CleanPass) -> Callable[[int], None]:
+            # The verification comes first, so that no method maps a block that is not as the plan expects.
             visitors: list[Visitor] = [verifier]
             if make_visitor is not None:
                 visitors.append(make_visitor(CheckedPass(self, plan, clean, verifier.notes)))
@@ -400,6 +405,7 @@ class Session:
             watched=plan.watched,
             stop_after=plan.last,
             rows=plan.recorded_rows,
+            # The graph must be alive until all methods have run, so the caller's context ends it.
             graph=_open_graph(plan, leaving),
             predict_at=plan.predict_at if plan.predicts_at_end else None,
             z_factors=plan.verification.z_factors,
@@ -459,6 +465,7 @@ class Session:
         """
         lens = self.lens
         is_causal = verification.causal or lens.stack.reads_target
+        # Predictions from wrong logits would be shown as the model's own.
         is_wrong = wrong_logits(
             lens.model, lens.model_class, transformer_lens_version()
         ) or dropped_classifier(lens)

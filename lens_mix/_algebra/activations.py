@@ -62,6 +62,7 @@ def plain_multiplier(
         # g(p) / p is accurate down to p = 0, because every activation has g(0) = 0.
         return _ratio(function(end), end, lambda near: derivative(function, torch.zeros_like(end[near])), 0.0)
 
+    # The derivative at the middle differs from the quotient only in the second order of the distance.
     middle = (end + start) / 2
     change = function(end) - function(start)
     return _ratio(change, end - start, lambda near: derivative(function, middle[near]), _CLOSE)

@@ -64,6 +64,7 @@ def through_linear(
     rule: Split,
 ) -> Float[Tensor, "*batch input d_out"]:
     """Return shares of `state @ weight + bias` from shares of the state; the bias is split."""
+    # The product is a tensor of its own, so the bias may be added in place.
     out = vectors @ weight.to(vectors.dtype)
     return split_bias(out, bias, rule, out)
 

@@ -66,6 +66,8 @@ class Decomposition:
         attended = (block.attended & block.real_queries[:, :, None]).any(0)
         ends = torch.arange(1, attended.shape[1] + 1, device=attended.device)
         stops = ends if entering is None else entering.stops
+        # An input token reaches a row by the keys that the row attends to, or by the row's own residual
+        # stream.
         self._stops = torch.maximum((attended * stops).amax(1), stops[block.queries].amax(0))
         self._values = self._key_vectors() if entering is None else self._read_values(entering)
 
@@ -188,6 +190,7 @@ def _chunk_pairs(block: Block, keeps: bool) -> int:
     """
     (batch, queries, d_model), positions = block.resid_pre.shape, block.real.shape[1]
     path, feed_forward, d_mlp = value_path(block), block.anatomy.feed_forward, hidden_width(block)
+    # Shares have float32 at least (`states_of`).
     size = max(4, block.resid_pre.dtype.itemsize)
     (value_heads, _, d_head), heads = path.W_V.shape, len(path.W_O)
     values = max(keeps * positions * value_heads * d_head, heads * (d_model + 2 * d_head))
@@ -196,6 +199,7 @@ def _chunk_pairs(block: Block, keeps: bool) -> int:
     weights, pair = 2 * heads * d_head * d_model, 9 * d_model + 2 * heads * d_head
     if feed_forward is not None:
         matrices = 1 if feed_forward.W_gate is None else 2
+        # The slopes of activations are computed in float64, which has eight bytes.
         states += batch * queries * matrices * d_mlp * (6 * 8 + 3 * size)
         weights += (feed_forward.W_in.dtype.itemsize != size) * (matrices + 1) * d_model * d_mlp
         pair += (matrices + 1) * d_mlp

@@ -38,6 +38,8 @@ def folded(
     """
     if anatomy.feed_forward is None or anatomy.parallel:
         return None
+    # The product is deleted with W_in as the verification has read it, which is dropped if the model's
+    # weights change.
     name, kind = anatomy.feed_forward.W_in, f"folded {dtype}"
     # The product depends on the matrices and on the norms, which are probed with vectors.
     probes = [sketch(matrix.detach().to(dtype)) for matrix in (*matrices, path.W_O.flatten(0, 1))]

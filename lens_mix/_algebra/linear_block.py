@@ -161,6 +161,7 @@ def _slopes(
     if slope == "tangent" and not gated:
         function, (pre,) = ACTIVATIONS[activation], pre_activations
         slopes: Sequence[Tensor] = [derivative(function, pre)]
+        # The tangent need not pass through zero, so the rest is a constant, which is split like a bias.
         added = function(pre) - slopes[0] * pre
     elif slope == "relu" and not gated:
         slopes = [x > 0 for x in pre_activations]

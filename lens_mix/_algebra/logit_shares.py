@@ -93,6 +93,7 @@ def _tokens(last: Block, unembedding: Unembedding, token: int | str) -> Int[Tens
     if token == "next":
         following = last.batch.tokens.roll(-1, dims=1)
         has_next = last.real & last.real.roll(-1, dims=1)
+        # `roll` has moved the first token to the end, where no next one is known.
         has_next[:, -1] = False
         predicted = torch.where(has_next, following, predicted)
         doubtful = doubtful & ~has_next

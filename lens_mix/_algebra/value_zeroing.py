@@ -63,6 +63,7 @@ def value_zeroing_maps(
     sizes = fitting(block, (narrow, wide))
     batch, queries, keys = block.attended.shape
     scores = block.zeros(batch, len(groups), queries, keys if spans is None else len(spans[0]))
+    # Under a memory bound no product is stored, so that the memory of the map can be counted.
     layers = 0 if block.max_memory is not None else len(block.stack)
     step = max(1, sizes.positions // keys)
     # There are about a hundred thousand small views and products, and inference mode halves their overhead.
@@ -86,6 +87,7 @@ def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtype of the outputs, and that of all states up to the activation."""
     narrow = torch.promote_types(block.resid_pre.dtype, torch.float32)
     # If a query loses its only key, a norm on the attention branch divides by almost 0.
+    # The device "mps" has no float64.
     wide = block.anatomy.attention_branch is not None and block.resid_pre.device.type != "mps"
     return narrow, torch.float64 if wide else narrow
 

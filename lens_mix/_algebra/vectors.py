@@ -106,6 +106,7 @@ class Pairs:
         if self.cross:
             batch, _, queries, _ = self.pattern.shape
             return self.heads.value.new_zeros((batch, queries, self.heads.d_model))
+        # The norms of all pairs were computed first, in the same loop over keys.
         if self._by_factors is not None and self._by_factors.diagonal is not None:
             return self._by_factors.diagonal
         return through(self.chain, self.heads.mixed(self._diagonal_weights(), self.queries))
@@ -197,6 +198,8 @@ class AttentionVectors:
 
     def __init__(self, block: Block, heads: HeadVectors) -> None:
         self.states = states_of(block)
+        # If row i is position i, the diagonal is a view, and is computed together with the norms of all
+        # pairs.
         queries = None if block.every_query else block.queries
         self.pairs = Pairs(self.states.pattern, heads, queries, cross=block.stack.is_cross)
 

@@ -224,6 +224,7 @@ class Block:
             return self
         clean = self.clean if self.clean.rows is None else self.clean.with_whole_pattern(self.layer)
         whole = Block(clean, self.layer, self.verification, self.engine, self.max_memory, effort=self._effort)
+        # What a method reports about the whole block belongs to the map of the asked rows.
         whole.record = self.record
         return whole
 
@@ -352,6 +353,7 @@ class Block:
         """
         outputs = self.batch.logits_tokens.shape[1] if logits else 0
         source, positions = self.stack.source, self.real_inputs.shape[1]
+        # A gradient passes through all blocks from this one on and, for the joint part, through the encoder.
         blocks = len(self.stack) - self.layer + (0 if source is None else len(source))
         fitting = count_copies(
             self._lens, self.max_memory, positions, blocks=blocks, logits=outputs, own_graphs=own_graphs

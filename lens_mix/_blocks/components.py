@@ -235,6 +235,7 @@ def _rebuilt_mid(block: RecordedBlock) -> Tensor | None:
 def _whole_block(block: RecordedBlock) -> Tensor | None:
     """Return the block's output, with the feed-forward's output as recorded, or else computed."""
     anatomy, out = block.anatomy, block.output("feed_forward_out")
+    # Without a formula and without a recorded output, nothing gives the feed-forward's part of the sum.
     mid = None if out is None and not anatomy.is_written_down else _rebuilt_mid(block)
     if mid is not None and out is None and anatomy.feed_forward is not None:
         out = anatomy.feed_forward(anatomy.feed_forward_in(block.resid_pre, mid))
@@ -248,6 +249,7 @@ def _z_of_replay_without_first_value(block: RecordedBlock) -> Tensor:
     out, z = block.replay_with([zero_values(block.layer, 0, attention=block.attention_template)])
     if z is None:
         raise _NotRebuilt("the hook on z never fired")
+    # A hook that does not reach the output would make maps of zeros.
     if out is not None and bool((out == block.resid_post).all()) and _has_an_effect(block):
         raise _NotRebuilt("the intervention did not change the block's output")
     return _by_head(block, z)

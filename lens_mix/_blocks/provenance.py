@@ -116,6 +116,7 @@ def of_prompt(prompt: Prompt) -> dict[str, Any]:
     Pixels are too many for a record, which has the names of the pictures' inputs instead, and the places of
     their patches.
     """
+    # Pictures and sounds without text have no tokens that a record could contain.
     if prompt.features is not None:
         return {"prompt": None, "features": list(prompt.features.shape), "positions": len(prompt.tokens)}
     target = {} if prompt.target is None else {"target_token_ids": prompt.target.tolist()}

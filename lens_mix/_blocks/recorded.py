@@ -167,6 +167,7 @@ class RecordedBlock:
         rows = self.clean.rows
         if rows is None:
             return self.places
+        # `places` are indices into the recorded rows, which may be some of the positions only.
         return rows.positions if self.places is None else rows_at(rows.positions, self.places)
 
     def _of_positions(self, tensor: Tensor) -> Tensor:
@@ -195,5 +196,6 @@ class RecordedEnd:
     normed: Float[Tensor, "1 row d_model"] | None = None
     unembedding: Unembedding | None = None
     logits: Float[Tensor, "1 row d_vocab"] | None = None
+    # All rows are the prompts' own here, so a comparison masks nothing (`Component`).
     real_rows: None = None
     real_keys: None = None

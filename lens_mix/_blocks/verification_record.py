@@ -73,16 +73,19 @@ class Verification:
     def is_smooth(self) -> bool:
         """Whether all feed-forwards are verified, and none has a kink (ReLU) or selects experts."""
         feed_forwards = [block.feed_forward for block in self.anatomy.values() if block.feed_forward]
+        # A feed-forward that is not verified may have any activation.
         verified = self.failure((FEED_FORWARD.name,)) is None
         return verified and all(each.activation not in WITH_KINK for each in feed_forwards)
 
     @property
     def hooks_failure(self) -> str | None:
         """Why hooks on values and patterns can't be used on this model; None if they can."""
+        # A run on the joint part also intervenes in the encoder.
         failure = self.failure(_HOOK_COMPONENTS)
         return failure if self.source is None or failure is not None else self.source.hooks_failure
 
     @property
     def algebra_failure(self) -> str | None:
         """Why the blocks can't be computed from their components; None if they can."""
+        # The algebra starts from the recorded pattern and values, which the components for hooks verify.
         return self.hooks_failure or self.failure(ALGEBRA_COMPONENTS)

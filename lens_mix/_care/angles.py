@@ -51,6 +51,7 @@ def _differ(module: nn.Module, shorter: int, longer: int, given: Sequence[str]) 
     frequencies = next(tensor for name, tensor in _tensors(module) if name.endswith(_FREQUENCIES))
     x, angles = frequencies.new_zeros(1, 1, 1), []
     for length in (shorter, longer):
+        # A module keeps the frequencies of its longest pass, which would then be those of both lengths.
         forget_longer_passes([module])
         out = module.forward(x, torch.arange(length, device=x.device)[None], *given)
         angles.append([each[:, :shorter] for each in ([out] if torch.is_tensor(out) else out)])
@@ -117,6 +118,8 @@ class _State:
         for name in [name for name in vars(module) if self._is_own(name) and name not in self._attributes]:
             del vars(module)[name]
         vars(module).update(self._attributes)
+        # A pass may have put another tensor in the place of a buffer, so the tensors are restored before
+        # their values.
         module._buffers.clear()
         module._buffers.update(self._buffers)
         for name, value in self._values.items():

@@ -88,6 +88,7 @@ def identity(thing: Any, inside: tuple[int, ...] = ()) -> Any:
     if thing is None or isinstance(thing, bool | int | str):
         return thing
     if isinstance(thing, float):
+        # JSON has neither infinity nor NaN.
         return thing if abs(thing) < float("inf") else repr(thing)
     if isinstance(thing, enum.Enum | torch.dtype | torch.device | os.PathLike):
         return str(thing)
@@ -176,6 +177,7 @@ def _identify_function(function: types.FunctionType, inside: tuple[int, ...]) ->
 def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not cell
+    # The cell of a variable that has no value yet is empty.
     except ValueError:
         return False
 
@@ -216,6 +218,7 @@ def _identify_class(kind: type, inside: tuple[int, ...]) -> Any:
 
 def _is_of_a_library(module: str | None) -> bool:
     root = (module or "").partition(".")[0]
+    # The program that runs may be installed, as pytest is, while the functions in it are the user's.
     if root == "__main__":
         return False
     if root in _VERSIONS or root in sys.stdlib_module_names:

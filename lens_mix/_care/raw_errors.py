@@ -63,8 +63,11 @@ def _find_place(model: Any, problem: Exception) -> str:
     names: dict[int, str] = {}
     for tree in (getattr(model, "original_model", None), model):
         if isinstance(tree, nn.Module):
+            # The names of the Bridge come last and replace those of the wrapped model, because users know the
+            # former.
             names |= {id(module): name for name, module in tree.named_modules() if name}
     frames = [frame for frame, _ in traceback.walk_tb(problem.__traceback__)]
+    # A hook of torch gets its module as an argument, and not as `self`.
     running = [frame.f_locals.get("self", frame.f_locals.get("module")) for frame in frames]
     modules = [module for module in running if id(module) in names]
     if not modules:

@@ -41,6 +41,7 @@ def is_own_error(problem: BaseException) -> bool:
 
 
 def _is_at_raise(trace: TracebackType) -> bool:
+    # An error that no `raise` raised, such as a missing key, is a mistake and has no message for the user.
     return trace.tb_frame.f_code.co_code[trace.tb_lasti] in _RAISING
 
 
@@ -56,5 +57,6 @@ def _is_users(frame: FrameType) -> bool:
 
 def is_out_of_memory(problem: Exception) -> bool:
     """Return whether an error means that memory ran out, which is not a fault of the model."""
+    # On a CPU and on some devices, torch raises a plain RuntimeError, which only its text distinguishes.
     texts = ("out of memory", "not enough memory", "can't allocate")
     return isinstance(problem, torch.cuda.OutOfMemoryError) or any(text in str(problem) for text in texts)

@@ -69,6 +69,8 @@ class AutogradGraph:
     ) -> None:
         self.rules, self._lens = rules, lens
         size = lens.n_layers * bytes_through_block(lens, positions)
+        # A block that reads the keys of another one cannot be run again alone, because its gradient enters
+        # that block too.
         self.is_kept = size <= _MOST_KEPT or _shares_keys(lens)
         after = range(1, lens.n_layers + 1) if self.is_kept else ()
         self._changed = ChangedRules(lens, anatomies, rules, after=after, leaf=self.is_kept)
@@ -93,6 +95,7 @@ class AutogradGraph:
         """Read the calls of the blocks in the pass, from which blocks are run again."""
         if not self.is_kept:
             self._calls = calls
+            # The target is computed from this leaf. Its gradient is then handed from block to block.
             last = calls[self._lens.n_layers - 1].resid_post
             self._changed.streams[self._lens.n_layers] = last.detach().requires_grad_(True)
 
@@ -190,6 +193,8 @@ class AutogradGraph:
                     (gradients,) = _gradients_of_each(output, [leaf], gradients, at_once=at_once, keep=False)
                 else:
                     recorded = self._recorded_of(layer)
+                    # torch raises an error about a tensor without a gradient; `_make_mixing` has one that
+                    # names the layer.
                     inputs = [leaf, *[recorded[-1]] * recorded[-1].requires_grad]
                     found = torch.autograd.grad(output, inputs, gradients[0], allow_unused=True)
                     of_z = found[1] if len(found) > 1 else None
@@ -292,6 +297,7 @@ def _gradients_of_each(
             )
     separate = []
     for left, gradient in zip(reversed(range(len(gradients))), gradients, strict=True):
+        # The last backward pass may free the graph, which needs the most memory of all.
         is_kept = keep or left > 0
         found = torch.autograd.grad(output, inputs, gradient, retain_graph=is_kept, allow_unused=True)
         _require_differentiable(output, found)

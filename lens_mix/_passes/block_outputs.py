@@ -71,6 +71,8 @@ def _points(lens: Lens, layer: int, roles: Collection[str]) -> dict[str, Sequenc
         "feed_forward_out": (f"{block}.mlp.out.hook_out", f"{block}.mlp.hook_out"),
     }
     if lens.stack.is_cross:
+        # If cross-attention is mapped, a block begins after its self-attention, whose output is therefore
+        # recorded.
         points |= {"before": tuple(names_before_cross(lens, [layer])), "cross_out": ()}
     return {role: [name for name in points[role] if name in known] for role in roles if role in points}
 

@@ -132,6 +132,7 @@ class ChangedRules:
         self._pairs: list[HookPair] = []
         self._changes: list[Change] = []
         self._required: list[HookFunction | GradientCounter] = []
+        # The model's own backward pass needs none of these changes, which cost time in every module.
         if not isinstance(rules, PlainRules):
             self._stacks(anatomies, below or ())
             self._norms(logits)
@@ -148,6 +149,7 @@ class ChangedRules:
         Args:
             fwd_hooks: Further TransformerLens hooks, which run after those of the rules.
         """
+        # Hooks that record see the tensors after the rules, so that these have the changed gradient.
         with self._lens.hooked([*self._pairs, *fwd_hooks]), Changes(self._changes):
             yield
 
@@ -183,6 +185,7 @@ class ChangedRules:
             keep(first_tensor(output))
 
         if number == len(blocks):
+            # No block reads the stream after the last one.
             return forward_hook(blocks[-1], record_output)
         return forward_pre_hook(blocks[number], record_input, with_kwargs=True)
 
@@ -221,11 +224,13 @@ class ChangedRules:
     def _norms(self, logits: bool) -> None:
         """Add the rules of every norm of the model, including norms on queries and keys and the final one."""
         lens = self._lens
+        # A Bridge wraps each norm of transformers in another module, and the rule must be applied once.
         inner = {id(getattr(module, "original_component", None)) for module in lens.modules}
         final, blocks = ({id(lens.final_norm())} if logits else set()), list(lens.stack.blocks)
         if lens.stack.source is not None:
             below = Lens(lens.model, lens.stack.source.name)
             final, blocks = final | {id(below.final_norm())}, [*below.stack.blocks, *blocks]
+        # Other norms, such as those of embeddings, may get no gradient, which is no error.
         required = {id(module) for block in blocks for module in block.children()} | final
         for module in lens.modules:
             if "Norm" not in type(module).__name__ or id(module) in inner:
@@ -330,6 +335,7 @@ class _NormRule(GradientCounter):
         x = args[0] if args else next(iter(kwargs.values()))
         if not is_differentiated(x):
             return None
+        # Models of transformers compute their norms in float32 too, with which this one is compared.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         self._require_alike(self._norm(wide.detach()), output)
         linear = self._norm.linear_at(wide)(wide)

@@ -143,6 +143,7 @@ class CleanPass:
         """
         layers = sorted(self.calls) if self.batch.has_pictures else []
         for below, layer in itertools.pairwise(layers):
+            # Nothing is computed between two blocks, so any difference is something that the model has added.
             if not torch.equal(self.calls[below].resid_post, self.calls[layer].resid_pre):
                 return layer
         return None
@@ -155,6 +156,7 @@ class CleanPass:
 
     def with_whole_pattern(self, layer: int) -> CleanPass:
         """Run a block again and return this pass with that block's pattern alone, recorded at all rows."""
+        # Only this block's pattern has all rows, so the tensors with fewer rows are left out.
         whole = dataclasses.replace(self, recorded={}, attended={}, rows=None, cache={})
         template = self.lens.stack.attention_template
         pairs = record_attention(layer, whole.recorded, ["pattern"], attention=template)
@@ -212,6 +214,7 @@ def clean_pass(
     template = lens.stack.attention_template
     watching = [watch_pattern(layer, _watch_keys(layer, clean), attention=template) for layer in layers]
     ends = _BlockEnds(clean, required, None if start is None else start(clean))
+    # Calls are captured first, because the end of a block reads its output from them.
     changes = [*_capture_calls(clean, last), *([] if outputs is None else outputs.changes), *ends.hooks(last)]
     if predict_at is None:
         # It is registered last, because it raises: torch would not call any hook after it.
@@ -334,6 +337,8 @@ def _run_forward(
             if predict_at is not None and last in clean.calls:
                 # All records are complete, so an error of the model's last modules must not prevent a map.
                 return dataclasses.replace(clean, no_predictions=describe_missing(problem))
+            # An error in a user's hook, or for lack of memory, is best shown as it is, with its own
+            # traceback.
             if not is_out_of_memory(problem) and find_user_code(problem) is None:
                 _explain(lens, batch, problem)
             raise
@@ -357,6 +362,7 @@ def _with_predictions(
     rows = logits if is_narrow else row_at(logits, positions)
     name = functools.partial(name_token, clean.lens.tokenizer)
     found = [read_predictions(each, name) for each in rows.detach()]
+    # Logits of several positions are large, and only those of a single one are read again by a method.
     if positions.shape[1] > 1:
         return dataclasses.replace(clean, predictions=found)
     if clean.graph is not None and clean.graph.is_kept and rows.requires_grad:
@@ -371,11 +377,13 @@ def _explain(lens: Lens, batch: Batch, problem: Exception) -> None:
         ValueError: An input is out of the model's range.
         UnsupportedModelError: The model mixes dtypes, or a pass with the user's own inputs fails too.
     """
+    # An embedding raises an IndexError that names neither the input nor its range.
     if isinstance(problem, IndexError) and batch.inputs:
         got = {name: f"{value.min()}..{value.max()}" for name, value in batch.inputs.items()}
         raise ValueError(
             f"model inputs: expected numbers that the model has rows for, got {got}"
         ) from problem
+    # A module that creates tensors of a fixed dtype fails in any other one, and its error does not say so.
     if lens.dtype != torch.float32 and any(text in str(problem) for text in _DTYPE_TEXTS):
         raise UnsupportedModelError(
             f"the model's own forward pass fails in {lens.dtype} ({problem}): something in it is made for "

@@ -85,6 +85,7 @@ class Continuation:
         """Return the output of the stack's last block."""
         last = self.clean.lens.stack.blocks[-1]
         calls: dict[int, BlockCall] = {}
+        # The output is captured before the pass is ended, because torch calls no hook after one that raises.
         ending = [*captured_calls({0: last}, calls), forward_hook(last, stop_forward)]
         with contextlib.suppress(StopForward):
             dataclasses.replace(self, changes=[*self.changes, *ending]).run()
@@ -104,6 +105,8 @@ class Continuation:
         except StopForward:
             raise
         except Exception as problem:
+            # A user's hook may act on a position that a pass over other tokens does not have, of which its own
+            # error says nothing.
             users, clean = find_user_code(problem), self.clean.batch
             length, expected = batch.tokens.shape[1], clean.tokens.shape[1]
             if users is None or length == expected:
@@ -140,6 +143,7 @@ class Continuation:
             # For the joint part, the first positions enter the encoder.
             below = clean.batch.tokens.shape[1]
             entries = [(lens.stack.source.blocks[0], slice(below)), (blocks[start], slice(below, None))]
+        # The outputs below are replaced whole, because a block may return more than the residual stream.
         outputs = [clean.calls[lower].output for lower in range(start)]
         skipped = outputs if rows is None else [replay.expand(output, rows) for output in outputs]
         changes = [_skipped(block, output) for block, output in zip(blocks[:start], skipped, strict=True)]
@@ -167,6 +171,7 @@ def predict_in_chunks(clean: CleanPass, positions: Int[Tensor, "batch query"], s
     try:
         for chunk in positions.split(size, dim=1):
             logits = Continuation(clean, last, resid_post=resid_post).logits(chunk)
+            # A classifier has logits for a whole prompt, which no position of a map predicts.
             if logits.ndim != 3:
                 return clean
             for entries, rows in zip(found, logits, strict=True):

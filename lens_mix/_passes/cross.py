@@ -14,6 +14,7 @@ def names_before_cross(lens: Lens, layers: Sequence[int]) -> list[str]:
     """Return the hook points of self-attention's output in each layer; none unless the part is "cross"."""
     stack = lens.stack
     if stack.before is None:
+        # Any other part begins with the input of its block, which the pass records anyway.
         return []
     inside = f"{stack.before}.o.hook_out" if lens.model_class is ModelClass.BRIDGE else "hook_attn_out"
     return [f"{lens.where(layer)}.{inside}" for layer in layers]

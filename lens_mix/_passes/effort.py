@@ -44,6 +44,8 @@ class Effort:
             fitting: The number of copies that fit in memory.
             count: The number of all copies.
         """
+        # A bar needs about twenty steps to show progress, and fewer than eight copies would make the passes
+        # slow.
         return min(fitting, max(8, math.ceil(count / 20))) if self.progress else fitting
 
     def bar(self, chunks: Iterable[T], total: int, unit: str) -> Iterator[T]:

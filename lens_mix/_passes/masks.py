@@ -59,6 +59,7 @@ class AllowedKeys:
             layers: The layers, in the order of the result.
         """
         masks = [self.by_layer[layer] for layer in layers]
+        # Layers with equal masks have one tensor in common, which need not be copied once for each of them.
         masks = masks[:1] if all(mask is masks[0] for mask in masks) else masks
         allowed = torch.stack([mask[index][rows][:, keys] for mask in masks])
         positions = self.positions[index][rows]
@@ -141,6 +142,7 @@ class PromptMask:
         """
         hidden = ~self.allowed
         if groups is not None:
+            # A group is hidden only if none of its positions can be seen.
             hidden = torch.stack([hidden[:, :, list(group)].all(dim=-1) for group in groups], dim=-1)
         if not bool(hidden.any()):
             return scores
@@ -153,6 +155,7 @@ class PromptMask:
         if largest == 0:
             return scores
         whole = max(map(abs, torch.stack(scores.aminmax()).tolist()))
+        # Small scores are often differences of numbers near 1, whose rounding is measured against 1.
         if largest > max(accepted, 100 * self.rounding) * max(1.0, whole):
             raise UnsupportedModelError(
                 f"a key that the attention mask hides has a score of {largest:.1e} (expected 0): "

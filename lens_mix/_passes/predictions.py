@@ -29,9 +29,11 @@ def read_predictions(logits: Float[Tensor, "row choice"], name: Namer) -> list[E
         logits: The logits.
         name: Returns the text of a token or class by its number.
     """
+    # A sum of exponentials over a whole vocabulary loses too many digits in half precision.
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     best = wide.topk(min(1 + _OTHERS, wide.shape[-1]), dim=-1)
     probabilities = (best.values - wide.logsumexp(-1, keepdim=True)).exp().clamp(max=1)
+    # Each token is named once, because rows often have the same likely tokens.
     names: dict[int, str] = {token: name(token) for token in best.indices.unique().tolist()}
     found = []
     for tokens, numbers in zip(best.indices.tolist(), probabilities.tolist(), strict=True):

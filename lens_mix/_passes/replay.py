@@ -161,6 +161,7 @@ class BlockReplay:
         for expansion in _EXPANSIONS:
             try:
                 error = self._error(expansion)
+            # A wrong reading of the axes makes tensors whose shapes do not fit each other.
             except (RuntimeError, ValueError, IndexError) as problem:
                 if is_out_of_memory(problem):  # This is a RuntimeError on a GPU.
                     raise

@@ -62,6 +62,8 @@ def _find_reason_against(verification: Verification, engine: str, method: HasEng
         method: The method. It may need only some components (`needs`), and may have no formula for some
             blocks (`unsupported_block`).
     """
+    # Weights that are not what mixes the values would make a wrong map, so this is a reason against every
+    # engine.
     if verification.hooks_failure is not None:
         return verification.hooks_failure
     if "causal" in method.needs and not verification.causal:
@@ -165,6 +167,7 @@ def choose_engine(
         UnsupportedModelError: The verification allows none of the engines.
     """
     check_choice("engine", engine, ("auto", "hooks", "algebra"))
+    # What is read off the clean pass does not depend on the engine that the user asks for.
     if engine == "auto" or method.engines == ("recorded",):
         options: tuple[str, ...] = method.engines
     elif engine in method.engines:

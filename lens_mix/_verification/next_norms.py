@@ -76,6 +76,7 @@ def _find_other_input(clean: CleanPass, norm: nn.Module) -> str | None:
         ending = [ends, forward_pre_hook(norm, stop, with_kwargs=True)]
         Continuation(clean, last, changes=ending).run()
     observation = f"reads {list(read[0].shape)}" if read else "never ran"
+    # A norm may be called with the positions of all prompts on one axis.
     if read and read[0].numel() == resid.numel():
         read_rows, rows = (tensor.reshape(resid.shape)[clean.real][None] for tensor in (read[0], resid))
         error = measure_end(NEXT_NORM, RecordedEnd(rows, read=read_rows))

@@ -79,6 +79,7 @@ class Verifier:
         """
         if clean.seeing_later and self._verification.causal:
             raise UnexpectedBlock(None)
+        # Blocks that no method reads are not compared, because no map depends on their components.
         if layer not in self._is_whole:
             return
         outputs = self._outputs.take(layer) if self._outputs else {}

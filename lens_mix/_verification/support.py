@@ -89,6 +89,7 @@ class Check:
         return Table(rows, columns=["layer", "component", "error", "tolerance", "ok", "note"])
 
     def __str__(self) -> str:
+        # Every block has the same components, which are the columns in the order of their table.
         components = list(dict.fromkeys(entry.component for entry in self.verification.components))
         errors = {(entry.layer, entry.component): entry for entry in self.verification.components}
         lines = [
@@ -152,6 +153,7 @@ def check(
         lens = Lens(model, part)
         prompt = any_prompt(model) if prompt is None else prompt
         read = read_prompt(model, lens.model_class, prompt, prepend_bos=prepend_bos, inputs=inputs)
+        # A user asks for the state of the model now, so a stored verification is not enough.
         verification = verification_of(lens, read, with_unembedding=True, padding="right", again=True)
         return Check(model_name(model), verification)
 
@@ -168,8 +170,11 @@ def support_table(
             read = read_prompt(model, lens.model_class, any_prompt(model))
             verification = verification_of(lens, read, with_unembedding=needs_unembedding(methods))
     except UnsupportedModelError as problem:
+        # Every method needs the verification, so the reason is the same for all of them.
         return Support(model_name(model), tuple((method.name, None, str(problem)) for method in methods))
     for method in methods:
+        # The table is about maps of all layers. A run on some layers may work although the norm behind
+        # another one is unknown.
         engine, reason = None, find_obstacle(lens, method) or _next_norm_failure(method, verification) or ""
         if not reason:
             try:
@@ -201,5 +206,6 @@ def any_prompt(model: TransformerLensModel) -> Any:
 
 def any_tokens(model: TransformerLensModel) -> torch.Tensor:
     """Return eight different tokens from the middle of the vocabulary."""
+    # Vocabularies often begin with special tokens, which models treat in ways of their own.
     d_vocab = int(model.cfg.d_vocab)
     return (torch.arange(8, device=device_of(model)) * 7 + d_vocab // 2) % d_vocab

@@ -43,6 +43,7 @@ def _find_methods() -> _MethodTable:
     for found in pkgutil.iter_modules(__path__, f"{__name__}."):
         module = importlib.import_module(found.name)
         for kind in vars(module).values():
+            # A module also has the classes that it imports, which are those of other files.
             defined_here = inspect.isclass(kind) and kind.__module__ == found.name
             if defined_here and issubclass(kind, Method) and hasattr(kind, "name"):
                 methods[kind.name] = kind

@@ -68,6 +68,7 @@ class Alti(VectorMethod):
     @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)
+        # `attention_vectors` would set a budget for the vectors alone, without the distances.
         heads.budget = attention_budget(block, heads, distance_bytes(block, heads), what="ALTI")
         vectors = attention_vectors(block, heads)
         order = 1 if self.distance == "l1" else 2

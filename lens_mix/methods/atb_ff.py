@@ -49,6 +49,7 @@ class AtbFf(VectorMethod):
     name: ClassVar[str] = "atb_ff"
     description: ClassVar[str] = "the size of what the feed-forward makes of each token"
     place_in_list: ClassVar[int] = 8
+    # The output of the feed-forward alone does not contain the residual stream, which rollouts therefore add.
     residual: ClassVar[float] = 0.5
     needs: ClassVar[frozenset[str]] = frozenset(ALGEBRA_COMPONENTS)
     cost_grows_with: ClassVar[Growth] = "rows"
@@ -127,6 +128,7 @@ class AtbFfResLn(AtbFf):
 
     @override
     def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
+        # A post-norm block ends in a norm of its own, which is verified with the block.
         reads_next = self.next_norm and anatomy.feed_forward_residual is None
         return self.needs | {"next_norm"} if reads_next else self.needs
 

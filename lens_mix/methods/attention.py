@@ -85,6 +85,7 @@ class AttnResWeights(Method):
         pattern = block.recorded("pattern")
         copied = pattern.shape[1] if pattern.dtype != block.zeros().dtype else 0
         pairs = pattern[:, 0].numel() * block.zeros().dtype.itemsize
+        # The map is computed at once, so none of its memory depends on the size of a chunk.
         budget_beside(block, (5 + copied) * pairs, 0, "attn_res_w")
         weights = 0.5 * pattern.to(block.zeros().dtype).mean(dim=1)
         half = weights.new_full((1, 1, 1), 0.5)

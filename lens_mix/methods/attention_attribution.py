@@ -101,6 +101,7 @@ class AttentionAttribution(TargetMethod):
                 f"method: {name!r} needs n_steps, got n_steps=None (as many points as each layer needs)"
             )
         check_whole_number("max_steps", self.max_steps, 3)
+        # The rules check the number of their points, so a wrong one raises its error here and not in a run.
         self._choose_rules()
         check_baseline(self.baseline)
         if size is not None:

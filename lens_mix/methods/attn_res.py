@@ -93,6 +93,7 @@ class AttnResLn(AttnRes):
 
     @override
     def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
+        # A norm before a feed-forward is verified together with the feed-forward that reads it.
         return self.needs | {"feed_forward"} if self._reads_next(anatomy) else self.needs
 
     @override
@@ -112,6 +113,7 @@ class AttnResLn(AttnRes):
         anatomy = block.anatomy
         if not self._reads_next(anatomy):
             return attention.normed
+        # In a decoder's block, cross-attention reads the sum before the feed-forward does.
         norm = anatomy.cross_input if anatomy.cross else anatomy.feed_forward_input
         return attention.normed.through(LinearNorm(norm, attention.states.mid))
 

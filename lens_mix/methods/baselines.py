@@ -59,6 +59,7 @@ def make_pattern_baseline(
         return torch.zeros_like(pattern)
     if isinstance(baseline, str):
         attended = block.attended[:, None].to(pattern.dtype).expand_as(pattern)
+        # A row of padding may attend to no key at all.
         return attended / attended.sum(-1, keepdim=True).clamp_min(1)
     whole = isinstance(baseline, Tensor)
     given = _select_layer(baseline, pattern, block.layer) if whole else baseline(pattern, block.layer)
@@ -66,6 +67,7 @@ def make_pattern_baseline(
         got = list(given.shape) if torch.is_tensor(given) else type(given).__name__
         raise ValueError(f"baseline: expected shape {list(pattern.shape)} in layer {block.layer}, got {got}")
     given = given.detach().to(pattern)
+    # A row of padding may have any baseline, because nothing reads it.
     hidden = ~block.attended[:, None] & block.real[:, None, :, None]
     if bool((given.masked_select(hidden.expand_as(given)) != 0).any()):
         raise ValueError(
@@ -129,6 +131,7 @@ def make_input_baseline(
             f"baseline: expected [{x.shape[-1]}], or [pos, {x.shape[-1]}] with the prompt's number of "
             f"tokens ({', '.join(map(str, sorted(counts)))}), got shape {list(given.shape)}"
         )
+    # The given vectors are those of the prompt's own tokens, so padding keeps its embedding.
     whole = x.clone()
     whole[real] = given.expand(len(x), -1, -1).flatten(0, 1) if given.ndim == 2 else given
     return whole
@@ -152,6 +155,7 @@ def note_convergence(
     """
     differences = (bound.clean - start).to(scores.dtype)
     gaps = scores.sum(-1) - differences
+    # If the difference is nearly 0, even rounding is a large share of it.
     large = gaps.abs() > (LARGE_GAP * differences.abs()).clamp_min(1e-6)
     for prompt in range(len(last.batch)):
         of_prompt = bound.prompt_index == prompt

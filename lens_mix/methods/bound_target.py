@@ -154,6 +154,7 @@ class BoundTarget:
         values = []
         with torch.set_grad_enabled(gradients):
             output = read_output(block or self.block, self.target, fwd_hooks, **options)
+            # The function of a number is called once for all of its copies.
             for number, chosen in _runs(index):
                 span = self.spans[int(self.prompt_index[number])]
                 tokens = self._tokens_read(batch, chosen, span)
@@ -321,6 +322,7 @@ def bind_rows(blocks: Sequence[Block], target: TargetLike) -> BoundRows:
     """
     last = blocks[-1]
     read = as_target(target)
+    # The clean pass may have read these logits for its predictions. Then no other pass is needed.
     logits = last.clean.logits_at(last.queries) if read.reads_row_alone else None
     bound, query_index = _bound(blocks, read, functools.partial(_targets_at_rows, last), logits)
     return BoundRows(
@@ -394,6 +396,7 @@ def _find_rows_read(block: Block, target: Target) -> Int[Tensor, "example read"]
         if rows is None:
             return None
         found.append(real.nonzero()[rows.start : rows.stop, 0])
+    # One tensor needs as many positions in each example. Otherwise all logits are computed.
     return torch.stack(found) if len(set(map(len, found))) == 1 else None
 
 
@@ -592,6 +595,7 @@ def gradients_of(values: Float[Tensor, " copy"], leaves: Sequence[Tensor]) -> li
         ValueError: The target has no gradient with respect to a leaf.
     """
     gradients: Sequence[Tensor | None] = [None]
+    # No copy has an effect on another one, so one backward pass from the sum has the gradient of each.
     if values.requires_grad:
         gradients = torch.autograd.grad(values, list(leaves), torch.ones_like(values), allow_unused=True)
     present = [gradient for gradient in gradients if gradient is not None]

@@ -165,6 +165,7 @@ class ChangedGradients(RowTargetMethod):
         if len(scores) == 1:
             return scores[0]
         sizes = scores.abs().sum(-1, keepdim=True)
+        # The streams have different sizes, so the largest one would decide a plain mean.
         return (scores / torch.where(sizes > 0, sizes, 1)).mean(dim=0)
 
     @staticmethod

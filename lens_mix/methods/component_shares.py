@@ -81,6 +81,7 @@ def _read_entries(mixing_map: MixingMap) -> list[dict[str, Any]]:
     check_instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     details = mixing_map.provenance.get("details")
     entries = details.get("parts") if isinstance(details, dict) else None
+    # The map may come from a file, whose provenance may be anything.
     listed = entries if isinstance(entries, list) else []
     whole = [entry for entry in listed if isinstance(entry, dict) and _FIELDS.issubset(entry)]
     by_layer = {entry["layer"]: entry for entry in whole if isinstance(entry["layer"], int)}
@@ -132,6 +133,7 @@ def _compute_output_shares(
     if lacks_block_output(anatomy):
         return {}
     whole, norm, residual = block.resid_post.to(mid.dtype), anatomy.feed_forward_residual, mid
+    # Without a norm behind it, the feed-forward has added what the output has beyond `mid`.
     added = torch.zeros_like(mid) if anatomy.feed_forward_kind == "none" else whole - mid
     if norm is not None and anatomy.feed_forward is not None:
         last = states.feed_forward_residual

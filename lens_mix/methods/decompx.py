@@ -115,6 +115,7 @@ class DecompX(VectorMethod):
         for block in blocks:
             stages = decomposed(block, self.biases, self.slope, shares, alone=shares is None)
             yield stages
+            # `DecompXLocal` maps each block from its own input, and not from the shares of the block below.
             if self.reads == "below":
                 shares = stages.output
 
@@ -144,6 +145,7 @@ class DecompXLocal(DecompX):
     place_in_list: ClassVar[int] = 11
     cost_grows_with: ClassVar[Growth] = "rows"
     reads: ClassVar[Reads] = "block"
+    # A method that defines `of_blocks` is taken for one that reads several blocks (`registry`).
     of_blocks = Method.of_blocks
 
     @override

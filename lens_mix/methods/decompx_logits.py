@@ -71,6 +71,8 @@ def input_shares_of_logits(
         UnsupportedModelError: As in `logit_shares`.
     """
     if method.biases == "drop":
+        # A run is without gradients, and the caller may be in inference mode, in which no autograd graph is
+        # built.
         with torch.inference_mode(False), torch.enable_grad():
             return _propagate_backwards(method, blocks, tokens)
     *_, (_, shares) = carried(blocks, method.biases, method.slope)

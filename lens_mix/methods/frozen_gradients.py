@@ -56,6 +56,7 @@ class FrozenGradients(ChangedGradients):
     @property
     @override
     def conserves(self) -> bool:
+        # Ratios distribute all of what an activation returns, and its gradients do not.
         return self.activations == "ratio"
 
     def interventions(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:

@@ -69,6 +69,7 @@ class GlobEnc(VectorMethod):
     @override
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)
+        # `attention_vectors` would set a budget for the vectors alone, without what the second norm reads.
         heads.budget = attention_budget(block, heads, second_norm_bytes(block, heads), what="globenc")
         return self.vectors(block, attention_vectors(block, heads)).norms()
 
@@ -81,6 +82,7 @@ class GlobEnc(VectorMethod):
         """
         states = attention.states
         second = states.feed_forward_residual
+        # A pre-norm block does not end in a norm. The norm that reads its output is in the next block.
         if block.anatomy.feed_forward_residual is None:
             second = LinearNorm(block.next_norm(), block.resid_post.to(states.resid_pre.dtype))
         return attention.normed.through(second)

@@ -67,6 +67,7 @@ class GradientAttention(TargetMethod):
 
     @override
     def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> PlainRules:
+        # The gradient is the model's own, for which the autograd graph of the clean pass can be used.
         return PlainRules()
 
     @override
@@ -113,7 +114,9 @@ class GradientAttention(TargetMethod):
     ) -> Float[Tensor, "1 layer head query key"] | None:
         """Return the gradients from the clean pass's autograd graph; None if it does not contain them."""
         graph = blocks[0].clean.graph
+        # A kept autograd graph is that of a single prompt, which has one number.
         index = torch.zeros(1, dtype=torch.long, device=bound.prompt_index.device)
+        # Another method of the run may have chosen the rules of the graph.
         if graph is None or graph.rules != PlainRules():
             return None
         by_layer, found = {block.layer: block for block in blocks}, {}
@@ -142,6 +145,7 @@ class GradientAttention(TargetMethod):
             for block, addition in zip(blocks, additions, strict=True)
             for pair in self.interventions(block.layer, addition, attention=block.stack.attention_template)
         ]
+        # A leaf that no hook adds to a pattern has no effect, and no gradient.
         with must_fire(*pairs) as hooks:
             values = bound.values(chunk, hooks, gradients=True)
         gradients = gradients_of(values, leaves)

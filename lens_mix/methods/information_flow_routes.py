@@ -73,6 +73,8 @@ class InformationFlowRoutes(VectorMethod):
 
     @override
     def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
+        # After a norm, the shares of the block's output are computed from what the feed-forward adds before
+        # it.
         ends_in_known_norm = anatomy.feed_forward_residual is not None and not lacks_block_output(anatomy)
         return self.needs | {"feed_forward"} if ends_in_known_norm else self.needs
 
@@ -82,12 +84,14 @@ class InformationFlowRoutes(VectorMethod):
         batch, queries, d_model = block.resid_pre.shape
         step = max(head_proximity_bytes(heads, queries), queries * d_model * heads.dtype.itemsize)
         beside = route_bytes(block, heads)
+        # Half of the budget is for vectors and half for differences, and each half needs its smallest chunk.
         heads.budget = attention_budget(block, heads, beside, 2 * batch * step, self.name)
         attention = attention_vectors(block, heads)
         states, mid = attention.states, attention.states.mid
         scores = head_proximities(attention.normed, mid, self.per_head)
         near = {"resid_pre": proximity(states.attention_residual(states.resid_pre), mid)}
         if self.biases == "part":
+            # The vectors and the residual stream sum to everything in the state except the biases.
             near["biases_mid"] = proximity(mid - attention.normed.total, mid)
         from_keys = scores.sum(-1).sum(1) if self.per_head else scores.sum(-1)
         total = from_keys + sum(near.values())

@@ -148,6 +148,8 @@ class InputGradients(RowTargetMethod):
         if self.score == "integrated":
             points, weights = quadrature(self.method, self.n_steps)
             baseline = baselines.make_input_baseline(self.baseline, x, bound.block.real_inputs[prompts])
+            # The scores of a row are compared with its change from this number
+            # (`baselines.note_convergence`).
             start = bound.values(rows, resid_pre=baseline)
             fitting = bound.block.copies_with_gradients(len(rows) * len(points), logits=bound.reads_logits)
             fitting = min(fitting, self.internal_batch_size or fitting)

@@ -126,6 +126,7 @@ class Occlusion(RowTargetMethod):
         cost = cost.times((samples if self.by == "replace" else 1) / Occlusion.n_samples)
         if self.spans is None:
             return cost
+        # One pass for each span is enough, however many tokens there are.
         return cost._replace(base=cost.base + cost.per_token * len(self.spans), per_token=0.0)
 
     @override
@@ -142,6 +143,7 @@ class Occlusion(RowTargetMethod):
         acts = self._removal.acts_on(first, groups[1])
         prompt_index, removed, keys = (each[acts] for each in groups)
         copies = self._removal.make_copies(first, prompt_index, removed)
+        # A key has one copy of its prompt for each replacement.
         keys = keys.repeat_interleave(copies.samples)
         scores = first.zeros(len(clean), removed.shape[1] if self.spans is None else len(self.spans))
         for chunk in first.chunks(len(copies), logits=not bound.reads_one_position):
@@ -154,6 +156,7 @@ class Occlusion(RowTargetMethod):
         if self.by == "mask":
             # Any layer counts, because layers with attention windows may attend to fewer keys than others.
             attended = torch.stack([block.with_every_query().attended for block in blocks]).any(0)
+            # Nothing remains without the only key that a query sees, so its removal has no meaning.
             scores[attended.sum(-1)[bound.prompt_index, bound.queries] < 2] = 0
         return [bound.scatter(scores / copies.samples, last)]
 

@@ -59,6 +59,7 @@ class Path:
         self, prompts: Int[Tensor, " row"], alphas: Float[Tensor, " row"]
     ) -> tuple[Float[Tensor, " row"], Float[Tensor, "row head query key"]]:
         """Return F and its gradient with respect to the pattern, at one point of the path per row."""
+        # One pass has the points of several prompts, each with a pattern of its own.
         scale = alphas.to(self.pattern)[:, None, None, None]
         leaf = (self.baseline[prompts] + scale * self.difference[prompts]).detach().requires_grad_(True)
         pairs = self.interventions(self.block.layer, leaf, attention=self.block.stack.attention_template)

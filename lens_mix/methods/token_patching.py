@@ -215,6 +215,7 @@ class TokenPatching(RowTargetMethod):
                     f"{first.batch.prompts[prompt].input_names}"
                 )
             graph = first.clean.graph
+            # A run keeps no graph of a batch, and only one graph if its methods have several rules.
             if graph is None or graph.rules != rules:
                 alone = torch.tensor([prompt], dtype=torch.long, device=first.tokens.device)
                 graph = make_graph(first, first.batch.select(alone), rules)
@@ -234,6 +235,7 @@ class TokenPatching(RowTargetMethod):
         """Write one row of scores, from the tokens of its prompt up to the query."""
         prompt = int(bound.prompt_index[row])
         places = bound.block.real[prompt].nonzero()[:, 0]
+        # In a causal model, later tokens have no effect on the row.
         places = places[places <= bound.queries[row]]
         # A late token counts less, because its replacement changes fewer tokens of the row.
         costs = self._samples * torch.arange(len(places), 0, -1, device=places.device)
@@ -282,6 +284,7 @@ class TokenPatching(RowTargetMethod):
         effects = torch.zeros(len(places), len(places), dtype=wide, device=places.device)
 
         def add(layer: int, whole: Mixing) -> None:
+            # A token always sees itself, so no token is hidden from its own position.
             effects.add_(hidden_effects(whole.at(places)).to(wide).tril_(-1))
 
         index = torch.tensor([row], dtype=torch.long, device=places.device)
@@ -354,7 +357,9 @@ def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:
         some = slice(start, start + step)
         attributions = einsum(gradient[:, some], values[:, some], axes).mul_(pattern[some])
         strongest = pattern[some].argmax(-1, keepdim=True)
+        # The weight of an attention sink that is not a token remains if a key is hidden.
         left = _sum_others(pattern[some], strongest).add_(sink(mixing.pattern[some]))
+        # A query that sees a single key has no weight left, which must not make NaN.
         left.clamp_min_(torch.finfo(wide).tiny)
         changes = _sum_others(attributions, strongest).div_(left).sub_(attributions.sum(-1, keepdim=True))
         effects.add_(changes.sum(0))

@@ -70,6 +70,7 @@ class ValueNorms(VectorMethod):
             return attention_vectors(block).pairs.norms
         heads, pattern = head_vectors(block), block.recorded("pattern").detach()
         fixed = heads.copied + (0 if pattern.dtype == heads.dtype else pattern.numel() * heads.dtype.itemsize)
+        # By head, no vector of a pair is needed, so only the vectors of keys take memory.
         least = 2 * len(pattern) * vector_bytes(heads)
         heads.budget = budget_beside(block, fixed, least, "value_norm, by head")
         head_norms = attention_vectors(block, heads).pairs.head_norms

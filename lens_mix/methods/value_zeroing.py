@@ -100,6 +100,7 @@ class ValueZeroing(Method):
         named = sorted(self.heads) if isinstance(self.heads, Mapping) else []
         for layer in named:
             check_layer("heads", layer, range(n_layers))
+        # Heads of a layer without attention would be ignored silently.
         if not set(named) <= set(layers):
             raise ValueError(f"heads: expected some of the layers with attention {list(layers)}, got {named}")
         for layer in range(n_layers):
@@ -193,6 +194,7 @@ class ValueZeroing(Method):
             pairs = self.interventions(
                 block.layer, zeroed[chunk], heads=heads, attention=block.stack.attention_template
             )
+            # A replay whose hooks do not fire has the clean output, and every score would be 0.
             with must_fire(*pairs) as hooks:
                 zeroed_output = compared(block.replay(rows[chunk], hooks))
             scores[rows[chunk], :, keys[chunk]] = distance(clean[rows[chunk]], zeroed_output, self.metric)
