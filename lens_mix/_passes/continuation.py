@@ -105,8 +105,8 @@ class Continuation:
         except StopForward:
             raise
         except Exception as problem:
-            # A user's hook may act on a position that a pass over other tokens does not have, of which its own
-            # error says nothing.
+            # A user's hook may act on a position that a pass over other tokens does not have, of which its
+            # own error says nothing.
             users, clean = find_user_code(problem), self.clean.batch
             length, expected = batch.tokens.shape[1], clean.tokens.shape[1]
             if users is None or length == expected:
