@@ -19,7 +19,9 @@ def unembedding_from(clean: CleanPass, norm: Norm | None) -> Unembedding:
     """
     lens, last = clean.lens, clean.lens.n_layers - 1
     if lens.stack.name == "encoder":
-        raise UnsupportedModelError("unembedding: the encoder of an encoder-decoder has no logits")
+        raise UnsupportedModelError(
+            "unembedding: expected logits, got the encoder of an encoder-decoder, which has none"
+        )
     logits = Continuation(clean, last).logits()
     if logits.ndim != 3:
         raise UnsupportedModelError(

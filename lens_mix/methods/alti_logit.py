@@ -87,7 +87,10 @@ class AltiLogit(VectorMethod):
     @override
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         if anatomy.attention_residual is not None:
-            return "a norm on the residual stream (post-norm) lies between the block and the logits"
+            return (
+                "expected no norm between the block and the logits except the final one, got a norm on the "
+                "residual stream (post-norm)"
+            )
         if anatomy.cross:
             return "expected a block without cross-attention: the map has no keys for the other part's tokens"
         return None
