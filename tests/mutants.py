@@ -191,11 +191,10 @@ def _python_files(place: Path) -> list[Path]:
 def stages_of(mutant: Mutant) -> list[list[str]]:
     """Return the tests to run: those that mirror the file, the conformance table, and wider ones."""
     path = Path(mutant.file).relative_to("lens_mix")
-    own = [ROOT / "tests" / path.parent / f"test_{path.name}", ROOT / "tests" / path.parent]
-    mirror = [str(place.relative_to(ROOT)) for place in own if place.exists()]
-    # The folder of a file at the top would be all tests.
-    mirror = [place for place in mirror if place != "tests"]
-    return [mirror[:1], ["tests/test_conformance.py"], list(dict.fromkeys([*mirror, *WIDER]))]
+    mirror, folder = f"tests/{path.parent}/test_{path.name}", f"tests/{path.parent}"
+    own = [mirror] if (ROOT / mirror).exists() else []
+    others = [place for place in (folder, *WIDER) if place != "tests/." and (ROOT / place).exists()]
+    return [own, ["tests/test_conformance.py"], list(dict.fromkeys(others))]
 
 
 def run_tests(copy: Path, tests: list[str], seconds: int, report: Any) -> None:
