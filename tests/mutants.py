@@ -3,8 +3,8 @@
     python -m tests.mutants --number 40 --seed 0
 
 A mutant is one change of the source: another comparison, operator, number or axis, or a `not` or statement
-less. Each has its own copy of the source tree. The tests that mirror the changed file run first, then the
-conformance table, then wider ones, until one fails. Each result is appended to a file of JSON lines, from
+less. Each has its own copy of the source tree. The tests that mirror the changed file run first, then those
+that mention it and the conformance table, until one fails. Each result is appended to a file of JSON lines, from
 which a run that was stopped continues. Docstrings, annotations, errors and imports are not changed.
 """
 
@@ -17,11 +17,13 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +56,11 @@ OPERATORS = {
 AXES = {"query": "key", "key": "query", "head": "query", "layer": "head"}
 # One process per test file would import torch each time. These are imported once, before a mutant's process.
 COMMON = ("pytest", "torch", "transformers", "transformer_lens", "einops", "jaxtyping", "beartype", "pandas")
-WIDER = (
-    "tests/maps tests/test_targets.py tests/test_runner.py tests/test_pictures.py tests/test_removal.py "
-    "tests/test_encoder_decoder.py tests/aggregation tests/_blocks tests/_verification tests/_inputs "
-    "tests/_model tests/_passes tests/_algebra tests/test_classifiers.py tests/test_picture_decoders.py "
-    "tests/traces tests/methods"
-).split()
+TABLE = "tests/test_conformance.py"
+# These test what reads maps, not how they are computed.
+OTHER_FOLDERS = ("view", "docs", "demos", "benchmarks", "serve", "corpus", "wheel")
+# So many of the files that mention what was changed run.
+MOST_FILES = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,12 +190,25 @@ def _python_files(place: Path) -> list[Path]:
 
 
 def stages_of(mutant: Mutant) -> list[list[str]]:
-    """Return the tests to run: those that mirror the file, the conformance table, and wider ones."""
+    """Return the tests to run: the file that mirrors the changed one, files that mention it, and the table."""
     path = Path(mutant.file).relative_to("lens_mix")
-    mirror, folder = f"tests/{path.parent}/test_{path.name}", f"tests/{path.parent}"
-    own = [mirror] if (ROOT / mirror).exists() else []
-    others = [place for place in (folder, *WIDER) if place != "tests/." and (ROOT / place).exists()]
-    return [own, ["tests/test_conformance.py"], list(dict.fromkeys(others))]
+    source = ast.parse((ROOT / mutant.file).read_text(encoding="utf-8"))
+    scopes = [node for node in ast.walk(source) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    around = [node.name for node in scopes if node.lineno <= mutant.line <= (node.end_lineno or 0)]
+    words = [*around, *(node.name for node in scopes if isinstance(node, ast.ClassDef)), path.stem]
+    mirror = ROOT / "tests" / path.parent / f"test_{path.name}"
+    mentions = {file: _count_mentions(file, words) for file in sorted((ROOT / "tests").rglob("test_*.py"))}
+    files = sorted((file for file, count in mentions.items() if count), key=mentions.__getitem__)
+    chosen = [file for file in dict.fromkeys([mirror, *files[::-1]]) if file.exists()][:MOST_FILES]
+    return [[str(file.relative_to(ROOT)) for file in chosen], [TABLE]]
+
+
+def _count_mentions(file: Path, words: Sequence[str]) -> int:
+    """Return how often a file of tests mentions what was changed; the innermost names count most."""
+    if file.relative_to(ROOT / "tests").parts[0] in OTHER_FOLDERS:
+        return 0
+    found = Counter(re.findall(r"\w+", file.read_text(encoding="utf-8")))
+    return sum(found[word] for word in dict.fromkeys(words) if not word.startswith("__"))
 
 
 def run_tests(copy: Path, tests: list[str], seconds: int, report: Any) -> None:

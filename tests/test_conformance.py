@@ -11,6 +11,7 @@ import functools
 import pytest
 import torch
 
+import lens_mix as lm
 from lens_mix.methods import METHODS
 from lens_mix.testing import CHECKS, MethodCheck, Subject, check_refusal
 from tests.matrix import case_of, cases, model_of, prompt_of, slow
@@ -35,15 +36,15 @@ LABELS = {
     for title, labels in MODELS.items()
     if (found := [label for label in labels if label in HERE])
 }
-_NO_LOGITS_OR_CAUSALITY = "alti_logit attribution_patching context_length"
+_NO_LOGITS_OR_CAUSALITY = "alti_logit token_patching context_length"
 _CROSS_BETWEEN = (
-    "alti_logit atb_ff atb_ff_res atb_ff_res_ln attribution_patching decompx decompx_local globenc"
+    "alti_logit atb_ff atb_ff_res atb_ff_res_ln token_patching decompx decompx_local globenc"
 )
 _SELF_ATTENTION = f"{_CROSS_BETWEEN} attn_res_w context_length frozen_gradients gim input_gradients occlusion"
 # The methods that say why they do not run. All others have maps.
 REFUSED = {
-    "HookedTransformer LN": "attribution_patching",
-    "bridge gemma3": "attribution_patching",
+    "HookedTransformer LN": "token_patching",
+    "bridge gemma3": "token_patching",
     "HookedEncoder": _NO_LOGITS_OR_CAUSALITY,
     "bridge bert": _NO_LOGITS_OR_CAUSALITY,
     "HookedEncoderDecoder decoder": _CROSS_BETWEEN,
@@ -55,9 +56,29 @@ REFUSED = {
 FLOAT32 = ("bridge gpt_neo", "bridge gptj", "bridge mpt")
 
 
-# These are properties of a method rather than of a model: other models have them in `make test-all`.
-OF_THE_METHOD = ("repeatability", "max_memory", "dtypes", "unchanged model", "record")
-FOR_THESE = ("decoder", "encoder")
+# Parameters that take another way through the code. These run on one model each.
+VARIANTS = {
+    "attention per_head": lm.methods.AttentionWeights(per_head=True),
+    "value_norm per_head": lm.methods.ValueNorms(per_head=True),
+    "attn_res_ln next_norm": lm.methods.AttnResLn(next_norm=True),
+    "atb_ff_res fixed": lm.methods.AtbFfRes("fixed"),
+    "alti l2": lm.methods.Alti("l2", normalize=False),
+    "decompx first": lm.methods.DecompX("first"),
+    "information_flow_routes per_head": lm.methods.InformationFlowRoutes(per_head=True, biases="part"),
+    "value_zeroing per_head": lm.methods.ValueZeroing(metric="euclidean", per_head=True),
+    "value_zeroing spans": lm.methods.ValueZeroing(spans=[(0, 1), (3,)]),
+    "attention_attribution per_head": lm.methods.AttentionAttribution(per_head=True, internal_batch_size=3),
+    "token_patching estimated": lm.methods.TokenPatching(n_measured=0),
+    "input_gradients integrated": lm.methods.InputGradients(score="integrated", baseline="mean", n_steps=4),
+    "occlusion mask": lm.methods.Occlusion(by="mask"),
+    "occlusion values": lm.methods.Occlusion(by="values"),
+    "occlusion spans": lm.methods.Occlusion(spans=[(0, 1), (3,)]),
+    "gim ratio": lm.methods.Gim(activations="ratio"),
+}
+VARIED = next(title for title in ("rotary, grouped heads", "decoder") if title in LABELS)
+# `make test` has all properties on these models, and on the others those that a model may break.
+OF_EVERY_PROPERTY = ("decoder", "encoder")
+OF_EVERY_MODEL = ("scores", "rows", "padding")
 
 
 def is_refused(title, name):
@@ -65,19 +86,22 @@ def is_refused(title, name):
 
 
 def table():
-    for title in LABELS:
-        for name in METHODS:
-            for check in CHECKS:
+    """Yield each cell: the model, the method and the property."""
+    for check in CHECKS:
+        for title in LABELS:
+            is_usual = title in OF_EVERY_PROPERTY or check in OF_EVERY_MODEL
+            for name in METHODS:
                 if not is_refused(title, name):
-                    is_slow = check in OF_THE_METHOD and title not in FOR_THESE
-                    yield (slow if is_slow else pytest.param)(title, name, check)
+                    yield (pytest.param if is_usual else slow)(title, name, check)
+        for name in VARIANTS:
+            yield (pytest.param if check in OF_EVERY_MODEL else slow)(VARIED, name, check)
 
 
 @functools.cache
 def subject_of(label, name):
     case = case_of(label)
     return Subject(
-        method=METHODS[name](),
+        method=VARIANTS[name] if name in VARIANTS else METHODS[name](),
         model_name=label,
         build=functools.partial(model_of, case),
         prompts=[prompt_of(model_of(case), seq, seed) for seq, seed in ((7, 1), (4, 2), (7, 3))],
@@ -98,6 +122,28 @@ def test_properties(title, name, check):
 )
 def test_refusals(title, name):
     check_refusal(subject_of(LABELS[title], name))
+
+
+@pytest.mark.parametrize("title", LABELS)
+def test_support_is_the_table_of_refusals(title):
+    case = case_of(LABELS[title])
+    found = list(lm.support(model_of(case, torch.float64), part=case.part))
+    assert [name for name, _, _ in found] == list(METHODS)
+    assert {name for name, engine, _ in found if engine is None} == {
+        name for name in METHODS if is_refused(title, name)
+    }
+
+
+@pytest.mark.parametrize("title", LABELS)
+def test_methods_of_one_run_have_the_maps_of_each_alone(title):
+    """Check rows and layers of a run of all methods, whose pass records what each one needs."""
+    subjects = [subject_of(LABELS[title], name) for name in METHODS if not is_refused(title, name)]
+    first, methods = subjects[0], [subject.method for subject in subjects]
+    for queries in ([-1], [2, 0]):
+        maps = lm.run(first.model, first.prompts[0], methods, part=first.part, queries=queries, progress=None)
+        for subject, found in zip(subjects, maps.values(), strict=True):
+            alone = subject.whole.select_queries(queries)
+            subject.require_equal(alone, found, f"{subject.method.name}: expected the rows of the whole map")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from lens_mix._inputs.batches import pad
 from lens_mix._inputs.prompts import pad_token, read_prompt
 from lens_mix._model.model import Lens
 from lens_mix.methods import METHODS
-from tests.matrix import cases, every_case, model_of, prompt_of, slow, zeroed
+from tests.matrix import cases, every_case, model_of, prompt_of, zeroed
 
 CASES = {case.label: case for case in cases(cross=True)}
 RUNNING = [label for label, case in CASES.items() if case.refusal is None]
@@ -125,63 +125,6 @@ def test_agrees_with_an_oracle_that_shares_no_code(label, name):
             assert reason
             continue
         torch.testing.assert_close(m.scores, ORACLES[name](model, case, prompt), atol=1e-10, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("label", CASES)
-def test_every_method_gives_a_sound_map_or_the_reason_that_support_gives(label, dtype):
-    case = CASES[label]
-    model = model_of(CASES[label], dtype)
-    table = lm.support(model, part=case.part)
-    assert [name for name, _, _ in table] == list(METHODS)
-    for name, engine, reason in table:
-        m, refusal = run_or_reason(model, case, default_method(name))
-        ran = (None, refusal) if m is None else (m.provenance["engine"], "")
-        # `run` also adds a note on the hooks of the model.
-        assert engine == ran[0], f"{name}: support says the first, run the second"
-        assert ran[1].partition("; these hooks are on the model")[0] == reason, name
-        if m is None:
-            assert refusal
-            continue
-        assert bool(torch.isfinite(m.scores).all())
-        if m.keys_are_tokens:
-            assert float(m.scores[~m.visible().expand(m.scores.shape)].abs().sum()) == 0
-        assert float(m.scores.abs().amax(dim=(-2, -1)).min()) > 1e-8, f"{name}: a layer's map is all zeros"
-
-
-@functools.cache
-def each_alone(label):
-    """Return prompts of three lengths, the methods that run, and the maps of each prompt."""
-    case = CASES[label]
-    model = model_of(CASES[label], torch.float32)
-    prompts = [prompt_of(model, seq, seed) for seq, seed in ((7, 1), (4, 2), (6, 3))]
-    methods = [default_method(name) for name, engine, _ in lm.support(model, part=case.part) if engine]
-    return prompts, methods, [lm.run(model, prompt, methods, part=case.part) for prompt in prompts]
-
-
-# Each class pads in a different way. These three are Bridges of decoders, like others in `make test`.
-_PADDED_LATER = {"bridge gpt_neox", "bridge mixtral", "bridge bloom"}
-
-
-# The values of the first decorator change fastest, so both sides of a model run in one worker.
-@pytest.mark.parametrize("side", ["right", slow("left")])
-@pytest.mark.parametrize("label", [slow(label) if label in _PADDED_LATER else label for label in RUNNING])
-def test_padded_prompts_give_what_each_gives_alone(label, side):
-    case = CASES[label]
-    model = model_of(CASES[label], torch.float32)
-    prompts, methods, all_alone = each_alone(label)
-    try:
-        batched = list(lm.run_many(model, prompts, methods, part=case.part, padding_side=side))
-    except lm.UnsupportedModelError as refusal:
-        assert side == "left"
-        assert "padding_side: expected 'right'" in str(refusal)
-        return
-    assert len(batched) == 3
-    for maps, alone in zip(batched, all_alone, strict=True):
-        assert maps.keys() == alone.keys()
-        for name in alone:
-            assert maps[name].tokens == alone[name].tokens
-            torch.testing.assert_close(maps[name].scores, alone[name].scores, atol=1e-5, rtol=1e-4)
 
 
 def test_run_and_support_agree_whichever_is_asked_first():

@@ -7,66 +7,12 @@ import torch
 
 import lens_mix as lm
 from lens_mix.method import Method
-from lens_mix.methods import METHODS
 from lens_mix.methods.attn_res import attn_res
-from lens_mix.pass_plan import takes_rows
 from lens_mix.session import Session
-from tests.matrix import build_or_skip, cases, maps_of, prompt_of
+from tests.matrix import build_or_skip, maps_of
 from tests.tiny_models import bridge, gpt2_like, hooked_transformer, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CASES = {case.label: case for case in cases(cross=True, refused=False)}
-
-
-def supported(model, stack):
-    """Return the methods that run on a model.
-
-    Returns:
-        Three lists: the methods that compute single rows, all methods that can select layers, and the methods
-        with one map of the whole model.
-    """
-    engines = {name: engine for name, engine, _ in lm.support(model, part=stack) if engine is not None}
-    names = list(engines)
-    layerwise = [name for name in names if not METHODS[name]().is_input_map]
-    alone = [name for name in layerwise if takes_rows(METHODS[name](), engines[name])]
-    whole = [name for name in names if METHODS[name].reads == "model"]
-    return alone, [name for name in names if name not in whole], whole
-
-
-def assert_cut(part, whole, queries, layers, exactness=1e-10):
-    """Check that `part` is the selection of `whole`, and contains nothing else."""
-    cut = whole.select_layers(layers).select_queries(queries)
-    assert (part.queries, part.layers, part.tokens) == (cut.queries, cut.layers, cut.tokens)
-    assert part.causal == cut.causal
-    assert torch.equal(part.visible(), cut.visible())
-    torch.testing.assert_close(
-        part.scores, cut.scores, atol=exactness, rtol=0, msg=lambda text: f"{part.method}: {text}"
-    )
-
-
-@pytest.mark.parametrize("label", CASES)
-def test_rows_and_layers_equal_the_cut_of_the_whole_map(label, request):
-    case = CASES[label]
-    model = case.build(torch.float64)
-    # Replaced tokens of all rows run in one pass, so other rows are rounded otherwise in a float32 softmax.
-    request.getfixturevalue("softmax_in_the_dtype_of_the_model")
-    prompt = prompt_of(model, 9)
-    alone, every, one_map = supported(model, case.part)
-    # The patterns of Hugging Face's GPT-Neo and GPT-J are float32 in any model.
-    exactness = 1e-5 if label in ("bridge gpt_neo", "bridge gptj") else 1e-10
-    whole = lm.run(model, prompt, [*every, *one_map], part=case.part)
-    # For the methods of `alone` the pass records only the selected rows. With others it records all rows.
-    for names, queries, layers in (
-        (alone, [-1], [1]),
-        (every, [5, 2], [0]),
-        (every, slice(-3, None), [1, 0]),
-        (one_map, [5, 2], [1]),
-    ):
-        if not names:
-            continue
-        parts = lm.run(model, prompt, names, part=case.part, queries=queries, layers=layers)
-        for name in names:
-            assert_cut(parts[name], whole[name], queries, layers, exactness)
 
 
 def test_the_asked_rows_alone_are_kept_where_passes_need_whole_patterns():
@@ -94,22 +40,6 @@ def test_rows_of_a_path_from_a_baseline_are_the_cut_of_the_whole(baseline):
     torch.testing.assert_close(part.scores, whole.scores[:, :, [4, 1]], atol=1e-12, rtol=0)
     for name, found in part.provenance["details"].items():
         assert found == pytest.approx(whole.provenance["details"][name], abs=1e-12)
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize(
-    ("factory", "name"), [(bridge, "llama"), (bridge, "gemma2"), (hooked_transformer, "LN")]
-)
-def test_the_last_row_of_padded_prompts_is_each_prompts_own(factory, name, side):
-    model = build_or_skip(factory, name)
-    prompts = [tokens(model, 1, size, seed=size)[0] for size in (7, 4, 6)]
-    alone, _, _ = supported(model, None)
-    many = lm.run_many(model, prompts, alone, queries=[-1, 0], layers=-1, padding_side=side)
-    for prompt, parts in zip(prompts, many, strict=True):
-        single = lm.run(model, prompt, alone, queries=[-1, 0], layers=-1)
-        for method in alone:
-            assert parts[method].queries == [len(prompt) - 1, 0]
-            torch.testing.assert_close(parts[method].scores, single[method].scores, atol=1e-5, rtol=1e-4)
 
 
 def test_prompts_with_fewer_rows_than_others():

@@ -154,36 +154,20 @@ def test_a_probability_does_not_conserve_and_a_note_says_so():
     assert "conservation fails in 1 of 1 rows" in m.notes[-1]
 
 
-def test_values_and_state_of_the_model_stay():
-    model = gpt2_like(torch.float64)
-    ids = tokens(model, 1)
-    before = model(ids)
-    flags = [parameter.requires_grad for parameter in model.parameters()]
-    for method in (
-        lm.methods.Gim(activations="ratio"),
-        lm.methods.FrozenGradients(activations="ratio", after_blocks=1),
-    ):
-        target_value = lm.run(model, ids, method, queries=[-1])
-        assert bool(torch.isfinite(target_value.scores).all())
+def test_inference_mode_is_refused():
+    model = gpt2_like()
+    for method in (lm.methods.Gim(activations="ratio"), lm.methods.FrozenGradients(after_blocks=1)):
         with pytest.raises(RuntimeError, match="inference_mode"), torch.inference_mode():
-            lm.run(model, ids, method)
-    assert torch.equal(model(ids), before)
-    assert [parameter.requires_grad for parameter in model.parameters()] == flags
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.blocks)
-    assert all(not point.fwd_hooks for point in model.hook_dict.values())
+            lm.run(model, tokens(model, 1), method)
 
 
-@pytest.mark.parametrize(
-    "method", [lm.methods.Gim(), lm.methods.Gim(activations="ratio"), lm.methods.FrozenGradients()]
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_near_the_double(dtype, method):
+@pytest.mark.parametrize("method", [lm.methods.Gim(), slow(lm.methods.FrozenGradients())])
+def test_float16_is_near_the_double(method):
     ids = tokens(gpt2_like(), 1)
-    low = lm.run(gpt2_like(dtype), ids, method, queries=[-1]).scores
+    low = lm.run(gpt2_like(torch.float16), ids, method, queries=[-1]).scores
     double = lm.run(gpt2_like(torch.float64), ids, method, queries=[-1]).scores
     assert low.dtype == torch.float32
-    assert float((low - double).norm() / double.norm()) < (0.1 if dtype == torch.bfloat16 else 0.02)
+    assert float((low - double).norm() / double.norm()) < 0.02
 
 
 def test_chunks_of_rows_and_memory_change_nothing():

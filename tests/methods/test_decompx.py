@@ -11,7 +11,6 @@ from lens_mix._blocks.block import Block
 from lens_mix.experiments.passes import run_prompt
 from lens_mix.methods.decompx import decompx
 from lens_mix.methods.decompx_logits import input_shares_of_logits, logit_shares
-from lens_mix.session import Session
 from tests.matrix import build_or_skip, maps_of, prompt_of, slow
 from tests.norm_cases import blocks_of, each_model, each_model_with, largest
 from tests.norm_oracle import norms, oracle
@@ -116,59 +115,6 @@ def test_maps_are_those_of_all_pairs_at_once(case):
 def at_rows(block, queries):
     """Return the same block with only these rows."""
     return Block(block.clean, block.layer, block.verification, block.engine, block.max_memory, queries)
-
-
-def padded_blocks(model, lengths, side):
-    """Return the blocks of prompts of these lengths, padded on one side."""
-    session = Session(model, {"decompx": lm.methods.DecompX()})
-    prompts = [session.read(tokens(model, 1, n, seed=n)[0]) for n in lengths]
-    with session.checked_pass(prompts, side) as checked:
-        return checked.blocks("decompx")
-
-
-def expect_rows_to_be_cut(blocks, queries):
-    """Check that maps and shares of these rows equal those rows of the whole map."""
-    few = [*blocks[:-1], at_rows(blocks[-1], queries)]
-    for method in (lm.methods.DecompX(), lm.methods.DecompX("drop"), lm.methods.DecompX("first")):
-        whole = maps_of(method, blocks)
-        for layer, found in enumerate(maps_of(method, few)):
-            assert largest(found, few[-1].rows_of(whole[layer])) < 1e-10
-        *_, stages = method.vectors(few)
-        assert largest(stages.output.norm(dim=-1), few[-1].rows_of(whole[-1])) < 1e-10
-    for method in (lm.methods.DecompXLocal(), lm.methods.DecompXLocal("equal")):
-        whole = maps_of(method, blocks)
-        found = maps_of(method, [at_rows(block, queries) for block in blocks])
-        for rows, layer_map in zip(found, whole, strict=True):
-            assert largest(rows, few[-1].rows_of(layer_map)) < 1e-10
-
-
-@each_model("decompx")
-def test_asked_rows_are_those_of_the_whole_map(case):
-    blocks = blocks_of(case)
-    last = blocks[0].real.shape[1] - 1
-    for queries in ([last], [last, 0, 3]):
-        expect_rows_to_be_cut(blocks, torch.tensor([queries]))
-
-
-PADDED = [("gpt2", "left"), ("gpt2", "right"), ("llama", "right"), ("phi", "right"), ("bert", "right")]
-
-
-@pytest.mark.parametrize(("name", "side"), PADDED)
-def test_rows_of_padded_prompts_are_those_of_each_prompt_alone(name, side):
-    if not available(bridge, name, torch.float64):
-        pytest.skip("no such bridge")
-    model, lengths = bridge(name, torch.float64), (7, 10, 4)
-    blocks = padded_blocks(model, lengths, side)
-    ends = [9, 9, 9] if side == "left" else [n - 1 for n in lengths]
-    expect_rows_to_be_cut(blocks, torch.tensor([[end, end - 2] for end in ends]))
-    maps = torch.stack(maps_of(lm.methods.DecompX(), blocks), dim=1)
-    for index, length in enumerate(lengths):
-        alone = torch.stack(maps_of(lm.methods.DecompX(), padded_blocks(model, [length], side)), dim=1)
-        own = blocks[0].real[index]
-        # Rotary factors are always float32, and a processor may round those of another length differently.
-        bound = 1e-5 if name in ("llama", "phi") else 1e-10
-        assert largest(maps[index][:, own][:, :, own], alone[0]) < bound
-        assert largest(maps[index][:, :, ~own], 0) == 0 if length < 10 else True
 
 
 @pytest.mark.parametrize(

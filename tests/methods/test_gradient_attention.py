@@ -168,26 +168,6 @@ def test_hooked_encoder():
     assert found.scores[1, 3].abs().sum() > 0
 
 
-def test_padded_prompts_get_what_they_get_alone():
-    model = gpt2_like(torch.float64)
-    prompts = [tiny_models.tokens(model, 1, length, seed=length)[0] for length in (7, 3, 5)]
-    alone = [lm.run(model, prompt, "gradient_attention") for prompt in prompts]
-    for side in ("right", "left"):
-        together = lm.run_many(model, prompts, "gradient_attention", padding_side=side)
-        for a, b in zip(alone, together, strict=True):
-            assert (a.scores - b.scores).abs().max() <= 1e-12
-
-
-def test_chunks_change_nothing():
-    model = gpt2_like(torch.float64)
-    prompts = [tiny_models.tokens(model, 1, 7, seed=seed)[0] for seed in range(5)]
-    whole = list(lm.run_many(model, prompts, "gradient_attention"))
-    for a, b in zip(
-        whole, lm.run_many(model, prompts, "gradient_attention", max_memory=250_000), strict=True
-    ):
-        assert (a.scores - b.scores).abs().max() <= 1e-12
-
-
 def test_gradient_rollout_refuses():
     scores = torch.rand(2, 3, 3)
     with pytest.raises(ValueError, match="0 or more"):

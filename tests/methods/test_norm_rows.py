@@ -9,15 +9,10 @@ import torch
 
 import lens_mix as lm
 from benchmarks.common import peak_bytes
-from lens_mix._classes.model_classes import UnsupportedModelError
 from lens_mix.method import Method
 from lens_mix.session import Session
 from tests.matrix import Case, slow
-from tests.norm_cases import largest
 
-# These have plain and gated feed-forwards, grouped values, sandwich norms, parallel branches, post-norm,
-# branch norms and a residual multiplier.
-LABELS = ["gpt2", "llama", *map(slow, ("gemma2", "gpt_neox", "bert", "olmo2"))]
 METHODS = [
     lm.methods.ValueNorms(),
     lm.methods.ValueNorms(per_head=True),
@@ -33,44 +28,13 @@ METHODS = [
     lm.methods.InformationFlowRoutes(),
     lm.methods.InformationFlowRoutes(per_head=True, biases="part"),
 ]
-LENGTHS = (9, 6, 7)
 
 
 def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
     return [torch.arange(length) * 7 % 30 + 3 + length % 9 for length in lengths]
 
 
-def supported(model: Any) -> list[Method]:
-    """Return the methods above that are defined for the model's blocks."""
-    session = Session(model, {"attn_res": lm.methods.AttnRes()})
-    with session.checked_pass([session.read(prompts_of()[0], **NOTHING)]) as checked:
-        anatomies = checked.verification.anatomy.values()
-    return [method for method in METHODS if all(method.unsupported_block(one) is None for one in anatomies)]
-
-
 NOTHING: dict[str, Any] = {"prepend_bos": None, "attention_mask": None, "inputs": {}}
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("label", LABELS)
-def test_rows_of_padded_prompts_are_the_cut_of_the_whole_maps(label: str, side: Any) -> None:
-    """One row is computed from pairs, and several from factors, in any order."""
-    # With padding on the left, some models give NaN in float64.
-    dtype, tolerance = (torch.float64, 1e-10) if side == "right" else (torch.float32, 1e-4)
-    model = Case(f"bridge {label}").build(dtype)
-    if side == "left" and label not in ("llama", "gemma2"):
-        pytest.skip("counts padding, or gives NaN for it")
-    try:
-        methods = supported(model)
-    except UnsupportedModelError as reason:
-        pytest.skip(str(reason))
-    options = {"padding_side": side, "batch_size": len(LENGTHS)}
-    whole = list(lm.run_many(model, prompts_of(), methods, **options))
-    for queries in ([-1], [5, 0, -3]):
-        parts = lm.run_many(model, prompts_of(), methods, queries=queries, **options)
-        for part, maps in zip(parts, whole, strict=True):
-            for name, scores in part.items():
-                assert largest(scores.scores, maps[name].select_queries(queries).scores) < tolerance, name
 
 
 @pytest.mark.slow

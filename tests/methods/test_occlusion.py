@@ -257,23 +257,6 @@ def test_nothing_is_edited_where_tokens_are_replaced():
     assert lm.methods.Occlusion().interventions(0, 2) == []
 
 
-@pytest.mark.parametrize("spans", [None, [(0, 1), (3,)]])
-@pytest.mark.parametrize("by", ["replace", "mask", "values"])
-def test_rows_and_batches(by, spans):
-    method = lm.methods.Occlusion(by=by, spans=spans)
-    model = build_or_skip(bridge, "llama", torch.float64)
-    prompts = [prompt_of(model, length, seed) for length, seed in ((7, 1), (4, 2), (6, 3))]
-    alone = [lm.run(model, prompt, method) for prompt in prompts]
-    # Replacements share a pass, and other passes have other copies. Llama's softmax is float32 in any dtype.
-    bound = 1e-6 if by == "replace" else 1e-10
-    for prompt, whole in zip(prompts, alone, strict=True):
-        cut = lm.run(model, prompt, method, queries=[-1, 1], max_memory=10**6)
-        assert cut.layers == [model.cfg.n_layers - 1]
-        torch.testing.assert_close(cut.scores[0], whole.scores[0, [-1, 1]], atol=bound, rtol=0)
-    for together, one in zip(lm.run_many(model, prompts, method), alone, strict=True):
-        torch.testing.assert_close(together.scores, one.scores, atol=1e-6, rtol=0)
-
-
 def test_drawn_replacements_are_seeded():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     tokens = prompt_of(model)
