@@ -112,7 +112,7 @@ def subject_of(label, name):
     )
 
 
-@pytest.mark.parametrize(("title", "name", "check"), table())
+@pytest.mark.parametrize(("title", "name", "check"), list(table()))
 def test_properties(title, name, check):
     CHECKS[check](subject_of(LABELS[title], name))
 

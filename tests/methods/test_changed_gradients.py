@@ -14,7 +14,7 @@ import lens_mix as lm
 from lens_mix.hooks import DEFAULT_ATTENTION, freeze_scale, must_fire, record, scale_gradient
 from lens_mix.methods import METHODS
 from tests import reference_models
-from tests.matrix import build_or_skip, cases, prompt_of
+from tests.matrix import build_or_skip, cases, prompt_of, slow
 from tests.methods import changed_rules_reference as by_hand
 from tests.reference_models import reference
 from tests.tiny_models import bridge, gpt2_like, hooked_transformer, tokens, wrapped_model

@@ -30,6 +30,9 @@ METHODS = [
 ]
 
 
+LENGTHS = (9, 6, 7)
+
+
 def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
     return [torch.arange(length) * 7 % 30 + 3 + length % 9 for length in lengths]
 

@@ -23,7 +23,7 @@ from lens_mix.methods.token_patching import (
     hidden_key_effects,
     rescale,
 )
-from tests.matrix import build_or_skip, cases, prompt_of, wide_cases
+from tests.matrix import build_or_skip, cases, prompt_of, slow, wide_cases
 from tests.tiny_models import bridge, hooked_transformer, tokens, wrapped_model
 
 CASES = [*cases(refused=False), *(case for case in wide_cases() if case.refusal is None)]
