@@ -128,6 +128,7 @@ def traits(case):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attn_res", *NO_FORMULA])
 def test_the_models_of_each_kind_leave_out_no_kind_of_block(name):
     """Compare the chosen models with all models, among those on which the method has a formula."""
