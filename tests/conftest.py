@@ -19,7 +19,7 @@ import torch
 
 import tests.shape_checks  # noqa: F401  pyproject.toml names this type checker, which must be importable.
 from tests import shared_models
-from tests.matrix import is_unusual
+from tests.matrix import is_repeated, is_unusual
 
 torch.set_num_threads(1)
 # Collecting makes many objects that stay: looking for garbage among them takes a tenth of the time.
@@ -91,8 +91,10 @@ def shared_models_are_as_they_were_built():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    # A test whose cases are all on unusual Bridges is about these.
+    usual = {_test_of(item) for item in items if not _repeats_a_check(item)}
     for item in items:
-        if _is_on_an_unusual_model(item):
+        if _is_on_an_unusual_model(item) or (_repeats_a_check(item) and _test_of(item) in usual):
             item.add_marker(pytest.mark.slow)
         if item.path in MATRIX:
             item.add_marker(pytest.mark.matrix)
@@ -102,6 +104,15 @@ def pytest_collection_modifyitems(items):
 
 def _is_on_an_unusual_model(item):
     return hasattr(item, "callspec") and any(map(is_unusual, item.callspec.params.values()))
+
+
+def _repeats_a_check(item):
+    is_slow = item.get_closest_marker("slow") is not None
+    return is_slow or (hasattr(item, "callspec") and any(map(is_repeated, item.callspec.params.values())))
+
+
+def _test_of(item):
+    return item.path, getattr(item, "originalname", item.name)
 
 
 @functools.cache

@@ -263,6 +263,12 @@ def is_unusual(parameter: object) -> bool:
     return is_of_a_model and label not in USUAL
 
 
+def is_repeated(parameter: object) -> bool:
+    """Return whether a test's parameter is the name of a Bridge that `make test` needs in no second case."""
+    is_of_a_bridge = isinstance(parameter, str) and parameter in (*BRIDGE_NAMES, *WIDE_NAMES)
+    return is_of_a_bridge and f"bridge {parameter}" not in USUAL and parameter not in ("t5", "bart")
+
+
 @functools.cache
 def _labels() -> frozenset[str]:
     return frozenset(case.label for case in every_case(cross=True))
