@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import io
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +100,7 @@ def method_checks(
         for name, build in ([("your model", lambda dtype: model)] if model is not None else _make_models())
     ]
     checks = [MethodCheck(name, subject) for subject in subjects for name in CHECKS]
-    return [*checks, functools.partial(_check_that_it_runs, instance, subjects)]
+    return [*checks, _RunCheck(subjects)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -173,14 +175,13 @@ class MethodCheck:
 
     def __call__(self) -> None:
         """Check the property on a model that the method supports, or the reason why it does not."""
+        check = CHECKS[self.name]
         try:
             self.subject.whole  # noqa: B018
         except UnsupportedModelError:
             check = check_refusal
         except AssertionError:
             check = _check_scores
-        else:
-            check = CHECKS[self.name]
         subject = self.subject
         try:
             check(subject)
@@ -188,16 +189,25 @@ class MethodCheck:
             raise AssertionError(f"{subject.method.name} on {subject.model_name}: {problem}") from problem
 
 
-def _check_that_it_runs(method: Method, subjects: Sequence[Subject]) -> None:
-    reasons = []
-    for subject in subjects:
-        try:
-            subject.whole  # noqa: B018
-        except UnsupportedModelError as problem:
-            reasons.append(f"{subject.model_name}: {problem}")
-    assert len(reasons) < len(subjects), (
-        f"{method.name}: expected a model that it runs on, got {'; '.join(reasons)}"
-    )
+@dataclasses.dataclass(frozen=True)
+class _RunCheck:
+    """The last check: the method runs on one of the models at least."""
+
+    subjects: Sequence[Subject]
+
+    def __str__(self) -> str:
+        return "a model that it runs on"
+
+    def __call__(self) -> None:
+        reasons = []
+        for subject in self.subjects:
+            try:
+                subject.whole  # noqa: B018
+            except UnsupportedModelError as problem:
+                reasons.append(f"{subject.model_name}: {problem}")
+        assert len(reasons) < len(self.subjects), (
+            f"{self.subjects[0].method.name}: expected a model that it runs on, got {'; '.join(reasons)}"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ the checks
@@ -499,8 +509,11 @@ def _builder(norm: NormKind, causal: bool, d_mlp: int = 16) -> Callable[[torch.d
 
     @functools.cache
     def build(dtype: torch.dtype) -> TransformerLensModel:
-        model: TransformerLensModel = model_from_weights(_draw_weights(norm, causal, d_mlp)).to(dtype)
-        return model
+        model: Any = model_from_weights(_draw_weights(norm, causal, d_mlp))
+        # TransformerLens prints the dtype.
+        with contextlib.redirect_stdout(io.StringIO()):
+            converted: TransformerLensModel = model.to(dtype)
+        return converted
 
     return build
 

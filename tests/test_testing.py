@@ -14,8 +14,20 @@ from tests.tiny_models import gpt2_like
 @pytest.mark.parametrize(
     "name", ["value_zeroing", *map(slow, ("gim", "attention", "attn_res_ln", "decompx", "globenc"))]
 )
-def test_methods_of_the_library_pass(name):
+def test_methods_of_the_library_pass(name, capsys):
     lm.testing.check_method(lm.METHODS[name])
+    assert capsys.readouterr().out == ""
+
+
+def test_the_checks_are_functions_with_names():
+    checks = lm.testing.method_checks(lm.methods.AttentionWeights)
+    names = [str(check) for check in checks]
+    assert len(set(names)) == len(names)
+    assert names[-1] == "a model that it runs on"
+    chosen = checks[names.index("rows on a causal model with LayerNorm")]
+    assert chosen.subject.model_name == "a causal model with LayerNorm"
+    chosen()
+    checks[-1]()
 
 
 def test_with_parameters_and_a_model():
