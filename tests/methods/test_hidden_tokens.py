@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import lens_mix as lm
+from lens_mix._model.hidden_keys import HiddenKeys
 from lens_mix.hooks import mask_keys
 from lens_mix.methods.occlusion import lost_without_key
 from lens_mix.session import Session
@@ -230,3 +231,21 @@ def test_a_batch_with_hidden_keys_is_what_hooks_on_the_pattern_give(build):
     # Rows that see nothing else have any value, if a model masks later keys by a mask of its own.
     torch.testing.assert_close(found[:, 1:], expected[:, 1:], atol=1e-6, rtol=0)
     assert float((found[1:, -1] - found[0, -1]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("damaged", ["_mask", "_hide_keys"])
+def test_a_model_that_ignores_the_mask_is_refused(damaged, monkeypatch):
+    """The mask may not reach the module, or have no effect on its pattern."""
+    hide = HiddenKeys._hide_keys
+
+    def ignore(keys, mask):
+        hide(keys, mask)
+        return mask
+
+    ways = {"_mask": lambda keys, module, args, kwargs: (args, kwargs), "_hide_keys": ignore}
+    monkeypatch.setattr(HiddenKeys, damaged, ways[damaged])
+    # It leaves attention to transformers, so hooks on its pattern change nothing.
+    model = build_or_skip(bridge, "bert")
+    words = "expected its attention mask to hide a key from every query"
+    with pytest.raises(lm.UnsupportedModelError, match=words):
+        lm.run(model, prompt_of(model), lm.methods.Occlusion(by="mask"))
