@@ -4,8 +4,8 @@
 
 A mutant is one change of the source: another comparison, operator, number or axis, or a `not` or statement
 less. Each has its own copy of the source tree. The tests that mirror the changed file run first, then those
-that mention it and the conformance table, until one fails. Each result is appended to a file of JSON lines,
-from which a run that was stopped continues. Docstrings, annotations, errors and imports are not changed.
+that mention it, the conformance table and the folder, until one fails. Each result is appended to a file of
+JSON lines, from which a run that was stopped continues. Docstrings, annotations, errors and imports are not changed.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _python_files(place: Path) -> list[Path]:
 
 
 def stages_of(mutant: Mutant) -> list[list[str]]:
-    """Return the files of tests to run: those that mirror the changed file or mention it, and the table."""
+    """Return the tests to run: files that mirror the changed one or mention it, the table, the folder."""
     path = Path(mutant.file).relative_to("lens_mix")
     source = ast.parse((ROOT / mutant.file).read_text(encoding="utf-8"))
     scopes = [node for node in ast.walk(source) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
@@ -201,7 +201,8 @@ def stages_of(mutant: Mutant) -> list[list[str]]:
     files = sorted((file for file in mentions if mentions[file]), key=mentions.__getitem__)
     chosen = [file for file in dict.fromkeys([mirror, *files[::-1]]) if file.exists()][:MOST_FILES]
     own = [str(file.relative_to(ROOT)) for file in chosen]
-    return [[file for file in own if file != TABLE], [TABLE]]
+    folder = f"tests/{path.parent}"
+    return [[file for file in own if file != TABLE], [TABLE], [folder] * (folder != "tests/.")]
 
 
 def _count_mentions(file: Path, words: Sequence[str]) -> int:
