@@ -5,7 +5,8 @@
 A mutant is one change of the source: another comparison, operator, number or axis, or a `not` or statement
 less. Each has its own copy of the source tree. The tests that mirror the changed file run first, then those
 that mention it, the conformance table and the folder, until one fails. Each result is appended to a file of
-JSON lines, from which a run that was stopped continues. Docstrings, annotations, errors and imports are not changed.
+JSON lines, from which a run that was stopped continues. Docstrings, annotations, errors and imports are not
+changed.
 """
 
 from __future__ import annotations
