@@ -37,9 +37,7 @@ LABELS = {
     if (found := [label for label in labels if label in HERE])
 }
 _NO_LOGITS_OR_CAUSALITY = "alti_logit token_patching context_length"
-_CROSS_BETWEEN = (
-    "alti_logit atb_ff atb_ff_res atb_ff_res_ln token_patching decompx decompx_local globenc"
-)
+_CROSS_BETWEEN = "alti_logit atb_ff atb_ff_res atb_ff_res_ln token_patching decompx decompx_local globenc"
 _SELF_ATTENTION = f"{_CROSS_BETWEEN} attn_res_w context_length frozen_gradients gim input_gradients occlusion"
 # The methods that say why they do not run. All others have maps.
 REFUSED = {
