@@ -27,7 +27,8 @@ gc.disable()
 
 TESTS = Path(__file__).parent
 # These tests read the source, pages, pictures or matrices, or use maps, recorded numbers or hooks that other
-# tests make on every release. Bad inputs are found before a model runs.
+# tests make on every release. Bad inputs are found before a model runs. What the algebra computes on every
+# release is compared with hooks by the conformance table.
 ONCE = (
     TESTS / "test_app.py",
     TESTS / "test_bad_inputs.py",
@@ -37,17 +38,23 @@ ONCE = (
     TESTS / "test_oldest.py",
     TESTS / "test_package.py",
     TESTS / "maps",
-    TESTS / "algebra" / "test_budget.py",
-    TESTS / "algebra" / "test_folded_weights.py",
+    TESTS / "_algebra",
+    TESTS / "experiments",
     TESTS / "corpus",
     TESTS / "graphs",
     TESTS / "evaluation",
     TESTS / "benchmarks",
     TESTS / "aggregation",
     TESTS / "view",
+    *(
+        TESTS / "traces" / f"test_{name}.py"
+        for name in ("losses", "many", "reading", "saved", "sources", "spans")
+    ),
     TESTS / "demos" / "test_main.py",
     TESTS / "docs",
 )
+if missing := [place for place in ONCE if not place.exists()]:
+    raise FileNotFoundError(f"ONCE: expected files and folders of tests, got {missing}")
 ON_MODELS = TESTS / "aggregation" / "test_joint.py"
 # Every method runs on every model in these files. In the others, shapes are checked on usual models alone,
 # because the checks take a quarter of the time.
