@@ -200,3 +200,8 @@ def test_weights_that_are_none():
         lm.aggregation.joint(by_hand(), residual={"middle": 0.5})
     with pytest.raises(ValueError, match="residual"):
         lm.aggregation.joint(by_hand(), residual=1.5)
+
+
+def test_a_word_is_no_flag():
+    with pytest.raises(TypeError, match="encoder: expected True or False, got 'no'"):
+        lm.aggregation.joint({}, encoder="no")
