@@ -58,7 +58,7 @@ if missing := [place for place in ONCE if not place.exists()]:
 ON_MODELS = TESTS / "aggregation" / "test_joint.py"
 # Every method runs on every model in these files. In the others, shapes are checked on usual models alone,
 # because the checks take a quarter of the time.
-MATRIX = (TESTS / "test_matrix.py", TESTS / "test_wide.py")
+MATRIX = (TESTS / "test_matrix.py", TESTS / "test_wide.py", TESTS / "test_conformance.py")
 
 
 @pytest.fixture(scope="session")
