@@ -499,23 +499,18 @@ def _describe(mixing_map: MixingMap) -> str:
 
 
 def _make_models() -> Iterator[tuple[str, Callable[[torch.dtype], TransformerLensModel]]]:
-    yield "a causal model with LayerNorm", _builder("LN", True)
-    yield "a causal model with RMSNorm", _builder("RMS", True, d_mlp=0)
-    yield "a bidirectional model", _builder("LN", False)
+    """Yield the names of the tiny models, each with a function that makes it in a dtype, once."""
+    yield "a causal model with LayerNorm", functools.cache(functools.partial(_build, "LN", True, 16))
+    yield "a causal model with RMSNorm", functools.cache(functools.partial(_build, "RMS", True, 0))
+    yield "a bidirectional model", functools.cache(functools.partial(_build, "LN", False, 16))
 
 
-def _builder(norm: NormKind, causal: bool, d_mlp: int = 16) -> Callable[[torch.dtype], TransformerLensModel]:
-    """Return a function that makes the model in a dtype, once."""
-
-    @functools.cache
-    def build(dtype: torch.dtype) -> TransformerLensModel:
-        model: Any = model_from_weights(_draw_weights(norm, causal, d_mlp))
-        # TransformerLens prints the dtype.
-        with contextlib.redirect_stdout(io.StringIO()):
-            converted: TransformerLensModel = model.to(dtype)
-        return converted
-
-    return build
+def _build(norm: NormKind, causal: bool, d_mlp: int, dtype: torch.dtype) -> TransformerLensModel:
+    model: Any = model_from_weights(_draw_weights(norm, causal, d_mlp))
+    # TransformerLens prints the dtype.
+    with contextlib.redirect_stdout(io.StringIO()):
+        converted: TransformerLensModel = model.to(dtype)
+    return converted
 
 
 def _draw_weights(norm: NormKind, causal: bool, d_mlp: int) -> Weights:

@@ -18,6 +18,9 @@ CALLED_FROM_OUTSIDE = {
     "cli.serve": "a command",
     "_algebra.definitions.head_parts": "a definition, with which tests compare the algebra",
     "_algebra.logit_shares.through_unembedding": "returns the directions that two formulas take",
+    "testing.CHECKS": "the conformance table runs them on more models",
+    "testing.MethodCheck": "the conformance table runs it on unusual models",
+    "testing.check_refusal": "the conformance table runs it on more models",
 }
 
 
