@@ -7,6 +7,7 @@ from lens_mix._classes.model_classes import TransformerLensModel
 from lens_mix._model.from_weights import Weights, model_from_weights
 from lens_mix._model.layer_scale import fold_layer_scale
 from lens_mix._passes.continuation import prompt_logits
+from lens_mix._verification.support import hooks_failure
 
 __all__ = [
     "BlockParts",
@@ -16,6 +17,7 @@ __all__ = [
     "block_parts",
     "feed_forward_shares",
     "fold_layer_scale",
+    "hooks_failure",
     "model_from_weights",
     "prompt_logits",
     "states_of",

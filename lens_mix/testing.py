@@ -418,7 +418,7 @@ def _state_of(model: Any) -> dict[str, Any]:
             for module in _modules_of(model)
         ],
         "attention": getattr(getattr(original, "config", None), "_attn_implementation", None),
-        "torch": (torch.is_grad_enabled(), torch.get_default_dtype()),
+        "torch": torch.is_grad_enabled(),
         "random": [torch.get_rng_state()],
     }
 

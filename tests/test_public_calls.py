@@ -107,6 +107,7 @@ def test_models_from_weights():
     made: lm.models.TransformerLensModel = lm.models.model_from_weights(weights)
     tokens = torch.tensor([1, 8, 3])
     assert torch.equal(lm.models.prompt_logits(made, tokens), made(tokens[None])[0])
+    assert lm.models.hooks_failure(made) is None
 
 
 def test_wrapped_models():
@@ -292,6 +293,7 @@ def test_methods_of_users(model, monkeypatch):
             return parts.keys.norm(dim=-1)
 
     lm.testing.check_method(Parts, model)
+    assert callable(next(iter(lm.testing.method_checks(Parts))))
     assert lm.run(model, PROMPT, lm.register(Parts)()).scores.any()
 
 

@@ -19,7 +19,7 @@ from lens_mix._classes.model_classes import (
 )
 from lens_mix._classes.model_names import model_name, strip_path
 from lens_mix._inputs.features import any_features
-from lens_mix._inputs.prompts import device_of, is_encoder_decoder, read_prompt
+from lens_mix._inputs.prompts import device_of, is_encoder_decoder, most_tokens, read_prompt
 from lens_mix._model.model import Lens
 from lens_mix._verification.engines import HasEngines, choose_engine, find_obstacle, needs_unembedding
 from lens_mix._verification.kept import verification_of
@@ -128,6 +128,23 @@ def _cell(entry: ComponentError) -> str:
     return f"{'-':>12}" if entry.error is None else f"{entry.error:>11.1e}{' ' if entry.ok else '!'}"
 
 
+def hooks_failure(model: TransformerLensModel, part: str | None = None) -> str | None:
+    """Return why hooks on values and patterns have no reliable effect on a model; None if they have one.
+
+    The model runs only if it has not been verified before, or if its weights or hooks have changed since.
+
+    Args:
+        model: A TransformerLens model.
+        part: As in `lens_mix.run`.
+
+    Raises:
+        UnsupportedModelError: The model has no hooks that lens_mix can use.
+    """
+    with LibraryErrors(model):
+        lens = Lens(model, part)
+        return verification_of(lens, read_prompt(model, lens.model_class, any_prompt(model))).hooks_failure
+
+
 def check(
     model: TransformerLensModel,
     prompt: Any = None,
@@ -205,7 +222,7 @@ def any_prompt(model: TransformerLensModel) -> Any:
 
 
 def any_tokens(model: TransformerLensModel) -> torch.Tensor:
-    """Return eight different tokens from the middle of the vocabulary."""
+    """Return eight different tokens from the middle of the vocabulary, or as many as the model can read."""
     # Vocabularies often begin with special tokens, which models treat in ways of their own.
-    d_vocab = int(model.cfg.d_vocab)
-    return (torch.arange(8, device=device_of(model)) * 7 + d_vocab // 2) % d_vocab
+    d_vocab, count = int(model.cfg.d_vocab), min(8, most_tokens(model) or 8)
+    return (torch.arange(count, device=device_of(model)) * 7 + d_vocab // 2) % d_vocab

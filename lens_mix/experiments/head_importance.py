@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lens_mix import Lens, UnsupportedModelError, check
+from lens_mix import Lens, UnsupportedModelError
 from lens_mix import targets as targets_module
 from lens_mix.arguments import (
     check_choice,
@@ -31,7 +31,7 @@ from lens_mix.method import Method
 from lens_mix.methods.attention import AttentionWeights
 from lens_mix.methods.attention_attribution import AttentionAttribution
 from lens_mix.methods.gradient_attention import GradientAttention
-from lens_mix.models import TransformerLensModel
+from lens_mix.models import TransformerLensModel, hooks_failure
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
 
@@ -221,7 +221,7 @@ def pruned(model: TransformerLensModel, heads: Iterable[Head], *, part: str | No
 
 def require_pattern_hooks(model: TransformerLensModel, part: str | None) -> None:
     """Raise an `UnsupportedModelError` if hooks on values and patterns have no reliable effect on a model."""
-    reason = check(model, part=part).verification.hooks_failure
+    reason = hooks_failure(model, part)
     if reason is not None:
         raise UnsupportedModelError(f"pruned can't run on this model: {reason}")
 
