@@ -10,6 +10,7 @@ import contextlib
 import functools
 import html
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,8 @@ _LOCALHOST = "127.0.0.1"
 _WRITTEN = 64  # the most tokens that the model writes about documents
 _SOURCES = 5  # the number of sources that the text lists for each sentence
 _WAITING = 16  # the most requests that wait
+# gradio starts the next request when one is cancelled, before the thread of that one has ended.
+_ONE_AT_A_TIME = threading.Lock()
 
 _PROMPTS = (
     "The Eiffel Tower is in the city of",
@@ -103,7 +106,7 @@ def launch(
     Args:
         model: Any TransformerLens model that reads text.
         map_tokens: The largest number of tokens of a prompt.
-        trace_tokens: The largest number of tokens of documents, question and answer together.
+        trace_tokens: The largest number of tokens of documents, question and given answer together.
         server_name: The address to listen on. None: that of gradio, which listens to all in a Space.
         port: The port. None: the first free one from 7860 on, or that in GRADIO_SERVER_PORT.
 
@@ -112,10 +115,11 @@ def launch(
         ValueError: If the model reads no text.
     """
     app = _build(model, map_tokens, trace_tokens)
+    name = server_name or os.environ.get("GRADIO_SERVER_NAME", _LOCALHOST)
     # A request for another host name comes from a foreign page whose name was bound to this machine.
-    hosts = [_LOCALHOST, "localhost"] if server_name == _LOCALHOST else ["*"]
+    hosts = [_LOCALHOST, "localhost"] if name in (_LOCALHOST, "localhost") else ["*"]
     _, url, _ = app.launch(
-        server_name=server_name,
+        server_name=name,
         server_port=port,
         app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)]},
         share=False,
@@ -235,7 +239,7 @@ def _make_trace_tab(model: TransformerLensModel, limit: int) -> None:
             for number, text in enumerate(_TEXTS, 1)
         ]
     question = gr.Textbox(
-        _QUESTION, label="Question", info=f"With the documents and the answer, at most {limit} tokens"
+        _QUESTION, label="Question", info=f"With the documents and an answer of yours, at most {limit} tokens"
     )
     answer = gr.Textbox(
         label="Answer (optional)", placeholder=f"what the model writes, at most {_WRITTEN} tokens", lines=2
@@ -291,7 +295,6 @@ def _add_result(
         fields,
         [shown, text],
         api_name=api_name,
-        # Only one thread may have a model open.
         concurrency_id="model",
         concurrency_limit=1,
     )
@@ -320,13 +323,19 @@ def _frame(made: Page) -> str:
 def _with_errors_as_sentences(function: _Results) -> _Results:
     """Return the function with errors that gradio shows as a message.
 
-    The traceback of an unexpected error is in the terminal.
+    The traceback of an unexpected error is in the terminal, and with LENS_MIX_DEBUG=1 that of every error.
     """
 
     @functools.wraps(function)
     def make_results(*values: Any) -> Iterator[tuple[str, str]]:
+        steps = function(*values)
         try:
-            yield from function(*values)
+            while True:
+                with _ONE_AT_A_TIME:
+                    step = next(steps, None)
+                if step is None:
+                    return
+                yield step
         except Exception as problem:
             # What was shown meanwhile would stay below the message.
             yield "", ""
@@ -334,6 +343,7 @@ def _with_errors_as_sentences(function: _Results) -> _Results:
             text = str(problem) if is_expected else f"{type(problem).__name__}: {problem}"
             # gradio reads the message as HTML, and tokens such as <s> are none. It stays until it is closed.
             message = html.escape(text, quote=False)
-            raise gr.Error(message, duration=None, print_exception=not is_expected) from problem
+            is_printed = not is_expected or bool(os.environ.get("LENS_MIX_DEBUG"))
+            raise gr.Error(message, duration=None, print_exception=is_printed) from problem
 
     return make_results

@@ -28,8 +28,8 @@ VERIFICATION = "verification"
 
 def takes_rows(method: Method, engine: str) -> bool:
     """Return whether an engine of a method computes only the selected rows; else they are selected later."""
-    # A replay runs a whole block, so the definition by hooks has all rows. Methods that read several blocks
-    # bind their target to the asked rows alone.
+    # A replay runs a whole block, so the definition by hooks has all rows. Methods that read "above" or
+    # "model" make passes of the whole model instead, for a target at the asked rows alone.
     return engine != "hooks" or method.reads in ("above", "model")
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix._model.from_weights import NormKind, Weights, model_from_weights
 from lens_mix._model.model import Lens
+from lens_mix._verification.engines import find_reason_against
+from lens_mix._verification.support import check as verify
 from lens_mix._verification.support import support_table
 from lens_mix.again import run_again
 from lens_mix.maps import MixingMap
@@ -95,8 +97,11 @@ def method_checks(
     """
     check_class(method if isinstance(method, type) else type(method))
     instance = method() if isinstance(method, type) else method
+    is_low = model is not None and next(model.parameters()).dtype.itemsize < 4
+    exactness = _DTYPES[torch.bfloat16] if is_low else 1e-4
+    dtypes = tuple(_DTYPES) if model is None else ()
     subjects = [
-        Subject(instance, name, build, _PROMPTS, dtypes=tuple(_DTYPES) if model is None else ())
+        Subject(instance, name, build, _PROMPTS, dtypes=dtypes, exactness=exactness)
         for name, build in ([("your model", lambda dtype: model)] if model is not None else _make_models())
     ]
     checks = [MethodCheck(name, subject) for subject in subjects for name in CHECKS]
@@ -133,8 +138,14 @@ class Subject:
         return self.build(self.dtype)
 
     @functools.cached_property
+    def values_before(self) -> dict[str, list[Tensor | None]]:
+        """Copies of the model's weights and gradients, from before the method's first run."""
+        return _values_of(self.model)
+
+    @functools.cached_property
     def whole(self) -> MixingMap:
         """The whole map of the first prompt."""
+        self.values_before  # noqa: B018  They are copied now.
         try:
             return self.run()
         except UnsupportedModelError as problem:
@@ -159,6 +170,7 @@ class Subject:
         """Raise an AssertionError with this text if rows, layers or scores differ."""
         named = [(one.tokens, one.queries, one.layers, one.scores.shape) for one in (expected, found)]
         assert named[0] == named[1], f"{text}, got {_describe(found)} instead of {_describe(expected)}"
+        assert torch.equal(expected.visible(), found.visible()), f"{text}, got other visible keys"
         distance = _distance(expected, found)
         assert distance <= self.exactness, f"{text}, got scores that differ by {distance:.1e} of the largest"
 
@@ -217,7 +229,8 @@ def _check_scores(subject: Subject) -> None:
     """Check that the scores are finite, that no layer is zero, and that hidden keys have no weight."""
     for mixing_map in subject.alone[:2]:
         assert bool(torch.isfinite(mixing_map.scores).all()), "expected finite scores"
-        largest = mixing_map.scores.abs().amax(dim=(-2, -1))
+        # A head may send nothing.
+        largest = mixing_map.scores.abs().flatten(1).amax(1)
         assert float(largest.min()) > 0, "expected scores in every layer, got a layer of zeros"
         if mixing_map.keys_are_tokens:
             visible = mixing_map.visible()
@@ -246,7 +259,11 @@ def _check_engines(subject: Subject) -> None:
         try:
             found = subject.run(engine=engine)
         except UnsupportedModelError as problem:
+            # The verification of the model refuses an engine, and not the method itself.
+            verification = verify(subject.model, part=subject.part).verification
+            refused = find_reason_against(verification, engine, subject.method)
             assert engine != ran, problem
+            assert refused is not None, problem
             continue
         subject.require_equal(subject.whole, found, f"expected engine={engine!r} to give the map of {ran!r}")
 
@@ -262,11 +279,14 @@ def _check_rows(subject: Subject) -> None:
 
 
 def _check_layers(subject: Subject) -> None:
-    """Check the last layer alone, and the layers in reverse order."""
+    """Check the last layer alone, the layers in reverse order, and these for two rows."""
     labels = subject.whole.layer_labels
     for layers in ([labels[-1]], labels[::-1]):
         text = f"expected layers={layers} to give these layers of the whole map"
         subject.require_equal(subject.whole.select_layers(layers), subject.run(layers=layers), text)
+    cut = subject.whole.select_layers(labels[::-1]).select_queries([2, 0])
+    found = subject.run(layers=labels[::-1], queries=[2, 0])
+    subject.require_equal(cut, found, "expected layers= and queries= to give these parts of the whole map")
 
 
 def _check_padding(subject: Subject) -> None:
@@ -347,7 +367,8 @@ def _check_model(subject: Subject) -> None:
     try:
         _set_modes(model, [index % 2 == 0 for index in range(len(training))])
         _set_flags(model, [index % 2 == 0 for index in range(len(flags))])
-        before = _state_of(model)
+        # A change that a second run repeats is found beside the values from before the first one.
+        before = {**_state_of(model), **subject.values_before}
         found = subject.run()
         _require_state(before, _state_of(model), "after a run")
         assert not found.scores.requires_grad, "expected scores without gradients"
@@ -400,12 +421,20 @@ def _modules_of(model: Any) -> list[nn.Module]:
     return [module for tree in (model, original) if tree is not None for module in tree.modules()]
 
 
+def _values_of(model: Any) -> dict[str, list[Tensor | None]]:
+    """Return copies of a model's weights and gradients."""
+    parameters = list(model.parameters())
+    return {
+        "weights": [parameter.detach().clone() for parameter in parameters],
+        "gradients": [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters],
+    }
+
+
 def _state_of(model: Any) -> dict[str, Any]:
     """Return everything of a model that a run must not change."""
     original = getattr(model, "original_model", None)
     return {
-        "weights": [parameter.detach().clone() for parameter in model.parameters()],
-        "gradients": [parameter.grad for parameter in model.parameters()],
+        **_values_of(model),
         "flags": [parameter.requires_grad for parameter in model.parameters()],
         "modules": [
             (
@@ -425,11 +454,11 @@ def _state_of(model: Any) -> dict[str, Any]:
 
 def _require_state(before: dict[str, Any], after: dict[str, Any], when: str) -> None:
     for name, value in before.items():
-        is_same = (
-            all(map(torch.equal, value, after[name]))
-            if name in ("weights", "random")
-            else value == after[name]
-        )
+        if name in ("weights", "gradients", "random"):
+            pairs = list(zip(value, after[name], strict=True))
+            is_same = all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+        else:
+            is_same = value == after[name]
         assert is_same, f"expected the model as it was {when}, got other {name}"
 
 
@@ -440,6 +469,11 @@ def _check_record(subject: Subject) -> None:
         subject.whole.save(path)
         loaded = MixingMap.load(path)
     subject.require_equal(subject.whole, loaded, "expected a map that can be saved and loaded")
+    for name, expected, found in (
+        ("parameters", subject.whole.parameters, loaded.parameters),
+        ("details", subject.whole.provenance.get("details"), loaded.provenance.get("details")),
+    ):
+        assert expected == found, f"expected the same {name} after loading, got {found} instead of {expected}"
     kind = type(subject.method)
     has_defaults = all_methods().get(kind.name) is kind and subject.method == kind()
     found = run_again(subject.model, loaded, None if has_defaults else subject.method)
@@ -459,9 +493,8 @@ def check_refusal(subject: Subject) -> None:
             raise AssertionError("expected an UnsupportedModelError, got maps")
     assert "expected" in reasons[0], f"expected an error that says what was expected, got {reasons[0]!r}"
     ((_, engine, reason),) = support_table(subject.model, [subject.method], subject.part)
-    # Whether a method that gives positions to the model gets the same numbers is known only from a run.
-    is_known = engine is None or "position_ids" not in subject.method.needs
-    reasons += [reason] if is_known else []
+    # What a method finds out in a run, `lm.support` cannot know.
+    reasons += [reason] if engine is None else []
     assert len(set(reasons)) == 1, (
         f"expected one reason for a run, a batch and lm.support, got {'; '.join(map(repr, reasons))}"
     )

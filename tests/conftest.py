@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import tests.shape_checks  # noqa: F401  pyproject.toml names this type checker, which must be importable.
+from lens_mix._classes.model_classes import transformer_lens_version
 from tests import shared_models
 from tests.matrix import is_repeated, is_unusual
 
@@ -99,7 +100,11 @@ def shared_models_are_as_they_were_built():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     # A test whose cases are all on unusual Bridges is about these.
-    usual = {_test_of(item) for item in items if not _repeats_a_check(item)}
+    usual = {
+        _test_of(item)
+        for item in items
+        if not (_repeats_a_check(item) or _is_on_an_unusual_model(item) or _is_skipped(item))
+    }
     for item in items:
         if _is_on_an_unusual_model(item) or (_repeats_a_check(item) and _test_of(item) in usual):
             item.add_marker(pytest.mark.slow)
@@ -116,6 +121,14 @@ def _is_on_an_unusual_model(item):
 def _repeats_a_check(item):
     is_slow = item.get_closest_marker("slow") is not None
     return is_slow or (hasattr(item, "callspec") and any(map(is_repeated, item.callspec.params.values())))
+
+
+def _is_skipped(item):
+    """Return whether a case builds a class that TransformerLens 4 does not have."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return transformer_lens_version()[0] >= 4 and any(
+        getattr(value, "__name__", "").startswith("hooked_") for value in values
+    )
 
 
 def _test_of(item):

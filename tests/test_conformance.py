@@ -14,7 +14,7 @@ import torch
 import lens_mix as lm
 from lens_mix.methods import METHODS
 from lens_mix.testing import CHECKS, MethodCheck, Subject, check_refusal
-from tests.matrix import case_of, cases, model_of, prompt_of, slow
+from tests.matrix import USUAL, case_of, cases, model_of, prompt_of, slow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -62,6 +62,8 @@ VARIANTS = {
     "atb_ff_res fixed": lm.methods.AtbFfRes("fixed"),
     "alti l2": lm.methods.Alti("l2", normalize=False),
     "decompx first": lm.methods.DecompX("first"),
+    "decompx drop": lm.methods.DecompX("drop"),
+    "decompx_local equal": lm.methods.DecompXLocal("equal"),
     "information_flow_routes per_head": lm.methods.InformationFlowRoutes(per_head=True, biases="part"),
     "value_zeroing per_head": lm.methods.ValueZeroing(metric="euclidean", per_head=True),
     "value_zeroing spans": lm.methods.ValueZeroing(spans=[(0, 1), (3,)]),
@@ -94,7 +96,7 @@ def table():
                 if not is_refused(title, name):
                     yield (pytest.param if is_usual else slow)(title, name, check)
         for name in VARIANTS:
-            yield (pytest.param if check in OF_EVERY_MODEL else slow)(VARIED, name, check)
+            yield (pytest.param if check in (*OF_EVERY_MODEL, "max_memory") else slow)(VARIED, name, check)
 
 
 @functools.cache
@@ -146,10 +148,15 @@ def test_methods_of_one_run_have_the_maps_of_each_alone(title):
             subject.require_equal(alone, found, f"{subject.method.name}: expected the rows of the whole map")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check", OF_UNUSUAL_MODELS)
-@pytest.mark.parametrize("label", [label for label in HERE if label not in LABELS.values()])
-def test_unusual_models(label, check):
+def of_other_models():
+    """Yield the models that are not in the table, each with a property; the usual ones run in `make test`."""
+    for label in HERE:
+        for check in OF_UNUSUAL_MODELS if label not in LABELS.values() else ():
+            yield (pytest.param if label in USUAL and check in OF_EVERY_MODEL else slow)(label, check)
+
+
+@pytest.mark.parametrize(("label", "check"), list(of_other_models()))
+def test_other_models(label, check):
     """Check one property of all methods, so that a model has a test for each property."""
     failures = []
     for name in METHODS:

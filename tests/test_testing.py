@@ -89,3 +89,49 @@ def test_a_method_that_runs_nowhere():
     )
     with pytest.raises(AssertionError, match=r"a model that it runs on, got .*expected other blocks"):
         lm.testing.check_method(kind)
+
+
+def zero_the_unembedding(block):
+    block.clean.lens.model.unembed.W_U.data.zero_()
+    return pattern(block)
+
+
+def add_to_gradients(block):
+    for parameter in block.clean.lens.model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.grad is None else parameter.grad
+    return pattern(block)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [(zero_the_unembedding, "weights"), (add_to_gradients, "gradients")]
+)
+def test_a_change_of_the_model_that_every_run_repeats_is_found(call, name):
+    checks = [
+        each for each in lm.testing.method_checks(broken(call)) if str(each).startswith("unchanged model")
+    ]
+    with pytest.raises(AssertionError, match=rf"expected the model as it was after a run, got other {name}"):
+        checks[0]()
+
+
+def refuse_long_prompts(block):
+    if block.tokens.shape[1] > 5:
+        raise lm.UnsupportedModelError("expected at most 5 tokens")
+    return pattern(block)
+
+
+def test_a_method_may_refuse_a_model_in_a_run():
+    checks = lm.testing.method_checks(broken(refuse_long_prompts))
+    for check in checks[:-1]:
+        check()
+    with pytest.raises(AssertionError, match="expected a model that it runs on"):
+        checks[-1]()
+
+
+def test_an_engine_that_its_method_always_refuses_is_found():
+    def by_recorded(block):
+        if block.engine == "hooks":
+            raise lm.UnsupportedModelError("expected the other engine")
+        return pattern(block)
+
+    with pytest.raises(AssertionError, match="expected the other engine"):
+        lm.testing.check_method(broken(by_recorded, engines=("recorded", "hooks")))

@@ -57,17 +57,15 @@ class CourseError(Exception):
 def render_courses(folder: Path = COURSES) -> list[Path]:
     """Write the page of every recorded course in a folder, and return the pages.
 
-    A page of a course that no longer exists would be in no navigation, so it is removed with its record.
-
     Raises:
-        CourseError: A course has no record, or one of other cells.
+        CourseError: A course has no record, or one of other cells, or a record has no source.
     """
     sources = find_sources(folder)
     for notebook in folder.glob("*.ipynb"):
         if notebook.stem not in sources:
-            notebook.unlink()
-            notebook.with_suffix(".md").unlink(missing_ok=True)
-            shutil.rmtree(notebook.with_name(f"{notebook.stem}_files"), ignore_errors=True)
+            raise CourseError(
+                f"{notebook}: expected a source {notebook.stem}.py beside it; add it, or delete the record"
+            )
     return [write_page(source, read_record(source)) for source in sources.values()]
 
 

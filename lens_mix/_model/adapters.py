@@ -1,7 +1,7 @@
 """Adapters with which TransformerLens loads encoders whose blocks are a BERT's under other names.
 
 `pyproject.toml` declares them as entry points of the group `transformer_lens.architectures`. This file
-imports nothing of lens_mix, so that TransformerLens can take it over as it is.
+imports nothing of lens_mix, so that TransformerLens can take over the classes as they are.
 """
 
 from __future__ import annotations
@@ -233,9 +233,9 @@ class DebertaV2ArchitectureAdapter(EncoderArchitectureAdapter):
         # A block then gets nothing but its batch, so it can run alone on other prompts.
         encoder.get_rel_pos = encoder.get_rel_embedding = _return_none
         if not hf_model.legacy:
-            self._name_head(hf_model)
+            self._rename_unembedding(hf_model)
 
-    def _name_head(self, hf_model: Any) -> None:
+    def _rename_unembedding(self, hf_model: Any) -> None:
         """Name the newer head, which multiplies by the embeddings, as the older one."""
         from transformers.models.deberta_v2.modeling_deberta_v2 import LegacyDebertaV2OnlyMLMHead
 
@@ -284,6 +284,8 @@ for _name, _adapter in _ADAPTERS.items():
     SUPPORTED_ARCHITECTURES.setdefault(_name, _adapter)
     if _name.endswith("ForMaskedLM"):
         MASKED_LM_ARCHITECTURES.add(_name)
+# It is no entry point, because TransformerLens 4 would warn: it has one of its own.
+ArchitectureAdapterFactory._adapters.setdefault("RobertaForMaskedLM", RobertaFamilyArchitectureAdapter)
 
 
 def register_adapters() -> None:

@@ -94,13 +94,13 @@ def copy_encoder(hf_model: PreTrainedModel) -> tuple[Any, bool]:
     _copy_weights(hf_model.base_model, copied.base_model, copies)
     _require_nothing_else(hf_model.base_model, copied.base_model)
     names = [name for name, _ in copied.named_parameters(remove_duplicate=False)]
-    head = [name for name in names if not name.startswith(f"{prefix}.")]
-    has_head = all(_find_parameter(hf_model, name) is not None for name in head)
-    if has_head:
+    unembedding = [name for name in names if not name.startswith(f"{prefix}.")]
+    has_logits = all(_find_parameter(hf_model, name) is not None for name in unembedding)
+    if has_logits:
         for name, child in copied.named_children():
             if name != prefix:
                 _copy_weights(hf_model.get_submodule(name), child, copies)
-    return copied, has_head
+    return copied, has_logits
 
 
 def _find_parameter(model: nn.Module, name: str) -> nn.Parameter | None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _TOLERANCE = 1e-6
 # The longest prompt of the check.
 _CHECKED_POSITIONS = 24
-# The parts of a masked-language head, in the words of TransformerLens.
-_HEAD = ("mlm_head", "ln_final", "unembed")
+# The modules of a masked-language unembedding, by the names of TransformerLens.
+_UNEMBEDDING = ("mlm_head", "ln_final", "unembed")
 
 
 def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
@@ -65,9 +65,9 @@ def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
             TransformerLens has no TransformerBridge.
     """
     _check_arguments(hf_model, tokenizer)
-    bridge, has_head = _build(hf_model, tokenizer)
+    bridge, has_logits = _build(hf_model, tokenizer)
     precise = torch.finfo(next(hf_model.parameters()).dtype).bits >= 32
-    difference = _find_difference(hf_model, bridge, has_head) if precise else None
+    difference = _find_difference(hf_model, bridge, has_logits) if precise else None
     if difference is not None or not precise:
         # In a lower precision, a difference may be rounding, and rounding may hide one. float64 decides.
         whole = copy.deepcopy(hf_model).to("cpu", torch.float64)
@@ -77,7 +77,7 @@ def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
             f"hf_model: expected blocks that are a BERT's under other names, got {difference}; hooks on the "
             "model, or code of its own, may be the reason"
         )
-    keep_original(bridge, hf_model, has_head)
+    keep_original(bridge, hf_model, has_logits)
     return bridge
 
 
@@ -109,7 +109,7 @@ def _build(hf_model: PreTrainedModel, tokenizer: Any) -> tuple[Any, bool]:
     from lens_mix._model.adapters import register_adapters
 
     register_adapters()
-    copied, has_head = copy_encoder(hf_model)
+    copied, has_logits = copy_encoder(hf_model)
     weight = next(copied.base_model.parameters())
     try:
         bridge = build_bridge_from_module(
@@ -119,18 +119,20 @@ def _build(hf_model: PreTrainedModel, tokenizer: Any) -> tuple[Any, bool]:
             dtype=weight.dtype,
             device=weight.device,
             model_name=hf_model.config._name_or_path or type(hf_model).__name__,
-            post_adapter_hook=None if has_head else functools.partial(_leave_out_logits, copied),
+            post_adapter_hook=None if has_logits else functools.partial(_leave_out_logits, copied),
         )
     except ValueError as error:
-        raise UnsupportedModelError(f"hf_model: {error}") from None
+        raise UnsupportedModelError(f"hf_model: {error}") from error
     # TransformerLens would load a tokenizer with a BOS token again from the hub, with other special tokens.
     bridge.tokenizer = tokenizer
-    return bridge.eval(), has_head
+    return bridge.eval(), has_logits
 
 
 def _leave_out_logits(model: Any, adapter: Any) -> None:
     """Give a model without a masked-language head a narrow one, whose logits are NaN."""
-    names = [str(adapter.component_mapping[key].name) for key in _HEAD if key in adapter.component_mapping]
+    names = [
+        str(adapter.component_mapping[key].name) for key in _UNEMBEDDING if key in adapter.component_mapping
+    ]
     *transform, last = names
     like = next(model.base_model.parameters())
     # The first weights of a module would be drawn from the user's random numbers.
@@ -153,7 +155,7 @@ def _leave_out_logits(model: Any, adapter: Any) -> None:
             setattr(model.get_submodule(owner), key, bias)
 
 
-def _find_difference(hf_model: PreTrainedModel, bridge: Any, has_head: bool) -> str | None:
+def _find_difference(hf_model: PreTrainedModel, bridge: Any, has_logits: bool) -> str | None:
     """Return a description of the first difference between a model and its Bridge; None if there is none."""
     kind, blocks = type(hf_model).__name__, list(bridge.blocks)
     layer_class = type(blocks[0].original_component)
@@ -161,7 +163,7 @@ def _find_difference(hf_model: PreTrainedModel, bridge: Any, has_head: bool) -> 
     names = ["the input of block 0", *(f"the output of block {layer}" for layer in range(len(blocks)))]
     for inputs in _make_prompts(bridge):
         real = inputs["attention_mask"].bool()
-        read = hf_model if has_head else hf_model.base_model
+        read = hf_model if has_logits else hf_model.base_model
         own, own_logits = _run(hf_model, read, inputs, layers)
         found, logits = _run(bridge, bridge, {"input": inputs.pop("input_ids"), **inputs}, blocks)
         if len(own) != len(found):

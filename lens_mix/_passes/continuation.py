@@ -47,9 +47,10 @@ class Continuation:
         resid_pre: The input of that block; None for the clean residual stream. For the joint part, the inputs
             of the encoder and the decoder (`CleanPass.inputs`).
         resid_post: The output of the last block; no block is run then.
-        rows: The example of the clean batch that each copy is made from; None for each example once.
+        prompt_index: The prompt of the clean batch that each copy is made from; None for each prompt once.
         gradients: Whether to build the autograd graph.
-        batch: Other prompts to run instead, from their tokens on; `layer` and `rows` have no effect then.
+        batch: Other prompts to run instead, from their tokens on; `layer` and `prompt_index` have no effect
+            then.
         changes: Further changes to the model.
     """
 
@@ -59,7 +60,7 @@ class Continuation:
     _: dataclasses.KW_ONLY
     resid_pre: Float[Tensor, "copy pos d_model"] | None = None
     resid_post: Float[Tensor, "copy pos d_model"] | None = None
-    rows: Int[Tensor, " copy"] | None = None
+    prompt_index: Int[Tensor, " copy"] | None = None
     gradients: bool = False
     batch: Batch | None = None
     changes: Sequence[Change] = ()
@@ -120,7 +121,7 @@ class Continuation:
     def _batch(self) -> Batch:
         if self.batch is not None:
             return self.batch
-        return self.clean.batch if self.rows is None else self.clean.batch.select(self.rows)
+        return self.clean.batch if self.prompt_index is None else self.clean.batch.select(self.prompt_index)
 
     def _entering(self) -> list[Change]:
         """Return the changes that make the pass start where it should."""
@@ -131,21 +132,21 @@ class Continuation:
         return [] if self.batch is not None else self._entering_block(lens.layer_index(self.layer))
 
     def _entering_block(self, start: int) -> list[Change]:
-        clean, rows, resid_pre = self.clean, self.rows, self.resid_pre
+        clean, index, resid_pre = self.clean, self.prompt_index, self.resid_pre
         lens, blocks = clean.lens, clean.lens.stack.blocks
         replay = clean.replay(start)
         replay.prepare()
         entries = [(blocks[start], slice(None))]
         if resid_pre is None:
             entry = clean.calls[start].resid_pre
-            resid_pre = entry if rows is None else entry.index_select(0, rows)
+            resid_pre = entry if index is None else entry.index_select(0, index)
         elif lens.stack.source is not None:
             # For the joint part, the first positions enter the encoder.
             below = clean.batch.tokens.shape[1]
             entries = [(lens.stack.source.blocks[0], slice(below)), (blocks[start], slice(below, None))]
         # The outputs below are replaced whole, because a block may return more than the residual stream.
         outputs = [clean.calls[lower].output for lower in range(start)]
-        skipped = outputs if rows is None else [replay.expand(output, rows) for output in outputs]
+        skipped = outputs if index is None else [replay.expand(output, index) for output in outputs]
         changes = [_skipped(block, output) for block, output in zip(blocks[:start], skipped, strict=True)]
         return changes + [
             forward_pre_hook(block, enter_with(resid_pre, span), with_kwargs=True) for block, span in entries

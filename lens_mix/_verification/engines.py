@@ -53,7 +53,7 @@ def needs_unembedding(methods: Iterable[HasEngines]) -> bool:
     return any(UNEMBEDDING in method.needs for method in methods)
 
 
-def _find_reason_against(verification: Verification, engine: str, method: HasEngines) -> str | None:
+def find_reason_against(verification: Verification, engine: str, method: HasEngines) -> str | None:
     """Return why an engine can't run on a verified model; None if it can.
 
     Args:
@@ -176,7 +176,7 @@ def choose_engine(
         raise ValueError(f"engine: {method.name} has the engines {list(method.engines)}, got {engine!r}")
     reasons = []
     for option in options:
-        reason = _find_reason_against(verification, option, method) or (
+        reason = find_reason_against(verification, option, method) or (
             no_algebra if option == "algebra" else None
         )
         if reason is None:

@@ -105,7 +105,15 @@ def block_mixing_ratios(
     Args:
         block: A block whose clean pass recorded "pattern" and "value".
         stages: As in `mixing_ratios`.
+
+    Raises:
+        UnsupportedModelError: A query of cross-attention has no key of its own.
     """
+    if block.stack.is_cross:
+        raise UnsupportedModelError(
+            "block_mixing_ratios: expected self-attention, got cross-attention, in which no key is the "
+            "query's own; choose a block of the encoder or the decoder"
+        )
     with block.clean.lens.evaluation_mode():
         sums = _sum_vectors(block)
         functions = {

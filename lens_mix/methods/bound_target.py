@@ -142,7 +142,7 @@ class BoundTarget:
             block: The block from which the pass runs; None for `self.block`.
             batch: The copies, if their tokens or masks are not those of the clean pass.
             gradients: Whether to build the autograd graph.
-            **options: `resid_pre` or `resid_post`, as in `Block.logits`.
+            **options: `resid_pre` or `resid_post`, as in `Continuation`.
         """
         index = index.to(self.prompt_index.device)
         copies = self.prompt_index[index]
@@ -150,7 +150,7 @@ class BoundTarget:
             options["positions"] = self.positions[index]
         elif self.rows_read is not None:
             options["positions"] = self.rows_read[copies]
-        options |= {"rows": copies, "batch": batch, "gradients": gradients}
+        options |= {"prompt_index": copies, "batch": batch, "gradients": gradients}
         values = []
         with torch.set_grad_enabled(gradients):
             output = read_output(block or self.block, self.target, fwd_hooks, **options)
@@ -186,7 +186,7 @@ class BoundTarget:
                 self.block,
                 self.target,
                 positions=positions,
-                rows=prompt,
+                prompt_index=prompt,
                 resid_post=torch.cat([resid_post, rest.detach()], 1),
                 gradients=True,
             )
@@ -258,7 +258,7 @@ class BoundRows(BoundTarget):
             query_of_prompt[self.prompt_index] = self.queries
             positions = query_of_prompt[prompt_index]
         output = read_output(
-            self.block, self.target, fwd_hooks, positions=positions, rows=prompt_index, batch=batch
+            self.block, self.target, fwd_hooks, positions=positions, prompt_index=prompt_index, batch=batch
         )
         for prompt, copies in _runs(prompt_index):
             span = self.spans[prompt]

@@ -62,7 +62,7 @@ def test_starting_at_a_block_gives_the_logits_of_the_whole_model(label):
         if handles:
             assert sorted(set(ran)) == list(range(layer, lens.n_layers)), "blocks below must not run again"
     rows = torch.tensor([1, 0, 1])
-    logits = Continuation(clean, lens.n_layers - 1, rows=rows).logits()
+    logits = Continuation(clean, lens.n_layers - 1, prompt_index=rows).logits()
     torch.testing.assert_close(logits[real[rows]], whole[rows][real[rows]], atol=1e-9, rtol=1e-9)
 
 

@@ -163,16 +163,12 @@ def test_a_course_without_a_record_of_its_cells_is_refused(tmp_path: Path, runs:
         courses.render_courses(tmp_path)
 
 
-def test_the_page_of_a_course_that_is_gone_is_removed(tmp_path: Path, runs: list[str]) -> None:
+def test_a_record_without_a_source_is_an_error(tmp_path: Path, runs: list[str]) -> None:
     gone = write_source(tmp_path, TOY, "gone")
-    write_source(tmp_path, TOY)
-    (tmp_path / "index.md").write_text("# Courses")
     courses.record_courses(tmp_path)
-    courses.render_courses(tmp_path)
-    (tmp_path / "gone_files").mkdir()
     gone.unlink()
-    courses.render_courses(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.md", "toy.ipynb", "toy.md", "toy.py"]
+    with pytest.raises(CourseError, match=r"gone\.ipynb: expected a source gone\.py beside it"):
+        courses.render_courses(tmp_path)
 
 
 # ---------------------------------------------------------------------- outputs

@@ -9,7 +9,9 @@ import lens_mix as lm
 from lens_mix._algebra import definitions
 from lens_mix.evaluation.ranks import spearman
 from lens_mix.experiments import mixing_ratio as ratios
+from lens_mix.experiments.passes import run_prompt
 from lens_mix.maps.token_kinds import token_kind
+from tests.matrix import cases, model_of, prompt_of
 from tests.norm_cases import blocks_of, each_model, largest, written_out
 from tests.norm_oracle import mixing_ratio, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
@@ -184,3 +186,11 @@ def test_rows_and_layers_that_are_asked_for_are_those_of_the_whole_table(name):
     both = chosen.merge(part, on=keys, suffixes=("", "_part"))
     assert len(both) == len(chosen) == len(part)
     assert largest(both["ratio"].to_numpy(), both["ratio_part"].to_numpy()) < 1e-10
+
+
+def test_a_block_of_cross_attention_is_refused():
+    case = next(case for case in cases(cross=True, refused=False) if case.part == "cross")
+    model, method = model_of(case, torch.float64), lm.methods.AttentionWeights()
+    (block, *_) = run_prompt(model, prompt_of(model), method, part="cross", cross=True).blocks
+    with pytest.raises(lm.UnsupportedModelError, match="expected self-attention, got cross-attention"):
+        ratios.block_mixing_ratios(block)

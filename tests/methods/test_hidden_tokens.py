@@ -225,7 +225,7 @@ def test_a_batch_with_hidden_keys_is_what_hooks_on_the_pattern_give(build):
                 batch = dataclasses.replace(first.batch.select(rows), hidden=masked)
                 found = first.continuation(batch=batch).logits()
                 hooks = [mask_keys(b.layer, masked, attention=b.stack.attention_template) for b in blocks]
-                expected = first.continuation(hooks, rows=rows).logits()
+                expected = first.continuation(hooks, prompt_index=rows).logits()
     except lm.UnsupportedModelError as problem:
         pytest.skip(str(problem))
     # Rows that see nothing else have any value, if a model masks later keys by a mask of its own.
