@@ -145,18 +145,23 @@ def test_an_unexpected_error_has_no_traceback(client, monkeypatch):
 
 
 def test_a_cancelled_request_ends_after_the_method_that_runs(client, monkeypatch):
-    started, compute = [], app.compute_maps
+    started, running, compute = [], [], app.compute_maps
 
     def compute_slowly(model, prompt, names, **options):
         started.append(*names)
+        running.append(1)
         time.sleep(0.5)
-        return compute(model, prompt, names, **options)
+        assert len(running) == 1, "expected one request in the model at a time"
+        try:
+            return compute(model, prompt, names, **options)
+        finally:
+            running.pop()
 
     monkeypatch.setattr(app, "compute_maps", compute_slowly)
     job = client.submit(PROMPT, "", ["attention", "alti", "gim", "decompx"], False, api_name="/map")
     WebDriverWait(None, 30, poll_frequency=0.1).until(lambda _: started)
     assert job.cancel()
-    # One request is computed at a time, so this one starts when the other has ended.
+    # gradio starts this request at once, and the lock lets it wait until the map of the other is computed.
     frame, _ = ask_for_maps(client, others=())
     assert read_page(frame).startswith("<!DOCTYPE html>")
     assert started[-1] == "input_map"
