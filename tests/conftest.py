@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import tests.shape_checks  # noqa: F401  pyproject.toml names this type checker, which must be importable.
-from lens_mix._classes.model_classes import transformer_lens_version
 from tests import shared_models
 from tests.matrix import is_repeated, is_unusual
 
@@ -125,6 +124,9 @@ def _repeats_a_check(item):
 
 def _is_skipped(item):
     """Return whether a case builds a class that TransformerLens 4 does not have."""
+    # The checks of shapes have to be set up before lens_mix is imported.
+    from lens_mix._classes.model_classes import transformer_lens_version
+
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return transformer_lens_version()[0] >= 4 and any(
         getattr(value, "__name__", "").startswith("hooked_") for value in values
