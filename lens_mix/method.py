@@ -146,8 +146,8 @@ class Method:
         It is defined by methods whose `reads` is "block". With the engines "recorded" and "algebra", the map
         has only the rows of `block.queries`. It is then computed while the clean pass runs, and the records
         of the block are freed afterwards, so that the memory of a long prompt is that of one block. So these
-        engines must not read another block, nor run one (`Block.replay`, `Block.continuation`): a method that does
-        declares the engine "hooks", for which whole maps are computed after the pass, or `reads = "above"`.
+        engines must not read another block, nor run one (`Block.replay`, `Block.continuation`): a method that
+        does declares the engine "hooks", for which whole maps are computed after the pass, or reads "above".
         """
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
