@@ -9,7 +9,7 @@ import lens_mix as lm
 from lens_mix._blocks import ends
 from lens_mix._blocks.components import UNEMBEDDING
 from lens_mix._blocks.verification_record import UNEMBEDDING_UNVERIFIED, Verification
-from lens_mix._verification.engines import _find_reason_against, needs_unembedding
+from lens_mix._verification.engines import find_reason_against, needs_unembedding
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import available, bridge, hooked_transformer
 
@@ -74,8 +74,8 @@ def test_the_unembedding_is_verified_only_for_methods_that_split_logits(model, m
 def test_an_unembedding_that_was_not_compared_is_not_verified():
     verification = Verification((), {}, True)
     assert UNEMBEDDING in lm.methods.AltiLogit.needs
-    assert _find_reason_against(verification, "algebra", lm.methods.AltiLogit()) == UNEMBEDDING_UNVERIFIED
-    assert _find_reason_against(verification, "algebra", lm.methods.Alti()) is None
+    assert find_reason_against(verification, "algebra", lm.methods.AltiLogit()) == UNEMBEDDING_UNVERIFIED
+    assert find_reason_against(verification, "algebra", lm.methods.Alti()) is None
 
 
 def test_check_says_it(model):
