@@ -95,7 +95,9 @@ def table():
             for name in METHODS:
                 if not is_refused(title, name):
                     yield (pytest.param if is_usual else slow)(title, name, check)
-        for name in VARIANTS:
+        for name, method in VARIANTS.items():
+            if is_refused(VARIED, method.name):
+                continue
             yield (pytest.param if check in (*OF_EVERY_MODEL, "max_memory") else slow)(VARIED, name, check)
 
 

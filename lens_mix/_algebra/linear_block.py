@@ -14,6 +14,7 @@ from torch import Tensor
 from lens_mix._algebra.activations import derivative, path_multipliers
 from lens_mix._algebra.bias_split import Split, split_bias, through_linear, through_linear_norm
 from lens_mix._blocks.states import BlockStates, CleanStates, states_of, value_path
+from lens_mix._classes.model_classes import UnsupportedModelError
 from lens_mix._model.anatomy import ACTIVATIONS, FeedForward, ValuePath
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class LinearBlock:
 
     def __init__(self, block: Block, slope: Slope, alone: bool) -> None:
         self._anatomy, self.states = block.anatomy, states_of(block)
+        self._begins_with_a_token = bool(block.real[:, 0].all())
         self._multiplier = block.anatomy.residual_multiplier
         self._bias = _attention_bias(value_path(block), self.states, alone)
         self._slopes: _Slopes = ()
@@ -69,7 +71,16 @@ class LinearBlock:
         rule: Split,
         rows: slice = slice(None),
     ) -> DecomposedBlock:
-        """Return shares of some rows of the block's output, from those of its input and its attention."""
+        """Return shares of some rows of the block's output, from those of its input and its attention.
+
+        Raises:
+            UnsupportedModelError: The rule gives biases to the first position, and that is padding.
+        """
+        if rule == "first" and not self._begins_with_a_token:
+            raise UnsupportedModelError(
+                "padding_side: expected 'right', because biases='first' gives every bias to the first "
+                "position, got padding there"
+            )
         s, bias, parallel = self._multiplier, self._bias[:, rows], self._anatomy.parallel
         states = self.states
         if states.attention_branch.norm is None:

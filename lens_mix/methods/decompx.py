@@ -52,8 +52,8 @@ class DecompX(VectorMethod):
 
     Args:
         biases: The rule that distributes a bias over the tokens: "absdot" (as in the paper), "abssim",
-            "norm", "equal", "first" (`cls` in the authors' code) or "dot". With "drop" all biases are left
-            out, and the shares do not sum to the residual stream.
+            "norm", "equal", "first" (`cls` in the authors' code; not with padding on the left) or "dot".
+            With "drop" all biases are left out, and the shares do not sum to the residual stream.
         slope: The line that replaces an activation:
 
             - "zero_origin": the line through zero and the true value (GeLU_ZO in the authors' code, and the

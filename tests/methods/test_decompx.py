@@ -212,3 +212,17 @@ def test_what_cannot_be_is_refused():
     if available(bridge, "llama"):
         with pytest.raises(lm.UnsupportedModelError, match="a gated feed-forward has 'zero_origin' only"):
             lm.run(bridge("llama"), torch.arange(3, 9), lm.methods.DecompX(slope="tangent"))
+
+
+@pytest.mark.parametrize("method", [lm.methods.DecompX("first"), lm.methods.DecompXLocal("first")])
+def test_no_padding_gets_the_biases(method):
+    """Check that the rule "first" is refused where padding comes first; the maps had other numbers there."""
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    prompts = [tokens(model, 1, length)[0] for length in (7, 4)]
+    alone = [lm.run(model, prompt, method).scores for prompt in prompts]
+    for found, expected in zip(lm.run_many(model, prompts, method), alone, strict=True):
+        torch.testing.assert_close(found.scores, expected)
+    with pytest.raises(
+        lm.UnsupportedModelError, match="padding_side: expected 'right', because biases='first'"
+    ):
+        list(lm.run_many(model, prompts, method, padding_side="left"))
