@@ -32,7 +32,12 @@ HERE = [case.label for case in cases() if case.label in LABELS]
 # The slow calls are in two cases, so that two processes can share them.
 @pytest.mark.parametrize(
     ("count", "names"),
-    [(20, ["run", "first_run"]), slow(25, [*CALLS][::2]), slow(25, [*CALLS][1::2])],
+    [
+        (8, ["run", "first_run"]),
+        slow(20, ["run", "first_run"]),
+        slow(25, [*CALLS][::2]),
+        slow(25, [*CALLS][1::2]),
+    ],
 )
 def test_nothing_is_left(count, names):
     labels = HERE[:1] if count < 1000 else HERE

@@ -22,6 +22,7 @@ def test_the_agreement_of_two_maps() -> None:
     assert math.isnan(bfloat16.compare_rows(torch.ones(1, 1, 3), torch.ones(1, 1, 3))[0])
 
 
+@pytest.mark.slow
 def test_every_method_is_compared_and_timed() -> None:
     if not available(bridge, "llama"):
         pytest.skip("no TransformerBridge in this TransformerLens")

@@ -18,6 +18,7 @@ with_bridge = pytest.mark.skipif(
 
 
 @with_bridge
+@pytest.mark.slow
 def test_the_whole_script_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "CALLS", {name: costs.CALLS[name] for name in ("short",)})
     monkeypatch.setattr(on_gpu, "_CHUNKED", {"value_zeroing": "value_zeroing"})

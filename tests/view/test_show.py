@@ -148,6 +148,7 @@ def run_script(lines: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr
 
 
+@pytest.mark.slow
 def test_a_figure_that_is_written_needs_no_advice(opened, monkeypatch, capsys):
     assert run_script("m.show(layer=0).savefig(io.BytesIO())\nf = m.show()\nf.savefig(io.BytesIO())") == ""
     assert run_script("m.show().savefig(io.BytesIO())\nm.show()").count("savefig") == 1
