@@ -272,8 +272,9 @@ def examine(mutant: Mutant, seconds: int) -> dict[str, str]:
                 process.join()
                 return {"result": "stopped", "by": f"exit code {process.exitcode} in {' '.join(tests[:3])}"}
             process.join()
-            if code == 1:
-                return {"result": "killed", "by": failed[0] if failed else "pytest's code 1"}
+            # Code 2 says that tests could not be collected.
+            if code in (1, 2):
+                return {"result": "killed", "by": failed[0] if failed else f"pytest's code {code}"}
             # Code 5 says that the fast tier has no test of these files.
             if code not in (0, 5):
                 return {"result": "stopped", "by": f"pytest's code {code} in {' '.join(tests[:3])}"}
