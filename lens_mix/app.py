@@ -201,7 +201,7 @@ def _make_map_tab(model: TransformerLensModel, reasons: Mapping[str, str], limit
         prompt: str, target: str, other_methods: list[str], all_positions: bool
     ) -> Iterator[tuple[str, str]]:
         if not prompt.strip():
-            raise ValueError("There is no prompt. Type one.")
+            raise ValueError("The prompt is empty. Type a text.")
         _check_length("The prompt", len(Session(model, {}).read(prompt).tokens), limit)
         maps: dict[str, MixingMap] = {}
         names = [*first, *other_methods]
@@ -239,7 +239,9 @@ def _make_trace_tab(model: TransformerLensModel, limit: int) -> None:
             for number, text in enumerate(_TEXTS, 1)
         ]
     question = gr.Textbox(
-        _QUESTION, label="Question", info=f"With the documents and an answer of yours, at most {limit} tokens"
+        _QUESTION,
+        label="Question",
+        info=f"At most {limit} tokens with the documents and the answer",
     )
     answer = gr.Textbox(
         label="Answer (optional)", placeholder=f"what the model writes, at most {_WRITTEN} tokens", lines=2
@@ -256,7 +258,7 @@ def _make_trace_tab(model: TransformerLensModel, limit: int) -> None:
         texts = {"document 1": document_1, "document 2": document_2, "document 3": document_3}
         given = {name: text.strip() for name, text in texts.items() if text.strip()}
         if not given:
-            raise ValueError("There is no document. Type or paste one.")
+            raise ValueError("All documents are empty. Type or paste a text.")
         prompt, written = Documents(given, question.strip()), answer if answer.strip() else None
         _check_length("The text", _count_tokens(model, prompt, written), limit)
         yield _busy("the model reads the answer" if written else "the model writes the answer")

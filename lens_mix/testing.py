@@ -61,7 +61,7 @@ def check_method(method: Method | type[Method], model: TransformerLensModel | No
 
     Args:
         method: The class of the method, which runs with its defaults, or a method with parameters.
-        model: The model. None: the tiny models. A model of yours is not converted to other dtypes.
+        model: The model, which is not converted to other dtypes. None: the tiny models, which are.
 
     Raises:
         AssertionError: If a property is violated; the message names the property and the model.
@@ -114,7 +114,7 @@ class Subject:
 
     Attributes:
         method: The method.
-        model_name: The model in words, for messages.
+        model_name: What messages call the model.
         build: Returns the model in a dtype. It returns the same object if it is called again.
         prompts: Three prompts: the second is shorter than the first, and the third is as long as the first.
         part: The part of an encoder-decoder.

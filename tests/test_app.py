@@ -120,13 +120,13 @@ def test_a_trace_of_an_answer_with_measured_losses(client):
 
 
 def test_a_mistake_is_a_sentence(client):
-    with pytest.raises(AppError, match=r"^There is no prompt\. Type one\.$"):
+    with pytest.raises(AppError, match=r"^The prompt is empty\. Type a text\.$"):
         ask_for_maps(client, "  ")
     with pytest.raises(AppError, match=r"^The prompt has 27 tokens, and the limit is 12\. Shorten it\.$"):
         ask_for_maps(client, PROMPT * 5)
     with pytest.raises(AppError, match=r"^token: expected the text of one token"):
         ask_for_maps(client, target=" Japan war")
-    with pytest.raises(AppError, match=r"^There is no document\. Type or paste one\.$"):
+    with pytest.raises(AppError, match=r"^All documents are empty\. Type or paste a text\.$"):
         ask_for_trace(client, ("", " ", ""))
     with pytest.raises(AppError, match=r"^The text has \d+ tokens, and the limit is 80\. Shorten it\.$"):
         ask_for_trace(client, (PROMPT * 20, "", ""))
@@ -136,12 +136,12 @@ def test_a_mistake_is_a_sentence(client):
 
 def test_an_unexpected_error_has_no_traceback(client, monkeypatch):
     def fail(*_, **__):
-        raise RuntimeError("<s> is no token")
+        raise RuntimeError("<s> is unknown")
 
     monkeypatch.setattr(app, "compute_maps", fail)
     with pytest.raises(AppError) as caught:
         ask_for_maps(client)
-    assert html.unescape(str(caught.value)) == "RuntimeError: <s> is no token"
+    assert html.unescape(str(caught.value)) == "RuntimeError: <s> is unknown"
 
 
 def test_a_cancelled_request_ends_after_the_method_that_runs(client, monkeypatch):

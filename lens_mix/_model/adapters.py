@@ -284,7 +284,7 @@ for _name, _adapter in _ADAPTERS.items():
     SUPPORTED_ARCHITECTURES.setdefault(_name, _adapter)
     if _name.endswith("ForMaskedLM"):
         MASKED_LM_ARCHITECTURES.add(_name)
-# It is no entry point, because TransformerLens 4 would warn: it has one of its own.
+# TransformerLens 4 has its own adapter for RoBERTa, and would warn of an entry point with the same name.
 ArchitectureAdapterFactory._adapters.setdefault("RobertaForMaskedLM", RobertaFamilyArchitectureAdapter)
 
 

@@ -230,7 +230,7 @@ class ChangedRules:
         if lens.stack.source is not None:
             below = Lens(lens.model, lens.stack.source.name)
             final, blocks = final | {id(below.final_norm())}, [*below.stack.blocks, *blocks]
-        # Other norms, such as those of embeddings, may get no gradient, which is no error.
+        # Other norms, such as those of embeddings, need not get a gradient.
         required = {id(module) for block in blocks for module in block.children()} | final
         for module in lens.modules:
             if "Norm" not in type(module).__name__ or id(module) in inner:
