@@ -25,7 +25,7 @@ from .aggregation.tree import attribution_tree
 from .citations import citation
 from .evaluation.compare import compare
 from .evaluation.leaderboard import evaluate
-from .maps import MixingMap
+from .maps import Maps, MixingMap
 from .method import Method
 from .methods import METHODS
 from .recommended import input_map
@@ -44,6 +44,7 @@ __all__ = [
     "METHODS",
     "Documents",
     "Lens",
+    "Maps",
     "Method",
     "MixingMap",
     "Trace",

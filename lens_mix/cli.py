@@ -599,7 +599,8 @@ def corpus(
         _print_json(vars(done))
     else:
         state = "all files are there" if done.is_finished else "other processes have not finished"
-        typer.echo(f"{done.prompts} prompts, {done.failed} of them failed; {state}: {done.out}")
+        reused = f", {done.reused} of them finished before" if done.reused else ""
+        typer.echo(f"{done.prompts} prompts{reused}, {done.failed} of them failed; {state}: {done.out}")
     if done.failed:
         raise typer.Exit(3)
 

@@ -9,7 +9,7 @@ from typing import Any
 from lens_mix import registry
 from lens_mix._classes.model_classes import TransformerLensModel
 from lens_mix._inputs.rows import Selection
-from lens_mix.maps import MixingMap
+from lens_mix.maps import Maps, MixingMap
 from lens_mix.method import Method
 from lens_mix.recommended import find_default_row, input_map, recommended_method
 from lens_mix.runner import read_methods, run
@@ -74,7 +74,7 @@ def compute_maps(
     per_head: bool = False,
     target: TargetLike | None = None,
     **options: Any,
-) -> dict[str, MixingMap]:
+) -> Maps:
     """Return the maps of a prompt by the names of the methods, in the order of the names.
 
     Methods with the same rows share one clean pass.
@@ -114,7 +114,7 @@ def compute_maps(
         rows = default_row if is_one_row else queries
         selection = {"queries": rows, "layers": None if is_of_model else layers}
         maps |= run(model, prompt, group, **{**options, **selection})
-    return {name: maps[name] for name in methods}
+    return Maps({name: maps[name] for name in methods})
 
 
 def find_methods(model: TransformerLensModel, names: Sequence[str]) -> dict[str, Method]:

@@ -22,7 +22,7 @@ from lens_mix._model.parts import parts_of
 from lens_mix._model.stacks import choose_stack
 from lens_mix.arguments import check_choice, check_flags, check_whole_number, describe_value
 from lens_mix.map_prompts import find_measuring_method, map_prompts
-from lens_mix.maps import MixingMap
+from lens_mix.maps import Maps, MixingMap
 from lens_mix.method import Method
 from lens_mix.methods import METHODS
 from lens_mix.pass_plan import PassPlan
@@ -38,16 +38,29 @@ _MOST_WAITING = 1 << 20
 MethodLike = str | Method | type[Method]
 
 
+# What a run returns for one prompt. The overloads say when.
+Result = MixingMap | Maps | dict[str, Maps]
+
+
 @overload
 def run(
-    model: TransformerLensModel, prompt: Any, methods: Any, *, part: Literal["all"], **options: Any
-) -> dict[str, Any]: ...
+    model: TransformerLensModel, prompt: Any, methods: MethodLike, *, part: Literal["all"], **options: Any
+) -> Maps: ...
+@overload
+def run(
+    model: TransformerLensModel,
+    prompt: Any,
+    methods: Sequence[MethodLike],
+    *,
+    part: Literal["all"],
+    **options: Any,
+) -> dict[str, Maps]: ...
 @overload
 def run(model: TransformerLensModel, prompt: Any, methods: MethodLike, **options: Any) -> MixingMap: ...
 @overload
 def run(
     model: TransformerLensModel, prompt: Any, methods: Sequence[MethodLike], **options: Any
-) -> dict[str, MixingMap]: ...
+) -> Maps: ...
 def run(
     model: TransformerLensModel,
     prompt: Any,
@@ -63,7 +76,7 @@ def run(
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
     **inputs: Any,
-) -> Any:
+) -> Result:
     """Compute the maps of one prompt with one method or several, from one clean pass.
 
     Args:
@@ -96,10 +109,11 @@ def run(
         inputs: Further inputs of the model by name (`token_type_ids=`, `decoder_input_ids=`).
 
     Returns:
-        A `MixingMap` for one method, or a dict of them by name for several. Its scores are
+        A `MixingMap` for one method, or `Maps`, a mapping of them by name, for several. Its scores are
         `[layer, query, key]`, or `[layer, head, query, key]` with heads, raw, in the unit of the method. If
-        two methods have the same name, their keys contain their parameters. With part="all", a dict of such
-        results with the keys "encoder", "decoder" and "cross", each from a pass of its own.
+        two methods have the same name, their names contain their parameters. With part="all", `Maps` with
+        the names "encoder", "decoder" and "cross" for one method, each from a pass of its own; for several
+        methods a dict of `Maps` with these keys.
 
     Raises:
         TypeError: If an argument has a wrong type.
@@ -118,12 +132,12 @@ def run(
     if part == "all":
         options = selection | {"prepend_bos": prepend_bos, "attention_mask": attention_mask}
         options |= {"residual_shares": residual_shares, **inputs}
-        return {each: run(model, prompt, methods, part=each, **options) for each in parts_of(model)}
+        return _join_parts({each: run(model, prompt, methods, part=each, **options) for each in parts_of(model)})
     session, is_single = _make_session(model, methods, part, residual_shares, selection)
     _check_inputs(inputs, session, run)
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     maps = map_prompts(session, [read], prepend_bos=prepend_bos, progress=bool(progress))[0]
-    return next(iter(maps.values())) if is_single else maps
+    return next(iter(maps.values())) if is_single else Maps(maps)
 
 
 def plan(
@@ -156,8 +170,22 @@ def plan(
 
 @overload
 def run_many(
-    model: TransformerLensModel, prompts: Iterable[Any], methods: Any, *, part: Literal["all"], **options: Any
-) -> Iterator[dict[str, Any]]: ...
+    model: TransformerLensModel,
+    prompts: Iterable[Any],
+    methods: MethodLike,
+    *,
+    part: Literal["all"],
+    **options: Any,
+) -> Iterator[Maps]: ...
+@overload
+def run_many(
+    model: TransformerLensModel,
+    prompts: Iterable[Any],
+    methods: Sequence[MethodLike],
+    *,
+    part: Literal["all"],
+    **options: Any,
+) -> Iterator[dict[str, Maps]]: ...
 @overload
 def run_many(
     model: TransformerLensModel, prompts: Iterable[Any], methods: MethodLike, **options: Any
@@ -165,7 +193,7 @@ def run_many(
 @overload
 def run_many(
     model: TransformerLensModel, prompts: Iterable[Any], methods: Sequence[MethodLike], **options: Any
-) -> Iterator[dict[str, MixingMap]]: ...
+) -> Iterator[Maps]: ...
 def run_many(
     model: TransformerLensModel,
     prompts: Iterable[Any],
@@ -183,7 +211,7 @@ def run_many(
     attention_mask: Tensor | None = None,
     padding_side: PaddingSide = "right",
     **inputs: Any,
-) -> Iterator[Any]:
+) -> Iterator[Result]:
     """Yield the maps of many prompts, in the order of the prompts, computed in batches.
 
     Padding never affects a map: the maps of a prompt are the same as from `run`. A model runs its prompts one
@@ -262,7 +290,7 @@ def run_many(
         _check_entry_counts(all_inputs, len(prompts))
 
     # This generator is separate, so that `run_many` raises errors about its arguments when it is called.
-    def stream() -> Iterator[Any]:
+    def stream() -> Iterator[Result]:
         count = 0
         numbered = enumerate(prompts)
         problem: Exception | None = None
@@ -290,7 +318,7 @@ def run_many(
                             while next_index in finished:
                                 maps = finished.pop(next_index)
                                 next_index += 1
-                                yield next(iter(maps.values())) if is_single else maps
+                                yield next(iter(maps.values())) if is_single else Maps(maps)
         if problem is not None:
             raise problem
         _check_entry_counts(all_inputs, count)
@@ -337,7 +365,7 @@ def _make_session(
 
 def _run_all_parts(
     model: TransformerLensModel, prompts: Iterable[Any], methods: Any, options: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Result]:
     """Yield the maps of all parts for each prompt. A stream of prompts is read once."""
     parts = parts_of(model)
     is_sized = isinstance(prompts, Sized)
@@ -348,7 +376,13 @@ def _run_all_parts(
     streams = [
         run_many(model, copy, methods, part=part, **options) for part, copy in zip(parts, copies, strict=True)
     ]
-    return (dict(zip(parts, maps, strict=True)) for maps in zip(*streams, strict=True))
+    return (_join_parts(dict(zip(parts, maps, strict=True))) for maps in zip(*streams, strict=True))
+
+
+def _join_parts(parts: Mapping[str, Any]) -> Maps | dict[str, Maps]:
+    """Return the results of all parts: `Maps` if each is a single map."""
+    is_single = all(isinstance(each, MixingMap) for each in parts.values())
+    return Maps(parts) if is_single else dict(parts)
 
 
 def _read_until_problem(

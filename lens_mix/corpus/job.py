@@ -50,12 +50,14 @@ class Summary:
     Attributes:
         out: The folder.
         prompts: The number of prompts in the shards of this process.
+        reused: The number of these that an earlier run had finished, and this one did not compute.
         failed: The number of these without maps. The reasons are in the table of `lens_mix.corpus.load`.
         is_finished: Whether the folder has all shards, also those of other processes.
     """
 
     out: str
     prompts: int
+    reused: int
     failed: int
     is_finished: bool
 
@@ -161,7 +163,7 @@ def run(
     shards = job.shards()
     first = next(shards)
     job.start(allow_versions)
-    done, sent = 0, []
+    done, reused, sent = 0, 0, []
     with tqdm(
         total=_count_own(job, process) if progress else None,
         disable=not progress,
@@ -173,6 +175,7 @@ def run(
                 continue
             done += len(shard.entries)
             if job.work.is_finished(shard, retry):
+                reused += len(shard.entries)
                 _skip(bar, len(shard.entries))
             elif actors is not None:
                 sent.append(shard)
@@ -180,7 +183,7 @@ def run(
                 job.work.do(shard, bar.update)
         if actors is not None:
             do_on_ray(job.work, sent, actors, resources, bar.update)
-    return Summary(str(out), done, job.count_failed(process), job.finish())
+    return Summary(str(out), done, reused, job.count_failed(process), job.finish())
 
 
 @dataclasses.dataclass

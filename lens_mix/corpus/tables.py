@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import warnings
@@ -12,14 +13,19 @@ from lens_mix.arguments import check_choice, check_flags, check_instance, descri
 from lens_mix.corpus.files import FORMAT, Folder, digest_manifest, read_json
 from lens_mix.corpus.reductions import finish_moments, merge_moments, read_labels
 from lens_mix.corpus.rows import read_maps
-from lens_mix.maps import MixingMap
+from lens_mix.maps import Maps, MixingMap
 
 if TYPE_CHECKING:
     import pandas
 
 
-def load(folder: str | os.PathLike[str], table: str = "maps", *, lazy: bool = False) -> Any:
+def load(
+    folder: str | os.PathLike[str], table: str = "maps", *, long: bool = False, lazy: bool = False
+) -> Any:
     """Return the results of `lens_mix.corpus.run` as one table.
+
+        >>> table = lm.corpus.load("maps", long=True)
+        >>> table[table["query_token"] == " in"].groupby(["method", "layer"])["score"].mean()
 
     Args:
         folder: The folder.
@@ -27,6 +33,9 @@ def load(folder: str | os.PathLike[str], table: str = "maps", *, lazy: bool = Fa
             prompt, method, text (missing for tokens, pairs and messages), error, tokens, shape, scores
             and the fields of the prompts. Or the name of a reduction: one row for each group, with count,
             mean and spread (the standard deviation).
+        long: Whether the table "maps" has one row for each entry of each map instead: prompt, method, text,
+            the fields, and the columns of `MixingMap.to_dataframe`. Rows without a map are left out. It needs
+            much more memory.
         lazy: Whether to return a `pyarrow.dataset.Dataset` of the files, which reads only what is asked
             for. The rows of a shard are then in the order in which they were computed, and the parts of a
             reduction are not merged.
@@ -37,11 +46,17 @@ def load(folder: str | os.PathLike[str], table: str = "maps", *, lazy: bool = Fa
         number of the shard.
 
     Raises:
-        ValueError: If it is not such a folder, or has no such table. Or if a file is missing, damaged or of
+        ValueError: If it is not such a folder, or has no such table; or if `long` is given with `lazy` or a
+            reduction. Or if a file is missing, damaged or of
             another run; the message names it. With `lazy`, damaged scores are found when they are read.
     """
     place, manifest, shards = _open(folder)
-    check_flags(lazy=lazy)
+    check_flags(long=long, lazy=lazy)
+    if long and (lazy or table != "maps"):
+        raise ValueError(
+            f"long: expected False with lazy=True or a reduction, got True with lazy={lazy} and "
+            f"table={table!r}"
+        )
     check_choice("table", table, ("maps", *manifest["reduce"]))
     records = [_read_record(place, manifest, shard, every_byte=not lazy) for shard in shards]
     paths = [place.maps_file(each) if table == "maps" else place.reduced_file(table, each) for each in shards]
@@ -53,7 +68,10 @@ def load(folder: str | os.PathLike[str], table: str = "maps", *, lazy: bool = Fa
         return pyarrow.dataset.dataset([str(path) for path in paths], format=checked)
     if not paths:
         raise ValueError(f"folder: expected at least one finished shard, got none in {folder}")
-    found = _read_rows(paths) if table == "maps" else _read_reduction(paths)
+    if table == "maps":
+        found = _read_entries(paths) if long else _read_rows(paths)
+    else:
+        found = _read_reduction(paths)
     versions = {
         shard: record["versions"]
         for shard, record in zip(shards, records, strict=True)
@@ -74,6 +92,9 @@ def maps(
 
     Scores that were stored as float16 are returned as float32.
 
+        >>> for prompt, method, m in lm.corpus.maps("maps", method="attention"):
+        ...     print(prompt, m.top(1))
+
     Args:
         folder: The folder of `lens_mix.corpus.run`.
         prompts: The numbers of the prompts. None: all.
@@ -83,32 +104,56 @@ def maps(
         ValueError: If it is not such a folder, or has no such method. Or, when a shard is reached, if a file
             of it is missing, damaged or of another run; the message names it.
     """
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
     place, manifest, shards = _open(folder)
     if method is not None:
         check_choice("method", method, tuple(manifest["methods"]))
+    rows = _stream_maps(place, manifest, shards, prompts, method)
+    return ((prompt, label, mixing) for prompt, label, mixing in rows if mixing is not None)
+
+
+def by_prompt(
+    folder: str | os.PathLike[str], prompts: Sequence[int] | None = None
+) -> Iterator[tuple[int, Maps]]:
+    """Yield each prompt that has maps with the `Maps` of all methods, in the order of the prompts.
+
+        >>> for prompt, maps in lm.corpus.by_prompt("maps", prompts=[0]):
+        ...     print(prompt, maps.compare())
+
+    Args:
+        folder: The folder of `lens_mix.corpus.run`.
+        prompts: The numbers of the prompts. None: all.
+
+    Raises:
+        ValueError: As in `maps`.
+    """
+    grouped = itertools.groupby(maps(folder, prompts), key=lambda row: row[0])
+    return ((prompt, Maps({label: mixing for _, label, mixing in rows})) for prompt, rows in grouped)
+
+
+def _stream_maps(
+    place: Folder,
+    manifest: dict[str, Any],
+    shards: Sequence[int],
+    prompts: Sequence[int] | None,
+    method: str | None,
+) -> Iterator[tuple[int, str, MixingMap | None]]:
+    """Yield the rows of the prompts and of the method, shard by shard; a row without a map has None."""
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
     size = manifest["files"]["shard_size"]
     wanted = None if prompts is None else sorted({int(prompt) for prompt in prompts})
-
-    # This generator is separate, so that errors about the arguments are raised by the call.
-    def stream() -> Iterator[tuple[int, str, MixingMap]]:
-        for shard in shards:
-            own = None if wanted is None else [each for each in wanted if each // size == shard]
-            if own == []:
-                continue
-            _read_record(place, manifest, shard)
-            filters: list[Any] = [("prompt", "in", own)] if own is not None else []
-            filters += [("method", "==", method)] if method is not None else []
-            found = pq.read_table(place.maps_file(shard), filters=filters or None)
-            # The order of the files is that of the batches.
-            order = pc.sort_indices(found, sort_keys=[("prompt", "ascending")])
-            for prompt, label, mixing in read_maps(found.take(order)):
-                if mixing is not None:
-                    yield prompt, label, mixing
-
-    return stream()
+    for shard in shards:
+        own = None if wanted is None else [each for each in wanted if each // size == shard]
+        if own == []:
+            continue
+        _read_record(place, manifest, shard)
+        filters: list[Any] = [("prompt", "in", own)] if own is not None else []
+        filters += [("method", "==", method)] if method is not None else []
+        found = pq.read_table(place.maps_file(shard), filters=filters or None)
+        # The order of the files is that of the batches.
+        order = pc.sort_indices(found, sort_keys=[("prompt", "ascending")])
+        yield from read_maps(found.take(order))
 
 
 def _open(folder: str | os.PathLike[str]) -> tuple[Folder, dict[str, Any], list[int]]:
@@ -163,12 +208,40 @@ def _read_record(
 
 def _read_rows(paths: Sequence[Any]) -> pandas.DataFrame:
     """Return the rows of all shards in the order of the prompts, with a column per field."""
+    frame = _read_table(paths).to_pandas().sort_values("prompt", kind="stable", ignore_index=True)
+    return _add_fields(frame)
+
+
+def _read_entries(paths: Sequence[Any]) -> pandas.DataFrame:
+    """Return the entries of the maps of all shards in the order of the prompts, with a column per field."""
     import pandas as pd
+
+    found = _read_table(paths).sort_by([("prompt", "ascending")])
+    named = _add_fields(found.select(["prompt", "method", "text", "fields"]).to_pandas())
+    entries = []
+    for row, (_, _, mixing) in enumerate(read_maps(found)):
+        if mixing is None:
+            continue
+        own = mixing.to_dataframe()
+        # `concat` compares the attributes of all tables, which takes long and keeps none.
+        own.attrs = {}
+        # A field of a prompt may have the name of a column of the map.
+        other = named.iloc[[row]].rename(columns=lambda name, own=own: _free_name(name, own))
+        entries.append(pd.concat([other.loc[other.index.repeat(len(own))].reset_index(drop=True), own], axis=1))
+    return pd.concat(entries, ignore_index=True) if entries else named.iloc[:0]
+
+
+def _read_table(paths: Sequence[Any]) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.concat_tables([pq.read_table(path) for path in paths])
-    frame = table.to_pandas().sort_values("prompt", kind="stable", ignore_index=True)
+    return pa.concat_tables([pq.read_table(path) for path in paths])
+
+
+def _add_fields(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """Return the table with a column per field of the prompts instead of the column `fields`."""
+    import pandas as pd
+
     texts = frame.pop("fields")
     if texts.notna().any():
         fields = pd.DataFrame([json.loads(text) if isinstance(text, str) else {} for text in texts])

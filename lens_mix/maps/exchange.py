@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from lens_mix.arguments import check_file_path, describe_value, write_count
 from lens_mix.maps.explained import as_records
 from lens_mix.maps.positions import shorten
-from lens_mix.maps.tensor_files import read_tensors, write_tensors
+from lens_mix.maps.tensor_files import TensorFile, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     import networkx
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lens_mix.tables import Table
 
 _FORMAT = "lens_mix.MixingMap/1"
+_FORMAT_OF_MAPS = "lens_mix.Maps/1"
 _FIELDS = "tokens method causal key_tokens parameters residual kind layers provenance notes".split()
 # Older files lack these fields; their maps have all rows.
 _OPTIONAL = ("queries", "default_query", "explained", "grid")
@@ -38,7 +39,23 @@ _MAX_RECORD_LENGTH = 90_000_000
 
 def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     """Write a map to a safetensors file, as `MixingMap.save`."""
-    location = check_file_path("path", path, write=True)
+    record, tensors = _pack(mixing_map)
+    _write(path, _FORMAT, record, tensors)
+
+
+def save_maps(maps: Mapping[str, MixingMap], path: str | os.PathLike[str]) -> None:
+    """Write several maps to one safetensors file, as `Maps.save`."""
+    records, tensors = [], {}
+    for index, (name, each) in enumerate(maps.items()):
+        record, of_map = _pack(each)
+        records.append({"name": name, "map": record})
+        # Maps of one prompt share their pixels, and safetensors writes no memory twice.
+        tensors |= {f"{index}.{field}": tensor.clone() for field, tensor in of_map.items()}
+    _write(path, _FORMAT_OF_MAPS, {"maps": records}, tensors)
+
+
+def _pack(mixing_map: MixingMap) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the fields of a map that are written as JSON, and its tensors."""
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     record["explained"] = as_records(mixing_map.explained)
     record["grid"] = None if mixing_map.grid is None else mixing_map.grid.record()
@@ -50,13 +67,20 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     if "residual_shares" in tensors:
         tensors["residual_shares"] = tensors["residual_shares"].clone()
+    return record, tensors
+
+
+def _write(
+    path: str | os.PathLike[str], form: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    location = check_file_path("path", path, write=True)
     text = json.dumps(record)
     if len(text) > _MAX_RECORD_LENGTH:
         raise ValueError(
             "parameters, provenance, notes: expected at most "
             f"{_MAX_RECORD_LENGTH} characters of JSON to save them, got {len(text)}"
         )
-    write_tensors(location, _FORMAT, text, tensors)
+    write_tensors(location, form, text, tensors)
 
 
 def _require_json(value: Any, name: str) -> None:
@@ -76,26 +100,58 @@ def _require_json(value: Any, name: str) -> None:
 def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MixingMap:
     """Read a map that `save` wrote, as `MixingMap.load`."""
     expected = f"path: expected a map that MixingMap.save wrote ({_FORMAT!r})"
+    file = _read(path, _FORMAT, expected, device)
+    return _unpack(cls, file.record, file.tensors, f"{expected}, got {os.fspath(path)}")
+
+
+def load_maps(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, MixingMap]:
+    """Read the maps that `save_maps` wrote, as `Maps.load`."""
+    from lens_mix.maps import MixingMap
+
+    expected = f"path: expected maps that Maps.save wrote ({_FORMAT_OF_MAPS!r})"
+    file = _read(path, _FORMAT_OF_MAPS, expected, device)
+    got = f"{expected}, got {os.fspath(path)}"
+    found = {}
+    records = file.record.get("maps")
+    for index, entry in enumerate(records if isinstance(records, list) else []):
+        start = f"{index}."
+        tensors = {
+            name.removeprefix(start): each for name, each in file.tensors.items() if name.startswith(start)
+        }
+        if isinstance(entry, dict) and isinstance(entry.get("map"), dict):
+            found[str(entry.get("name"))] = _unpack(MixingMap, entry["map"], tensors, got)
+    if not found:
+        raise ValueError(f"{got}, which contains none")
+    return found
+
+
+def _read(path: str | os.PathLike[str], form: str, expected: str, device: str | torch.device) -> TensorFile:
+    """Read a file of `_write`, and check that it is as it was written."""
     try:
         torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, TypeError, AssertionError) as problem:
         raise ValueError(
             f"device: expected a device that torch can use here, got {describe_value(device)}: {problem}"
         ) from problem
-    file = read_tensors(path, _FORMAT, expected, device)
-    found = {name: file.record[name] for name in (*_FIELDS, *_OPTIONAL) if name in file.record}
-    fields: dict[str, Any] = {**file.tensors, **found}
-    missing = [name for name in (*_FIELDS, "scores") if name not in fields]
-    if missing:
-        raise ValueError(f"{expected}, got {os.fspath(path)}, which lacks {missing}")
+    file = read_tensors(path, form, expected, device)
     if file.is_unchanged is False:
         raise ValueError(f"{expected}, got {os.fspath(path)}, which was changed after it was written")
+    return file
+
+
+def _unpack(
+    cls: type[MixingMap], record: Mapping[str, Any], tensors: Mapping[str, Tensor], got: str
+) -> MixingMap:
+    """Return the map of a record and its tensors; `got` is the beginning of errors."""
+    found = {name: record[name] for name in (*_FIELDS, *_OPTIONAL) if name in record}
+    fields: dict[str, Any] = {**tensors, **found}
+    missing = [name for name in (*_FIELDS, "scores") if name not in fields]
+    if missing:
+        raise ValueError(f"{got}, which lacks {missing}")
     try:
         return cls(**fields)
     except (TypeError, ValueError) as problem:
-        raise ValueError(
-            f"{expected}, got {os.fspath(path)}, which does not contain one: {problem}"
-        ) from problem
+        raise ValueError(f"{got}, which does not contain one: {problem}") from problem
 
 
 def to_numpy(tensor: Tensor) -> numpy.ndarray:

@@ -6,6 +6,7 @@ import base64
 import html
 import itertools
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lens_mix.maps import MixingMap
@@ -49,6 +50,16 @@ def describe_html(mixing_map: MixingMap) -> str:
         f"<div><code>{line}</code></div><div><strong>{title}</strong></div><div>{sentence}</div>"
         f'<img alt="{title}. {sentence}" src="data:image/svg+xml;base64,{image}">'
     )
+
+
+def describe_maps_html(maps: Mapping[str, MixingMap]) -> str:
+    """Return what `describe_html` does for each of several maps: the first one open, the others folded."""
+    folded = (
+        f"<details{'' if index else ' open'}><summary><strong>{html.escape(name)}</strong></summary>"
+        f"{describe_html(each)}</details>"
+        for index, (name, each) in enumerate(maps.items())
+    )
+    return "".join(folded)
 
 
 def describe_trace_html(trace: Trace) -> str:

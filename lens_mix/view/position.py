@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -226,8 +227,24 @@ def _name_maps(maps: MapsToDraw) -> dict[str, MixingMap]:
     return {name_map(m) if name in (m.method, full_name(m)) else name: m for name, m in checked.items()}
 
 
+def have_same_axes(named: Mapping[str, MixingMap]) -> bool:
+    """Return whether maps have the same tokens, keys and layers, so that they can be drawn side by side."""
+    return _find_other_axis(named) is None
+
+
 def _require_same_axes(named: Mapping[str, MixingMap]) -> None:
     """Raise a ValueError if the maps have different tokens, or different layers (except one layer alone)."""
+    found = _find_other_axis(named)
+    if found is not None:
+        name, what, own, expected = found
+        raise ValueError(
+            f"maps[{name!r}]: expected the same {what} as in the other maps, {reprlib.repr(expected)}, got "
+            f"{reprlib.repr(own)}; draw this map alone"
+        )
+
+
+def _find_other_axis(named: Mapping[str, MixingMap]) -> tuple[str, str, Any, Any] | None:
+    """Return the first map that cannot be beside the others: its name, the axis, its labels and theirs."""
     first = next((m for m in named.values() if len(m) > 1), next(iter(named.values())))
     for name, m in named.items():
         for what, own, expected in (
@@ -236,10 +253,8 @@ def _require_same_axes(named: Mapping[str, MixingMap]) -> None:
             ("layers", m.layers if len(m) > 1 else first.layers, first.layers),
         ):
             if own != expected:
-                raise ValueError(
-                    f"maps[{name!r}]: expected the same {what} as in the other maps, "
-                    f"{reprlib.repr(expected)}, got {reprlib.repr(own)}; draw this map alone"
-                )
+                return name, what, own, expected
+    return None
 
 
 def _group_keys(chosen: MixingMap, words: bool) -> tuple[list[list[int]], list[str]]:

@@ -8,6 +8,7 @@ import json
 import os
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -32,7 +33,7 @@ def run(prompts, out, **options):
 def test_the_maps_are_those_of_each_prompt_alone(tiny, tmp_path):
     prompts = draw_texts(20)
     done = run(prompts, tmp_path)
-    assert done == corpus.Summary(str(tmp_path), 20, 0, True)
+    assert done == corpus.Summary(str(tmp_path), prompts=20, reused=0, failed=0, is_finished=True)
     found = {(prompt, method): mixing for prompt, method, mixing in corpus.maps(tmp_path)}
     assert list(found) == [(n, name) for n in range(20) for name in ("attention", "value_norm")]
     for number, prompt in enumerate(prompts):
@@ -73,6 +74,49 @@ def test_a_run_that_stops_anywhere_continues_with_the_same_bytes(tmp_path, monke
 
 def _maps(out):
     return [(path.name, path) for path in (out / "maps").glob("*.parquet")]
+
+
+def test_the_summary_says_how_many_prompts_an_earlier_run_had_finished(tmp_path):
+    run(draw_texts(20), tmp_path)
+    (tmp_path / "maps" / "00001.parquet").unlink()
+    done = run(draw_texts(20), tmp_path)
+    assert done == corpus.Summary(str(tmp_path), prompts=20, reused=12, failed=0, is_finished=True)
+
+
+def test_the_maps_of_a_prompt_come_together(tiny, tmp_path):
+    prompts = draw_texts(5)
+    run(prompts, tmp_path)
+    found = dict(corpus.by_prompt(tmp_path))
+    assert list(found) == [0, 1, 2, 3, 4]
+    for number, prompt in enumerate(prompts):
+        assert isinstance(found[number], lm.Maps)
+        expected = lm.run(tiny, prompt, METHODS)
+        assert list(found[number]) == list(expected)
+        for name, each in expected.items():
+            torch.testing.assert_close(found[number][name].scores, each.scores, atol=1e-5, rtol=0)
+    assert [number for number, _ in corpus.by_prompt(tmp_path, prompts=[3, 1])] == [1, 3]
+
+
+def test_the_long_table_has_the_entries_of_each_map_with_its_prompt(tmp_path):
+    rows = [{"text": text, "cue": text.split()[0], "layer": 7} for text in draw_texts(5)]
+    rows[2]["text"] = None
+    run(rows, tmp_path, fields=["cue", "layer"])
+    table = corpus.load(tmp_path, long=True)
+    named = ["prompt", "method", "text", "cue", "field_layer"]
+    for (number, method), own in table.groupby(["prompt", "method"]):
+        (expected,) = [m for _, _, m in corpus.maps(tmp_path, [number], method)]
+        assert set(own["text"]) == {rows[number]["text"]}
+        assert set(own["cue"]) == {rows[number]["cue"]}
+        assert set(own["field_layer"]) == {7}
+        expected = pd.DataFrame(expected.to_dataframe())
+        own = pd.DataFrame(own[expected.columns]).reset_index(drop=True)
+        pd.testing.assert_frame_equal(own, expected, check_dtype=False)
+    assert list(table.columns[:5]) == named
+    assert set(table["prompt"]) == {0, 1, 3, 4}
+    assert table.attrs["manifest"] == corpus.load(tmp_path).attrs["manifest"]
+    for wrong in ({"lazy": True}, {"table": "kinds"}):
+        with pytest.raises(ValueError, match="long: expected False with lazy=True or a reduction, got True"):
+            corpus.load(tmp_path, long=True, **wrong)
 
 
 def test_two_ranks_write_the_files_of_one(tmp_path):
