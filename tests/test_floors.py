@@ -56,7 +56,7 @@ RARELY_NEEDED = {
     "targets",
 }
 
-# These methods of records may import from a higher floor when they are called: they are calls of its functions.
+# These methods of records call a function of a higher floor, which they import when they are called.
 DRAWING = {"view"}
 DRAWING_FUNCTIONS = {"show", "page", "_repr_html_"}
 SHORTCUTS = {"compare": "evaluation", "table": "aggregation"}

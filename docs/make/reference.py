@@ -78,7 +78,7 @@ PAGES = (
         "maps",
         "Use a map",
         "Read, combine, save and export a map, and average the maps of many prompts.",
-        ("MixingMap", "table"),
+        ("MixingMap", "Maps", "table"),
         others=(
             "lens_mix.maps.record.Source",
             "lens_mix.maps.record.HeadScore",

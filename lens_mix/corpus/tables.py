@@ -227,7 +227,9 @@ def _read_entries(paths: Sequence[Any]) -> pandas.DataFrame:
         own.attrs = {}
         # A field of a prompt may have the name of a column of the map.
         other = named.iloc[[row]].rename(columns=lambda name, own=own: _free_name(name, own))
-        entries.append(pd.concat([other.loc[other.index.repeat(len(own))].reset_index(drop=True), own], axis=1))
+        entries.append(
+            pd.concat([other.loc[other.index.repeat(len(own))].reset_index(drop=True), own], axis=1)
+        )
     return pd.concat(entries, ignore_index=True) if entries else named.iloc[:0]
 
 

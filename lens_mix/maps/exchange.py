@@ -45,7 +45,8 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
 
 def save_maps(maps: Mapping[str, MixingMap], path: str | os.PathLike[str]) -> None:
     """Write several maps to one safetensors file, as `Maps.save`."""
-    records, tensors = [], {}
+    records: list[dict[str, Any]] = []
+    tensors: dict[str, Tensor] = {}
     for index, (name, each) in enumerate(maps.items()):
         record, of_map = _pack(each)
         records.append({"name": name, "map": record})
@@ -101,13 +102,13 @@ def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch
     """Read a map that `save` wrote, as `MixingMap.load`."""
     expected = f"path: expected a map that MixingMap.save wrote ({_FORMAT!r})"
     file = _read(path, _FORMAT, expected, device)
-    return _unpack(cls, file.record, file.tensors, f"{expected}, got {os.fspath(path)}")
+    return _unpack(cls, file, f"{expected}, got {os.fspath(path)}")
 
 
-def load_maps(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, MixingMap]:
+def load_maps(
+    cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch.device = "cpu"
+) -> dict[str, MixingMap]:
     """Read the maps that `save_maps` wrote, as `Maps.load`."""
-    from lens_mix.maps import MixingMap
-
     expected = f"path: expected maps that Maps.save wrote ({_FORMAT_OF_MAPS!r})"
     file = _read(path, _FORMAT_OF_MAPS, expected, device)
     got = f"{expected}, got {os.fspath(path)}"
@@ -119,35 +120,33 @@ def load_maps(path: str | os.PathLike[str], device: str | torch.device = "cpu") 
             name.removeprefix(start): each for name, each in file.tensors.items() if name.startswith(start)
         }
         if isinstance(entry, dict) and isinstance(entry.get("map"), dict):
-            found[str(entry.get("name"))] = _unpack(MixingMap, entry["map"], tensors, got)
+            one = TensorFile(entry["map"], tensors, file.is_unchanged)
+            found[str(entry.get("name"))] = _unpack(cls, one, got)
     if not found:
         raise ValueError(f"{got}, which contains none")
     return found
 
 
 def _read(path: str | os.PathLike[str], form: str, expected: str, device: str | torch.device) -> TensorFile:
-    """Read a file of `_write`, and check that it is as it was written."""
+    """Read a file of `_write`, on a device that must exist."""
     try:
         torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, TypeError, AssertionError) as problem:
         raise ValueError(
             f"device: expected a device that torch can use here, got {describe_value(device)}: {problem}"
         ) from problem
-    file = read_tensors(path, form, expected, device)
-    if file.is_unchanged is False:
-        raise ValueError(f"{expected}, got {os.fspath(path)}, which was changed after it was written")
-    return file
+    return read_tensors(path, form, expected, device)
 
 
-def _unpack(
-    cls: type[MixingMap], record: Mapping[str, Any], tensors: Mapping[str, Tensor], got: str
-) -> MixingMap:
-    """Return the map of a record and its tensors; `got` is the beginning of errors."""
-    found = {name: record[name] for name in (*_FIELDS, *_OPTIONAL) if name in record}
-    fields: dict[str, Any] = {**tensors, **found}
+def _unpack(cls: type[MixingMap], file: TensorFile, got: str) -> MixingMap:
+    """Return the map of a file; `got` is the beginning of errors."""
+    found = {name: file.record[name] for name in (*_FIELDS, *_OPTIONAL) if name in file.record}
+    fields: dict[str, Any] = {**file.tensors, **found}
     missing = [name for name in (*_FIELDS, "scores") if name not in fields]
     if missing:
         raise ValueError(f"{got}, which lacks {missing}")
+    if file.is_unchanged is False:
+        raise ValueError(f"{got}, which was changed after it was written")
     try:
         return cls(**fields)
     except (TypeError, ValueError) as problem:

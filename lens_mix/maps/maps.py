@@ -39,7 +39,7 @@ class Maps(Mapping[str, MixingMap]):
 
     def __init__(self, maps: Mapping[str, MixingMap]) -> None:
         expected = "a mapping of MixingMaps by name"
-        self._maps = dict(check_instance("maps", maps, Mapping, expected))
+        self._maps: dict[str, MixingMap] = dict(check_instance("maps", maps, Mapping, expected))
         if not self._maps:
             raise ValueError(f"maps: expected {expected}, got none")
         for name, each in self._maps.items():
@@ -201,7 +201,7 @@ class Maps(Mapping[str, MixingMap]):
         """
         from lens_mix.maps import exchange
 
-        return cls(exchange.load_maps(path, device))
+        return cls(exchange.load_maps(MixingMap, path, device))
 
     def __repr__(self) -> str:
         """Return one line per map."""

@@ -33,7 +33,8 @@ def test_a_corpus_in_two_processes(folder, tmp_path):
     assert "2 prompts, 0 of them failed; other processes have not finished" in first.output
     second = called(*options, "--shard", "1/2", "--json")
     assert second.exit_code == 0, second.output
-    assert json.loads(second.stdout) == {"out": str(out), "prompts": 1, "failed": 0, "is_finished": True}
+    expected = {"out": str(out), "prompts": 1, "reused": 0, "failed": 0, "is_finished": True}
+    assert json.loads(second.stdout) == expected
     assert len(corpus.load(out)) == 6
     assert [mixing.queries for _, _, mixing in corpus.maps(out, method="attention")] == [[5], [4], [5]]
     table = corpus.load(out, "layer_key_kind")

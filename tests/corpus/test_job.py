@@ -78,7 +78,7 @@ def _maps(out):
 
 def test_the_summary_says_how_many_prompts_an_earlier_run_had_finished(tmp_path):
     run(draw_texts(20), tmp_path)
-    (tmp_path / "maps" / "00001.parquet").unlink()
+    (tmp_path / "maps" / "0000001.parquet").unlink()
     done = run(draw_texts(20), tmp_path)
     assert done == corpus.Summary(str(tmp_path), prompts=20, reused=12, failed=0, is_finished=True)
 
