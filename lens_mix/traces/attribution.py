@@ -199,15 +199,12 @@ class Explainer:
 
     def _run(self, method: Method, rows: list[int]) -> MixingMap:
         """Return the input map of a method at given rows."""
-        prompt: Any = self.reading.prompt
         needs_all = self.aggregation is not None and self.aggregation[0] not in ("mean", "max", "last")
-        given = prompt.tokens if prompt.target is None else (prompt.tokens, prompt.target)
         options = {"part": self.reading.part, "progress": None, **self.options}
-        if prompt.target is None:
-            options |= {**prompt.inputs, **prompt.picture_inputs}
         if self.aggregation is not None and "residual measured" in self.aggregation[0]:
             options["residual_shares"] = True
-        mapped: MixingMap = run(self.model, given, method, queries=None if needs_all else rows, **options)
+        options["queries"] = None if needs_all else rows
+        mapped: MixingMap = run_reading(self.model, self.reading, method, **options)
         if len(mapped.key_tokens or mapped.tokens) != len(self.reading.tokens):
             raise ValueError(
                 f"method: expected one whose keys are the {len(self.reading.tokens)} tokens, got "
@@ -230,6 +227,39 @@ class Explainer:
         """Return a row with scores of 0 for tokens that are not keys of the map, on the CPU."""
         row = row.detach().cpu().to(torch.promote_types(row.dtype, torch.float32))
         return torch.nn.functional.pad(row, (0, len(self.reading.tokens) - len(row)))
+
+
+def has_own_target(method: Method) -> bool:
+    """Return whether a method has another target than the one that it has by default."""
+    usual = {field.name: field.default_factory for field in dataclasses.fields(method)}.get("target")
+    return callable(usual) and method.target != usual()
+
+
+def explain_written(method: Method, reading: Reading) -> Method:
+    """Return a method that explains what was written, unless it has a target of its own."""
+    if has_own_target(method):
+        return method
+    method = method.explain_next_tokens()
+    if method.target is None or method.needs_one_position or method.reads == "model":
+        return method
+    first = reading.n_prompt - reading.n_source
+    target = targets.span(first, first + reading.n_written)
+    return dataclasses.replace(method, target=target)  # type: ignore[call-arg]
+
+
+def run_reading(model: TransformerLensModel, reading: Reading, methods: Any, **options: Any) -> Any:
+    """Return what `lens_mix.run` does for the prompt and what was written after it.
+
+    Args:
+        model: The model.
+        reading: The prompt and the written tokens.
+        methods: As in `lens_mix.run`.
+        options: As in `lens_mix.run`.
+    """
+    prompt: Any = reading.prompt
+    if prompt.target is not None:
+        return run(model, (prompt.tokens, prompt.target), methods, **options)
+    return run(model, prompt.tokens, methods, **options, **prompt.inputs, **prompt.picture_inputs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from lens_mix.arguments import (
     check_whole_number,
     describe_value,
 )
-from lens_mix.maps import MixingMap
+from lens_mix.maps import Maps, MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import Method
 from lens_mix.methods.gim import Gim
@@ -39,9 +39,12 @@ from lens_mix.runner import MethodLike, read_methods
 from lens_mix.traces.attribution import (
     Explainer,
     describe_written,
+    explain_written,
     find_aggregation,
+    has_own_target,
     read_written,
     rounding_of,
+    run_reading,
 )
 from lens_mix.traces.chat import find_template_options
 from lens_mix.traces.generation import check_options, find_options, write
@@ -263,6 +266,33 @@ class Trace:
             provenance={**self.provenance, "predicts_next": False},
             notes=self.notes,
         )
+
+    def maps(self, methods: MethodLike | Sequence[MethodLike], **options: Any) -> MixingMap | Maps:
+        """Return the maps of the prompt and of what was written, by the methods of `lm.run`.
+
+        They have the rows that predict the written tokens, and show in which layer a source was read.
+        Methods with a target explain the written token of each row, or all written tokens if they have one
+        number for all rows. A target of your own stays.
+
+            >>> t.maps(["attention", "value_zeroing"]).show()
+
+        Args:
+            methods: The methods, as in `lm.run`.
+            options: The other options of `lm.run`. For an encoder-decoder, `part` is "cross" by default.
+
+        Raises:
+            TypeError: As in `lm.run`.
+            ValueError: As in `lm.run`, or if the trace has no model, or the model is another one now.
+            UnsupportedModelError: As in `lm.run`.
+        """
+        read, is_single = read_methods(methods)
+        chosen = [explain_written(each, self.reading) for each in read.values()]
+        rows = [self.reading.row(each) for each in range(self.reading.n_written)]
+        options = {"queries": rows, "part": "cross" if self.reading.n_source else None, **options}
+        found: MixingMap | Maps = run_reading(
+            self.require_model(), self.reading, chosen[0] if is_single else chosen, **options
+        )
+        return found
 
     @property
     def has_explainer(self) -> bool:
@@ -683,8 +713,7 @@ def _read_method(method: MethodLike) -> Method:
     if not is_single:
         raise TypeError(f"method: expected one method, got {describe_value(method)}")
     read = next(iter(methods.values()))
-    usual = {field.name: field.default_factory for field in dataclasses.fields(read)}.get("target")
-    if callable(usual) and read.target != usual():
+    if has_own_target(read):
         raise ValueError(
             f"method: expected {read.name!r} without a target, because a trace explains what was written, "
             f"got {read!r}; to explain another number use lm.run"

@@ -275,3 +275,32 @@ def test_notes_are_those_of_the_prompt_and_of_the_map():
     hooked = lm.trace(model, "Oslo has trains.", answer=" Yes.")
     assert any("layer 1: a hook scales z of its heads" in note for note in hooked.notes)
     assert lm.trace(model, "Oslo has trains.", generate=2).notes == hooked.notes
+
+
+def test_maps_have_the_rows_that_predict_what_was_written(given):
+    t = trace_or_skip(given)
+    own = torch.cat([given.prompt, given.answer]) if not given.n_start else given.answer
+    rows = list(range(len(own) - len(given.written) - 1, len(own) - 1))
+    part = "cross" if given.n_start else None
+    maps = t.maps(["attention", "value_zeroing"])
+    assert isinstance(maps, lm.Maps)
+    prompt = (given.prompt, given.answer) if given.n_start else own
+    for name, expected in lm.run(given.model, prompt, list(maps), part=part, queries=rows).items():
+        assert maps[name].query_positions == rows
+        torch.testing.assert_close(maps[name].scores, expected.scores, atol=1e-10, rtol=0)
+    alone = t.maps("attention", layers=[0])
+    assert isinstance(alone, lm.MixingMap)
+    assert torch.equal(alone.scores[0], maps["attention"].scores[0])
+
+
+def test_maps_explain_what_was_written():
+    t = lm.trace(reader(), "The company was founded in Oslo.", answer=" Oslo has trains.")
+    each = t.maps("input_gradients").explained
+    assert [entry.value for entry in each] == pytest.approx([entry.value for entry in t.explained])
+    (value,) = {entry.value for entry in t.maps("gradient_attention").explained}
+    assert value == pytest.approx(t[:].log_probability)
+    own = t.maps(lm.methods.InputGradients(target=lm.targets.probability()))
+    assert {entry.target[:15] for entry in own.explained} == {"probability of "}
+    again = dataclasses.replace(t, model=None)
+    with pytest.raises(ValueError, match="expected a trace with its model, got one from a file"):
+        again.maps("attention")
