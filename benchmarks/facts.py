@@ -8,11 +8,14 @@ A recorded table is a Markdown table below a heading of a file in `benchmarks/`.
 share these, by more of its cells. "best of METHOD" is the best row of a method. Without a column it is the
 one that the key of `TABLES` has.
 
-A page quotes a fact as a figure followed by a comment with the fact's name, which readers do not see. Several
+The figures that a page quotes are listed in `docs/figures.toml`, so that the page has no comments between its
+words. An entry is a text of the page with {} in place of each figure, and the names of the facts. Several
 names, separated by "; ", give the range of their values. "[n]" after a name gives the number of cases:
 
-    0.42 [0.35, 0.49]<!-- smollm2-importance: decompx -->
-    17.6<!-- alignment/results/hansards.md#Floors and published: best of all weights [AER] -->
+    ["docs/evidence/index.md"]
+    "its score is {} on {} prompts" = ["smollm2-importance: decompx", "smollm2-importance: decompx [n]"]
+
+The text occurs once in the page. A figure that has an interval keeps one: 0.42 [0.35, 0.49].
 
 A page quotes a table by a comment with its name, the columns, and the rows unless all are wanted. What
 follows, up to the closing comment, is written anew. The cells are copied as they are:
@@ -40,6 +43,7 @@ import functools
 import json
 import math
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +54,7 @@ from lens_mix.methods.token_patching import TokenPatching
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "lens_mix" / "measured.json"
+QUOTED = ROOT / "docs" / "figures.toml"
 RECORD = ROOT / "benchmarks" / "LEADERBOARD.md"
 # Generated pages, which may be of an earlier state.
 _GENERATED = re.compile(r"docs/(reference/|courses/(?!index\.md))")
@@ -67,7 +72,9 @@ _FIGURE = re.compile(rf"({_NUMBER})(?: [\[(]({_NUMBER})(?:,| to) ({_NUMBER})[\])
 # A comment is a quotation if it has a key or a path, ": ", and a row.
 _COMMENT = r"<!-- (?P<names>[\w./-]+(?:#[^>]*?)?:\s[^>]*?) -->"
 _NAMES = re.compile(_COMMENT)
-_QUOTED = re.compile(rf"(?P<figure>{_NUMBER}(?:\s\[[^\]]*\]|\s±\s{_NUMBER}|\sto\s{_NUMBER})?){_COMMENT}")
+_QUOTED_FIGURE = rf"{_NUMBER}(?:\s\[[^\]]*\]|\s±\s{_NUMBER}|\sto\s{_NUMBER})?"
+# Within `annotate`, a quoted figure is followed by a comment with its names.
+_QUOTED = re.compile(rf"(?P<figure>{_QUOTED_FIGURE}){_COMMENT}")
 _TABLE = re.compile(
     r"^<!-- table (?P<source>[^\n]+)\n(?P<options>(?:(?!<!--).)*?)-->\n"
     r"(?P<body>(?:(?!<!-- table).)*?)^<!-- /table -->",
@@ -623,6 +630,38 @@ def _options(text: str) -> dict[str, str]:
     return options
 
 
+@functools.cache
+def _quotations(file: Path) -> dict[str, dict[str, list[str]]]:
+    return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def annotate(page: Path) -> str:
+    """Return the text of a page with the names of each quoted figure in a comment behind it.
+
+    Raises:
+        LookupError: A quoted text does not occur once in the page.
+    """
+    text = page.read_text(encoding="utf-8")
+    comments: dict[int, str] = {}
+    for quoted, names in _quotations(QUOTED).get(page.relative_to(ROOT).as_posix(), {}).items():
+        found = list(re.finditer(_pattern(quoted), text))
+        if len(found) != 1 or len(found[0].groups()) != len(names):
+            raise LookupError(
+                f"docs/figures.toml: expected the text {quoted!r} once in the page, with a name for each "
+                f"{{}}, found it {len(found)} times and {len(names)} names"
+            )
+        comments |= {found[0].end(i + 1): f"<!-- {each} -->" for i, each in enumerate(names)}
+    for place in sorted(comments, reverse=True):
+        text = text[:place] + comments[place] + text[place:]
+    return text
+
+
+def _pattern(quoted: str) -> str:
+    """Return the regular expression of a quoted text, whose words may be on two lines of the page."""
+    words = (re.escape(each) for each in quoted.split())
+    return r"\s+".join(words).replace(r"\{\}", f"({_QUOTED_FIGURE})")
+
+
 def render_page(page: Path) -> str:
     """Return the text of a page with its quoted figures and tables written anew.
 
@@ -630,7 +669,7 @@ def render_page(page: Path) -> str:
         LookupError: Something that the page quotes is not recorded.
     """
     try:
-        return render(page.read_text(encoding="utf-8"))
+        return _NAMES.sub("", render(annotate(page)))
     except LookupError as error:
         raise LookupError(f"{page.relative_to(ROOT)}: {error}") from None
 

@@ -81,16 +81,28 @@ def test_no_page_is_generated() -> None:
 
 @pytest.mark.parametrize("page", facts.PAGES, ids=lambda page: page.name)
 def test_every_comment_in_a_page_is_rendered(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    text = facts.annotate(page)
     without_code = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     left = facts._QUOTED.sub("", facts._TABLE.sub("", re.sub(r"`+[^`]*`+", "", without_code)))
     keys = "|".join(facts.TABLES)
     assert re.findall(rf"<!-- (?:table .*|/table -->|[\w./-]+\.md#.*|(?:{keys}): .*)", left) == []
 
 
+@pytest.mark.parametrize("page", facts.PAGES, ids=lambda page: page.name)
+def test_no_page_has_a_comment_between_its_words(page: Path) -> None:
+    """Check that all comments of a page are those of quoted tables, which have lines of their own."""
+    text = facts._TABLE.sub("", page.read_text(encoding="utf-8"))
+    assert re.findall(r"<!--.*", re.sub(r"^```.*?^```$|`+[^`]*`+", "", text, flags=re.M | re.S)) == []
+
+
+def test_every_page_with_quoted_figures_is_there() -> None:
+    pages = {page.relative_to(facts.ROOT).as_posix() for page in facts.PAGES}
+    assert set(facts._quotations(facts.QUOTED)) <= pages
+
+
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_no_measured_figure_is_typed_by_hand(page: Path) -> None:
-    found = typed_figures(page.read_text(encoding="utf-8"))
+    found = typed_figures(facts.annotate(page))
     assert [figure for figure in found if figure not in RELEASES.get(page.name, ())] == []
 
 
@@ -162,6 +174,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "benchmarks" / "a run" / "of it.md").write_text(RECORDED, encoding="utf-8")
     (tmp_path / "benchmarks" / "run.md").write_text(RECORDED, encoding="utf-8")
     monkeypatch.setattr(facts, "ROOT", tmp_path)
+    monkeypatch.setattr(facts, "QUOTED", tmp_path / "figures.toml")
     return "run.md"
 
 
@@ -284,8 +297,37 @@ def test_a_name_without_a_figure_is_an_error(name: str, said: str) -> None:
 )
 def test_an_error_names_the_page_and_what_was_expected(run: str, quoted: str, said: str) -> None:
     page = facts.ROOT / "page.md"
-    page.write_text(quoted, encoding="utf-8")
+    page.write_text(facts._NAMES.sub("", quoted), encoding="utf-8")
+    if not quoted.startswith("<!-- table"):
+        _quote(page, "{}", facts._NAMES.search(quoted)["names"])
     with pytest.raises(LookupError, match=rf"^page\.md: .*{re.escape(said)}"):
+        facts.render_page(page)
+
+
+def _quote(page: Path, text: str, *names: str) -> None:
+    """Add an entry to the list of quoted figures below the root."""
+    with facts.QUOTED.open("a", encoding="utf-8") as file:
+        file.write(f"[{json.dumps(page.name)}]\n{json.dumps(text)} = {json.dumps(names)}\n")
+    facts._quotations.cache_clear()
+
+
+def test_a_quoted_text_may_be_on_two_lines_and_has_several_figures(run: str) -> None:
+    page = facts.ROOT / "page.md"
+    page.write_text("One has 1 on\n2 prompts, and 7 on others.", encoding="utf-8")
+    name = f"{run}#Rows: the first: gim"
+    _quote(page, "has {} on {} prompts", f"{name} [score]", f"{name} [n]")
+    assert facts.render_page(page) == "One has −0.10 on\n12 prompts, and 7 on others."
+    assert typed_figures(facts.annotate(page)) == []
+
+
+@pytest.mark.parametrize(("text", "names"), [("nothing {}", ["a: b"]), ("has {}", ["a: b"]), ("One {}", [])])
+def test_a_quoted_text_that_is_not_once_in_the_page_is_an_error(
+    run: str, text: str, names: list[str]
+) -> None:
+    page = facts.ROOT / "page.md"
+    page.write_text("One 1 has 1. Another has 2.", encoding="utf-8")
+    _quote(page, text, *names)
+    with pytest.raises(LookupError, match=r"^page\.md: docs/figures\.toml: expected the text '.*' once"):
         facts.render_page(page)
 
 
@@ -293,17 +335,17 @@ def test_one_page_with_an_error_does_not_keep_the_others_from_being_written(
     run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = [facts.ROOT / name for name in ("a.md", "b.md", "c.md")]
-    comment = f"<!-- {run}#Rows: the first: gim [n] -->"
-    for page, text in zip(
-        pages, ("1<!-- x.md#y: z [n] -->", f"1{comment}", "2<!-- nowhere: z -->"), strict=True
+    for page, name in zip(
+        pages, ("x.md#y: z [n]", f"{run}#Rows: the first: gim [n]", "nowhere: z"), strict=True
     ):
-        page.write_text(text, encoding="utf-8")
+        page.write_text("It has 1.", encoding="utf-8")
+        _quote(page, "has {}.", name)
     monkeypatch.setattr(facts, "PAGES", pages)
     monkeypatch.setattr(facts, "FILE", facts.ROOT / "measured.json")
     monkeypatch.setattr(facts, "gather", dict)
     with pytest.raises(LookupError, match=r"(?s)a\.md: .*c\.md: "):
         facts.write()
-    assert pages[1].read_text(encoding="utf-8") == f"12{comment}"
+    assert pages[1].read_text(encoding="utf-8") == "It has 12."
 
 
 def test_the_best_row_of_a_method_is_one_of_its_own_and_of_the_trained_model() -> None:
