@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pickle
+import pydoc
 import re
+import rlcompleter
 import subprocess
 import sys
 import tomllib
@@ -13,6 +16,7 @@ import pytest
 
 import lens_mix as lm
 from benchmarks import facts
+from lens_mix import registry
 from tests.source_tree import ROOT, trees
 from tests.stub import STUB, stub_text
 
@@ -57,12 +61,30 @@ def test_a_class_that_is_not_there_says_which_was_meant():
     assert not hasattr(lm.methods, "__wrapped__")
 
 
-def test_both_names_of_a_method_are_printed():
-    printed = str(lm.METHODS).splitlines()
-    assert len(printed) == len(lm.METHODS)
-    for (name, method), line in zip(lm.METHODS.items(), printed, strict=True):
-        assert line.split()[:2] == [name, f"lm.methods.{method.__name__}"]
-        assert getattr(lm.methods, method.__name__) is method
+def test_methods_are_printed_by_the_question_that_they_answer():
+    printed = str(lm.methods)
+    assert printed == str(lm.METHODS)
+    listed = []
+    for group in printed.split("\n\n"):
+        title, *lines = group.splitlines()
+        for line in lines:
+            name, written, score = re.split(r"  +", line.strip())
+            method = lm.METHODS[name]
+            assert (title, score) == (method.group, method.description)
+            assert written == f"lm.methods.{method.__name__}"
+            assert getattr(lm.methods, method.__name__) is method
+            listed.append(name)
+    assert listed == [name for name in registry.list_names() if name in lm.METHODS]
+
+
+def test_the_module_of_methods_is_a_module_in_all_else():
+    assert inspect.ismodule(lm.methods)
+    assert pydoc.render_doc(lm.methods).startswith("Python Library Documentation: ")
+    assert rlcompleter.Completer({"methods": lm.methods}).attr_matches("methods.ValueZ") == [
+        "methods.ValueZeroing("
+    ]
+    method = lm.methods.ValueZeroing(metric="euclidean")
+    assert pickle.loads(pickle.dumps(method)) == method
 
 
 def test_no_two_methods_have_names_that_count_as_the_same():

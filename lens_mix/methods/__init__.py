@@ -1,7 +1,8 @@
 """One paper, one file: each method is a small frozen dataclass with one call.
 
 `METHODS` contains every method that a module of this package defines, so a new method needs a file alone. The
-classes are also names of this package: `lm.methods.ValueZeroing(metric="euclidean")`.
+classes are also names of this package: `lm.methods.ValueZeroing(metric="euclidean")`. `print(lm.methods)`
+lists them by the question that their maps answer.
 """
 
 from __future__ import annotations
@@ -10,28 +11,44 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from typing import NoReturn
+import sys
+import types
+from typing import NoReturn, get_args
 
-from lens_mix.method import Method
+from lens_mix.method import Method, MethodGroup
 
 
 class _MethodTable(dict[str, type[Method]]):
     """The methods by their names; `lm.METHODS` contains those of the library.
 
     A method is given to `lm.run` by its name ("value_zeroing"), or as its class with parameters
-    (`lm.methods.ValueZeroing(metric="euclidean")`). `print(lm.METHODS)` shows the name and the class of each.
+    (`lm.methods.ValueZeroing(metric="euclidean")`). `print(lm.METHODS)` and `print(lm.methods)` list
+    both, and what the scores are, by the question that a map answers.
+
+        >>> print(lm.METHODS)
+        >>> lm.METHODS["value_zeroing"]
     """
 
     def __repr__(self) -> str:
-        """Return one line per method: its name, its class and the first line of its documentation."""
-        rows = [
-            (name, f"lm.methods.{method.__name__}", (inspect.getdoc(method) or "").partition("\n")[0])
-            for name, method in self.items()
-        ]
-        widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]]
-        return "\n".join(
-            f"{name:<{widths[0]}}  {written:<{widths[1]}}  {line}".rstrip() for name, written, line in rows
-        )
+        """Return each group of methods, with one line per method: its name, its class and what a score is."""
+        methods = sorted(self.values(), key=lambda method: method.place_in_list)
+        widths = [max(map(len, names), default=0) for names in (self, [each.__name__ for each in methods])]
+        groups = []
+        for group in get_args(MethodGroup):
+            lines = [
+                f"  {each.name:<{widths[0]}}  lm.methods.{each.__name__:<{widths[1]}}  {each.description}"
+                for each in methods
+                if each.group == group
+            ]
+            groups += ["\n".join([group, *lines])] if lines else []
+        return "\n\n".join(groups)
+
+
+class _MethodsModule(types.ModuleType):
+    """This module, which prints what `lm.METHODS` prints."""
+
+    def __repr__(self) -> str:
+        return repr(METHODS)
 
 
 def _find_methods() -> _MethodTable:
@@ -68,3 +85,7 @@ def __getattr__(name: str) -> NoReturn:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+# `print(lm.methods)` calls the `__repr__` of the class of this module.
+sys.modules[__name__].__class__ = _MethodsModule
