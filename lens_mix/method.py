@@ -42,6 +42,14 @@ MethodGroup = Literal[
 class Method:
     """The base class of all methods. The fields are the parameters; the call returns one block's layer map.
 
+        >>> class LargestWeight(lm.Method):
+        ...     name, residual = "largest_weight", 0.5
+        ...     engines, records = ("recorded",), frozenset({"pattern"})
+        ...
+        ...     def __call__(self, block):
+        ...         return block.recorded("pattern").amax(dim=1)
+        >>> lm.run(model, "The Eiffel Tower is in the city of", LargestWeight()).top(3)
+
     Attributes:
         name: The method's name in strings (`lm.run(model, prompt, name)`).
         group: The group in which lists of methods have it.
@@ -69,15 +77,15 @@ class Method:
             `lens_mix.gradient_rollout` expects.
         has_tree: Whether its paper draws an attribution tree of its layer maps, which a page then shows
             (`lens_mix.attribution_tree`).
-        needs: What the method needs: components of a block for the algebra engine
-            (`lens_mix._verification`); "unembedding", which means verified logits; "gradients" with
+        needs: What the method needs: components of a block for the algebra engine,
+            which the verification rebuilds; "unembedding", which means verified logits; "gradients" with
             respect to tensors inside the model; "causal", which means a causal model; "position_ids", which
             means a model that takes them.
         records: What the method reads from a layer of the clean pass ("pattern", "value", "z", "resid_pre").
         cost_grows_with: What the cost in forward passes grows with: "nothing", the "rows" that are computed,
             the "tokens" of the prompt, whichever rows are computed, or the "layers". It decides how the
             recorded times of a built-in method become its cost.
-        citation: The key of the paper in `references.bib`.
+        citation: The key of the paper in the bibliography of the library, or its BibTeX.
         target: The target that it explains. None if it explains none. A method with a target has it as a
             field.
         per_head: Whether each head has a map of its own. None if its maps never have heads. A method whose

@@ -91,9 +91,18 @@ _INPUT_MAP = Description(
 def register(method: M) -> M:
     """Register a method, so that `lm.run`, `lm.support` and `lm.citation` accept its name.
 
+        >>> @lm.register
+        ... class LargestWeight(lm.Method):
+        ...     name, residual = "largest_weight", 0.5
+        ...     engines, records = ("recorded",), frozenset({"pattern"})
+        ...
+        ...     def __call__(self, block):
+        ...         return block.recorded("pattern").amax(dim=1)
+        >>> lm.run(model, "The Eiffel Tower is in the city of", "largest_weight").top(3)
+
     The function can be used as a decorator. The name is registered for the rest of the process. If a class is
     registered again (a cell of a notebook that runs twice), the new class replaces the old one. The class
-    attribute `citation` is a key of `references.bib`, or the BibTeX itself.
+    attribute `citation` is a key of the bibliography of the library, or the BibTeX itself.
 
     Args:
         method: The class of the method.

@@ -40,6 +40,8 @@ class Alti(VectorMethod):
     is inside the vectors, T_ij is as in `attn_res`: the decoder form of ALTI-Logit (Ferrando et al.,
     ACL 2023, eq. 7-8).
 
+        >>> lm.run(model, "The Eiffel Tower is in the city of", lm.methods.Alti(distance="l2")).top(3)
+
     Args:
         distance: The vector norm ‖·‖: "l1" (as in the paper) or "l2".
         normalize: Whether rows are divided by their sum. False returns the c_ij.

@@ -42,6 +42,8 @@ class AltiLogit(VectorMethod):
     logits are the final norm followed by the unembedding (no soft cap). `max_memory` bounds the memory of
     each block's computation. It does not count the logits from which the tokens are chosen.
 
+        >>> lm.run(model, "The Eiffel Tower is in the city of", lm.methods.AltiLogit(token="next")).top(3)
+
     Args:
         token: The token whose logit is explained.
 

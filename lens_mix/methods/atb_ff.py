@@ -30,10 +30,12 @@ class AtbFf(VectorMethod):
 
     F_ij is the vector of key j in what the feed-forward reads at query i. m_i are the integrated gradients
     through the activation, in closed form. For gated feed-forwards, each neuron has one integral, which is
-    computed by quadrature (`lens_mix._algebra.activations`).
+    computed by quadrature.
 
     Shape [layer, query, key], at least 0, in the units of the feed-forward's output. In parallel blocks, the
     feed-forward reads the block's input, so that only the diagonal differs from zero.
+
+        >>> lm.run(model, "The Eiffel Tower is in the city of", lm.methods.AtbFf(biases="fixed")).top(3)
 
     Args:
         biases: The start of the path of the integrated gradients.
@@ -81,6 +83,8 @@ class AtbFfRes(AtbFf):
 
     Shape [layer, query, key], at least 0.
 
+        >>> lm.run(model, "The Eiffel Tower is in the city of", lm.methods.AtbFfRes(biases="fixed")).top(3)
+
     Args:
         biases: As in `atb_ff`.
     """
@@ -111,6 +115,9 @@ class AtbFfResLn(AtbFf):
 
     Shape [layer, query, key], at least 0. Only post-norm blocks have that norm. In all other blocks the map
     equals `atb_ff_res`, unless `next_norm` is set.
+
+        >>> method = lm.methods.AtbFfResLn(next_norm=True)
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method).top(3)
 
     Args:
         biases: As in `atb_ff`.

@@ -32,6 +32,9 @@ class AttentionWeights(Method):
     A weight measures how much a query attends to a key, not how much it receives: a key with a small value
     vector can have most of the weight (Kobayashi et al., EMNLP 2020).
 
+        >>> method = lm.methods.AttentionWeights(per_head=True)
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method).top(3)
+
     Args:
         per_head: Whether each head has a map of its own.
     """
@@ -67,6 +70,8 @@ class AttnResWeights(Method):
 
     Shape [layer, query, key], values in 0..1, and rows sum to 1. On models with attention sinks that are not
     tokens they sum to less.
+
+        >>> lm.run(model, "The Eiffel Tower is in the city of", lm.methods.AttnResWeights()).top(3)
     """
 
     name: ClassVar[str] = "attn_res_w"

@@ -39,16 +39,18 @@ class AttentionAttribution(TargetMethod):
     F(A) - F(B) (completeness).
 
     Each layer uses as many points as it needs: 3, then 7, 15 and 31 (Patterson's rules, each of which
-    includes the points of the one before). It stops when the estimated error is at most the tolerance
-    (`path_integral.Integral.error`). With ReLU or experts the gradient jumps along the path, the error falls
-    slowly, and many layers do not reach the tolerance (measured in docs/evidence/attention_attribution.md).
-    A note names these layers.
+    includes the points of the one before). It stops when the estimated error is at most the tolerance. With
+    ReLU or experts the gradient jumps along the path, the error falls slowly, and many layers do not reach
+    the tolerance. A note names these layers.
 
     `provenance["details"]` has for each layer: completeness_gap, target_value F(A), baseline_value F(B),
     steps, estimated_error and visible_share.
 
     If a norm directly follows attention (Gemma 2 and 3, OLMo 2), F depends on the scale of the pattern only
     near α = 0. The scores then still rank keys, but their sum has no meaning, and a note says so.
+
+        >>> method = lm.methods.AttentionAttribution(target=" Paris")
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method).top(3)
 
     Args:
         target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable

@@ -35,6 +35,8 @@ class AttnRes(VectorMethod):
     A norm on the attention branch (sandwich and branch-norm blocks) is applied as a linear map, at the scale
     of the clean pass. A residual multiplier is applied too. The sum of F_ij over keys is the residual stream
     after attention, without b_O and without the β of the branch norm.
+
+        >>> lm.run(model, "The Eiffel Tower is in the city of", lm.methods.AttnRes()).top(3)
     """
 
     name: ClassVar[str] = "attn_res"
@@ -63,6 +65,8 @@ class AttnResLn(AttnRes):
 
     Only post-norm blocks have this norm. In all other blocks the map equals `attn_res`, unless `next_norm`
     is set.
+
+        >>> lm.run(model, "The Eiffel Tower is in the city of", lm.methods.AttnResLn(next_norm=True)).top(3)
 
     Args:
         next_norm: Whether blocks without such a norm use the one that reads the sum next, before the

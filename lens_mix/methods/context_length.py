@@ -36,6 +36,9 @@ class ContextLength(RowTargetMethod):
     query stay in the prompt. They matter only if the model's rotary angles depend on the prompt's length
     (long RoPE, dynamic NTK).
 
+        >>> method = lm.methods.ContextLength(target=" Paris")
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method, queries=[-1]).top(3)
+
     Args:
         target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable
             logits -> [copy]. It is read at the row's position instead of its own. The default is the log

@@ -50,6 +50,8 @@ class DecompX(VectorMethod):
     The computation stores query × key × d_model numbers. It multiplies the vector of every pair with a share
     by every weight matrix. `max_memory` has to allow about twice these numbers, plus one query's chunk.
 
+        >>> lm.run(model, "The Eiffel Tower is in the city of", lm.methods.DecompX(biases="norm")).top(3)
+
     Args:
         biases: The rule that distributes a bias over the tokens: "absdot" (as in the paper), "abssim",
             "norm", "equal", "first" (`cls` in the authors' code; not with padding on the left) or "dot".
@@ -131,6 +133,9 @@ class DecompXLocal(DecompX):
 
     Shape [layer, query, key], at least 0. The map contains the residual stream. With `biases="drop"` it
     equals `atb_ff_res_ln`.
+
+        >>> method = lm.methods.DecompXLocal(biases="norm")
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method).top(3)
 
     Args:
         biases: As in `DecompX`.

@@ -34,6 +34,9 @@ class FrozenGradients(ChangedGradients):
 
     The result is one map [1, query, key], signed, in the target's unit. Each row takes a backward pass.
 
+        >>> method = lm.methods.FrozenGradients(activations="ratio")
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method, queries=[-1]).top(3)
+
     Args:
         target: As in `Gim`.
         readout: As in `Gim`.

@@ -40,6 +40,9 @@ class Gim(ChangedGradients):
     embedding of a space from x; here the baseline is 0. If patterns contain an attention sink (gpt-oss), it
     counts as a key.
 
+        >>> method = lm.methods.Gim(readout="absolute")
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method, queries=[-1]).top(3)
+
     Args:
         target: As in `InputGradients`.
         readout: "signed_sum" for Σ_d g_d x_d (as in the paper), or "absolute" for Σ_d |g_d x_d|, at least 0.

@@ -37,6 +37,8 @@ class GlobEnc(VectorMethod):
 
     GlobEnc's own rollout is a product of these maps, without identity and without dividing rows:
     `lens_mix.methods.globenc.rollout`.
+
+        >>> lm.run(model, "The Eiffel Tower is in the city of", lm.methods.GlobEnc()).top(3)
     """
 
     name: ClassVar[str] = "globenc"

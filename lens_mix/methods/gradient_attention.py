@@ -38,6 +38,9 @@ class GradientAttention(TargetMethod):
     target's unit, and rows do not sum to 1. `lm.gradient_rollout` combines the maps into the paper's
     relevance R, or into a rollout of attention adjusted by gradients.
 
+        >>> method = lm.methods.GradientAttention(target=" Paris")
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method).top(3)
+
     Args:
         target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable
             logits -> [copy]. The default is the logit of the prediction at the last position, as in the

@@ -41,7 +41,10 @@ class InformationFlowRoutes(VectorMethod):
 
     The residual stream after the block has two components: the output of the feed-forward, and what it was
     added to. `lens_mix.methods.component_shares.part_shares(m)` returns their importance, and that of x_i
-    alone. docs/evidence/information_flow_routes.md lists the components of every kind of block.
+    alone. The documentation lists the components of every kind of block.
+
+        >>> method = lm.methods.InformationFlowRoutes(per_head=True)
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method).top(3)
 
     Args:
         per_head: Whether each head has a map of its own. x_i belongs to no head, so each head gets an equal

@@ -57,6 +57,9 @@ class InputGradients(RowTargetMethod):
     them. Ask only for the rows that you need (`queries=[-1]`). In a causal model a row ends at its own
     position.
 
+        >>> method = lm.methods.InputGradients(score="integrated", baseline="mean")
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method, queries=[-1]).top(3)
+
     Args:
         target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable
             logits -> [copy]. It is read at the row's position instead of its own. The default is the logit of

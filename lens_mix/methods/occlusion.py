@@ -54,6 +54,9 @@ class Occlusion(RowTargetMethod):
     With "mask" and "values" the token keeps its own residual stream, so the diagonal means little. For a row
     that attends to itself only, the scores of "mask" are 0.
 
+        >>> method = lm.methods.Occlusion(spans=[" Eiffel Tower", " the city"])
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method, queries=[-1]).top(3)
+
     Args:
         target: The target (the text of a token, one of `lens_mix.targets`, or any callable logits -> [copy]),
             read at the row's position; by default the log probability of the model's prediction there.

@@ -63,8 +63,8 @@ class TokenPatching(RowTargetMethod):
 
     g is the gradient of a backward pass with changed rules. Norms are linear maps at the scale of the clean
     pass, the softmax has temperature 2, and activations and gates follow the rule "ratio" of `Gim`. The sum,
-    the square root and the rules are a choice of this library, made on data: docs/evidence/input_map.md has
-    the measurements. `attribution_patch` of TransformerLens scores nodes and edges of the model, not tokens.
+    the square root and the rules are a choice of this library, made on data: the documentation has the
+    measurements. `attribution_patch` of TransformerLens scores nodes and edges of the model, not tokens.
 
     The result is one map [1, query, key], at least 0, in the target's unit. Each row takes one backward pass,
     and for every replacement a forward pass over N + 2 `n_exact` tokens, where N is the row's number of
@@ -81,6 +81,9 @@ class TokenPatching(RowTargetMethod):
 
     The method needs a causal model that takes position ids and whose attention reads nothing but tokens and
     their positions.
+
+        >>> method = lm.methods.TokenPatching(n_measured="auto")
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method, queries=[-1]).top(3)
 
     Args:
         target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable

@@ -51,6 +51,8 @@ class ValueNorms(VectorMethod):
     identity. Folding b_V into b_O (`fold_value_biases`) changes the map, because b_V is then in no vector.
     `value_biases` in the record says where it is.
 
+        >>> lm.run(model, "The Eiffel Tower is in the city of", lm.methods.ValueNorms(per_head=True)).top(3)
+
     Args:
         per_head: Whether each head has a map of its own.
     """

@@ -44,6 +44,9 @@ class ValueZeroing(Method):
     euclidean ones at least 0. The map contains the effect of the residual stream, because a large residual
     stream makes every distance small. So rollouts add no identity.
 
+        >>> method = lm.methods.ValueZeroing(metric="euclidean")
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method).top(3)
+
     Args:
         metric: "cosine" (1 - cos, as in the paper) or "euclidean".
         per_head: Whether one query head is zeroed at a time, so that each has a map of its own.
