@@ -17,6 +17,7 @@ from lens_mix._model.encoder_copy import copy_encoder
 from lens_mix.arguments import check_instance, describe_value
 
 if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # The largest accepted relative difference of a hidden state.
@@ -27,18 +28,18 @@ _CHECKED_POSITIONS = 24
 _UNEMBEDDING = ("mlm_head", "ln_final", "unembed")
 
 
-def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
+def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> TransformerBridge:
     """Return a TransformerBridge of an encoder whose blocks are a BERT's under other names.
 
     TransformerLens knows BERT and RoBERTa by their names, and only with a masked-language head. This function
     also takes DistilBERT, ELECTRA, XLM-R, CamemBERT, Data2VecText, ALBERT, ERNIE, RemBERT, BertGeneration and
     DeBERTa (v2 and v3), and of all of them the base model as well as every class with a head:
 
-        hf_model = AutoModelForSequenceClassification.from_pretrained(name)
-        model = lm.wrap(hf_model, AutoTokenizer.from_pretrained(name))
-        lm.run(model, "a fine film", "value_zeroing")
-        target = lm.targets.hf_classifier(model, "POSITIVE")
-        lm.run(model, "a fine film", lm.methods.Occlusion(target=target), queries=[0])
+        >>> from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        >>> hf_model = AutoModelForSequenceClassification.from_pretrained(name)
+        >>> model = lm.wrap(hf_model, AutoTokenizer.from_pretrained(name))
+        >>> method = lm.methods.Occlusion(target=lm.targets.hf_classifier(model, "POSITIVE"))
+        >>> lm.run(model, "a fine film", method, queries=[0]).top(3)
 
     The weights are copied into the masked language model of the family, and TransformerLens makes a Bridge of
     it, with an adapter of its own or of lens_mix. A layer that runs several times, as all of ALBERT do,

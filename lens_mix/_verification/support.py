@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from lens_mix._inputs.prompts import device_of, is_encoder_decoder, most_tokens,
 from lens_mix._model.model import Lens
 from lens_mix._verification.engines import HasEngines, choose_engine, find_obstacle, needs_unembedding
 from lens_mix._verification.kept import verification_of
+
+if TYPE_CHECKING:
+    from lens_mix.tables import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Support:
                 return reason if engine is None else f"ok ({engine})"
         raise KeyError(f"expected one of {[name for name, _, _ in self.rows]}, got {method!r}")
 
-    def to_dataframe(self) -> Any:
+    def to_dataframe(self) -> Table:
         """Return a pandas DataFrame with columns method, engine, reason."""
         from lens_mix.tables import Table
 
@@ -78,7 +81,7 @@ class Check:
         """Whether every component of every block is verified."""
         return self.verification.algebra_failure is None
 
-    def to_dataframe(self) -> Any:
+    def to_dataframe(self) -> Table:
         """Return a pandas DataFrame with columns layer, component, error, tolerance, ok, note."""
         from lens_mix.tables import Table
 
@@ -131,6 +134,8 @@ def _cell(entry: ComponentError) -> str:
 def hooks_failure(model: TransformerLensModel, part: str | None = None) -> str | None:
     """Return why hooks on values and patterns have no reliable effect on a model; None if they have one.
 
+        >>> lm.models.hooks_failure(model) or "hooks work"
+
     The model runs only if it has not been verified before, or if its weights or hooks have changed since.
 
     Args:
@@ -154,6 +159,8 @@ def check(
     **inputs: Any,
 ) -> Check:
     """Verify a model: rebuild every block from its components on the first tokens of a prompt.
+
+        >>> print(lm.check(model, "The Eiffel Tower is in the city of"))
 
     Args:
         model: A TransformerLens model.

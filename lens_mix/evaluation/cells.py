@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
@@ -108,10 +108,18 @@ class CellFaithfulness:
         )
 
 
+@overload
+def keep_cells(
+    model: TransformerLensModel, prompt: Any, maps: MixingMap, **options: Any
+) -> CellFaithfulness: ...
+@overload
+def keep_cells(
+    model: TransformerLensModel, prompt: Any, maps: Mapping[str, MixingMap], **options: Any
+) -> dict[str, CellFaithfulness]: ...
 def keep_cells(
     model: TransformerLensModel,
     prompt: Any,
-    maps: Any,
+    maps: MixingMap | Mapping[str, MixingMap],
     *,
     operator: Operator = "zero",
     fractions: Sequence[float] = _FRACTIONS,
@@ -119,8 +127,11 @@ def keep_cells(
     keep_diagonal: bool = True,
     seed: int = 0,
     **options: Any,
-) -> Any:
+) -> CellFaithfulness | dict[str, CellFaithfulness]:
     """Measure the faithfulness of layer maps: the target when only the highest cells are kept.
+
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "value_zeroing")
+        >>> lm.evaluation.keep_cells(model, "The Eiffel Tower is in the city of", m).cpr
 
     A cell (layer, query, key) is what the query receives from the key there: A_qk v_k. If the map has heads,
     each head has cells of its own. The cells of all layers are ranked together by the map's raw scores, so
@@ -191,6 +202,11 @@ def keep_cells(
 
 def pool_cells(curves: Sequence[CellFaithfulness]) -> CellFaithfulness:
     """Pool one map's curves on several prompts: average the targets first and compute f from the means.
+
+        >>> prompts = ["The Eiffel Tower is in the city of", "Anna lives in Rome. Anna lives in"]
+        >>> maps = [lm.run(model, prompt, "value_zeroing") for prompt in prompts]
+        >>> curves = [lm.evaluation.keep_cells(model, *each) for each in zip(prompts, maps)]
+        >>> lm.evaluation.pool_cells(curves).cpr
 
     MIB does the same. If removing all cells changes little on a prompt, the mean of `cpr` can become
     arbitrarily large, and the pooled one cannot. Shares are averaged too, because prompts of different

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -14,6 +14,8 @@ from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedMod
 from lens_mix._model.model import Lens
 from lens_mix.arguments import check_whole_number
 from lens_mix.maps import MixingMap
+
+M = TypeVar("M", bound=TransformerLensModel)
 
 
 def control_rows(keys: int, seed: int, axes: Sequence[int] = ()) -> dict[str, Float[Tensor, "*axes key"]]:
@@ -43,8 +45,11 @@ def control_maps(like: MixingMap, seed: int) -> dict[str, MixingMap]:
 
 
 @contextlib.contextmanager
-def randomised(model: TransformerLensModel, *, seed: int = 0, part: str | None = None) -> Iterator[Any]:
+def randomised(model: M, *, seed: int = 0, part: str | None = None) -> Iterator[M]:
     """Shuffle the matrices of the model's blocks inside a `with` block (Adebayo et al., NeurIPS 2018).
+
+        >>> with lm.evaluation.randomised(model) as other:
+        ...     m = lm.run(other, "The Eiffel Tower is in the city of", "attention")
 
     Each weight matrix keeps its numbers in another order. Vectors (biases, weights of norms), the embeddings
     and the unembedding stay. A map that looks the same on this model does not show what the model has

@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -96,6 +96,12 @@ class RemovalCurves:
         return (aopc - self.lower) / (self.upper - self.lower)
 
 
+@overload
+def removal_curves(
+    model: TransformerLensModel, prompt: Any, rows: Mapping[str, Any], **options: Any
+) -> dict[str, RemovalCurves]: ...
+@overload
+def removal_curves(model: TransformerLensModel, prompt: Any, rows: Any, **options: Any) -> RemovalCurves: ...
 def removal_curves(
     model: TransformerLensModel,
     prompt: Any,
@@ -108,8 +114,12 @@ def removal_curves(
     beam: int = 5,
     seed: int = 0,
     **options: Any,
-) -> Any:
+) -> RemovalCurves | dict[str, RemovalCurves]:
     """Compute deletion and insertion curves of rows of input maps, normalised per prompt.
+
+        >>> prompt = "The Eiffel Tower is in"
+        >>> row = lm.rollout(lm.run(model, prompt, "attention")).scores[-1, -1]
+        >>> lm.evaluation.removal_curves(model, prompt, row, removal="mask")
 
     The normalised AOPC (Edin et al., "Normalized AOPC", ACL 2025) is (AOPC − lower) / (upper − lower), where
     lower and upper are the smallest and the largest AOPC of all orders of the prompt's positions. For up to

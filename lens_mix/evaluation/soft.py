@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from jaxtyping import Bool, Float
@@ -55,6 +56,14 @@ class SoftFaithfulness:
         return pd.DataFrame([dataclasses.asdict(self)])
 
 
+@overload
+def soft_faithfulness(
+    model: TransformerLensModel, prompt: Any, rows: Mapping[str, Any], **options: Any
+) -> dict[str, SoftFaithfulness]: ...
+@overload
+def soft_faithfulness(
+    model: TransformerLensModel, prompt: Any, rows: Any, **options: Any
+) -> SoftFaithfulness: ...
 def soft_faithfulness(
     model: TransformerLensModel,
     prompt: Any,
@@ -66,8 +75,12 @@ def soft_faithfulness(
     positions: Selection | None = None,
     seed: int = 0,
     **options: Any,
-) -> Any:
+) -> SoftFaithfulness | dict[str, SoftFaithfulness]:
     """Compute soft normalised comprehensiveness and sufficiency, with matched retention.
+
+        >>> prompt = "The Eiffel Tower is in"
+        >>> row = lm.rollout(lm.run(model, prompt, "attention")).scores[-1, -1]
+        >>> lm.evaluation.soft_faithfulness(model, prompt, row).comprehensiveness
 
     In Soft-NC and Soft-NS (Zhao and Aletras, EMNLP 2023), position i keeps each coordinate of its input
     vector, independently, with a probability that depends on its importance. The other coordinates become 0.

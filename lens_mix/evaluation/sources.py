@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from jaxtyping import Bool, Float
@@ -99,6 +99,11 @@ def source_ablations(
 ) -> SourceAblations:
     """Measure the target in random ablations, each of which keeps every source with probability 1/2.
 
+        >>> prompt = "Anna lives in Rome. Ben lives in Oslo. Anna lives in"
+        >>> sources = ["Anna lives in Rome.", " Ben lives in Oslo."]
+        >>> ablations = lm.evaluation.source_ablations(model, prompt, sources)
+        >>> ablations.lds(torch.tensor([0.8, 0.2]))
+
     The result scores any number of maps (`SourceAblations.lds`) without further passes. A linear model that
     is fitted to it is the one of ContextCite (Cohen-Wang et al., NeurIPS 2024).
 
@@ -127,6 +132,12 @@ def source_ablations(
         return _ablate(passes, _read_sources(passes, chosen, groups), chosen, ablations, seed)
 
 
+@overload
+def lds(
+    model: TransformerLensModel, prompt: Any, rows: Mapping[str, Any], sources: Groups, **options: Any
+) -> dict[str, float]: ...
+@overload
+def lds(model: TransformerLensModel, prompt: Any, rows: Any, sources: Groups, **options: Any) -> float: ...
 def lds(
     model: TransformerLensModel,
     prompt: Any,
@@ -138,8 +149,12 @@ def lds(
     ablations: int = 64,
     seed: int = 0,
     **options: Any,
-) -> Any:
+) -> float | dict[str, float]:
     """Compute the linear datamodelling score (LDS): whether scores of sources add up to measured effects.
+
+        >>> prompt = "Anna lives in Rome. Ben lives in Oslo. Anna lives in"
+        >>> sources = ["Anna lives in Rome.", " Ben lives in Oslo."]
+        >>> lm.evaluation.lds(model, prompt, lm.input_map(model, prompt), sources)
 
     It is the rank correlation (Spearman), over random ablations, between the sum of the scores of the sources
     that an ablation keeps and the target in that ablation (Park et al., "TRAK", ICML 2023). It is -1 to 1.
@@ -181,6 +196,14 @@ def lds(
     return by_name["row"] if is_single else by_name
 
 
+@overload
+def top_k_drop(
+    model: TransformerLensModel, prompt: Any, rows: Mapping[str, Any], sources: Groups, **options: Any
+) -> dict[str, TopKDrop]: ...
+@overload
+def top_k_drop(
+    model: TransformerLensModel, prompt: Any, rows: Any, sources: Groups, **options: Any
+) -> TopKDrop: ...
 def top_k_drop(
     model: TransformerLensModel,
     prompt: Any,
@@ -193,8 +216,12 @@ def top_k_drop(
     draws: int = 4,
     seed: int = 0,
     **options: Any,
-) -> Any:
+) -> TopKDrop | dict[str, TopKDrop]:
     """Measure what the target loses without the k strongest sources (Cohen-Wang et al., NeurIPS 2024).
+
+        >>> prompt = "Anna lives in Rome. Ben lives in Oslo. Anna lives in"
+        >>> sources = ["Anna lives in Rome.", " Ben lives in Oslo."]
+        >>> lm.evaluation.top_k_drop(model, prompt, lm.input_map(model, prompt), sources, k=1).drops
 
     For a log probability, the drop is in nats: log p with all sources minus log p without the k strongest. It
     is not bounded, and prompts whose answer depends on the sources dominate its mean. The same for random

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -37,11 +37,13 @@ from lens_mix.targets import TargetLike
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
 ImportanceBy = Literal["attribution", "attention", "taylor"]
 Statistic = Literal["pearson", "spearman"]
 ImportanceMetric = Callable[[Any], float]
 Head = tuple[int, int]
+M = TypeVar("M", bound=TransformerLensModel)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,7 +114,7 @@ class HeadImportance:
         rows = [(layer, head, one) for layer, row in enumerate(scores) for head, one in enumerate(row)]
         return pd.DataFrame(rows, columns=["layer", "head", "importance"])
 
-    def show(self, **options: Any) -> Any:
+    def show(self, **options: Any) -> Figure:
         """Draw a heat map, layer x head.
 
         Args:
@@ -136,6 +138,9 @@ def head_importance(
     **options: Any,
 ) -> HeadImportance:
     """Measure the importance of every head over some prompts.
+
+        >>> importance = lm.experiments.head_importance(model, ["The Eiffel Tower is in the city of"])
+        >>> importance.scores
 
     | `by` | importance of head h |
     |---|---|
@@ -198,8 +203,11 @@ def head_importance(
 
 
 @contextlib.contextmanager
-def pruned(model: TransformerLensModel, heads: Iterable[Head], *, part: str | None = None) -> Iterator[Any]:
+def pruned(model: M, heads: Iterable[Head], *, part: str | None = None) -> Iterator[M]:
     """Remove some heads from the model inside a `with` block, by setting their patterns to zero.
+
+        >>> with lm.experiments.pruned(model, [(0, 1), (1, 2)]) as other:
+        ...     logits = lm.models.prompt_logits(other, "The Eiffel Tower is in the city of")
 
     Args:
         model: The model.
@@ -253,6 +261,10 @@ def ablation_importance(
     progress: bool = False,
 ) -> HeadImportance:
     """Measure accuracy differences: metric(model) - metric(model without the head), for every head.
+
+        >>> def mean_logit(model):
+        ...     return lm.models.prompt_logits(model, "The Eiffel Tower is in the city of")[-1].max().item()
+        >>> lm.experiments.ablation_importance(model, mean_logit)
 
     Args:
         model: The model.
@@ -315,6 +327,11 @@ def importance_correlations(
     importances: Mapping[str, HeadImportance], how: Statistic = "pearson"
 ) -> pandas.DataFrame:
     """Return the correlations of head importance between tasks or measures, as a symmetric table.
+
+        >>> prompts = ["The Eiffel Tower is in the city of"]
+        >>> by_gradient = lm.experiments.head_importance(model, prompts, "taylor")
+        >>> by_attention = lm.experiments.head_importance(model, prompts, "attention")
+        >>> lm.experiments.importance_correlations({"gradient": by_gradient, "attention": by_attention})
 
     Args:
         importances: At least two importances of one model, by name.

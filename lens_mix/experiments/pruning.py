@@ -35,6 +35,7 @@ from lens_mix.models import TransformerLensModel
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
 _FRACTIONS = tuple(step / 10 for step in range(11))
 
@@ -80,7 +81,7 @@ class PruningCurves:
         columns = ["ranking", "fraction", "heads_removed", "value", "lowest", "highest"]
         return Table(rows, columns=columns)
 
-    def show(self, **options: Any) -> Any:
+    def show(self, **options: Any) -> Figure:
         """Draw all curves in one figure.
 
         Args:
@@ -104,6 +105,11 @@ def pruning_curves(
     progress: bool = False,
 ) -> PruningCurves:
     """Remove heads in the order of each ranking, over all layers, and measure the model at each share.
+
+        >>> def mean_logit(model):
+        ...     return lm.models.prompt_logits(model, "The Eiffel Tower is in the city of")[-1].max().item()
+        >>> rankings = {"ablation": lm.experiments.ablation_importance(model, mean_logit)}
+        >>> lm.experiments.pruning_curves(model, mean_logit, rankings, fractions=(0, 0.5), random=1)
 
     Args:
         model: The model.
