@@ -3,9 +3,10 @@
 They have the same effect on HookedTransformer, HookedEncoder, HookedEncoderDecoder and TransformerBridge.
 They import nothing else of lens_mix than `lens_mix.arguments`, which checks their arguments:
 
-    model.run_with_hooks(tokens, fwd_hooks=[zero_values(3, position=5), prune_heads(7, [1, 2])])
-    with model.hooks(fwd_hooks=[scale_pattern(0, 0.5)]):
-        ...
+    >>> from lens_mix.hooks import prune_heads, scale_pattern, zero_values
+    >>> model.run_with_hooks(tokens, fwd_hooks=[zero_values(0, position=2), prune_heads(1, [1, 2])])
+    >>> with model.hooks(fwd_hooks=[scale_pattern(0, 0.5)]):
+    ...     logits = model(tokens)
 
 The second entry of a pair is the hook function. Its attribute `calls` counts how often it had its effect.
 `AttentionHook` is the base class for an intervention of your own that needs several hook points.

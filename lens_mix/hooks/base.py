@@ -39,6 +39,10 @@ class HookPointLike(Protocol):
 class HookFunction(abc.ABC):
     """Act on one forward pass; TransformerLens calls the object as `function(tensor, hook=hook_point)`.
 
+        >>> name, hook = lm.hooks.zero_values(0, position=2)
+        >>> model.run_with_hooks(tokens, fwd_hooks=[(name, hook)])
+        >>> hook.calls
+
     Attributes:
         calls: How often the intervention or the recording was done; 0 if the hook had no effect.
     """
@@ -95,6 +99,14 @@ def must_fire(*pairs: HookPair) -> Iterator[list[HookPair]]:
 
 class AttentionHook(HookFunction):
     """Change one attention module at several of its hook points.
+
+        >>> class HalveValues(lm.hooks.AttentionHook):
+        ...     points = ("values",)
+        ...
+        ...     def on_values(self, values, n_heads):
+        ...         return values / 2
+        >>> hook = HalveValues(layer=0)
+        >>> model.run_with_hooks(tokens, fwd_hooks=[(hook.matches, hook)])
 
     A pass reaches queries, values, scores, pattern and the mixed values (`hook_z`), in this order. At the
     last of them the hook drops the tensors of this pass, so that one hook can be used in many passes.

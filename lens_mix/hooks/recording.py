@@ -37,7 +37,7 @@ def record(
 ) -> HookPair:
     """Store one activation of a pass in a dict, under the given name.
 
-    Names are those of TransformerLens's `run_with_cache`; docs/guides/hooks.md lists which tensor each name
+    Names are those of TransformerLens's `run_with_cache`. The guide on hooks lists which tensor each name
     means on which model class. A name may be an alias (`hook_resid_pre`), and is then the key in the dict
     too. The tensor is not copied, as in TransformerLens's own cache, so a hook that changes it in place
     changes the recorded tensor. `calls` stays 0 if a TransformerBridge of TransformerLens 3 ignores an
