@@ -55,6 +55,9 @@ def flow(
 ) -> MixingMap:
     """Return input maps by maximum flow through layer maps (Abnar & Zuidema, ACL 2020, section 3.2).
 
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "attention")
+        >>> lm.flow(m, layer=-1).top(3)
+
     Heads are averaged and the residual is mixed in, Â_l = ((1 − w) A_l + w I) / rowsum, as in `rollout`. Each
     Â_l[query, key] is the capacity of an edge from (l, query) down to (l − 1, key). The score is the largest
     flow from a query to an input. The layer maps may come from any method.
@@ -72,7 +75,7 @@ def flow(
         queries: The positions from which to flow (negative: from the end). None: all.
         residual: The residual weight, as in `rollout`.
         receptive_field: Whether to divide by the flow of uniform attention under the same mask. The formula
-            is ours (docs/evidence/flow.md).
+            is ours; the documentation derives it.
         drop_bos: Whether to drop position 0 first, as in `rollout`.
         solver: "scipy" (exact to about 1e-8) or "networkx" (float64 throughout, far slower).
         processes: The number of processes. In a script, more than 1 needs `if __name__ == "__main__":`.

@@ -13,6 +13,9 @@ from lens_mix.maps import MixingMap
 def gradient_rollout(mixing_map: MixingMap, *, normalize: bool = False) -> MixingMap:
     """Return input maps from gradient-weighted layer maps Ā_l (Chefer et al., ICCV 2021).
 
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "gradient_attention")
+        >>> lm.gradient_rollout(m).top(3)
+
     Without `normalize` they are the relevance of the paper (eq. 6), R_l = R_{l-1} + Ā_l R_{l-1} from R = I.
     With `normalize` they are a rollout, J_l = Â_l J_{l-1} with Â_l = (Ā_l + I) / rowsum. Unlike in
     `lm.rollout`, the rows of Ā are not divided by their sum first, so the result depends on how much each

@@ -30,6 +30,9 @@ def joint(
 ) -> MixingMap:
     """Return one stack of layer maps over source and target tokens, for `rollout`, `flow` and graphs.
 
+        >>> maps = lm.run(model, ("The cat sleeps", "Le chat dort"), "alti", part="all")
+        >>> lm.rollout(lm.aggregation.joint(maps)).top(3)
+
     C is the map of one layer of a part, with heads averaged and each row divided by its sum as in `rollout`.
     w is the part's residual weight. Source positions come first, then those of the target. From below, the
     layers are:

@@ -10,10 +10,13 @@ from lens_mix.maps import MixingMap
 def layer_mean(mixing_map: MixingMap, *, normalize: bool = False) -> MixingMap:
     """Return the mean of the layer maps, with their raw scores.
 
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "value_zeroing")
+        >>> lm.layer_mean(m).top(3)
+
     The mean follows no path through several layers. It treats the score of a *position* in each layer as that
     of the token there, although deep layers have mixed this position with others. But no row is divided by
     its sum, so layers that change little count little. On deep causal models, the mean orders tokens better
-    than a rollout of the same maps (docs/evidence/leaderboard.md).
+    than a rollout of the same maps, as the leaderboard in the documentation shows.
 
     Args:
         mixing_map: Layer maps `[layer, query, key]` of any sign, with all rows or some. Heads are averaged.

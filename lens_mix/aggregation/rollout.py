@@ -32,6 +32,9 @@ def rollout(
 ) -> MixingMap:
     """Return input maps as products of layer maps: rollout (Abnar & Zuidema, ACL 2020, section 3.1).
 
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "value_zeroing")
+        >>> lm.rollout(m).top(3)
+
     Heads are averaged, the residual is mixed in, Â_l = ((1 − w) A_l + w I) / rowsum, and the layers are
     multiplied: J_0 = Â_0 and J_l = Â_l J_{l−1}. With w = 0.5 this is the paper's (A + I) / rowsum. The
     computation and the result are float64, on the CPU if the device has no float64.
@@ -54,10 +57,10 @@ def rollout(
             whose diagonal contains the residual.
         total_mixing: The mixing over all layers together, instead of `residual`: w = 1 − total / L for L
             layers, at least 0. With a fixed w, the mixing grows with the depth until tokens are no longer
-            distinguished. docs/evidence/input_map.md compares values.
+            distinguished. The documentation compares values.
         receptive_field: Whether to normalise by the rollout of uniform attention, so that a key has no
             advantage because many paths reach it (in causal maps: because it is early). Uniform attention has
-            the same residual as the map. The paper gives no formula; docs/evidence/receptive_field.md derives
+            the same residual as the map. The paper gives no formula; the documentation derives
             ours.
         per_head: Whether to return the variant of the paper's appendix: each head of layer l times the
             rollout, with heads merged, of the layers below.

@@ -43,9 +43,9 @@ def table(
 
     The mean share on a cue, per layer, over many sentences, where `cues` has one text per sentence:
 
-        maps = lm.run_many(model, sentences, "value_zeroing", queries=[-1])
-        table = lm.table(maps, keys=cues)
-        print(table)
+        >>> sentences, cues = ["Anna lives in Rome", "Ben lives in Oslo"], ["Anna", "Ben"]
+        >>> maps = lm.run_many(model, sentences, "value_zeroing", queries=[-1])
+        >>> print(lm.table(maps, keys=cues))
 
     The value of a prompt is the sum of the row's scores on the keys. The interval is Student's t interval of
     the mean over prompts, and is NaN for a single prompt. The maps are read one after another and are not

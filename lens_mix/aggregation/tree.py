@@ -33,6 +33,10 @@ def attribution_tree(
 ) -> networkx.DiGraph:
     """Return the attribution tree of layer maps (Hao et al., AAAI 2021, section 5 and algorithm 1).
 
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "attention_attribution")
+        >>> tree = lm.attribution_tree(m, threshold=0.2)
+        >>> print(lm.aggregation.tree_text(tree))
+
     The objective is to maximise Σ_(i,j) a_ij - cost · (number of edges). An edge of layer l needs
     a_ij / max(a of layer l) > threshold. Heads are summed, and each token is added once.
 
@@ -188,7 +192,11 @@ def _make_graph(
 
 
 def tree_text(tree: networkx.DiGraph) -> str:
-    """Return the tree as lines of text: each token below the one that added it, with layer and score."""
+    """Return the tree as lines of text: each token below the one that added it, with layer and score.
+
+    >>> m = lm.run(model, "The Eiffel Tower is in the city of", "attention_attribution")
+    >>> print(lm.aggregation.tree_text(lm.attribution_tree(m)))
+    """
     import rich.console
 
     # Fixed options make the text independent of the terminal, and of a notebook, which would show it twice.
