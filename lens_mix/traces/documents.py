@@ -38,6 +38,10 @@ class Section(NamedTuple):
 class Documents:
     """Named documents and a question about them: a prompt for `lens_mix.trace`.
 
+        >>> report = "The models were trained on eight GPUs."
+        >>> documents = lm.Documents({"report": report}, question="On what were they trained?")
+        >>> lm.trace(model, documents, generate=8).top(3)
+
     If the tokenizer has a chat template, the instruction is the system's message, and the documents and the
     question are one message of the user. Otherwise they are one text that ends in "Answer:".
 

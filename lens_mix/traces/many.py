@@ -27,6 +27,10 @@ def trace_many(
 ) -> Iterator[Trace]:
     """Yield the traces of many prompts in order; each is what `lens_mix.trace` returns for its prompt alone.
 
+        >>> prompts = ["Anna lives in Rome. Where does Anna live?", "Ben lives in Oslo. Where does Ben live?"]
+        >>> for t in lm.trace_many(model, prompts, answers=[" In Rome.", " In Oslo."]):
+        ...     print(t.top(1))
+
     The prompts run one by one, because a prompt of documents is long enough to use the whole processor.
 
     Args:

@@ -75,6 +75,10 @@ if TYPE_CHECKING:
 class Trace:
     """What a model wrote after a prompt, and the sources of each span of it.
 
+        >>> prompt = "Anna lives in Rome. Ben lives in Oslo. Where does Anna live?"
+        >>> t = lm.trace(model, prompt, answer=" In Rome.")
+        >>> t[" Rome"].top(2)
+
     Index it with any substring of the written text, with the number of a written token or with a slice of
     them to get a `WrittenSpan`: `t["eight P100 GPUs"].top(5)`. `t[:]` is all that was written.
 
@@ -525,8 +529,9 @@ def trace(
     The model reads the prompt and the answer in one pass. A written span is explained as one number, its log
     probability after everything before it. The scores of a source are the sums over its tokens.
 
-        t = lm.trace(model, lm.Documents({"report": "..."}, question="..."), generate=64)
-        t["eight P100 GPUs"].top(5)
+        >>> documents = lm.Documents({"report": "The models were trained on eight GPUs."}, "On what?")
+        >>> t = lm.trace(model, documents, answer=" They were trained on eight GPUs.")
+        >>> t["eight GPUs"].top(5)
 
     Args:
         model: Any causal TransformerLens model, or an encoder-decoder.
@@ -539,8 +544,7 @@ def trace(
         sources: The unit of the sources: "token", "word", "sentence", "message" or "document". Or a function
             that splits a text into pairs (first character, character after the last); or groups of the
             prompt's positions or texts, as in `lm.methods.Occlusion`.
-        method: A method by name or with its parameters. None: the one with the best evidence
-            (docs/evidence/traces.md).
+        method: A method by name or with its parameters. None: the one with the best evidence.
         aggregation: How to combine the layers of a layer map: a name of `lm.evaluate` ("mean", "rollout", …),
             "max" (the largest of all layers and heads), or a function. None: "mean".
         language: The language of the sentences, as an ISO 639-1 code for the package sentencex.
