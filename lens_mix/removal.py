@@ -71,6 +71,10 @@ class Copies:
 class Removal(abc.ABC):
     """How a group of positions of the mapped part is removed from a pass.
 
+        >>> prompt, removal = "The Eiffel Tower is in", lm.evaluation.MaskKeys()
+        >>> row = lm.rollout(lm.run(model, prompt, "attention")).scores[-1, -1]
+        >>> lm.evaluation.removal_curves(model, prompt, row, removal=removal)
+
     Class attributes:
         keeps_target: Whether the position that the target reads can't be removed.
     """
@@ -178,6 +182,10 @@ class OtherTokens(Removal):
 class ReplaceTokens(OtherTokens):
     """Replace every removed token by a given one; with several, each is a sample.
 
+        >>> prompt, removal = "The Eiffel Tower is in", lm.evaluation.ReplaceTokens(" the")
+        >>> row = lm.rollout(lm.run(model, prompt, "attention")).scores[-1, -1]
+        >>> lm.evaluation.removal_curves(model, prompt, row, removal=removal)
+
     The prompt remains one that the model can read, but with another meaning. The score measures the
     difference from these tokens, so a token that is as good as its replacement has the score 0.
 
@@ -221,6 +229,10 @@ class ReplaceTokens(OtherTokens):
 @dataclasses.dataclass(frozen=True)
 class SampleTokens(OtherTokens):
     """Replace every removed token by one drawn at random, which depends on the position, not on the group.
+
+        >>> prompt, removal = "The Eiffel Tower is in", lm.evaluation.SampleTokens(samples=2)
+        >>> row = lm.rollout(lm.run(model, prompt, "attention")).scores[-1, -1]
+        >>> lm.evaluation.removal_curves(model, prompt, row, removal=removal)
 
     Attributes:
         among: The token numbers to draw from with equal probability; None for the vocabulary without special
@@ -336,6 +348,10 @@ class FillPatches(Removal):
 class Drop(Removal):
     """Cut removed positions out of the prompt, so that the remaining tokens are a shorter prompt.
 
+        >>> prompt, removal = "The Eiffel Tower is in", lm.evaluation.Drop()
+        >>> row = lm.rollout(lm.run(model, prompt, "attention")).scores[-1, -1]
+        >>> lm.evaluation.removal_curves(model, prompt, row, removal=removal)
+
     In a causal model of one stack the tokens are deleted. In other models, the attention mask hides them like
     padding; the models of TransformerLens that count positions along the mask, which are most, then give the
     remaining tokens the positions of a shorter prompt. The position that the target reads is never removed,
@@ -388,6 +404,10 @@ class Drop(Removal):
 class MaskKeys(Removal):
     """Hide removed positions in the attention of every layer: no position attends to them.
 
+        >>> prompt, removal = "The Eiffel Tower is in", lm.evaluation.MaskKeys()
+        >>> row = lm.rollout(lm.run(model, prompt, "attention")).scores[-1, -1]
+        >>> lm.evaluation.removal_curves(model, prompt, row, removal=removal)
+
     Nothing else changes: all tokens keep their positions. A removed position keeps its own residual stream.
     The attention of a row that attends to no other key is not changed.
     """
@@ -421,6 +441,10 @@ class MaskKeys(Removal):
 @dataclasses.dataclass(frozen=True)
 class ZeroValues(Removal):
     """Zero the value vectors of removed positions in every layer of the part.
+
+        >>> prompt, removal = "The Eiffel Tower is in", lm.evaluation.ZeroValues()
+        >>> row = lm.rollout(lm.run(model, prompt, "attention")).scores[-1, -1]
+        >>> lm.evaluation.removal_curves(model, prompt, row, removal=removal)
 
     They are still attended to, but send zero vectors, and they keep their own residual stream. Patterns are
     not fixed: above the first layer, they change because queries and keys do.

@@ -33,6 +33,9 @@ _LEAST_SPREAD = 0.2
 def spearman(row: Float[Tensor, " key"], other: Float[Tensor, " key"]) -> float:
     """Return Spearman's rank correlation, -1 to 1. Tied scores share their mean rank.
 
+        >>> lm.evaluation.spearman(torch.tensor([0.1, 0.7, 0.2]), torch.tensor([0.2, 0.9, 0.1]))
+        0.5
+
     It is NaN if a row is constant or has fewer than two keys.
 
     Args:
@@ -50,6 +53,9 @@ def partial_spearman(
     row: Float[Tensor, " key"], other: Float[Tensor, " key"], given: Float[Tensor, " key"] | None = None
 ) -> float:
     """Return Spearman's rank correlation of two rows, controlled for a third one, -1 to 1.
+
+        >>> row, other = torch.tensor([0.1, 0.7, 0.2, 0.9]), torch.tensor([0.3, 0.8, 0.1, 0.6])
+        >>> lm.evaluation.partial_spearman(row, other)
 
     (r_xy − r_xz r_yz) / √((1 − r_xz²)(1 − r_yz²)), where r are rank correlations. It is the agreement that
     remains after removing from both rows, in ranks, what a straight line of z explains. A row that follows
@@ -79,6 +85,9 @@ def partial_spearman(
 def top_k_overlap(row: Float[Tensor, " key"], other: Float[Tensor, " key"], k: int) -> float:
     """Return how many of the `k` highest keys two rows have in common, as a share of k, 0 to 1.
 
+        >>> lm.evaluation.top_k_overlap(torch.tensor([0.1, 0.7, 0.2]), torch.tensor([0.2, 0.9, 0.1]), k=2)
+        0.5
+
     Keys that are tied at the k-th place share the remaining places: the mean over all orders of the ties.
     For n keys, the expected value of two unrelated rows is k / n, and so is that of any row with a constant
     one. The measure is NaN if there are fewer than `k` keys.
@@ -99,6 +108,10 @@ def top_k_overlap(row: Float[Tensor, " key"], other: Float[Tensor, " key"], k: i
 
 def average_precision(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]) -> float:
     """Return the average precision of the relevant keys in the order of the scores, above 0 to 1.
+
+        >>> row, relevant = torch.tensor([0.1, 0.6, 0.3]), torch.tensor([False, True, True])
+        >>> lm.evaluation.average_precision(row, relevant)
+        1.0
 
     Σ_n (R_n − R_{n−1}) P_n over the distinct scores, from the highest. P_n and R_n are precision and recall
     of the keys that have that score or a higher one. This is scikit-learn's `average_precision_score`, in
@@ -124,6 +137,10 @@ def average_precision(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]
 
 def reciprocal_rank(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]) -> float:
     """Return 1 / the rank of the highest relevant key, above 0 to 1. Its mean over prompts is the MRR.
+
+        >>> row, relevant = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([False, True, False])
+        >>> lm.evaluation.reciprocal_rank(row, relevant)
+        0.5
 
     If other keys are tied with it, the value is the mean over all orders of the ties. It is NaN if no key is
     relevant.
@@ -151,6 +168,10 @@ def reciprocal_rank(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]) 
 
 def mass_accuracy(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]) -> float:
     """Return the share of a row's positive scores that is on relevant keys, 0 to 1 (Arras et al., 2022).
+
+        >>> row, relevant = torch.tensor([0.25, 0.5, 0.25]), torch.tensor([False, True, True])
+        >>> lm.evaluation.mass_accuracy(row, relevant)
+        0.75
 
     Negative scores count as 0. The share is NaN if no score is positive or no key is relevant.
 
@@ -202,12 +223,14 @@ def bootstrap(
 ) -> Interval:
     """Return the mean over prompts with its studentised bootstrap interval (Efron & Tibshirani, 1993, 12.5).
 
+        >>> lm.evaluation.bootstrap([0.61, 0.72, 0.58, 0.66, 0.70])
+
     For each draw, t is the distance of its mean from the mean of the values, in units of the draw's own
     standard error. The quantiles of t, times the standard error of the values, are the distances of the
     interval's ends from the mean. Percentiles of the drawn means would be too narrow for few values, and
     misplaced for skewed ones.
 
-    docs/evidence/scales.md lists how often the interval contained the true mean of a few values. If a rare
+    The documentation lists how often the interval contained the true mean of a few values. If a rare
     large value may be missing from the sample, no interval that is computed from the sample does better.
     Values that are all equal have an interval of length 0. The interval may exceed the range of a bounded
     measure.

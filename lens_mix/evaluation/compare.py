@@ -28,6 +28,9 @@ def compare(
 ) -> pandas.DataFrame:
     """Measure, for every pair of maps of one prompt, how far they agree on the keys of a query, per layer.
 
+        >>> maps = lm.run(model, "The Eiffel Tower is in the city of", ["attention", "value_zeroing"])
+        >>> lm.compare(maps, queries=[-1], k=3)
+
     Rows are compared over the keys that both maps can see. If a row has negative scores, absolute values are
     used. Maps with heads are compared by the mean over heads. Only the order of keys counts, so units may
     differ.

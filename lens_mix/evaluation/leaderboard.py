@@ -173,6 +173,9 @@ def evaluate(
 ) -> Leaderboard:
     """Score methods on a task that measures which of their maps show what the model uses.
 
+        >>> task = lm.evaluation.Importance(["The Eiffel Tower is in the city of"])
+        >>> print(lm.evaluate(model, task, ["attention", "value_zeroing"]))
+
     Every table has two controls: "random" (a seeded order per case) and "position" (later keys score higher).
     Methods that are not defined on this model are listed in `refused`.
 
@@ -180,8 +183,9 @@ def evaluate(
         model: Any TransformerLens model.
         task: What is scored (`lens_mix.evaluation.Importance`, `Cues`, or a `Task` of your own).
         methods: As in `lm.run`. A method with a `target` explains the target of the case, if it has one.
-        aggregations: How layer maps become an input map: names (`candidates.aggregations_by_name`), or
-            functions MixingMap -> MixingMap by name. Input maps need none and are named "-".
+        aggregations: How layer maps become an input map: names ("rollout", "mean", "flow",
+            "gradient_rollout", "last"), or functions MixingMap -> MixingMap by name. Input maps need none and
+            are named "-".
         randomised_model: Whether every method is also scored on the model with shuffled weights, as a
             control: the rows "<method>, randomised model".
         resume: A file of finished cases (JSON, one per line). It is read if it exists, and new cases are

@@ -38,6 +38,11 @@ from lens_mix.targets import TargetLike
 class Case:
     """One prompt, and the row that is scored.
 
+        >>> target = lm.targets.logit_difference(" are", " is")
+        >>> case = lm.evaluation.Case("The keys that Anna had", relevant=(2,), target=target)
+        >>> task = lm.evaluation.Cues([case], leave_out=(0,))
+        >>> print(lm.evaluate(model, task, ["attention", "gradient_attention"], ["mean"]))
+
     Attributes:
         prompt: As in `lm.run`.
         query: The position of the row, or several whose rows are summed (for a target that is one number of
@@ -65,6 +70,16 @@ class Case:
 
 class Task(abc.ABC):
     """Cases, and the rule that scores a map's row on each of them.
+
+        >>> class OnTower(lm.evaluation.Task):
+        ...     name, metrics = "on_tower", ("score",)
+        ...
+        ...     def cases(self, model):
+        ...         return [lm.evaluation.Case("The Eiffel Tower is in the city of", relevant=(3,))]
+        ...
+        ...     def scores(self, model, case, candidates, **options):
+        ...         return {name: {"score": float(row[case.relevant[0]])} for name, row in candidates.items()}
+        >>> print(lm.evaluate(model, OnTower(), ["attention", "value_zeroing"]))
 
     Attributes:
         name: The name in tables. A class attribute.
@@ -126,6 +141,9 @@ class RowTask(Task):
 @dataclasses.dataclass(frozen=True)
 class Importance(RowTask):
     """Score whether a map ranks tokens as their measured removal does.
+
+        >>> task = lm.evaluation.Importance(["The Eiffel Tower is in the city of"])
+        >>> print(lm.evaluate(model, task, ["attention", "value_zeroing"], ["mean"]))
 
     The truth is `Occlusion` of the prediction at the query, the mean of absolute values. A map's row is
     scored by its absolute values too, over the keys that the query may see. The metrics are
@@ -197,6 +215,10 @@ class Importance(RowTask):
 class Cues(RowTask):
     """Score whether a map puts its weight on the words that are known to decide.
 
+        >>> case = lm.evaluation.Case("Anna lives in Rome. Ben lives in Oslo. Anna lives in", relevant=(4,))
+        >>> task = lm.evaluation.Cues([case], leave_out=(0,))
+        >>> print(lm.evaluate(model, task, ["attention", "value_zeroing"]))
+
     Args:
         given: Cases with `relevant` positions, and a contrast as target if they have one.
         leave_out: Positions that are not scored.
@@ -253,6 +275,9 @@ class _PromptTask(Task):
 class Removals(_PromptTask):
     """Score whether the target changes when the tokens with the highest scores are removed.
 
+        >>> task = lm.evaluation.Removals(["The Eiffel Tower is in"], removal="zero_values")
+        >>> print(lm.evaluate(model, task, ["attention", "value_zeroing"], ["mean"]))
+
     deletion is the normalised AOPC of the deletion curve, and insertion is 1 − that of the insertion curve
     (`removal_curves`), so that higher is better for both.
 
@@ -290,6 +315,10 @@ class Removals(_PromptTask):
 @dataclasses.dataclass(frozen=True)
 class Sources(Task):
     """Score whether a map ranks sources (sentences, documents) as removing them does.
+
+        >>> text = "Anna lives in Rome. Ben lives in Oslo. Anna lives in"
+        >>> case = lm.evaluation.Case(text, sources=["Anna lives in Rome.", " Ben lives in Oslo."])
+        >>> print(lm.evaluate(model, lm.evaluation.Sources([case]), ["input_gradients"]))
 
     The score of a source is the sum of the row over its positions. lds is the linear datamodelling score
     (`lds`). top_1_drop, top_3_drop and top_5_drop are what the target loses without the 1, 3 or 5 strongest
@@ -343,6 +372,9 @@ class Sources(Task):
 @dataclasses.dataclass(frozen=True)
 class Cells(_PromptTask):
     """Score whether the highest cells of a layer map are enough for the target, without a rollout.
+
+        >>> task = lm.evaluation.Cells(["The Eiffel Tower is in the city of"], operator="mean")
+        >>> print(lm.evaluate(model, task, ["attention", "value_zeroing"]))
 
     `closeness` is −∫ abs(F(1) − F(k)) dk over the share k of cells that are kept (`keep_cells`). `area` is
     ∫ F(k) dk. Both are in the target's unit, so that means over prompts do not divide by a number that may be

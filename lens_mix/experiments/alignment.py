@@ -34,6 +34,9 @@ def align(
 ) -> frozenset[Link]:
     """Return the link of each target word to the source word with the highest score in a cross-attention map.
 
+        >>> cross = lm.run(model, ("The cat sleeps", "Le chat dort"), "value_zeroing", part="cross")
+        >>> lm.experiments.align(cross, ["The", "cat", "sleeps"], ["Le", "chat", "dort"])
+
     The scores of a word's tokens are summed over the source and averaged over the target. Keys that belong
     to no word are left out (a prompt before the sentence, the decoder's own residual stream), except the
     `null_keys`. These compete with the words, and a target word whose highest score is on a null key has no
@@ -89,6 +92,10 @@ def align_words(
     null_keys: Sequence[int] = (),
 ) -> list[int | None]:
     """Return the source word of each target word, or None if a null key has the highest score.
+
+        >>> scores = torch.tensor([[0.9, 0.1, 0.0], [0.1, 0.2, 0.7]])
+        >>> lm.experiments.align_words(scores, source_words=[[0], [1, 2]], target_rows=[[0], [1]])
+        [0, 1]
 
     If scores are equal, the first word is chosen, and a null key only if its score is higher.
 
@@ -150,6 +157,9 @@ def _read_word_positions(
 
 def diagonal(source: int, target: int) -> frozenset[Link]:
     """Return the links of the diagonal, a baseline for aligners.
+
+        >>> sorted(lm.experiments.diagonal(source=2, target=2))
+        [(0, 0), (1, 1)]
 
     Each target word is linked to the source word at the same fraction of the sentence.
 

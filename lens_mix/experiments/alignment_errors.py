@@ -18,6 +18,10 @@ _LINK = re.compile(r"([0-9]+)([-p])([0-9]+)")
 class GoldAlignment(NamedTuple):
     """The links that annotators gave to one sentence pair.
 
+        >>> sure = frozenset({(0, 0)})
+        >>> gold = lm.experiments.GoldAlignment(sure=sure, possible=sure | {(1, 2)})
+        >>> lm.experiments.alignment_errors([lm.experiments.diagonal(2, 3)], [gold])
+
     Attributes:
         sure: The links that are certain.
         possible: The links that are acceptable, including the sure ones.
@@ -29,6 +33,9 @@ class GoldAlignment(NamedTuple):
 
 def read_gold(path: str | os.PathLike[str], first: int = 1) -> list[GoldAlignment]:
     """Return gold alignments from a file in the Talp format.
+
+        >>> pathlib.Path("gold.talp").write_text("1-1 2p3")
+        >>> lm.experiments.read_gold("gold.talp")
 
     Each line is one sentence pair, in which `3-4` is a sure link and `3p4` a possible one.
 
@@ -116,6 +123,9 @@ class AlignmentErrors:
 
 def alignment_errors(alignments: Iterable[Iterable[Link]], gold: Sequence[GoldAlignment]) -> AlignmentErrors:
     """Return the errors of a corpus's alignments, compared with gold alignments.
+
+        >>> gold = lm.experiments.GoldAlignment(frozenset({(0, 0)}), frozenset({(0, 0), (1, 1)}))
+        >>> lm.experiments.alignment_errors([{(0, 0), (1, 1)}], [gold])
 
     Args:
         alignments: For each sentence pair, its links.

@@ -139,6 +139,10 @@ def attention_statistics(
 ) -> AttentionStatistics:
     """Return the relative positions and groups of tokens that each head attends to, and how broadly.
 
+        >>> method = lm.methods.AttentionWeights(per_head=True)
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", method)
+        >>> lm.experiments.attention_statistics(m)
+
     The statistics are those of Clark et al. (2019, section 3). Rows are divided by their sum first. Every
     query counts once, so longer prompts count more. In maps of cross-attention (`part="cross"`) the groups
     are of keys, the source's tokens, and there are no offsets.

@@ -43,6 +43,9 @@ _TIE = 1e-5
 def roc_area(scores: Float[Tensor, "*shape"], truth: Bool[Tensor, "*shape"]) -> float:
     """Return the area under the ROC curve.
 
+        >>> lm.experiments.roc_area(torch.tensor([0.1, 0.7, 0.2]), torch.tensor([False, True, True]))
+        1.0
+
     It is the probability that a true entry scores above a false one, where ties count half (the Mann-Whitney
     U divided by the number of pairs). It is 1 if all true entries are on top, 0.5 for constant scores, and 0
     if all are at the bottom. It is NaN if no entry is true, or none is false.
@@ -112,6 +115,9 @@ def score_constructed(
     progress: bool = False,
 ) -> pd.DataFrame:
     """Score methods on constructed models, whose routes are known.
+
+        >>> copy = lm.experiments.constructed_models()["copy"]
+        >>> lm.experiments.score_constructed(["attention", "value_zeroing"], [copy], count=2)
 
     Maps with signs are scored and aggregated by their absolute values. ALTI-Logit is first summed over
     layers. A method with a target explains the model's prediction at the answer. The method "position" is a

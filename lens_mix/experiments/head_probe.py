@@ -83,6 +83,10 @@ def probe_heads(
 ) -> HeadProbe:
     """Return how often each head attends most to the right token of a pair (Clark et al. 2019, section 4).
 
+        >>> method = lm.methods.AttentionWeights(per_head=True)
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", method)
+        >>> lm.experiments.probe_heads(m, [(3, 2), (7, 6)]).best
+
     A head's answer is the key with the largest weight, not counting the query itself; if several are equal,
     it is the first. A row without weight at other keys has no answer and counts as wrong. For relations
     between words, merge the maps first (`.merge_words()`: sum over keys, mean over queries, as in the paper).

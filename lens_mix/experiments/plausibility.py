@@ -28,6 +28,10 @@ def blimp_cases(
 ) -> list[Case]:
     """Return minimal pairs of BLiMP (Warstadt et al., TACL 2020) as cases, for causal models.
 
+        >>> cases = lm.experiments.blimp_cases(model, "determiner_noun_agreement_1.jsonl", count=100)
+        >>> task = lm.evaluation.Cues(cases, leave_out=(0,))
+        >>> print(lm.evaluate(model, task, ["attention", "value_zeroing"]))
+
     The prompt is the prefix. The target is the logit difference of the good and the bad word, by their first
     tokens. Pairs whose first tokens are equal are left out. The relevant tokens are all tokens of the words
     that decide: the determiner before a noun, and otherwise the words of the subject.
@@ -124,6 +128,10 @@ def planted_facts(
     model: TransformerLensModel, count: int = 40, *, sentences: int = 6, seed: int = 0
 ) -> list[Case]:
     """Return long prompts in which one planted sentence has the answer, as cases for causal models.
+
+        >>> cases = lm.experiments.planted_facts(model, count=8)
+        >>> task = lm.evaluation.Cues(cases, leave_out=(0,))
+        >>> print(lm.evaluate(model, task, ["attention", "gim"]))
 
     Sentences on other subjects surround "Anna lives in the city of Rome.", and the prompt ends with the
     beginning of that sentence. Only prompts that the model completes with the planted word are returned. The

@@ -88,6 +88,9 @@ def residuals_at(
 ) -> Float[Tensor, "layer prompt d_model"]:
     """Return the residual stream after every block, at one position of every prompt.
 
+        >>> prompts = ["The Eiffel Tower is in the city of", "Anna lives in Rome. Anna lives in"]
+        >>> lm.experiments.residuals_at(model, prompts).shape
+
     Args:
         model: As in `lm.run`.
         prompts: As in `lm.run`, at least one.
@@ -128,6 +131,10 @@ def probe_layers(
     seed: int = 0,
 ) -> Probing:
     """Fit a linear probe per layer for a feature, with its control task.
+
+        >>> subjects = ["The key", "The keys", "The tower", "The towers", "The film", "The films"]
+        >>> states = lm.experiments.residuals_at(model, [f"{subject} that Anna saw" for subject in subjects])
+        >>> lm.experiments.probe_layers(states, values=[0, 1] * 3, types=subjects)
 
     A probe is a logistic regression on standardised features. It is fitted to the prompts that are not held
     out, and minimises Σ cross-entropy + penalty/2 · ‖weights‖² (as scikit-learn does with C = 1/penalty).
@@ -184,6 +191,11 @@ def probe_layers(
 
 def probing_agreement(probing: Probing, mixed: Float[Tensor, "layer prompt"]) -> ProbingAgreement:
     """Measure whether a map shows that the cue is mixed in where the probes find it.
+
+        >>> subjects = ["The key", "The keys", "The tower", "The towers", "The film", "The films"]
+        >>> states = lm.experiments.residuals_at(model, [f"{subject} that Anna saw" for subject in subjects])
+        >>> probing = lm.experiments.probe_layers(states, values=[0, 1] * 3, types=subjects)
+        >>> lm.experiments.probing_agreement(probing, torch.rand(states.shape[:2]))
 
     Args:
         probing: The probes of every layer of the map.

@@ -39,6 +39,9 @@ Predict = Callable[[Sequence["Example"]], Sequence[Hashable]]
 class Example:
     """One labelled prompt.
 
+        >>> example = lm.experiments.Example.read(model, "A fine film.", label="positive")
+        >>> example.tokens
+
     Attributes:
         tokens: The token numbers, special tokens included.
         label: The right class.
@@ -69,7 +72,7 @@ class Example:
             model: The model whose tokenizer reads the prompt.
             prompt: As in `lm.run`.
             label: The right class.
-            **options: Those of `read_prompt`.
+            **options: As in `lm.run`.
         """
         return cls(tuple(read_tokens(model, prompt, **options).tolist()), label)
 
@@ -131,6 +134,9 @@ def extract_triggers(
 ) -> list[Trigger]:
     """Return the triggers of a data set, the strongest first.
 
+        >>> examples = [lm.experiments.Example.read(model, "A fine film.", label="positive")]
+        >>> lm.experiments.extract_triggers(model, examples, least=0.0)
+
     For each example, the head with the largest attribution of all layers is chosen, and in it the two largest
     entries. Their tokens are the trigger, without special tokens. As in the released code, a trigger is
     dropped if its two entries sum to less than `least`, and it has only the first pair if the second entry is
@@ -171,6 +177,11 @@ def extract_triggers(
 
 def insert_trigger(trigger: Trigger, example: Example, special: Collection[int] = ()) -> Example:
     """Return the example with the trigger's tokens, at the same relative positions of the same segments.
+
+        >>> good = lm.experiments.Example.read(model, "A fine film.", label="positive")
+        >>> bad = lm.experiments.Example.read(model, "A bad film.", label="negative")
+        >>> (trigger,) = lm.experiments.extract_triggers(model, [good], least=0.0)
+        >>> lm.experiments.insert_trigger(trigger, bad).tokens
 
     Args:
         trigger: The trigger.
@@ -236,6 +247,12 @@ def trigger_report(
 ) -> TriggerReport:
     """Measure a metric before and after each trigger is inserted, per class.
 
+        >>> texts = {"A fine film.": "positive", "A bad film.": "negative"}
+        >>> examples = [lm.experiments.Example.read(model, text, label) for text, label in texts.items()]
+        >>> triggers = lm.experiments.extract_triggers(model, examples, least=0.0)
+        >>> predict = lm.experiments.predict_by_token(model, {"positive": 5, "negative": 6})
+        >>> lm.experiments.trigger_report(examples, triggers, predict)
+
     The example that a trigger comes from is left out.
 
     Args:
@@ -276,6 +293,9 @@ def predict_by_token(
     model: TransformerLensModel, choices: Mapping[Hashable, int | Sequence[int]], position: int = -1
 ) -> Predict:
     """Return a function that predicts the class whose tokens have the largest logit.
+
+        >>> predict = lm.experiments.predict_by_token(model, {"positive": 5, "negative": 6})
+        >>> predict([lm.experiments.Example.read(model, "A fine film.", label="positive")])
 
     If a class has several tokens, its largest logit counts.
 

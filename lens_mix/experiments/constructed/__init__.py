@@ -16,5 +16,9 @@ __all__ = ["ConstructedModel", "Routes", "constructed_models"]
 
 
 def constructed_models() -> dict[str, ConstructedModel]:
-    """Return all constructed models by their names."""
+    """Return all constructed models by their names.
+
+    >>> copy = lm.experiments.constructed_models()["copy"]
+    >>> copy.description
+    """
     return {model.name: model for model in (*by_hand(), *compiled())}
