@@ -3,25 +3,29 @@
 The maps of this library answer a question, layer by layer: which token's information went into which token's
 representation? Load a model with TransformerLens, then:
 
-    import lens_mix as lm
+    >>> import lens_mix as lm
+    >>> m = lm.run(model, "The Eiffel Tower is in the city of", "value_zeroing")
+    >>> m.scores                  # [layer, query, key], raw
+    >>> m.normalized().top(5)     # the keys that the last position used most, in the last layer
+    >>> lm.rollout(m)             # input maps: from each position down to the input tokens
+    >>> lm.flow(m)                # input maps by maximum flow
 
-    m = lm.run(model, "The Eiffel Tower is in the city of", "value_zeroing")
-    m.scores                      # [layer, query, key], raw
-    m.normalized().top(5)         # the keys that the last position used most, in the last layer
-    lm.rollout(m)                 # input maps: from each position down to the input tokens
-    lm.flow(m)                    # input maps by maximum flow
+One clean pass serves several methods, and many prompts run in batches:
 
-    maps = lm.run(model, tokens, ["attention", lm.methods.ValueZeroing(metric="euclidean")])  # one clean pass
-    for m in lm.run_many(model, prompts, "value_zeroing", batch_size=16): ...          # many prompts
-    lm.table(lm.run_many(model, prompts, "value_zeroing", queries=[-1]), keys=cues)    # means with intervals
+    >>> prompts, cues = ["Anna lives in Rome", "Ben lives in Oslo"], ["Anna", "Ben"]
+    >>> maps = lm.run(model, prompts[0], ["attention", lm.methods.ValueZeroing(metric="euclidean")])
+    >>> many = lm.run_many(model, prompts, "value_zeroing", queries=[-1], batch_size=16)
+    >>> lm.table(many, keys=cues)  # means over the prompts, with intervals
 
-    lm.check(model, prompt)       # the verification: every block is rebuilt from its components
-    lm.support(model)             # which methods run on this model, and why others do not
+A model is verified before it is used:
+
+    >>> lm.check(model, "The Eiffel Tower is in the city of")  # every block is rebuilt from its components
+    >>> lm.support(model)         # which methods run on this model, and why others do not
 
 The hooks of the methods can also be used alone, together with your own hooks:
 
-    from lens_mix.hooks import zero_values
-    model.run_with_hooks(tokens, fwd_hooks=[zero_values(layer=3, position=5)])
+    >>> from lens_mix.hooks import zero_values
+    >>> model.run_with_hooks(tokens, fwd_hooks=[zero_values(layer=1, position=2)])
 """
 
 from typing import Any

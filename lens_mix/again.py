@@ -22,6 +22,9 @@ def run_again(
 ) -> MixingMap:
     """Compute a map of `lm.run` again from its record, for example with a new release or other weights.
 
+        >>> lm.run(model, "The Eiffel Tower is in the city of", "attention").save("map.safetensors")
+        >>> lm.run_again(model, lm.MixingMap.load("map.safetensors"))
+
     The record contains the method with its parameters, the tokens, the rows, the layers, the part of an
     encoder-decoder and the engine. For a map that was merged or aggregated, the result is the layer maps from
     which it was made.

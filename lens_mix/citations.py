@@ -14,6 +14,8 @@ _AGGREGATIONS = dict.fromkeys(("flow", "rollout"), "abnar-zuidema-2020-quantifyi
 def citation(name: str) -> str:
     """Return the BibTeX of the paper of a method or an aggregation.
 
+        >>> print(lm.citation("value_zeroing"))
+
     Args:
         name: The name of the method, as for `lm.run`, or "flow" or "rollout".
 

@@ -13,6 +13,9 @@ from lens_mix.runner import run
 def support(model: TransformerLensModel, *, part: str | None = None) -> Support:
     """Return a table of all methods: the engine that "auto" uses on this model, or the reason for an error.
 
+        >>> print(lm.support(model))
+        >>> lm.support(model)["decompx"]
+
     Args:
         model: Any TransformerLens model.
         part: The part of an encoder-decoder: "encoder" (default), "decoder", "cross" or "joint".

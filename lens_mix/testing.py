@@ -46,6 +46,8 @@ _DTYPES = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 def check_method(method: Method | type[Method], model: TransformerLensModel | None = None) -> None:
     """Check a new method for the properties that all methods of the library have.
 
+        >>> lm.testing.check_method(lm.methods.ValueNorms(per_head=True), model)
+
     The class attributes are checked first. The method then runs on a few tiny random models, or on yours:
 
     - Its map is finite, is not zero, has no weight on hidden keys, and is the same in a second run.
@@ -79,9 +81,9 @@ def method_checks(
 
     The models are made when the first check runs:
 
-        @pytest.mark.parametrize("check", lm.testing.method_checks(MyMethod), ids=str)
-        def test_my_method(check):
-            check()
+        >>> @pytest.mark.parametrize("check", lm.testing.method_checks(MyMethod), ids=str)
+        ... def test_my_method(check):
+        ...     check()
 
     Args:
         method: The class of the method, or a method with parameters, as in `check_method`.

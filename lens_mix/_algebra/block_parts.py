@@ -51,6 +51,14 @@ class BlockParts:
 def block_parts(block: Block) -> BlockParts:
     """Split a block's output: attention by key, residual stream, biases, cross-attention, feed-forward.
 
+        >>> class NormOfParts(lm.Method):
+        ...     name, residual, engines = "norm_of_parts", 0.5, ("algebra",)
+        ...     records, needs = frozenset({"pattern", "value"}), frozenset({"projection", "residual"})
+        ...
+        ...     def __call__(self, block):
+        ...         return lm.models.block_parts(block).keys.norm(dim=-1)
+        >>> lm.run(model, "The Eiffel Tower is in the city of", NormOfParts()).top(3)
+
     It is defined for every anatomy, with norms at their scales of the clean pass. In a pre-norm block the
     components are summed as they are. After a norm (post-norm, or one on a branch), each component is the
     norm's linear part of it.

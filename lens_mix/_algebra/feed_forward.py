@@ -97,6 +97,16 @@ def feed_forward_shares(
 ) -> FeedForwardShares:
     """Return a block's plain or gated feed-forward as one linear map per query, at its states.
 
+        >>> class FeedForwardNorm(lm.Method):
+        ...     name, residual, engines = "feed_forward_norm", 0.5, ("algebra",)
+        ...     records = frozenset({"pattern", "value"})
+        ...     needs = frozenset({"projection", "residual", "feed_forward"})
+        ...
+        ...     def __call__(self, block):
+        ...         keys = lm.models.block_parts(block).keys
+        ...         return lm.models.feed_forward_shares(block).share(keys).norm(dim=-1)
+        >>> lm.run(model, "The Eiffel Tower is in the city of", FeedForwardNorm()).top(3)
+
     Args:
         block: A block whose clean pass recorded "pattern" and "value", and whose attention is verified.
         biases: "on_path" or "fixed", see `AtbFf`.

@@ -197,6 +197,16 @@ def states_of(
 ) -> CleanStates:
     """Return the states of a block, which the methods of one run share.
 
+        >>> class AttentionShare(lm.Method):
+        ...     name, residual, engines = "attention_share", 0.5, ("algebra",)
+        ...     records = frozenset({"pattern", "value"})
+        ...
+        ...     def __call__(self, block):
+        ...         states = lm.models.states_of(block)
+        ...         share = states.attention_out.norm(dim=-1) / states.mid.norm(dim=-1)
+        ...         return block.recorded("pattern").mean(dim=1) * share[..., None]
+        >>> lm.run(model, "The Eiffel Tower is in the city of", AttentionShare()).top(3)
+
     Args:
         block: A block whose clean pass recorded "pattern" and "value", and whose attention is verified.
         prompts: The requested prompts of the batch.

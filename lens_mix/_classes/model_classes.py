@@ -23,7 +23,11 @@ class ModelClass(enum.Enum):
 
 
 class TransformerLensModel(Protocol):
-    """What lens_mix uses of every TransformerLens model."""
+    """What lens_mix uses of every TransformerLens model.
+
+    >>> def count_hooks(model: lm.models.TransformerLensModel) -> int:
+    ...     return len(model.hook_dict)
+    """
 
     @property
     def cfg(self) -> Any:
@@ -48,7 +52,13 @@ class TransformerLensModel(Protocol):
 
 
 class UnsupportedModelError(ValueError):
-    """The model, or the method on this model, cannot be used for a correct map; the message says why."""
+    """The model, or the method on this model, cannot be used for a correct map; the message says why.
+
+    >>> try:
+    ...     lm.run(model, "The Eiffel Tower is in the city of", "alti_logit")
+    ... except lm.UnsupportedModelError as error:
+    ...     print(error)
+    """
 
 
 def model_class_of(model: object) -> ModelClass:

@@ -24,6 +24,12 @@ NormKind = Literal["LN", "RMS"]
 class Weights:
     """All weights of a small pre-norm transformer with learned positions and without biases.
 
+        >>> layers = {name: torch.rand(1, 2, 4, 2) for name in ("query", "key", "value")}
+        >>> inputs = {"embedding": torch.rand(9, 4), "positions": torch.rand(5, 4)}
+        >>> outputs = {"output": torch.rand(1, 2, 2, 4), "unembedding": torch.rand(4, 9)}
+        >>> model = lm.models.model_from_weights(lm.models.Weights(**inputs, **layers, **outputs))
+        >>> lm.run(model, torch.tensor([1, 8, 3]), "attention").scores
+
     Attention scores are divided by √d_head.
 
     Attributes:
@@ -55,6 +61,12 @@ class Weights:
 
 def model_from_weights(weights: Weights) -> TransformerLensModel:
     """Return the model in evaluation mode and float32, without a tokenizer.
+
+        >>> layers = {name: torch.rand(1, 2, 4, 2) for name in ("query", "key", "value")}
+        >>> inputs = {"embedding": torch.rand(9, 4), "positions": torch.rand(5, 4)}
+        >>> outputs = {"output": torch.rand(1, 2, 2, 4), "unembedding": torch.rand(4, 9)}
+        >>> model = lm.models.model_from_weights(lm.models.Weights(**inputs, **layers, **outputs))
+        >>> lm.run(model, torch.tensor([1, 8, 3]), "attention").scores
 
     The global random state does not change.
 

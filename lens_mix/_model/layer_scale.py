@@ -27,8 +27,9 @@ def fold_layer_scale(hf_model: Dinov2PreTrainedModel, image_size: int | None = N
     stream by a factor per dimension. The factors become part of the last matrix and bias of each. Both models
     then run on a random picture, and the outputs of every block are compared.
 
-        vit = lm.models.fold_layer_scale(Dinov2Model.from_pretrained(name), image_size=224)
-        model = TransformerBridge.boot_transformers("dinov2", hf_model=vit)
+        >>> from transformers import Dinov2Model
+        >>> vit = lm.models.fold_layer_scale(Dinov2Model.from_pretrained(name), image_size=224)
+        >>> model = TransformerBridge.boot_transformers("dinov2", hf_model=vit)
 
     The result is the body without a classifier. A classifier of the original reads the last hidden state
     after the final norm, so explain it with `lm.targets.head(function, after_final_norm=True)`.

@@ -35,6 +35,9 @@ from lens_mix.hooks.mixing import tolerance
 class Lens:
     """One stack of one TransformerLens model.
 
+        >>> lens = lm.Lens(model)
+        >>> lens.n_layers, lens.n_heads
+
     Args:
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge.
         part: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder. "blocks" or None for

@@ -199,6 +199,8 @@ def _run_batch(
 def prompt_logits(model: TransformerLensModel, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
     """Return the logits of one prompt, in evaluation mode and full precision, without gradients.
 
+        >>> lm.models.prompt_logits(model, "The Eiffel Tower is in the city of")[-1].argmax()
+
     Args:
         model: Any TransformerLens model.
         prompt: The prompt, as in `lens_mix.run`.
