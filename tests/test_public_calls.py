@@ -90,6 +90,8 @@ def test_runs(model, maps, tmp_path):
     assert lm.input_map(model, PROMPT, exact=1).kind == "input"
     first.save(tmp_path / "map.safetensors")
     assert isinstance(lm.MixingMap.load(tmp_path / "map.safetensors"), lm.MixingMap)
+    maps.save(tmp_path / "maps.safetensors")
+    assert list(lm.Maps.load(tmp_path / "maps.safetensors")) == list(maps)
     assert lm.Lens(model).n_layers == 2
     with pytest.raises(lm.UnsupportedModelError, match="without attention"):
         lm.run(bridge("mamba"), torch.tensor([5, 9, 12]), "attention")
@@ -165,6 +167,7 @@ def test_corpora(model, tmp_path):
     assert isinstance(done, lm.corpus.Summary)
     assert len(lm.corpus.load(tmp_path / "corpus")) > 0
     assert len(list(lm.corpus.maps(tmp_path / "corpus"))) == 2
+    assert [prompt for prompt, _ in lm.corpus.by_prompt(tmp_path / "corpus")] == [0, 1]
 
 
 def test_targets(model):
