@@ -144,7 +144,7 @@ def test_groups_without_spans_are_the_prompts_own_positions():
 def test_values_are_zeroed_in_every_layer(model, prompt):
     found = values(model, prompt, ZeroValues(), *REMOVED)
     for positions, value in zip(REMOVED, found, strict=True):
-        hooks = [zero_values(layer, positions=positions) for layer in range(2)] if positions else []
+        hooks = [zero_values(layer, positions) for layer in range(2)] if positions else []
         with torch.no_grad():
             expected = model.run_with_hooks(prompt[None], fwd_hooks=hooks)[0, -1, 7]
         assert value == pytest.approx(float(expected), abs=1e-9)
@@ -154,7 +154,7 @@ def test_keys_are_masked_in_every_layer(model, prompt):
     some = ([], [0], [1, 4], [0, 1, 2, 3, 4])
     found = values(model, prompt, MaskKeys(), *some)
     for positions, value in zip(some, found, strict=True):
-        hooks = [mask_keys(layer, positions=positions) for layer in range(2)] if positions else []
+        hooks = [mask_keys(layer, positions) for layer in range(2)] if positions else []
         with torch.no_grad():
             expected = model.run_with_hooks(prompt[None], fwd_hooks=hooks)[0, -1, 7]
         assert value == pytest.approx(float(expected), abs=1e-9)

@@ -11,8 +11,14 @@ from torch import Tensor
 
 from lens_mix.arguments import check_dense_tensor, check_items, check_whole_number
 
-Position = SupportsIndex | slice | Int[Tensor, "batch"] | Bool[Tensor, "batch key"] | Bool[Tensor, "key"]
-# A tuple comes from `positions=`, the other types from `position=`: errors name the argument that was given.
+Position = (
+    SupportsIndex
+    | Sequence[int]
+    | slice
+    | Int[Tensor, "batch"]
+    | Bool[Tensor, "batch key"]
+    | Bool[Tensor, "key"]
+)
 Chosen = int | slice | Tensor | tuple[int, ...]
 
 
@@ -60,14 +66,14 @@ def read_mask(argument: str, mask: Any) -> Bool[Tensor, "batch head query key"]:
     return mask.detach()[(None,) * (4 - mask.ndim)]
 
 
-def read_position(position: Position | None, positions: Sequence[int] | None) -> Chosen:
-    """Return the one of the two arguments that was given, checked as far as possible without the batch."""
-    if (position is None) == (positions is None):
-        given = "both" if position is not None else "neither"
-        raise TypeError(f"position, positions: expected exactly one of them; got {given}")
-    if positions is not None:
-        listed = check_items("positions", positions, "a sequence of integers", least=1)
-        return tuple(check_whole_number("positions", item, what="an integer") for item in listed)
+def read_position(position: Position) -> Chosen:
+    """Return the position or positions, checked as far as possible without the batch."""
+    if isinstance(position, str):
+        raise TypeError(
+            f"position: expected numbers, because a hook has no tokenizer; got {position!r}; write "
+            f"position=m.positions({position!r}) with a map of the prompt, or "
+            f"lens_mix.models.find_positions(model, prompt, {position!r})"
+        )
     if isinstance(position, slice):
         return position
     if isinstance(position, Tensor) and position.ndim > 0:
@@ -78,12 +84,9 @@ def read_position(position: Position | None, positions: Sequence[int] | None) ->
                 f"got {position.dtype} of shape {tuple(position.shape)}"
             )
         return position.detach().cpu()
-    if isinstance(position, list | tuple | range | set):
-        raise TypeError(
-            f"position: expected an int, a slice or a tensor; got a {type(position).__name__}. For several "
-            "positions in every example use positions=[...] or a slice; for a different position in each "
-            "example use a 1-D integer tensor"
-        )
+    if isinstance(position, Sequence | set | frozenset):
+        listed = check_items("position", position, "an int, a list of them, a slice or a tensor", least=1)
+        return tuple(check_whole_number("position", item, what="an integer") for item in listed)
     return check_whole_number("position", position, what="an integer")
 
 
@@ -104,15 +107,14 @@ def make_position_mask(
     if isinstance(chosen, Tensor) and len(chosen) != batch:
         raise ValueError(
             f"position: expected one position for each of {batch} examples; got {len(chosen)} "
-            "(for several positions in every example use positions=)"
+            "(for several positions in every example use a list)"
         )
-    argument = "positions" if isinstance(chosen, tuple) else "position"
     listed = range(length)[chosen] if isinstance(chosen, slice) else chosen
     positions = torch.as_tensor(listed, dtype=torch.long, device=values.device).reshape(-1)
     for position in (int(positions.min()), int(positions.max())):
         if not -length <= position < length:
             raise ValueError(
-                f"{argument}: expected a position from {-length} to {length - 1}, as there are {length}; "
+                f"position: expected a position from {-length} to {length - 1}, as there are {length}; "
                 f"got {position}"
             )
     is_per_example = isinstance(chosen, Tensor)

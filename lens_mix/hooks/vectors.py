@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ from lens_mix.hooks.mixing import check_mixing, mix
 
 def zero_values(
     layer: int,
-    position: Position | None = None,
+    position: Position,
     *,
-    positions: Sequence[int] | None = None,
     heads: Iterable[int] | int | None = None,
     attention: str = DEFAULT_ATTENTION,
 ) -> HookPair:
@@ -36,11 +35,10 @@ def zero_values(
         layer: The layer, counted from 0.
         position: The positions (of the keys) to zero, in one of these forms:
             an `int`, the same position in every example (negative: from the end);
-            a `slice`, a span of positions, the same in every example;
+            a list of `int` or a `slice`, several positions, zeroed together in every example;
             an integer tensor [batch], a different position in each example;
             a bool tensor [batch key], any set of positions in each example, or [key], the same set in all.
-            A list raises an error, as it could mean one position per example or several in all examples.
-        positions: Instead of `position`: several positions, zeroed together in every example.
+            A text is turned into a list by `MixingMap.positions` or `lens_mix.models.find_positions`.
         heads: The query heads, as `hook_pattern` counts them, for which the value is zeroed. Other query
             heads that share the value head keep the value. None: all heads.
         attention: The name of the attention module, with `{layer}`: `"encoder.{layer}.attn"`,
@@ -68,7 +66,7 @@ def zero_values(
         in_two_heads = model.run_with_hooks(tokens, fwd_hooks=[zero_values(1, 2, heads=[0, 3])])
         ```
     """
-    chosen = read_position(position, positions)
+    chosen = read_position(position)
     if heads is None:
         return _ZeroValues(layer, attention, chosen)._make_pair()
     return _ZeroValuesOfHeads(layer, attention, chosen, read_heads(heads))._make_pair()

@@ -92,7 +92,7 @@ def test_another_position_in_each_row_is_what_each_row_gets_alone(case: Case) ->
 def test_a_span_is_zeroed_as_one(case: Case) -> None:
     mask = zero_mask(case, {0: [1, 2], 1: [1, 2]})
     assert_zeroed(case, zero_values(LAYER, slice(1, 3), attention=case.attention), mask)
-    assert_zeroed(case, zero_values(LAYER, positions=[2, 1], attention=case.attention), mask)
+    assert_zeroed(case, zero_values(LAYER, [2, 1], attention=case.attention), mask)
     assert_zeroed(case, zero_values(LAYER, mask[0, :, 0], attention=case.attention), mask)
 
 
@@ -277,16 +277,13 @@ def test_heads_that_share_values_are_refused_with_cached_keys() -> None:
 
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({}, TypeError, "expected exactly one of them; got neither"),
-    ({"position": 1, "positions": [1]}, TypeError, "expected exactly one of them; got both"),
-    ({"position": [1, 2]}, TypeError, "position: expected an int, a slice or a tensor; got a list"),
+    ({"position": " Italy"}, TypeError, "write position=m.positions(' Italy') with a map of the prompt"),
     ({"position": True}, TypeError, "position: expected an integer, got True"),
     ({"position": 1.0}, TypeError, "position: expected an integer, got 1.0"),
     ({"position": torch.tensor([1.0])}, TypeError, "got torch.float32 of shape (1,)"),
     ({"position": torch.tensor([[1]])}, TypeError, "got torch.int64 of shape (1, 1)"),
-    ({"positions": []}, ValueError, "positions: expected at least one (a sequence of integers)"),
-    ({"positions": 3}, TypeError, "positions: expected a sequence of integers, got 3"),
-    ({"positions": "12"}, TypeError, "positions: expected a sequence of integers"),
+    ({"position": []}, ValueError, "position: expected at least one (an int, a list of them, a slice or a"),
+    ({"position": [1, "2"]}, TypeError, "position: expected an integer, got '2'"),
     ({"position": 1, "heads": []}, ValueError, "heads: expected at least one (query heads as integers)"),
     (
         {"position": 1, "heads": [-1]},
@@ -315,7 +312,7 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exceptio
 BAD_IN_THE_PASS: list[tuple[dict[str, Any], str]] = [
     ({"position": 7}, "position: expected a position from -7 to 6, as there are 7; got 7"),
     ({"position": -8}, "got -8"),
-    ({"positions": [1, 9]}, "positions: expected a position from -7 to 6"),
+    ({"position": [1, 9]}, "position: expected a position from -7 to 6"),
     ({"position": slice(7, 9)}, "position: expected a slice of 7 positions"),
     (
         {"position": torch.tensor([1, 2, 3])},

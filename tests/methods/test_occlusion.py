@@ -185,7 +185,7 @@ def test_groups_without_values_and_hidden_groups_against_whole_passes(build, by)
 
     def target(key):
         layers = () if key is None else range(model.cfg.n_layers)
-        hooks = [hook(layer, positions=SPANS[key]) for layer in layers]
+        hooks = [hook(layer, SPANS[key]) for layer in layers]
         with torch.no_grad():
             logits = model.run_with_hooks(tokens[None], fwd_hooks=hooks)[0]
         return at_tokens(logits.log_softmax(-1), predicted)[None]
