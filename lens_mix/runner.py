@@ -16,7 +16,7 @@ from lens_mix._care.raw_errors import LibraryErrors
 from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError, reads_features
 from lens_mix._inputs.batches import PaddingSide, Prompt, group_by_length
 from lens_mix._inputs.prompts import further_inputs, is_causal_model, read_encoding
-from lens_mix._inputs.rows import Selection
+from lens_mix._inputs.rows import Positions, Selection
 from lens_mix._model.model import Lens
 from lens_mix._model.parts import parts_of
 from lens_mix._model.stacks import choose_stack
@@ -64,7 +64,7 @@ def run(
     prompt: Any,
     methods: MethodLike | Sequence[MethodLike],
     *,
-    queries: Selection | None = None,
+    queries: Positions | None = None,
     layers: Selection | None = None,
     part: str | None = None,
     engine: str = "auto",
@@ -86,10 +86,11 @@ def run(
         methods: A name ("attention", "value_zeroing"), a method with its parameters
             (`lm.methods.ValueZeroing(metric="euclidean")`), or several of these. `lm.METHODS` lists the names
             and classes; a class, or the name of one, is the method with its defaults.
-        queries: The positions of the rows to compute: a number, several numbers or a slice. Negative numbers
-            count from the end of the prompt. None: all.
-        layers: The layers to compute, in the same form. None: all layers with attention; `m.layers` lists
-            them.
+        queries: The positions of the rows to compute: a number, a text of the prompt (" Italy", all of its
+            tokens; `MixingMap.positions` explains how it is found), a slice, or several of these. Negative
+            numbers count from the end of the prompt. None: all.
+        layers: The layers to compute: a number, several numbers or a slice. None: all layers with attention;
+            `m.layers` lists them.
         part: The part of an encoder-decoder: "encoder" (default), "decoder", or "cross" (the decoder's
             cross-attention, with the target's tokens as queries and the source's as keys). "all": these
             three. "joint", for input maps by gradients and occlusion: the target's tokens are the queries,
@@ -145,7 +146,7 @@ def plan(
     prompt: Any,
     methods: MethodLike | Sequence[MethodLike],
     *,
-    queries: Selection | None = None,
+    queries: Positions | None = None,
     layers: Selection | None = None,
     part: str | None = None,
     engine: str = "auto",
@@ -200,7 +201,7 @@ def run_many(
     methods: MethodLike | Sequence[MethodLike],
     *,
     batch_size: int = 16,
-    queries: Selection | None = None,
+    queries: Positions | None = None,
     layers: Selection | None = None,
     part: str | None = None,
     engine: str = "auto",

@@ -31,7 +31,7 @@ from lens_mix._classes.model_classes import (
 )
 from lens_mix._inputs.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix._inputs.prompts import pad_token, read_prompt
-from lens_mix._inputs.rows import Rows, Selection, read_selection
+from lens_mix._inputs.rows import Positions, Rows, Selection, has_text, read_selection
 from lens_mix._inputs.token_strings import token_strings
 from lens_mix._model.model import Lens
 from lens_mix._passes.backward_rules import BackwardRules, PlainRules
@@ -64,7 +64,7 @@ class Session:
         part: The part of an encoder-decoder: "encoder", "decoder", "cross" or "joint".
         engine: "auto", "hooks" or "algebra", for all methods or by their labels. "auto" for any other label.
         max_memory: The number of bytes for the temporary tensors of one chunk. None: no bound.
-        queries: The positions of the rows to compute. None: all.
+        queries: The positions of the rows to compute, or texts. None: all.
         layers: The layers to compute. None: all layers with attention.
         progress: True: show bars over passes. False: warn before many passes. None: neither.
 
@@ -82,7 +82,7 @@ class Session:
         part: str | None = None,
         engine: str | Mapping[str, str] = "auto",
         max_memory: int | None = None,
-        queries: Selection | None = None,
+        queries: Positions | None = None,
         layers: Selection | None = None,
         progress: bool | None = None,
     ) -> None:
@@ -116,7 +116,11 @@ class Session:
         """Return a prompt as tokens and inputs; options are those of `read_prompt`."""
         stack = self.lens.stack.name if self.lens.stack.reads_target else None
         with reading(self.lens.model):
-            return read_prompt(self.lens.model, self.lens.model_class, prompt, target_for=stack, **options)
+            read = read_prompt(self.lens.model, self.lens.model_class, prompt, target_for=stack, **options)
+        if has_text(self.queries):
+            # A prompt of many that does not contain a text is named by its error here, as it is read alone.
+            read_selection(self.queries, len(self.mapped_tokens(read)), "queries", lambda: self.tokens(read))
+        return read
 
     def batches(self, prompts: list[Prompt], side: PaddingSide = "right") -> list[list[Prompt]]:
         """Return the prompts as one batch, or as batches of one prompt.
@@ -155,6 +159,12 @@ class Session:
     def mapped_tokens(self, prompt: Prompt) -> Int[Tensor, " pos"]:
         """Return the tokens that the mapped part reads."""
         return self.lens.stack.mapped_tokens(prompt)
+
+    def tokens(self, prompt: Prompt) -> list[str]:
+        """Return the tokens that the mapped part reads as strings."""
+        if prompt.labels:
+            return list(prompt.labels)
+        return prompt.label(token_strings(self.lens.model, self.mapped_tokens(prompt)))
 
     def key_tokens(self, prompt: Prompt) -> Int[Tensor, " key"]:
         """Return the tokens of the keys."""
@@ -270,7 +280,8 @@ class Session:
             for layer in self.recorded_layers
         }
         real = batch.real_positions(lens.stack.name)
-        rows = None if self.queries is None else Rows.of(self.queries, real)
+        tokens = [functools.partial(self.tokens, prompt) for prompt in batch.prompts]
+        rows = None if self.queries is None else Rows.of(self.queries, real, tokens)
         rules = self._choose_rules(batch, verification, has_hooks=has_hooks)
         last = self._find_last(rules)
         return PassPlan(
@@ -598,10 +609,7 @@ class CheckedPass:
 
     def tokens(self, index: int) -> list[str]:
         """Return the tokens of one prompt that the mapped part reads, as strings."""
-        prompt = self.clean.batch.prompts[index]
-        if prompt.labels:
-            return list(prompt.labels)
-        return prompt.label(token_strings(self.session.lens.model, self.token_ids(index)))
+        return self.session.tokens(self.clean.batch.prompts[index])
 
     def key_tokens(self, index: int) -> list[str] | None:
         """Return the tokens of the keys as strings, or None if the keys are the queries' own tokens."""

@@ -274,7 +274,8 @@ def explained() -> Iterator[Case]:
         targets.next_token,
     ):
         given = {"label": 3} if function is targets.loss else {}
-        yield from each(function, "position", NO_WHOLE, **given)
+        # A text is one of the prompt, which only a run knows.
+        yield from each(function, "position", NO_WHOLE[1:], **given)
     yield from each(targets.span, "start", (*NO_WHOLE, None))
     yield from each(targets.span, "stop", NO_WHOLE, start=1)
     for function in (targets.predicted, targets.class_, targets.masked_token):
@@ -296,6 +297,7 @@ def explained() -> Iterator[Case]:
         targets.token(99),
         targets.token("w3 w4"),
         targets.token(3, position=9),
+        targets.token(3, position="w49"),
         targets.masked_token(3),
     ):
         is_mask = isinstance(wrong, type(targets.masked_token(3)))
@@ -849,10 +851,8 @@ def hooked() -> Iterator[Case]:
             for case in each(function, argument, values, **given):
                 yield case._replace(label=f"{name}{case.label[case.label.index('(') :]}")
     zero, scale = single(hooks.zero_values, 0), single(hooks.scale_pattern, 0)
-    yield from each(
-        zero, "position", (None, "0", 1.5, True, [0], {}, torch.tensor(0.5), torch.ones(2, 2), NAN)
-    )
-    yield from each(zero, "positions", ("01", 3, [1.5], [], [True], {0: 1}, slice(2)))
+    numbers = (None, "0", 1.5, True, {}, {0: 1}, torch.tensor(0.5), torch.ones(2, 2), NAN)
+    yield from each(zero, "position", (*numbers, [1.5], [], [True], ["0"]))
     yield from each(single(zero, 0), "heads", ("01", 1.5, [1.5], [], [-1], [True], {0: 1}))
     yield from each(
         scale, "factor", (*NO_NUMBER, None, torch.ones(2, 2), torch.tensor(True), torch.tensor([NAN]))

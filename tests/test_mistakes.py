@@ -103,7 +103,7 @@ MISTAKES = {
     ),
     "a token that is not there": (
         lambda model: lm.run(model, PROMPT, "attention").top(query="Paris"),
-        "expected a token that occurs once in",
+        "expected a text that the prompt contains, got 'Paris'",
     ),
     "numbers in brackets": (
         lambda model: lm.run(model, PROMPT, "attention")[1, 3],

@@ -92,6 +92,7 @@ def test_runs(model, maps, tmp_path):
     assert isinstance(lm.MixingMap.load(tmp_path / "map.safetensors"), lm.MixingMap)
     maps.save(tmp_path / "maps.safetensors")
     assert list(lm.Maps.load(tmp_path / "maps.safetensors")) == list(maps)
+    assert lm.models.find_positions(model, PROMPT, [-1, 0]) == [len(first.tokens) - 1, 0]
     assert lm.Lens(model).n_layers == 2
     with pytest.raises(lm.UnsupportedModelError, match="without attention"):
         lm.run(bridge("mamba"), torch.tensor([5, 9, 12]), "attention")

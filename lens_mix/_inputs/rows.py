@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from jaxtyping import Bool, Int
@@ -13,9 +13,13 @@ from lens_mix.arguments import check_items, check_layer, check_slice, check_whol
 
 # A selection is a number, several numbers in any form, or a slice. Negative numbers count from the end.
 Selection = int | slice | Iterable[int] | Tensor
+# Positions are selected in the same way, and by texts of the prompt.
+Positions = int | str | slice | Iterable[int | str | slice] | Tensor
 
 
-def read_selection(selection: Selection | None, count: int, name: str) -> list[int] | None:
+def read_selection(
+    selection: Positions | None, count: int, name: str, tokens: Callable[[], Sequence[str]] | None = None
+) -> list[int] | None:
     """Return the selected numbers, each from 0 to count - 1, in the order of the selection.
 
     Args:
@@ -23,13 +27,14 @@ def read_selection(selection: Selection | None, count: int, name: str) -> list[i
             None: all.
         count: The number of things to select from.
         name: The name of the argument, for errors.
+        tokens: Returns the tokens of all positions, of which texts may select some; None: no texts.
 
     Returns:
         The numbers; None if `selection` is None.
 
     Raises:
         TypeError: If they are not whole numbers.
-        ValueError: If a number is out of range or occurs twice, or if there is none.
+        ValueError: If a number is out of range or occurs twice, if there is none, or a text is not found.
     """
     if selection is None:
         return None
@@ -38,6 +43,10 @@ def read_selection(selection: Selection | None, count: int, name: str) -> list[i
     else:
         what = "whole numbers or a slice"
         listed = check_items(name, selection, what, alone=True)
+        if tokens is not None and has_text(listed):
+            from lens_mix.maps.spans import find_positions
+
+            return find_positions(tokens(), listed, name)
         if name == "layers":
             chosen = [check_layer(name, number, range(count), what) for number in listed]
         else:
@@ -47,6 +56,13 @@ def read_selection(selection: Selection | None, count: int, name: str) -> list[i
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"{name}: expected each one once, got {chosen}")
     return chosen
+
+
+def has_text(selection: object) -> bool:
+    """Return whether a selection is a text, or contains one."""
+    if isinstance(selection, (list, tuple)):
+        return any(isinstance(item, str) for item in selection)
+    return isinstance(selection, str)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,19 +78,29 @@ class Rows:
     positions: Int[Tensor, "batch query"]
 
     @classmethod
-    def of(cls, queries: Selection, real: Bool[Tensor, "batch pos"]) -> Rows:
+    def of(
+        cls,
+        queries: Positions,
+        real: Bool[Tensor, "batch pos"],
+        tokens: Sequence[Callable[[], Sequence[str]]],
+    ) -> Rows:
         """Return the rows that `queries` selects in each prompt.
 
         Args:
             queries: The selection.
             real: Which positions of the batch are not padding.
+            tokens: For each prompt, a function that returns the tokens of its positions.
 
         Raises:
             TypeError: If the selection has no whole numbers.
-            ValueError: If a position is out of range or occurs twice, or if there is none.
+            ValueError: If a position is out of range or occurs twice, if there is none, or a text is not
+                found.
         """
         real_positions = [is_real.nonzero()[:, 0] for is_real in real]
-        chosen = [read_selection(queries, len(each), "queries") or [] for each in real_positions]
+        chosen = [
+            read_selection(queries, len(each), "queries", texts) or []
+            for each, texts in zip(real_positions, tokens, strict=True)
+        ]
         # All prompts need the same number of rows for one tensor. The repeated rows are removed later.
         longest = max(map(len, chosen))
         filled = [rows + rows[-1:] * (longest - len(rows)) for rows in chosen]

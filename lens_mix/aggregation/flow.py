@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ from lens_mix.aggregation.rollout import (
 from lens_mix.arguments import check_choice, check_flags, check_whole_number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import normalise_rows
-from lens_mix.maps.positions import as_positions
+from lens_mix.maps.spans import Span, find_positions
 
 # Rounding to whole numbers changes a flow by less than this, so closer flows count as equal.
 _TOLERANCE = 1e-7
@@ -45,7 +44,7 @@ def flow(
     *,
     normalize: bool = True,
     layer: int | None = None,
-    queries: Sequence[int] | int | None = None,
+    queries: Span | None = None,
     residual: float | None = None,
     receptive_field: bool = False,
     drop_bos: bool = False,
@@ -72,7 +71,8 @@ def flow(
         normalize: Whether to divide each row by its sum, as the paper's code does. False: flows from 0 to 1.
         layer: The label of the layer from whose positions to flow (negative: from the end). None: from every
             layer, as in `rollout`. The last layer alone takes a fraction of the time.
-        queries: The positions from which to flow (negative: from the end). None: all.
+        queries: The positions from which to flow (negative: from the end), or a text of the prompt. None:
+            all.
         residual: The residual weight, as in `rollout`.
         receptive_field: Whether to divide by the flow of uniform attention under the same mask. The formula
             is ours; the documentation derives it.
@@ -98,7 +98,7 @@ def flow(
     if receptive_field:
         require_no_joint(stack, "receptive_field")
     processes = check_whole_number("processes", processes, 1)
-    chosen = as_positions(slice(None) if queries is None else queries, len(stack.tokens))
+    chosen = find_positions(stack.tokens, slice(None) if queries is None else queries, "queries")
     levels = list(range(1, len(stack.scores) + 1)) if layer is None else [len(stack.scores)]
     work: dict[str, Any] = {"solver": solver, "processes": processes, "progress": progress}
     capacities = stack.scores.cpu().numpy()

@@ -58,8 +58,8 @@ def table(
             prompt. A list has one entry per prompt: a position, a text, or several of these. A function
             returns such an entry for a map. A dict of named keys, {"subject": subjects, "cue": cues}, adds
             a column `keys`.
-        query: The row: a position or a token that occurs once, a list with one of these per prompt, or a
-            function of the map. None: the default row of each map.
+        query: The row: a position or a text, of which the last token is meant, a list with one of these per
+            prompt, or a function of the map. None: the default row of each map.
         unit: "share": each row is divided by the sum of its magnitudes. "raw": scores as the method defines
             them.
         confidence: The confidence of the intervals, 0 to 1.

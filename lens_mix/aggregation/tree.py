@@ -11,7 +11,8 @@ from torch import Tensor
 from lens_mix.aggregation.rollout import require_chain, to_float64
 from lens_mix.arguments import check_choice, check_flags, check_number, describe_value
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import Dropped, find_query, kept_positions
+from lens_mix.maps.positions import Dropped, kept_positions
+from lens_mix.maps.spans import find_query
 
 if TYPE_CHECKING:
     import networkx
@@ -50,8 +51,8 @@ def attribution_tree(
         mixing_map: Layer maps `[layer, query, key]`, or with heads. Scores may be negative.
         threshold: τ, 0 to 1, as a share of the largest score of the layer.
         cost: λ, 0 or more, in the unit of the scores.
-        root: The position or token of the root. None: the token whose positive off-diagonal scores have the
-            largest sum over all layers.
+        root: The position of the root, or a text of the prompt, of which the last token is meant. None: the
+            token whose positive off-diagonal scores have the largest sum over all layers.
         special: Positions or tokens that are never the root and add no tokens. They do not count in a layer's
             largest score, but can be added themselves ([CLS] in the paper's code).
         top_layer: The label of the layer to start from (negative: from the end). None: the last.

@@ -13,7 +13,8 @@ from torch import Tensor
 from lens_mix.arguments import check_instance, check_items, check_whole_number
 from lens_mix.evaluation.agreement import spearman, top_k_overlap
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import Queries, as_positions, shorten
+from lens_mix.maps.positions import shorten
+from lens_mix.maps.spans import Span, find_positions
 
 if TYPE_CHECKING:
     import pandas
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def compare(
     maps: Mapping[str, MixingMap] | Sequence[MixingMap],
     *,
-    queries: Queries | None = None,
+    queries: Span | None = None,
     k: int = 5,
     drop_first: bool = False,
 ) -> pandas.DataFrame:
@@ -39,8 +40,8 @@ def compare(
         maps: Two or more maps over the same tokens, by label or as a list (then their labels are their
             methods). All are layer maps, or all are input maps (`lm.rollout`, `lm.input_map`). The layers
             that both maps of a pair have are compared. Two input maps of one layer each are always compared.
-        queries: The rows to compare, as in `lm.run`. None: all rows that both maps have and that can see more
-            than `k` keys.
+        queries: The rows to compare, as positions or texts, as in `lm.run`. None: all rows that both maps
+            have and that can see more than `k` keys.
         k: The number of the highest keys that are compared, at least 1.
         drop_first: Whether position 0 is left out of the keys. In many maps it has the highest scores.
 
@@ -130,10 +131,10 @@ def _select_common_layers(
     return one.select_layers(common), other.select_layers(common)
 
 
-def _find_common_rows(one: MixingMap, other: MixingMap, queries: Queries | None) -> list[int]:
+def _find_common_rows(one: MixingMap, other: MixingMap, queries: Span | None) -> list[int]:
     """Return the positions whose rows are compared."""
     if queries is not None:
-        return as_positions(queries, len(one.tokens))
+        return find_positions(one.tokens, queries, "queries")
     common = [position for position in one.query_positions if position in other.query_positions]
     if not common:
         raise ValueError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from lens_mix._classes.model_classes import TransformerLensModel
-from lens_mix._inputs.rows import Selection
+from lens_mix._inputs.rows import Positions
 from lens_mix.arguments import check_whole_number
 from lens_mix.evaluation.intervention_passes import (
     FLAT,
@@ -109,7 +109,7 @@ def removal_curves(
     *,
     removal: str | Removal = "sample",
     target: TargetLike | None = None,
-    positions: Selection | None = None,
+    positions: Positions | None = None,
     exact: int = 8,
     beam: int = 5,
     seed: int = 0,
@@ -137,8 +137,8 @@ def removal_curves(
             `ReplaceTokens(" the")`, `SampleTokens(samples=4)`.
         target: What is measured. None: the log probability of the prediction at the last position. (The paper
             uses a probability: `lm.targets.predicted()`.)
-        positions: The positions that are ranked and removed. None: all that the target's position can see,
-            and for "drop" without that position itself.
+        positions: The positions that are ranked and removed, or texts. None: all that the target's position
+            can see, and for "drop" without that position itself.
         exact: The largest number of positions for exact bounds.
         beam: The width of the search. 0: no bounds, and normalised values are NaN.
         seed: The seed that orders the ties of a row, the same for every row.
@@ -199,7 +199,7 @@ class _CachedTarget:
         return [self._known[taken] for taken in sets]
 
 
-def _read_positions(passes: InterventionPasses, removal: Removal, asked: Selection | None) -> list[int]:
+def _read_positions(passes: InterventionPasses, removal: Removal, asked: Positions | None) -> list[int]:
     ranked_positions = passes.positions(asked)
     if not removal.keeps_target:
         return ranked_positions

@@ -14,7 +14,7 @@ from torch import Tensor
 from lens_mix import targets
 from lens_mix._blocks.block import Block
 from lens_mix._classes.model_classes import TransformerLensModel
-from lens_mix._inputs.rows import Selection, read_selection
+from lens_mix._inputs.rows import Positions, read_selection
 from lens_mix._passes.copies import count_copies
 from lens_mix.arguments import check_instance, check_real_tensor
 from lens_mix.hooks import HookPair
@@ -82,9 +82,9 @@ class InterventionPasses:
         rows = self.bound.rows_read
         return self.place if rows is None else int(rows[0, 0]) - self.bound.spans[0].start
 
-    def positions(self, selection: Selection | None) -> list[int]:
+    def positions(self, selection: Positions | None) -> list[int]:
         """Return the selected positions, ascending; None selects all that the target may attend to."""
-        chosen = read_selection(selection, self.length, "positions")
+        chosen = read_selection(selection, self.length, "positions", lambda: self.checked.tokens(0))
         if chosen is not None:
             return sorted(chosen)
         if self.place is None or not self.checked.verification.causal:

@@ -18,7 +18,7 @@ import networkx as nx
 from lens_mix.aggregation.flow import capacity_stack
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_number
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import find_query
+from lens_mix.maps.spans import find_query
 
 
 def layered_graph(
@@ -83,10 +83,10 @@ def information_flow_graph(
 
     Args:
         mixing_map: The layer maps.
-        query: The query at the last level: a position (negative: from the end), or a token that occurs once.
-            None: the row of `MixingMap.default_query`.
+        query: The query at the last level: a position (negative: from the end), or a text of the prompt, of
+            which the last token is meant. None: the row of `MixingMap.default_query`.
         by: The definition of the amount.
-        key: The input position or token, for "flow" only, which needs it.
+        key: The input position, or a text in the same way, for "flow" only, which needs it.
         threshold: The threshold for amounts, 0 or more. Amounts of "rollout" and "flow" sum to 1 over the
             edges of each level. None: 0.01, or half the largest threshold that leaves a path, if that is
             less.

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lens_mix.aggregation.joint import check_parts
 from lens_mix.aggregation.rollout import layers_to_mix
-from lens_mix.arguments import check_items, check_number
+from lens_mix.arguments import check_number
 from lens_mix.graphs.route_stacks import RouteStack, grow_graph
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import find_query
+from lens_mix.maps.spans import Span, find_positions
 from lens_mix.maps.words import merge_axis, resolve_groups
 from lens_mix.methods.component_shares import PartShares, own_share, part_shares
 
@@ -30,7 +30,7 @@ RouteWords = Literal["words"] | Sequence[str] | Sequence[Sequence[int]] | None
 
 def information_flow_routes(
     mixing_map: MixingMap | Mapping[str, MixingMap],
-    queries: int | str | Sequence[int | str] = -1,
+    queries: Span = -1,
     *,
     threshold: float = 0.04,
     words: RouteWords = None,
@@ -46,8 +46,8 @@ def information_flow_routes(
         mixing_map: The map of `information_flow_routes`, with all rows and consecutive layers. For an
             encoder-decoder, the maps of the three parts (`lm.run(..., part="all")`); the graph then leads
             down to the source and the target's prefix.
-        queries: Positions (negative: from the end), or tokens that occur once. With `words` they are words;
-            for an encoder-decoder they are in the target.
+        queries: Positions (negative: from the end), or texts of the prompt. With `words` they are words; for
+            an encoder-decoder they are in the target.
         threshold: The threshold, 0 to 1. The authors' tool uses 0.04.
         words: The words to merge, for one part only: "words" (found from the tokens), text, or lists of
             positions. A word's row is the mean of its tokens' rows, and its column the sum of their columns
@@ -79,12 +79,7 @@ def information_flow_routes(
     else:
         stacks = [_read_stack(mixing_map, words)]
         query_tokens = stacks[0].tokens
-    listed = check_items(
-        "queries", [queries] if isinstance(queries, (int, str)) else queries, "queries", least=1
-    )
-    positions = [find_query(query_tokens, query, "queries") for query in listed]
-    if len(set(positions)) != len(positions):
-        raise ValueError(f"queries: expected different positions, got {positions}")
+    positions = find_positions(query_tokens, queries, "queries")
     top = stacks[-1]
     targets = tuple((top.last_level, top.first_position + position) for position in positions)
     graph = grow_graph(stacks, targets, threshold)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from lens_mix.arguments import check_items, check_slice, check_whole_number, describe_value
 
 Dropped = int | str | Iterable[int | str] | Callable[[str], bool]
-Queries = int | slice | Iterable[int]
 
 
 def as_position(value: object, count: int, argument: str = "query", also: str = "") -> int:
@@ -40,27 +39,6 @@ def as_positions(values: object, count: int, argument: str = "queries") -> list[
     if not positions or len(set(positions)) != len(positions):
         raise ValueError(f"{argument}: expected at least one position, each once, got {items}")
     return positions
-
-
-def find_query(tokens: Sequence[str], query: int | str, argument: str = "query") -> int:
-    """Return the position of a query that is given as a position or as a token.
-
-    White space around a token counts only if the token occurs as it is written: "of" finds " of".
-
-    Raises:
-        ValueError: If the position does not exist, or if the token does not occur exactly once.
-    """
-    if not isinstance(query, str):
-        return as_position(query, len(tokens), argument)
-    positions = [position for position, token in enumerate(tokens) if token == query]
-    if not positions and query.strip():
-        positions = [position for position, token in enumerate(tokens) if token.strip() == query.strip()]
-    if len(positions) != 1:
-        raise ValueError(
-            f"{argument}: expected a token that occurs once in {list(tokens)}, got {query!r}, "
-            f"which occurs {len(positions)} times"
-        )
-    return positions[0]
 
 
 def kept_positions(tokens: Sequence[str], dropped: Dropped, argument: str = "tokens") -> list[int]:

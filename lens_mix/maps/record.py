@@ -27,10 +27,7 @@ from lens_mix.maps.explained import Explained, as_explained, label_row
 from lens_mix.maps.grid import Grid, as_grid
 from lens_mix.maps.positions import (
     Dropped,
-    Queries,
     as_position,
-    as_positions,
-    find_query,
     kept_positions,
     shorten,
 )
@@ -288,6 +285,34 @@ class MixingMap:
         """Return the position of each row among `tokens`."""
         return list(range(len(self.tokens))) if self.queries is None else list(self.queries)
 
+    def positions(self, text: Span, axis: Literal["key", "query"] = "key") -> list[int]:
+        """Return the positions of a text, for a hook or anything else that takes numbers.
+
+        A text is whole tokens, one or several. White space and case matter only if the text occurs as it is
+        written. Where one position is needed, as in `top(query=...)`, a text is its last token.
+
+            >>> from lens_mix.hooks import zero_values
+            >>> m = lm.run(model, "When in Rome, do as the Romans do", "attention")
+            >>> hook = zero_values(layer=0, position=m.positions(" Rome"))
+            >>> logits = model.run_with_hooks("When in Rome, do as the Romans do", fwd_hooks=[hook])
+
+        The numbers are those of the prompt, unless tokens of the map were dropped or merged.
+        `lm.models.find_positions` needs no map.
+
+        Args:
+            text: A text of the prompt, a position (negative: from the end), a slice, or several of these.
+            axis: "key": a text of `key_labels`. "query": a text of `tokens`, which differ in cross-attention.
+
+        Raises:
+            ValueError: If the text is not in the prompt; the error says which token is similar. Also if it
+                occurs more than once; the error has the positions, of which one may be given, and more of
+                the text around it makes it unique.
+        """
+        from lens_mix.maps.spans import find_positions
+
+        check_choice("axis", axis, ("key", "query"))
+        return find_positions(self.key_labels if axis == "key" else self.tokens, text, "text")
+
     @property
     def query_labels(self) -> list[str]:
         """Return the token of each row."""
@@ -315,8 +340,8 @@ class MixingMap:
         A target that is not about the prediction is named with its value.
 
         Args:
-            query: A position (negative: from the end of the prompt), or a token that occurs once. None: the
-                row of `default_query`.
+            query: A position (negative: from the end of the prompt), or a text of the prompt (`positions`).
+                None: the row of `default_query`.
 
         Raises:
             ValueError: If the query does not exist, or the map does not have its row.
@@ -344,17 +369,19 @@ class MixingMap:
         return max(positions) if default is None or default not in positions else default
 
     def row_index(self, query: int | str | None, argument: str = "query") -> int:
-        """Return the index on the query axis of a position or a token.
+        """Return the index on the query axis of a position or a text.
 
         Args:
-            query: A position (negative: from the end of the prompt), or a token that occurs once. None: the
-                position `default_query_position`.
+            query: A position (negative: from the end of the prompt), or a text of the prompt, of which the
+                last token is meant. None: the position `default_query_position`.
             argument: The name of the argument, for errors.
 
         Raises:
-            ValueError: If the position does not exist, the token does not occur exactly once, or the map does
-                not have the row.
+            ValueError: If the position does not exist, the text is not found or occurs more than once
+                (`positions`), or the map does not have the row.
         """
+        from lens_mix.maps.spans import find_query
+
         query = self.default_query_position if query is None else query
         position = find_query(self.tokens, query, argument)
         if self.queries is None:
@@ -419,18 +446,20 @@ class MixingMap:
         shares = None if self.residual_shares is None else self.residual_shares[index]
         return self.replace(scores=self.scores[index], mask=mask, layers=labels, residual_shares=shares)
 
-    def select_queries(self, queries: Queries) -> MixingMap:
+    def select_queries(self, queries: Span) -> MixingMap:
         """Return the rows of some queries, in the given order. Keys and tokens stay.
 
         Args:
-            queries: A position, several positions, or a slice of the prompt's positions (negative: from the
-                end).
+            queries: A position (negative: from the end of the prompt), a text of the prompt, which is all of
+                its tokens, a slice of the prompt's positions, or several of these.
 
         Raises:
-            ValueError: If a position does not exist or occurs twice, there are none, or the map does not have
-                a row.
+            ValueError: If a position does not exist or occurs twice, there are none, a text is not found, or
+                the map does not have a row.
         """
-        positions = as_positions(queries, len(self.tokens))
+        from lens_mix.maps.spans import find_positions
+
+        positions = find_positions(self.tokens, queries, "queries")
         rows = [self.row_index(position, "queries") for position in positions]
         mask = None if self.mask is None else self.mask[..., rows, :]
         shares = None if self.residual_shares is None else self.residual_shares[:, rows]
@@ -674,8 +703,8 @@ class MixingMap:
 
         Args:
             k: The number of keys, 1 or more.
-            query: A position (negative: from the end of the prompt), or a token that occurs once. None: the
-                row of `default_query`.
+            query: A position (negative: from the end of the prompt), or a text of the prompt (`positions`).
+                None: the row of `default_query`.
             layer: The label of the layer (negative: from the end).
             head: The head. None: the mean over heads.
             unit: "raw": scores as the method defines them. "share": divided by the row's sum of magnitudes.
@@ -724,8 +753,8 @@ class MixingMap:
         `m.select_layers([...]).top_heads(...)`.
 
         Args:
-            query: A position (negative: from the end of the prompt), or a token that occurs once. None: the
-                row of `default_query`.
+            query: A position (negative: from the end of the prompt), or a text of the prompt (`positions`).
+                None: the row of `default_query`.
             key: A position, a text of the prompt such as "Eiffel Tower", or several of these, whose scores
                 are added up. It must be given.
             k: The number of heads, 1 or more.

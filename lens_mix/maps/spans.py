@@ -1,14 +1,18 @@
-"""Find groups of positions that are given as text, as positions or as slices."""
+"""Find positions, and groups of them, that are given as text, as numbers or as slices.
+
+`_find_text` has the rule for a text, which every argument for positions follows.
+"""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lens_mix.arguments import check_items, check_whole_number
 from lens_mix.maps.characters import join_tokens
-from lens_mix.maps.positions import as_positions, shorten
+from lens_mix.maps.positions import as_position, as_positions, shorten
 from lens_mix.maps.words import resolve_groups, simplify, spell
 
 # One position (negative: from the end), a text of neighbouring tokens, a slice, or several of these.
@@ -25,7 +29,7 @@ _FORMS: tuple[Callable[[str], str], ...] = (str, lambda text: re.sub(r"\s", "", 
 
 
 def find_positions(tokens: Sequence[str], span: Span, argument: str = "spans") -> list[int]:
-    """Return the positions of a span in ascending order.
+    """Return the positions of a span in the given order, those of a text from its first token to its last.
 
     Args:
         tokens: The tokens of all positions.
@@ -34,8 +38,7 @@ def find_positions(tokens: Sequence[str], span: Span, argument: str = "spans") -
 
     Raises:
         TypeError: If `span` is none of these.
-        ValueError: If a position does not exist or occurs twice, there are none, or a text does not occur
-            exactly once.
+        ValueError: If a position does not exist or occurs twice, there are none, or a text is not found.
     """
     items = [span] if isinstance(span, slice) else check_items(argument, span, _EXPECTED, least=1, alone=True)
     found: list[int] = []
@@ -45,7 +48,22 @@ def find_positions(tokens: Sequence[str], span: Span, argument: str = "spans") -
         else:
             found += as_positions(item, len(tokens), argument)
     # A position that two items name would count twice.
-    return sorted(as_positions(found, len(tokens), argument))
+    return as_positions(found, len(tokens), argument)
+
+
+def find_query(tokens: Sequence[str], query: int | str, argument: str = "query") -> int:
+    """Return one position that is given as a number or as a text of the prompt.
+
+    A text is found as in `_find_text`. If it is several tokens, the last one is meant, because in a causal
+    model this is the only one that has read the whole text.
+
+    Raises:
+        TypeError: If it is neither a whole number nor a text.
+        ValueError: If the position does not exist, or the text is not found.
+    """
+    if not isinstance(query, str):
+        return as_position(query, len(tokens), argument)
+    return _find_text(tokens, query, argument)[-1]
 
 
 class Group(NamedTuple):
@@ -122,7 +140,7 @@ def read_groups(
     outside = [each for group in listed for each in group if isinstance(each, int) and each >= len(tokens)]
     if outside:
         raise ValueError(f"{argument}: expected positions 0..{len(tokens) - 1}, got {outside}")
-    found = [find_positions(tokens, group, argument) for group in listed]
+    found = [sorted(find_positions(tokens, group, argument)) for group in listed]
     _require_disjoint(argument, found)
     names = groups if has_names else [join_tokens([tokens[each] for each in group]) for group in found]
     return [Group(name, positions) for name, positions in zip(names, found, strict=True)]
@@ -153,8 +171,14 @@ def resolve_words(tokens: Sequence[str], groups: Words, argument: str) -> tuple[
 def _find_text(tokens: Sequence[str], text: str, argument: str = "spans") -> list[int]:
     """Return the positions of the neighbouring tokens that spell a text.
 
-    White space and case matter only if the text occurs as it is written. So " Tower", "Tower" and "tower" all
-    find the token " Tower", unless the prompt has a token "tower" too.
+    - A text is whole tokens, one or several: " Eiffel Tower". An argument for several positions takes all of
+      them. An argument for one position takes the last (`find_query`).
+    - White space and case matter only if the text occurs as it is written. So " Tower", "Tower" and "tower"
+      all find the token " Tower", unless the prompt has a token "tower" too.
+    - A text that occurs more than once is an error with the positions. More of the text around it makes it
+      unique (" city of" for the second " of"), or the number of the position does.
+    - A token that is written like the text comes first. So a token of a part of a character, `é[1/2]`, and a
+      WordPiece token, `##s`, can be named.
 
     Args:
         tokens: The tokens of all positions.
@@ -165,6 +189,8 @@ def _find_text(tokens: Sequence[str], text: str, argument: str = "spans") -> lis
         ValueError: If the text does not occur, occurs more than once, or does not start and end at the
             boundaries of tokens. The error says what to write.
     """
+    if tokens.count(text) == 1:
+        return [tokens.index(text)]
     pieces = spell(tokens)
     for form in _FORMS:
         wanted, texts = form(text), [form(piece) for _, piece in pieces]
@@ -186,7 +212,7 @@ def _find_text(tokens: Sequence[str], text: str, argument: str = "spans") -> lis
         )
     raise ValueError(
         f"{argument}: expected a text that the prompt contains, got {text!r}, which is not in "
-        f"{_quote(tokens)}; correct it, or give positions"
+        f"{_quote(tokens)}; {_suggest(tokens, text)}"
     )
 
 
@@ -204,6 +230,16 @@ def _find_pieces(texts: Sequence[str], wanted: str) -> list[tuple[int, int]]:
             if not wanted.startswith(spelled):
                 break
     return found
+
+
+def _suggest(tokens: Sequence[str], text: str) -> str:
+    """Return what to do about a text that is not in the prompt: the most similar token, if there is one."""
+    simple = {simplify(token): position for position, token in reversed(list(enumerate(tokens)))}
+    close = difflib.get_close_matches(simplify(text), simple, 1)
+    if not close:
+        return "correct it, or give positions"
+    position = simple[close[0]]
+    return f"did you mean {tokens[position]!r} (position {position})?"
 
 
 def _quote(tokens: Sequence[str]) -> str:

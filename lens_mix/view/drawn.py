@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import Queries, as_positions
+from lens_mix.maps.spans import Span, find_positions
 from lens_mix.view.labels import make_row_visible, make_visible
 
 
@@ -35,8 +35,8 @@ class DrawnMap:
         normalize: bool,
         words: bool = False,
         diagonal: bool = True,
-        queries: Queries | None = None,
-        keys: Queries | None = None,
+        queries: Span | None = None,
+        keys: Span | None = None,
     ) -> DrawnMap:
         """Return what is drawn of a map.
 
@@ -45,8 +45,8 @@ class DrawnMap:
             normalize: Whether rows are divided by their sums, before words are merged and rows selected.
             words: Whether pieces are merged into words.
             diagonal: Whether each position's share of itself is drawn.
-            queries: The positions of the rows to draw; None: all.
-            keys: The positions of the keys to draw; None: all.
+            queries: The positions of the rows to draw, or a text; None: all.
+            keys: The positions of the keys to draw, or a text; None: all.
         """
         shown = mixing_map.normalized() if normalize else mixing_map
         shown = shown.merge_words() if words else shown
@@ -57,7 +57,7 @@ class DrawnMap:
                 :, None
             ]
             visible = visible & (torch.arange(visible.shape[-1], device=visible.device) != query_positions)
-        positions = as_positions(slice(None) if keys is None else keys, visible.shape[-1], "keys")
+        positions = find_positions(shown.key_labels, slice(None) if keys is None else keys, "keys")
         return DrawnMap(
             shown.scores[..., positions],
             visible[..., positions],

@@ -33,7 +33,7 @@ from lens_mix.arguments import (
     check_whole_number,
 )
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import Queries
+from lens_mix.maps.spans import Span, find_query
 from lens_mix.maps.words import merge_axis, resolve_groups
 from lens_mix.view.bars import BarFrame, draw_bars, rank_bars
 from lens_mix.view.drawn import DrawnMap, sum_known
@@ -73,8 +73,8 @@ def layer_maps(
     words: bool = False,
     scale: Scale = "linear",
     diagonal: bool = True,
-    queries: Queries | None = None,
-    keys: Queries | None = None,
+    queries: Span | None = None,
+    keys: Span | None = None,
     ax: Axes | None = None,
     figsize: tuple[float, float] | None = None,
     cmap: str | Colormap | None = None,
@@ -100,9 +100,9 @@ def layer_maps(
         scale: "linear", or "log" for a logarithmic scale from 1/10,000 of the largest score.
         diagonal: Whether each position's share of itself is drawn. Hidden shares do not count for the colour
             scale.
-        queries: The positions of the rows to draw (of words, if merged), as in `lm.run`; None: all rows of
-            the map.
-        keys: The positions of the columns to draw (of words, if merged); None: all.
+        queries: The positions of the rows to draw (of words, if merged), or a text, as in `lm.run`; None: all
+            rows of the map.
+        keys: The positions of the columns to draw (of words, if merged), or a text; None: all.
         ax: matplotlib axes to draw in, for a single heat map (`layer=`); None: a new figure.
         figsize: The width and height of the figure in inches; None: as the content needs.
         cmap: A matplotlib colour map or its name; None: blues, and orange to purple for negative scores.
@@ -174,7 +174,7 @@ def token_bars(
     rows: Mapping[str, Float[Tensor, " key"] | MixingMap],
     tokens: Sequence[str],
     title: str | None = None,
-    query: int | None = None,
+    query: int | str | None = None,
     layer: int = -1,
     *,
     words: bool = False,
@@ -192,8 +192,8 @@ def token_bars(
             drawn (mean over heads). A map without the first tokens of `tokens` is accepted.
         tokens: One token per bar.
         title: The title above the figure; None: no title.
-        query: The row of the MixingMaps (negative: from the end); None: the default row of each map
-            (`MixingMap.default_query`).
+        query: The row of the MixingMaps (negative: from the end), or a text of `tokens`; None: the default
+            row of each map (`MixingMap.default_query`).
         layer: The layer of the MixingMaps (negative: from the end).
         words: Whether pieces are merged into words and their scores summed.
         ax: matplotlib axes to draw in, for a single row; None: a new figure.
@@ -211,7 +211,8 @@ def token_bars(
     tokens = check_items("tokens", tokens, "a list of strings", kind=str)
     check_instance("title", title, (str, type(None)), "a text")
     check_flags(words=words)
-    query = None if query is None else check_whole_number("query", query)
+    if query is not None:
+        query = find_query(tokens, query) if isinstance(query, str) else check_whole_number("query", query)
     layer = check_whole_number("layer", layer)
     vectors = {name: _read_row(name, row, tokens, query, layer) for name, row in rows.items()}
     if words:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lens_mix.arguments import check_instance
 from lens_mix.maps import MixingMap
 from lens_mix.maps.exchange import full_name
-from lens_mix.maps.positions import Queries, as_position, as_positions
+from lens_mix.maps.spans import Span, find_positions, find_query
 from lens_mix.maps.words import merge_axis, resolve_groups
 from lens_mix.view.labels import make_subtitle, name_map, quote
 from lens_mix.view.layers import name_layers
@@ -103,16 +103,15 @@ class PositionView:
         query: int | str | None = None,
         normalize: bool | None = None,
         words: bool = False,
-        keys: Queries | None = None,
+        keys: Span | None = None,
         as_numbers: bool = True,
     ) -> PositionView:
         """Return one position of the maps, with the arguments of `show_position`."""
         named = _name_maps(maps)
         _require_same_axes(named)
         chosen = next((m for m in named.values() if m.default_query is not None), next(iter(named.values())))
-        position = chosen.query_positions[chosen.row_index(query)] if isinstance(query, str) else query
         tokens = chosen.tokens
-        position = as_position(chosen.default_query_position if position is None else position, len(tokens))
+        position = find_query(tokens, chosen.default_query_position if query is None else query)
         # Each row is selected by its position, because the maps may contain different rows.
         for name, m in named.items():
             m.row_index(position, f"maps[{name!r}], query")
@@ -123,7 +122,7 @@ class PositionView:
         sinks = sorted({_find_group(groups, key) for key in find_sinks(chosen)} - {own})
         special = {"first" if chosen.causal else "special": sinks}
         kinds = {**special, "own": [] if own is None else [own]}
-        columns, numbers = _choose_columns(panels, kinds, keys, as_numbers)
+        columns, numbers = _choose_columns(panels, kinds, names, keys, as_numbers)
         left_out = {*sinks, *kinds["own"], *(_find_residual(names) if own is None else ())}
         part = "key" if own is None else "word" if words else "position" if chosen.grid else "token"
         best = _find_best(panels, left_out)
@@ -291,7 +290,11 @@ def _read_panel(name: str, row: MixingMap, normalize: bool | None, groups: list[
 
 
 def _choose_columns(
-    panels: Sequence[LayerRow], kinds: Mapping[str, list[int]], keys: Queries | None, as_numbers: bool
+    panels: Sequence[LayerRow],
+    kinds: Mapping[str, list[int]],
+    names: Sequence[str],
+    keys: Span | None,
+    as_numbers: bool,
 ) -> tuple[list[int], dict[str, list[int]]]:
     """Return the keys that are columns, and those that are numbers.
 
@@ -300,13 +303,14 @@ def _choose_columns(
     Args:
         panels: The maps.
         kinds: The keys that may be numbers, by the heading of the number.
+        names: The name of each key.
         keys: The columns that were asked for; None: all.
         as_numbers: Whether there are numbers.
     """
     seen = torch.stack([panel.visible.any(0) for panel in panels]).any(0)
     # A position that sees no key has all of them as columns.
     seen = seen if bool(seen.any()) else torch.ones_like(seen)
-    columns = seen.nonzero().flatten().tolist() if keys is None else as_positions(keys, len(seen), "keys")
+    columns = seen.nonzero().flatten().tolist() if keys is None else find_positions(names, keys, "keys")
     if not as_numbers:
         return columns, {}
     numbers = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_whole_number
-from lens_mix.maps.positions import Queries
+from lens_mix.maps.spans import Span
 from lens_mix.view.coloured_text import TextBlock
 from lens_mix.view.colours import MARK
 from lens_mix.view.heat_maps import Scale, draw_cells, finish_bar, make_norm
@@ -51,7 +51,7 @@ def show_position(
     normalize: bool | None = None,
     title: str | None = None,
     words: bool = False,
-    keys: Queries | None = None,
+    keys: Span | None = None,
     scale: Scale = "linear",
     common_scale: bool | None = None,
     as_numbers: bool = True,
@@ -75,15 +75,16 @@ def show_position(
     Args:
         maps: A map, a dict of maps by name, or a list of maps, all over the same tokens. Maps with more than
             one layer have the same layers.
-        query: The position (negative: from the end), or a token that occurs once; each map must have its
-            row. None: the default row of the first map that has one (`MixingMap.default_query`), else the
-            last row.
+        query: The position (negative: from the end), or a text of the prompt; each map must have its row.
+            None: the default row of the first map that has one (`MixingMap.default_query`), else the last
+            row.
         columns: The largest number of heat maps side by side, 1 or more.
         normalize: True: rows are divided by their sum. False: raw scores. None: True for each map without
             negative scores.
         title: The title; None: what is explained.
         words: Whether pieces are merged into words.
-        keys: The positions of the columns to draw (of words, if merged); None: all that the position sees.
+        keys: The positions of the columns to draw (of words, if merged), or a text; None: all that the
+            position sees.
         scale: "linear", or "log" for a logarithmic scale from 1/10,000 of the largest score.
         common_scale: Whether all heat maps have one colour scale. None: True if all are shares of a row, and
             the largest share of each is at least a third of the largest of all; smaller ones would be too

@@ -553,14 +553,39 @@ def test_top():
 def test_a_query_by_its_token():
     mixing_map = MixingMap(scores=torch.ones(1, 5, 5), tokens=["of", " a", " of", " b", " b"])
     assert [mixing_map.row_index(token) for token in ("of", " of", "a", " a ")] == [0, 2, 1, 1]
-    for token in ("b", "c", ""):
-        with pytest.raises(ValueError, match="query: expected a token that occurs once"):
+    for token, expected in (("b", "occurs once"), ("c", "the prompt contains"), ("", "the prompt contains")):
+        with pytest.raises(ValueError, match=f"query: expected a text that {expected}"):
             mixing_map.row_index(token)
     line_end = MixingMap(scores=torch.ones(1, 2, 2), tokens=["a", "\n"])
     assert line_end.row_index("\n") == 1
     for token in ("", " "):
-        with pytest.raises(ValueError, match="query: expected a token that occurs once"):
+        with pytest.raises(ValueError, match="query: expected a text that the prompt contains"):
             line_end.row_index(token)
+
+
+def test_a_text_of_several_tokens_selects_all_of_them_or_the_last():
+    tokens = ["The", " E", "iff", "el", " Tower", " is"]
+    mixing_map = MixingMap(scores=attention(size=6), tokens=tokens, causal=True)
+    assert mixing_map.positions("Eiffel Tower") == [1, 2, 3, 4]
+    assert mixing_map.positions([" is", 0, slice(2, 4)]) == [5, 0, 2, 3]
+    assert mixing_map.row_index("Eiffel Tower") == 4
+    assert mixing_map.top(query="Eiffel Tower") == mixing_map.top(query=4)
+    assert mixing_map.explanation("Eiffel Tower") == ""
+    assert mixing_map.select_queries("Eiffel Tower").queries == [1, 2, 3, 4]
+    assert mixing_map.select_queries([" is", "The"]).queries == [5, 0]
+    some = mixing_map.select_queries([-1])
+    assert some.row_index(" is") == 0
+    with pytest.raises(ValueError, match=r"expected one of the rows that this map has, \[5\], got ' Tower'"):
+        some.row_index(" Tower")
+    with pytest.raises(ValueError, match="text: expected a text that the prompt contains, got 'Paris'"):
+        mixing_map.positions("Paris")
+
+
+def test_positions_of_keys_that_are_not_the_tokens():
+    cross = MixingMap(scores=torch.ones(1, 2, 3), tokens=["a", "b"], key_tokens=["b", "c", "a"])
+    assert (cross.positions("a"), cross.positions("a", axis="query")) == ([2], [0])
+    with pytest.raises(ValueError, match="axis: expected"):
+        cross.positions("a", axis="both")
 
 
 def test_top_of_heads():

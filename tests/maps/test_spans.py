@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lens_mix.maps.spans import Group, _find_text, check_groups, find_positions, read_groups
+from lens_mix.maps.spans import Group, _find_text, check_groups, find_positions, find_query, read_groups
 
 TOKENS = ["The", " E", "iff", "el", " Tower", " is", " in", " the", " city", ",", " is", "n't", "\n", " it"]
 
@@ -26,8 +26,8 @@ TOKENS = ["The", " E", "iff", "el", " Tower", " is", " in", " the", " city", ","
         (-1, [13]),
         (slice(1, 4), [1, 2, 3]),
         (slice(-2, None), [12, 13]),
-        ([4, 1], [1, 4]),
-        (["Tower", 0, slice(9, 11)], [0, 4, 9, 10]),
+        ([4, 1], [4, 1]),
+        (["Tower", 0, slice(9, 11)], [4, 0, 9, 10]),
         (range(2), [0, 1]),
     ],
 )
@@ -45,6 +45,10 @@ def test_spans(span, expected):
         (["The", "Ġcat", "s", "Ċ"], " cats", [1, 2]),
         (["caf", "é[1/2]", "é[2/2]", " au"], "café", [0, 1, 2]),
         (["w3", "w4"], "w4", [1]),
+        # A token that is written like the text comes first.
+        (["caf", "é[1/2]", "é[2/2]", " au"], "é[2/2]", [2]),
+        (["[CLS]", "cat", "##s", "s"], "##s", [2]),
+        (["1", "2", "12"], "12", [2]),
     ],
 )
 def test_texts_of_other_tokenizers(tokens, text, expected):
@@ -56,6 +60,7 @@ def test_texts_of_other_tokenizers(tokens, text, expected):
     [
         ("is", ValueError, r"keys: expected a text that occurs once, got 'is', .* \[5, 10\]; write more of"),
         ("at", ValueError, r"keys: expected a text that the prompt contains, got 'at', .*give positions"),
+        ("Towers", ValueError, r"which is not in .*; did you mean ' Tower' \(position 4\)\?"),
         (
             "iffe",
             ValueError,
@@ -74,6 +79,32 @@ def test_texts_of_other_tokenizers(tokens, text, expected):
 def test_spans_that_are_not_there(span, error, message):
     with pytest.raises(error, match=message):
         find_positions(TOKENS, span, "keys")
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [("The", 0), (" Tower", 4), ("Eiffel Tower", 4), ("Eiffel", 3), (", is", 10), (4, 4), (-1, 13)],
+)
+def test_a_query_is_the_last_token_of_its_text(query, expected):
+    assert find_query(TOKENS, query) == expected
+
+
+@pytest.mark.parametrize(
+    ("query", "error", "message"),
+    [
+        (
+            " is",
+            ValueError,
+            r"query: expected a text that occurs once, got ' is', .* \[5, 10\]; write more of",
+        ),
+        ("Paris", ValueError, "query: expected a text that the prompt contains, got 'Paris'"),
+        (14, ValueError, "query: expected a position from -14 to 13, got 14"),
+        ([4], TypeError, "query: expected a position"),
+    ],
+)
+def test_queries_that_are_not_there(query, error, message):
+    with pytest.raises(error, match=message):
+        find_query(TOKENS, query)
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def test_refuses_positions_that_are_not_there(query: Any) -> None:
 def test_a_query_can_be_a_token() -> None:
     by_token = data(heat_maps(show_position(raw_map(), query=" cat"))[0])
     assert by_token.tolist() == data(heat_maps(show_position(raw_map(), query=2))[0]).tolist()
-    with pytest.raises(ValueError, match="query: expected a token that occurs once"):
+    with pytest.raises(ValueError, match="query: expected a text that the prompt contains"):
         show_position(raw_map(), query=" dog")
 
 
