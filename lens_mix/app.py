@@ -176,7 +176,7 @@ def _make_map_tab(model: TransformerLensModel, reasons: Mapping[str, str], limit
     gr.Examples(list(_PROMPTS), prompt, label="Examples")
     target = gr.Textbox(
         label="Target (optional)",
-        info='The token to explain, with its space: " Paris". Methods without a target ignore it.',
+        info="The token to explain, such as Paris. Methods without a target ignore it.",
         placeholder="what the model predicts itself",
     )
     with gr.Accordion("Methods beside the recommended map" if first else "Methods", open=not first):

@@ -13,10 +13,11 @@ import functools
 import json
 import math
 import os
+import re
 import socket
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,13 +127,26 @@ def _map_text(
     queries: Annotated[
         str | None,
         _option(
-            "The positions to explain, such as 0,5,-1 (-1 is the last one) or 0:5, or all. Default: all, but "
-            "only the last one (an encoder's first one) with methods that cost forward passes for each.",
+            "The positions to explain, such as 0,5,-1 (-1 is the last one) or 0:5, a text of the prompt, or "
+            "all. Default: all, but only the last one (an encoder's first one) with methods that cost "
+            "forward passes for each.",
             "POSITIONS",
         ),
     ] = None,
     layers: Annotated[
         str | None, _option("The layers to map, written like positions. Default: all.", "LAYERS")
+    ] = None,
+    target: Annotated[
+        str | None,
+        _option(
+            "The token to explain, such as Paris, with or without the space before it. Default: the token "
+            "that the model predicts.",
+            "TEXT",
+        ),
+    ] = None,
+    against: Annotated[
+        str | None,
+        _option("Explain how much the model prefers the target to this token, such as Rome.", "TEXT"),
     ] = None,
     per_head: Annotated[bool, typer.Option("--per-head", help="Make a map of each head.")] = False,
     out: Annotated[Path | None, _option("Write the page of all views to this file.", "FILE")] = None,
@@ -152,10 +166,10 @@ def _map_text(
         raise ValueError(f"TEXT: expected a prompt, got {text!r}")
     if out is not None:
         _check_writable("--out", out)
-    chosen_rows, chosen_layers = _read_selection("--queries", queries), _read_selection("--layers", layers)
+    chosen_rows, chosen_layers = _read_queries(queries), _read_selection("--layers", layers)
     names = method or [name for name in named_maps.DEFAULT_METHODS if not per_head or name != "input_map"]
     _check_methods(names)
-    named_maps.read_names(names, per_head=per_head)
+    _check_aim(named_maps.read_names(names, per_head=per_head), target=target, against=against)
     maps = named_maps.compute_maps(
         _load_for_text(model),
         text,
@@ -164,6 +178,8 @@ def _map_text(
         all_rows=queries == "all",
         layers=chosen_layers,
         per_head=per_head,
+        target=target,
+        against=against,
         progress=_progress(),
     )
     if as_json:
@@ -592,7 +608,7 @@ def corpus(
         allow_versions=allow_versions,
         progress=bool(_progress()),
         max_memory=max_memory,
-        queries=_read_selection("--queries", queries),
+        queries=_read_queries(queries),
         layers=_read_selection("--layers", layers),
     )
     if as_json:
@@ -650,6 +666,23 @@ def _read_selection(option: str, text: str | None) -> list[int] | slice | None:
         raise ValueError(
             f"{option}: expected whole numbers such as 0,5,-1, a range such as 0:5, or all, got {text!r}"
         ) from None
+
+
+def _read_queries(text: str | None) -> list[int] | slice | str | None:
+    """Return the positions that --queries selects: numbers, a range, or a text of the prompt."""
+    # A text of signs and digits alone is a wrong number, which is an error before the model is loaded.
+    has_letters = text is not None and text != "all" and re.search(r"[^\d\s,:+-]", text) is not None
+    return text if has_letters else _read_selection("--queries", text)
+
+
+def _check_aim(methods: Mapping[str, Any], **aim: str | None) -> None:
+    """Raise an error for --target or --against if no method explains a target."""
+    given = [name for name, text in aim.items() if text is not None]
+    if given and not any(method is None or method.target is not None for method in methods.values()):
+        raise ValueError(
+            f"--{given[0]}: expected a method that explains a target, such as input_map, got "
+            f"{', '.join(methods)}, without a target"
+        )
 
 
 def _name(model: str) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 from lens_mix import registry
 from lens_mix._classes.model_classes import TransformerLensModel
-from lens_mix._inputs.rows import Selection
+from lens_mix._inputs.rows import Positions, Selection
 from lens_mix.maps import Maps, MixingMap
 from lens_mix.method import Method
 from lens_mix.recommended import find_default_row, input_map, recommended_method
 from lens_mix.runner import read_methods, run
-from lens_mix.targets import TargetLike
+from lens_mix.targets import TargetLike, TokenLike
 
 INPUT_MAP = "input_map"  # the name of `lens_mix.input_map`, beside the names of the methods
 
@@ -68,11 +68,12 @@ def compute_maps(
     prompt: Any,
     names: Sequence[str],
     *,
-    queries: Selection | None = None,
+    queries: Positions | None = None,
     all_rows: bool = False,
     layers: Selection | None = None,
     per_head: bool = False,
     target: TargetLike | None = None,
+    against: TokenLike | None = None,
     **options: Any,
 ) -> Maps:
     """Return the maps of a prompt by the names of the methods, in the order of the names.
@@ -90,6 +91,7 @@ def compute_maps(
         per_head: Whether each head has a map of its own.
         target: What `input_map` and the methods with a target explain, as in `lm.input_map`. None: their
             defaults.
+        against: The token with which that of the target is contrasted, as in `lm.input_map`.
         options: As in `lm.run`.
 
     Raises:
@@ -98,6 +100,8 @@ def compute_maps(
         UnsupportedModelError: As in `lm.run`.
     """
     methods = read_names(names, per_head=per_head)
+    aim: dict[str, Any] = {"target": target, "against": against}
+    aim = {name: value for name, value in aim.items() if value is not None}
     default_row = find_default_row(model, prompt, target, **options)
     groups: dict[tuple[bool, bool], list[Method]] = {}
     maps: dict[str, MixingMap] = {}
@@ -105,10 +109,10 @@ def compute_maps(
         is_one_row = queries is None and not (all_rows or _has_all_rows(name))
         if method is None:
             rows = default_row if is_one_row else queries
-            maps[name] = input_map(model, prompt, queries=rows, target=target, **options)
+            maps[name] = input_map(model, prompt, queries=rows, **aim, **options)
         else:
-            if target is not None and method.target is not None:
-                method = dataclasses.replace(method, **{"target": target})
+            if aim and method.target is not None:
+                method = dataclasses.replace(method, **aim)
             groups.setdefault((is_one_row, method.reads == "model"), []).append(method)
     for (is_one_row, is_of_model), group in groups.items():
         rows = default_row if is_one_row else queries

@@ -7,21 +7,21 @@ from typing import Any, Literal
 
 from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix._inputs.prompts import further_inputs, is_causal_model, is_encoder_decoder
-from lens_mix._inputs.rows import Selection
+from lens_mix._inputs.rows import Positions
 from lens_mix._inputs.texts import token_ids
 from lens_mix._verification.support import any_prompt
-from lens_mix.arguments import check_choice, check_whole_number
+from lens_mix.arguments import check_whole_number
 from lens_mix.maps import MixingMap
+from lens_mix.maps.spans import find_query
 from lens_mix.measured import sentence
 from lens_mix.method import Method
-from lens_mix.methods.attention import AttentionWeights
 from lens_mix.methods.decompx import DecompX
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.input_gradients import InputGradients
 from lens_mix.methods.token_patching import LONGEST_MEASURED, TokenPatching
 from lens_mix.runner import run
 from lens_mix.session import Session
-from lens_mix.targets import TargetLike, predicted
+from lens_mix.targets import TargetLike, TokenLike, as_target, predicted
 
 # The evidence was measured with these replacements (docs/evidence/input_map.md).
 _WORDS = (" thing", " green")
@@ -46,9 +46,10 @@ EVIDENCE = {
 def input_map(
     model: TransformerLensModel,
     prompt: Any,
-    queries: Selection | Literal["default"] | None = "default",
+    queries: Positions | Literal["default"] | None = "default",
     target: TargetLike | None = None,
     exact: int | Literal["auto", False] = "auto",
+    against: TokenLike | None = None,
     **options: Any,
 ) -> MixingMap:
     """Return the map from input tokens to an output that has the best evidence on this kind of model.
@@ -75,19 +76,22 @@ def input_map(
     Args:
         model: As in `lm.run`.
         prompt: As in `lm.run`.
-        queries: The positions of the rows to compute, as in `lm.run`. Each row takes a backward pass.
+        queries: The positions of the rows to compute, or texts, as in `lm.run`. Each row takes a backward
+            pass.
             "default": the position that the target states, else the last one; in a bidirectional model
             that of the only mask, else 0, the position of [CLS].
         target: What is explained, at the position of each row if it states none: the text of a token
-            (" Paris": its probability), one of `lm.targets`, or a function of the logits. None: the log
-            probability of the model's own prediction there. `decompx` explains the representation of the
-            position instead.
+            ("Paris": the log probability of "Paris" or " Paris", as `lm.targets` explains), one of
+            `lm.targets`, or a function of the logits. None: the log probability of the model's own
+            prediction there. `decompx` explains the representation of the position instead.
         exact: How many scores of each row are measured, by replacing the token in whole passes, instead of
             estimated. This is for `token_patching` only. The strongest ones are measured, and the
             query's own. "auto": as many as the time of a few estimates allows.
             These are all scores of a row of at most 17 tokens, and none of a row of more than 32 tokens,
             which this cost did not improve. False: none. `lm.methods.TokenPatching` (`n_measured`)
             describes how the others are rescaled.
+        against: The text of another token, its number or `lm.targets.token(...)`: the difference of the log
+            probabilities of the target's token and of this one is explained. None: the target alone.
         options: As in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
             part="decoder" excludes the source. `layers` is for `decompx`, which has a map of each layer. Its
             default is the last layer, which was measured. The other recipes have one map, which is labelled
@@ -110,8 +114,9 @@ def input_map(
     if part is None and is_encoder_decoder(model, model_class_of(model)):
         part = "joint"
     options["part"] = part
-    if isinstance(queries, str):
-        check_choice("queries", queries, ("default",))
+    if against is not None:
+        target = as_target(predicted() if target is None else target, against)
+    if isinstance(queries, str) and queries == "default":
         queries = find_default_row(model, prompt, target, **options)
     n_measured = _read_exact(exact)
     method, name, mixing_map, reasons = _run_first(model, prompt, queries, target, n_measured, options)
@@ -183,14 +188,18 @@ def find_default_row(
     model_class = model_class_of(model)
     position = getattr(target, "position", None)
     # The positions of a target are not those of an encoder that a decoder reads.
-    if isinstance(position, int) and options.get("part") != "encoder":
+    position = None if options.get("part") == "encoder" else position
+    if isinstance(position, int):
         return position
-    if is_causal_model(model, model_class) or is_encoder_decoder(model, model_class):
+    if position is None and (is_causal_model(model, model_class) or is_encoder_decoder(model, model_class)):
         return -1
     reading = {name: options.get(name) for name in ("prepend_bos", "attention_mask")}
     taken = further_inputs(model, model_class)
     inputs = {name: value for name, value in options.items() if name in taken}
-    read = Session(model, {"attention": AttentionWeights()}).read(prompt, **reading, inputs=inputs)
+    session = Session(model, {}, part=options.get("part"))
+    read = session.read(prompt, **reading, inputs=inputs)
+    if isinstance(position, str):
+        return find_query(session.tokens(read), position, "position")
     mask = getattr(getattr(model, "tokenizer", None), "mask_token_id", None)
     places = [] if mask is None else (read.tokens == mask).nonzero()[:, 0].tolist()
     return places[0] if len(places) == 1 else 0
@@ -199,7 +208,7 @@ def find_default_row(
 def _run_first(
     model: TransformerLensModel,
     prompt: Any,
-    queries: Selection | None,
+    queries: Positions | None,
     target: TargetLike | None,
     n_measured: int | Literal["auto"],
     options: Mapping[str, Any],

@@ -2,11 +2,21 @@
 
 A target is written in one of three ways, wherever an argument `target` is accepted:
 
-- the text of a token with its leading space, such as `target=" Paris"`, which is short for
-  `lm.targets.token(" Paris")`: the probability of that token at the last position;
-- a function of this module;
+- the text of a token, such as `target="Paris"`: the log probability of that token at the last position. The
+  text means the token "Paris" or " Paris", whichever the model may write there. If only one of the two has
+  real probability, it is this one, and a note of the map says so. The rule: the text with a space before it
+  (or without, if it was written with one) is explained if its probability is at least 0.01 and ten times that
+  of the text as it is written, and the latter is below 0.01. Otherwise the text as it is written is
+  explained, with a note if the other one is ten times as probable. `lm.targets.token("Paris")` is exactly the
+  token that is written;
+- a function of this module, with its own unit: `of="log_probability"`, "probability" or "logit";
 - any callable `logits [copy pos d_vocab] -> [copy]`. It gets copies of one prompt without padding, so
   position -1 is the prompt's last.
+
+Where a `target` is accepted, `against` is too: `target="Paris", against="Rome"` explains by how much the
+model prefers the one to the other, the difference of their log probabilities. (It equals the difference of
+their logits, by which maps name it.) Both are read by the same rule. Without a `target`, it is the model's
+own prediction against the other token.
 
 The functions of this module make the usual targets:
 
@@ -31,8 +41,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -40,9 +50,11 @@ from torch import Tensor
 
 from lens_mix import classifiers
 from lens_mix._inputs import texts
+from lens_mix._inputs.token_strings import strings_of
 from lens_mix._passes.predictions import name_token, read_predictions
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_whole_number, describe_value
 from lens_mix.maps.explained import Explained
+from lens_mix.maps.spans import find_query
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -142,15 +154,21 @@ class Context:
         number = self.token_id(token)
         return str(number) if self.tokenizer is None else repr(name_token(self.tokenizer, number))
 
-    def position(self, position: int) -> int:
-        """Return a position of the output as a number from 0; a negative one counts from the end.
+    def position(self, position: int | str) -> int:
+        """Return a position of the output as a number from 0.
+
+        Args:
+            position: A position (negative: from the end), or a text, of which the last token is meant.
 
         Raises:
-            TypeError: If it is not a whole number.
-            ValueError: If the position does not exist.
+            TypeError: If it is neither a whole number nor a text.
+            ValueError: If the position does not exist, or the text is not found.
         """
-        count = len(self.tokens)
-        return check_whole_number("position", position, -count, count - 1) % count
+        if isinstance(position, str) and (self.tokenizer is None or bool((self.tokens < 0).any())):
+            raise ValueError(f"position: expected a number, because the prompt has no text, got {position!r}")
+        tokens = self.tokens.tolist()
+        texts = strings_of(self.tokenizer, tokens) if isinstance(position, str) else [""] * len(tokens)
+        return find_query(texts, position, "position")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,13 +252,25 @@ class Target:
         """Return the probabilities of texts that the user probably meant instead, each with a sentence."""
         return []
 
+    def settle(self, context: Context, positions: Sequence[int]) -> tuple[Target, list[str]]:
+        """Return the target of one prompt, in which each text is a certain token, and notes about this.
+
+        Args:
+            context: The prompt.
+            positions: The positions at which the target is read, for all rows. One token is chosen for all.
+        """
+        return self, []
+
     def own_position(self, context: Context) -> int | None:
         """Return the only position whose row the target explains, from 0; None: it states no position."""
         return self.reads_position(context)
 
 
-# A string is the text of a token, and a callable that is not a `Target` is a function logits -> [copy].
+# A string is the text of a token (see the docstring of this module). A callable that is not a `Target` is a
+# function logits -> [copy].
 TargetLike = Target | TargetFunction | str
+# A token by its text, its number or `lm.targets.token`.
+TokenLike = str | int | Target
 
 
 class _AtPosition(Target):
@@ -254,7 +284,7 @@ class _AtPosition(Target):
 
     unstated: ClassVar[int] = -1
 
-    position: int | None
+    position: int | str | None
 
     def reads_position(self, context: Context) -> int | None:
         if context.output.ndim != 3:
@@ -273,24 +303,78 @@ class _AtPosition(Target):
         return [each for each in found if each is not None]
 
     def _find_other_space(self, context: Context, text: str) -> tuple[float, str] | None:
-        """Compare a text with the same one with, or without, a space before it."""
+        """Return the probability of a text with another space before it and a sentence, if it is likelier."""
         position = self.reads_position(context)
-        other, space = (text[1:], "without") if text.startswith(" ") else (f" {text}", "with")
-        if position is None or not other.strip() or not context.is_known_token(other):
-            return None
-        probabilities = _measure(_select_position(context.output[:1], position), "probability")[0]
-        asked, likelier = (float(probabilities[context.token_id(each)]) for each in (text, other))
-        if likelier < max(_LIKELY, _LIKELIER * asked):
-            return None
-        return (
-            likelier,
-            f"{text!r} has probability {asked:.2g}; {other!r}, {space} a space, has {likelier:.2g}",
-        )
+        found = None if position is None else _compare_spaces(context, text, [position])
+        return None if found is None else (found.likelier, found.sentence)
 
 
-# A text with another space before it is mentioned if it has at least this probability, and this many times
+# A text with another space before it is likelier if it has at least this probability, and this many times
 # that of the text which was given.
 _LIKELY, _LIKELIER = 0.01, 10
+
+
+class _OtherSpace(NamedTuple):
+    """A text with, or without, a space before it, which is likelier than the text as it was given.
+
+    Attributes:
+        text: The likelier text.
+        likelier: Its probability.
+        asked: The probability of the text that was given; 0 if it is not one token.
+        sentence: A sentence with both.
+    """
+
+    text: str
+    likelier: float
+    asked: float
+    sentence: str
+
+
+def _compare_spaces(
+    context: Context, text: str, positions: Sequence[int], least: float = _LIKELY
+) -> _OtherSpace | None:
+    """Return the text with another space before it, if that is much likelier at one of some positions.
+
+    Args:
+        context: The prompt.
+        text: The text.
+        positions: The positions.
+        least: The probability that the other text has at least.
+    """
+    other, space = (text[1:], "without") if text.startswith(" ") else (f" {text}", "with")
+    if context.output.ndim != 3 or not other.strip() or not context.is_known_token(other):
+        return None
+    ids = [context.token_id(each) for each in (text, other) if context.is_known_token(each)]
+    rows = [
+        _measure(_select_position(context.output[:1], position), "probability")[0, ids]
+        for position in positions
+    ]
+    if not rows:
+        return None
+    asked, likelier = ([0.0] if len(ids) == 1 else []) + torch.stack(rows).amax(0).tolist()
+    if likelier == 0 or likelier < max(least, _LIKELIER * asked):
+        return None
+    sentence = f"{text!r} has probability {asked:.2g}; {other!r}, {space} a space, has {likelier:.2g}"
+    return _OtherSpace(other, likelier, asked, sentence)
+
+
+def _choose_text(context: Context, text: str, positions: Sequence[int]) -> tuple[str, str | None]:
+    """Return the text of the token that a text means, and a note if the other one is much likelier.
+
+    The module's docstring has the rule.
+    """
+    found = _compare_spaces(context, text, positions, least=0)
+    if found is None or found.asked >= _LIKELY:
+        return text, None
+    if found.likelier < _LIKELY:
+        return text, (
+            f"target: {found.sentence}; neither is probable, so the text is explained as it is written; write "
+            f"{found.text!r} to explain that token"
+        )
+    return found.text, (
+        f"target: {found.sentence}, and is explained; lm.targets.token({text!r}) is exactly the text as it "
+        "is written"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +390,7 @@ class _Token(_AtPosition):
     reads_row_alone: ClassVar[bool] = True
 
     token: str | int | None
-    position: int | None
+    position: int | str | None
     of: TargetMeasure
 
     def of_prompt(self, context: Context) -> TargetFunction:
@@ -327,24 +411,68 @@ class _Token(_AtPosition):
 
 
 @dataclasses.dataclass(frozen=True)
+class _Text(_Token):
+    """The token that a text means, with or without a space before it."""
+
+    def settle(self, context: Context, positions: Sequence[int]) -> tuple[Target, list[str]]:
+        assert isinstance(self.token, str)
+        text, note = _choose_text(context, self.token, positions)
+        return _Token(text, self.position, self.of), [] if note is None else [note]
+
+
+@dataclasses.dataclass(frozen=True)
 class _LogitDifference(_AtPosition):
     reads_row_alone: ClassVar[bool] = True
 
-    good: str | int
+    # None: the token that the clean pass predicts.
+    good: str | int | None
     bad: str | int
-    position: int | None
+    position: int | str | None
 
     def of_prompt(self, context: Context) -> TargetFunction:
         position = self.reads_position(context)
-        good, bad = _find_token(context, self.good, "good"), _find_token(context, self.bad, "bad")
+        good, bad = self._resolve_good(context), _find_token(context, self.bad, "bad")
         if good == bad:
-            raise ValueError(f"good, bad: expected two different tokens, got {self.good!r} and {self.bad!r}")
+            raise ValueError(
+                f"good, bad: expected two different tokens, got {context.token_text(good)} and {self.bad!r}"
+            )
         return lambda logits: (
             _select_position(logits, position)[:, good] - _select_position(logits, position)[:, bad]
         )
 
     def in_words(self, context: Context) -> str:
-        return f"logit of {context.token_text(self.good)} minus that of {context.token_text(self.bad)}"
+        good = self._resolve_good(context)
+        return f"logit of {context.token_text(good)} minus that of {context.token_text(self.bad)}"
+
+    def _resolve_good(self, context: Context) -> int:
+        if self.good is not None:
+            return _find_token(context, self.good, "good")
+        return _Token(None, self.position, "logit")._resolve_token(context)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Contrast(_LogitDifference):
+    """A logit difference of tokens that are given as texts, with or without a space before them.
+
+    Attributes:
+        exact: The names of the fields with the texts of tokens exactly as they are written.
+    """
+
+    exact: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        # A record that was read from a file has a list.
+        object.__setattr__(self, "exact", tuple(self.exact))
+
+    def settle(self, context: Context, positions: Sequence[int]) -> tuple[Target, list[str]]:
+        tokens, notes = {"good": self.good, "bad": self.bad}, []
+        for name, token in tokens.items():
+            if isinstance(token, str) and name not in self.exact:
+                tokens[name], note = _choose_text(context, token, positions)
+                notes += [] if note is None else [note]
+        good, bad = tokens["good"], tokens["bad"]
+        assert bad is not None
+        return _LogitDifference(good, bad, self.position), notes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -408,7 +536,7 @@ class _MaskedToken(_Token):
 @dataclasses.dataclass(frozen=True)
 class _Loss(_AtPosition):
     label: str | int | None
-    position: int | None
+    position: int | str | None
 
     def of_prompt(self, context: Context) -> TargetFunction:
         if self.label is not None:
@@ -446,7 +574,7 @@ class _NextToken(_AtPosition):
     reads_row_alone: ClassVar[bool] = True
     unstated: ClassVar[int] = -2
 
-    position: int | None
+    position: int | str | None
 
     def of_prompt(self, context: Context) -> TargetFunction:
         token = self._find_token(context)
@@ -556,7 +684,7 @@ class _HfClassifier(Target):
     index: int | None = None
     minus: int | None = None
     of: TargetMeasure = "probability"
-    position: int | None = None
+    position: int | str | None = None
     multi_label: bool = False
 
     def of_prompt(self, context: Context) -> Callable[..., Tensor]:
@@ -649,7 +777,7 @@ class _HfClassifier(Target):
 # ------------------------------------------------------------------ public functions
 
 
-def predicted(position: int | None = None, of: TargetMeasure = "probability") -> Target:
+def predicted(position: int | str | None = None, of: TargetMeasure = "probability") -> Target:
     """Return the target for the token or class that the model predicts in the clean pass.
 
     Args:
@@ -659,22 +787,23 @@ def predicted(position: int | None = None, of: TargetMeasure = "probability") ->
     return _Token(None, _check_position(position), _check_measure(of))
 
 
-def token(token: str | int, position: int | None = None, of: TargetMeasure = "probability") -> Target:
-    """Return the target for a given token.
+def token(token: str | int, position: int | str | None = None, of: TargetMeasure = "probability") -> Target:
+    """Return the target for a given token, exactly as it is written: "Paris" and " Paris" are two tokens.
 
     A run raises a ValueError if the text is several tokens on its prompt, or if the model has no tokenizer.
 
     Args:
         token: The text of the token, with its leading space, or its number.
-        position: The position of the prediction (negative: from the end). A map has no other row than that of
-            this position if its method reads the target at rows. None: the position of each row, or the last
-            position in methods with one number for all rows (`AttentionAttribution`, `GradientAttention`).
+        position: The position of the prediction (negative: from the end), or a text of the prompt, of which
+            the last token is meant. A map has no other row than that of this position if its method reads the
+            target at rows. None: the position of each row, or the last position in methods with one number
+            for all rows (`AttentionAttribution`, `GradientAttention`).
         of: The measure: "probability" (0 to 1), "log_probability" or "logit".
     """
     return _Token(_check_token("token", token), _check_position(position), _check_measure(of))
 
 
-def probability(token: str | int | None = None, position: int | None = None) -> Target:
+def probability(token: str | int | None = None, position: int | str | None = None) -> Target:
     """Return the target for the probability of a token, 0 to 1.
 
     Args:
@@ -684,7 +813,7 @@ def probability(token: str | int | None = None, position: int | None = None) -> 
     return _Token(_check_optional_token("token", token), _check_position(position), "probability")
 
 
-def logit(token: str | int | None = None, position: int | None = None) -> Target:
+def logit(token: str | int | None = None, position: int | str | None = None) -> Target:
     """Return the target for the logit of a token.
 
     Args:
@@ -694,7 +823,7 @@ def logit(token: str | int | None = None, position: int | None = None) -> Target
     return _Token(_check_optional_token("token", token), _check_position(position), "logit")
 
 
-def logit_difference(good: str | int, bad: str | int, position: int | None = None) -> Target:
+def logit_difference(good: str | int, bad: str | int, position: int | str | None = None) -> Target:
     """Return the target logit(good) - logit(bad), which is positive if the model prefers `good`.
 
     Args:
@@ -716,7 +845,7 @@ def class_(k: int | None = None, of: TargetMeasure = "probability") -> Target:
     return _Class(None if k is None else check_whole_number("k", k, 0), _check_measure(of))
 
 
-def loss(label: str | int | None = None, position: int | None = None) -> Target:
+def loss(label: str | int | None = None, position: int | str | None = None) -> Target:
     """Return the target for the cross-entropy, 0 or more, in nats.
 
     Args:
@@ -727,7 +856,7 @@ def loss(label: str | int | None = None, position: int | None = None) -> Target:
     return _Loss(_check_optional_token("label", label), _check_position(position))
 
 
-def next_token(position: int | None = None) -> Target:
+def next_token(position: int | str | None = None) -> Target:
     """Return the target for the token that the prompt itself has next, as its log probability in nats.
 
     It is read at `position`, so it explains the token at `position + 1`.
@@ -754,7 +883,7 @@ def span(start: int, stop: int | None = None) -> Target:
 
 
 def masked_token(
-    token: str | int | None = None, position: int | None = None, of: TargetMeasure = "probability"
+    token: str | int | None = None, position: int | str | None = None, of: TargetMeasure = "probability"
 ) -> Target:
     """Return the target for a token at a mask, for masked language models.
 
@@ -787,7 +916,7 @@ def hf_classifier(
     hf_model: PreTrainedModel | TransformerLensModel,
     class_: int | str | None = None,
     of: TargetMeasure = "probability",
-    position: int | None = None,
+    position: int | str | None = None,
 ) -> Target:
     """Return the target for a class of a transformers classifier, which TransformerLens does not load.
 
@@ -848,7 +977,7 @@ def class_difference(
     good: int | str,
     bad: int | str,
     hf_model: PreTrainedModel | TransformerLensModel | None = None,
-    position: int | None = None,
+    position: int | str | None = None,
 ) -> Target:
     """Return the target logit(good) - logit(bad) of two classes: above 0 if the classifier prefers `good`.
 
@@ -895,22 +1024,51 @@ def _find_class(hf_model: PreTrainedModel, label: Any, name: str) -> int:
 # ------------------------------------------------------------------ conversion
 
 
-def as_target(target: TargetLike) -> Target:
-    """Return a target unchanged, a string as the target for that token, and a callable as one on the logits.
+def as_target(target: TargetLike, against: TokenLike | None = None) -> Target:
+    """Return what is explained as a `Target`; one that is a `Target` already is returned unchanged.
+
+    Args:
+        target: The target: a `Target`, the text of a token, or a function of the logits.
+        against: A token with which that of the target is contrasted, as a text, a number or
+            `lm.targets.token(...)`. None: no contrast.
 
     Raises:
-        TypeError: If it is none of these.
+        TypeError: If it is none of these, or the target beside `against` is not a token.
     """
+    if against is not None:
+        return _make_contrast(target, against)
     if isinstance(target, Target):
         return target
     if isinstance(target, str):
-        return token(target)
+        return _Text(target, None, "log_probability")
     if not callable(target):
         raise TypeError(
             "target: expected the text of a token, one of lens_mix.targets or a callable "
             f"logits [copy pos d_vocab] -> [copy], got {describe_value(target)}"
         )
     return _Custom(target)
+
+
+def _make_contrast(target: TargetLike, against: TokenLike) -> Target:
+    """Return the target for one token minus another."""
+    good = as_target(target)
+    if type(good) not in (_Token, _Text):
+        got = type(good).__name__.lstrip("_")
+        raise TypeError(
+            f"target: expected beside against= the text of a token, lm.targets.token(...) or "
+            f"lm.targets.predicted(), got {got}"
+        )
+    assert isinstance(good, _Token)
+    bad: Any = against
+    if isinstance(against, Target):
+        if type(against) is not _Token or against.token is None:
+            got = type(against).__name__.lstrip("_")
+            raise TypeError(
+                f"against: expected a token by its text, its number or lm.targets.token, got {got}"
+            )
+        bad = against.token
+    exact = ("good",) * (type(good) is _Token) + ("bad",) * (not isinstance(against, str))
+    return _Contrast(good.token, _check_token("against", bad), good.position, exact)
 
 
 def describe(target: Target) -> dict[str, Any]:
@@ -932,7 +1090,9 @@ def from_record(record: Mapping[str, Any]) -> Target:
     """
     classes = (
         _Token,
+        _Text,
         _LogitDifference,
+        _Contrast,
         _Class,
         _ClassDifference,
         _MaskedToken,
@@ -1016,8 +1176,10 @@ def _measure(
     return logits.softmax(-1) if of == "probability" else logits.log_softmax(-1)
 
 
-def _check_position(position: int | None) -> int | None:
-    return None if position is None else check_whole_number("position", position)
+def _check_position(position: int | str | None) -> int | str | None:
+    if position is None or isinstance(position, str):
+        return position
+    return check_whole_number("position", position, what="a text of the prompt or a whole number")
 
 
 def _check_measure(of: TargetMeasure) -> TargetMeasure:

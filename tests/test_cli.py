@@ -118,6 +118,16 @@ def test_map_of_chosen_positions_and_heads(folder):
     ]
 
 
+def test_map_of_a_text_and_of_one_token_against_another(folder):
+    arguments = ["map", folder, "My grandmother was born in", "--method", "gim", "--json"]
+    options = ["--queries", "grandmother", "--target", "Italy", "--against", "war"]
+    record = json.loads(called(*arguments, *options).stdout)
+    (row,) = record["maps"]["gim"]["rows"]
+    assert row["token"] == " grandmother"
+    assert re.fullmatch(r"logit of ' ?Italy' minus that of ' ?war'", row["explained"]["target"])
+    assert "'fathers'" in error_of("map", folder, "She left", "--method", "attention", "--queries", "fathers")
+
+
 def test_positions_and_layers_that_do_not_exist_are_named_as_options(folder):
     for option in ("--queries", "--layers"):
         error = error_of("map", folder, "She left", "--method", "attention", option, "99")
@@ -302,7 +312,9 @@ def test_arguments_that_are_wrong():
         ("map", "m", "b c", "--method", "altii"): "did you mean 'alti'",
         ("map", "m", "b c", "--method", "input_map", "--method", "input_map"): "got input_map twice",
         ("map", "m", "b c", "--method", "alti", "--per-head"): "whose maps have heads (attention, ",
-        ("map", "m", "b c", "--queries", "last"): "--queries: expected whole numbers such as 0,5,-1",
+        ("map", "m", "b c", "--queries", "1:2:3"): "--queries: expected whole numbers such as 0,5,-1",
+        ("map", "m", "b c", "--method", "attention", "--target", "d"): "--target: expected a method that",
+        ("map", "m", "b c", "--method", "alti", "--against", "d"): "got alti, without a target",
         ("map", "m", "b c", "--layers", "1:2:3"): "--layers: expected whole numbers",
         ("map", "m", "b c", "--layers", ""): "--layers: expected whole numbers",
         ("map", "m", ""): "TEXT: expected a prompt, got ''",

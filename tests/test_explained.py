@@ -59,7 +59,8 @@ def test_targets_of_rows():
         assert entry.target == f"logit of {best[position]}"
         assert entry.value == pytest.approx(logits[position, best[position]].item())
         assert entry.prediction == str(best[position])
-    assert mixing_map.explanation().endswith(f"'{best[6]}' {mixing_map.explained[1].probability:.2f}")
+    prediction = f"'{best[6]}' {mixing_map.explained[1].probability:.2f}"
+    assert f"{prediction}; logit of {best[6]} = " in mixing_map.explanation()
     difference = lm.run(model, prompt, lm.methods.Gim(lm.targets.logit_difference(4, 5)), queries=[-1])
     assert difference.explained[0].target == "logit of 4 minus that of 5"
     assert difference.explained[0].value == pytest.approx((logits[-1, 4] - logits[-1, 5]).item())

@@ -58,16 +58,17 @@ def test_tokens_and_measures(model, logits):
 
 
 def test_a_string_is_the_target_for_that_token(model, logits):
-    expected = logits[-1].softmax(-1)[17]
+    expected = logits[-1].log_softmax(-1)[17]
     assert clean_value(model, "w17") == pytest.approx(expected.item(), abs=1e-12)
     method = lm.methods.Occlusion(target="w17")
-    assert method == lm.methods.Occlusion(target=lm.targets.token("w17"))
     m = lm.run(model, TOKENS, method, queries=[-1])
+    exact = lm.methods.Occlusion(target=lm.targets.token("w17", of="log_probability"))
+    assert m.scores.equal(lm.run(model, TOKENS, exact, queries=[-1]).scores)
     assert m.parameters["target"] == {
-        "target": "Token",
+        "target": "Text",
         "token": "w17",
         "position": None,
-        "of": "probability",
+        "of": "log_probability",
     }
     assert torch.equal(lm.run_again(model, m).scores, m.scores)
 
@@ -82,7 +83,8 @@ def test_a_string_is_the_target_for_that_token(model, logits):
     ],
 )
 def test_a_string_is_a_target_outside_methods_too(model, explain):
-    assert torch.equal(explain(model, "w17"), explain(model, lm.targets.token("w17")))
+    exact = lm.targets.token("w17", of="log_probability")
+    assert torch.equal(explain(model, "w17"), explain(model, exact))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_head_reads_the_last_residual(model, logits):
             ValueError,
             "position: expected .* from -6 to 5, got 6",
         ),
-        (lambda t: t.token(3, position=1.0), TypeError, "position: expected a whole number"),
+        (lambda t: t.token(3, position=1.0), TypeError, "position: expected a text of the prompt"),
         (lambda t: t.logit_difference("w3", 3), ValueError, "two different tokens"),
         (lambda t: t.class_(0), ValueError, r"output is \[batch, class\]"),
         (lambda t: t.class_difference(0, 1), ValueError, r"class_difference: .*targets.hf_classifier"),
@@ -456,7 +458,7 @@ def test_own_tokens_that_are_not_there(model, method, target, message):
 
 
 def model_with_spaces(likely, bias):
-    """Return a decoder that predicts a token by its bias, with a tokenizer that keeps spaces."""
+    """Return a decoder that predicts tokens by their bias, with a tokenizer that keeps spaces."""
     vocabulary = {"<bos>": 0, "<unk>": 1, "Paris": 2, "ĠParis": 3, "Rome": 4, "ĠRome": 5, "ĠOslo": 6}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -475,8 +477,11 @@ def model_with_spaces(likely, bias):
     return model
 
 
+SPACED = torch.tensor([0, 3, 5, 4])
+
+
 def find_space_notes(model, target, queries, method=lm.methods.InputGradients):
-    found = lm.run(model, torch.tensor([0, 3, 5, 4]), method(target=target), queries=queries)
+    found = lm.run(model, SPACED, method(target=target), queries=queries)
     return [note for note in found.notes if " a space, has " in note], found
 
 
@@ -485,7 +490,7 @@ def find_space_notes(model, target, queries, method=lm.methods.InputGradients):
 )
 def test_a_text_without_its_space_gets_a_note(method):
     model, targets = model_with_spaces(3, 12), lm.targets
-    for target in ("Paris", targets.logit("Paris"), targets.logit_difference("Rome", "Paris")):
+    for target in (targets.token("Paris"), targets.logit("Paris"), targets.logit_difference("Rome", "Paris")):
         (note,), found = find_space_notes(model, target, [-1], method)
         assert re.fullmatch(
             r"target: 'Paris' has probability [\de.-]+; ' Paris', with a space, has (0\.\d+|1)", note
@@ -498,9 +503,194 @@ def test_a_text_without_its_space_gets_a_note(method):
 
 
 def test_a_text_with_a_space_that_the_model_leaves_out_gets_a_note():
-    (note,), _ = find_space_notes(model_with_spaces(4, 12), " Rome", [1, 2, -1])
+    (note,), _ = find_space_notes(model_with_spaces(4, 12), lm.targets.token(" Rome"), [1, 2, -1])
     assert note.startswith("target: ' Rome' has probability ")
     assert "; 'Rome', without a space, has " in note
+
+
+EVERY_KIND = [
+    lm.methods.InputGradients,
+    lm.methods.Gim,
+    lm.methods.GradientAttention,
+    lm.methods.AttentionAttribution,
+    lm.methods.Occlusion,
+    lm.methods.ContextLength,
+]
+
+
+@pytest.mark.parametrize("method", EVERY_KIND)
+def test_a_text_is_the_token_that_is_meant(method):
+    model, targets = model_with_spaces(3, 12), lm.targets
+    options = {"queries": [-1]}
+    meant = targets.token(" Paris", of="log_probability")
+    expected = lm.run(model, SPACED, method(target=meant), **options)
+    (note,), found = find_space_notes(model, "Paris", [-1], method)
+    assert found.scores.equal(expected.scores)
+    assert found.explained[0].target.startswith("log probability of ' Paris'")
+    assert re.fullmatch(
+        r"target: 'Paris' has probability [\de.-]+; ' Paris', with a space, has (0\.\d+|1), and is "
+        r"explained; lm\.targets\.token\('Paris'\) is exactly the text as it is written",
+        note,
+    )
+    # A text that is the prediction is explained as it is written.
+    notes, found = find_space_notes(model, " Paris", [-1], method)
+    assert notes == []
+    assert found.scores.equal(expected.scores)
+    assert lm.run_again(model, found).scores.equal(found.scores)
+
+
+def test_a_text_with_a_space_is_the_token_without_it():
+    (note,), found = find_space_notes(model_with_spaces(4, 12), " Rome", [1, 2, -1])
+    assert note.startswith("target: ' Rome' has probability ")
+    assert "; 'Rome', without a space, has " in note
+    # One token is explained in all rows, and not another one in each.
+    assert {entry.target for entry in found.explained} == {"log probability of 'Rome'"}
+
+
+def spaced_context(asked, other):
+    """Return a context in which "Paris" and " Paris" have these probabilities at the last position."""
+    probabilities = torch.full((7,), (1 - asked - other) / 5, dtype=torch.float64)
+    probabilities[2], probabilities[3] = asked, other
+    output = torch.stack([torch.ones(7, dtype=torch.float64) / 7, probabilities]).log()[None]
+    tokenizer = model_with_spaces(3, 0).tokenizer
+    return lm.targets.Context(torch.tensor([0, 5]), output, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("asked", "other", "token"),
+    [
+        (0.0002, 0.43, " Paris"),
+        (0.0011, 0.0109, "Paris"),  # It is not ten times as probable.
+        (0.0010, 0.0101, " Paris"),
+        (0.0005, 0.0099, "Paris"),  # Neither has real probability.
+        (0.0101, 0.43, "Paris"),  # Both have.
+        (0.0099, 0.43, " Paris"),
+        (0.43, 0.0002, "Paris"),
+    ],
+)
+def test_the_rule_for_the_token_of_a_text(asked, other, token):
+    context = spaced_context(asked, other)
+    settled, notes = lm.targets.as_target("Paris").settle(context, [1])
+    assert settled == lm.targets.token(token, of="log_probability")
+    assert bool(notes) == (asked < 0.01 and other >= 10 * asked)
+    assert all(("neither is probable" in note) == (token == "Paris") for note in notes)
+    # A note tells of the other token wherever it is much likelier and is not explained.
+    likelier = settled.find_likelier_texts(context)
+    assert bool(likelier) == (token == "Paris" and asked >= 0.01 and other >= 10 * asked)
+    exact = lm.targets.token("Paris")
+    assert exact.settle(context, [1]) == (exact, [])
+
+
+def test_a_text_that_is_one_token_only_with_a_space():
+    model = model_with_spaces(6, 12)
+    _, found = find_space_notes(model, "Oslo", [-1])
+    assert found.explained[0].target == "log probability of ' Oslo'"
+    with pytest.raises(ValueError, match="unknown token '<unk>'"):
+        find_space_notes(model, lm.targets.token("Oslo"), [-1])
+    with pytest.raises(ValueError, match="unknown token '<unk>'"):
+        find_space_notes(model_with_spaces(3, 12), "Oslo", [-1])
+
+
+def test_prompts_of_a_batch_have_their_own_tokens_for_a_text():
+    model = model_with_spaces(3, 12)
+    with torch.no_grad():
+        # After " Rome" the model writes "Paris" without its space.
+        model.unembed.b_U.zero_()
+        after_rome, after_oslo = (
+            model.ln_final(model.run_with_cache(torch.tensor([[0, token]]))[1]["resid_post", -1])[0, -1]
+            for token in (5, 6)
+        )
+        difference = after_rome - after_oslo
+        direction = 24 * difference / difference.square().sum()
+        for token, sign in ((2, 1), (3, -1)):
+            model.unembed.W_U[:, token] = sign * direction
+            model.unembed.b_U[token] = -sign * direction @ (after_rome + after_oslo) / 2
+    prompts = [torch.tensor([0, 5]), torch.tensor([0, 6]), torch.tensor([0, 4, 6])]
+    found = list(lm.run_many(model, prompts, lm.methods.InputGradients(target="Paris"), queries=[-1]))
+    alone = [lm.run(model, each, lm.methods.InputGradients(target="Paris"), queries=[-1]) for each in prompts]
+    assert [m.explained[0].target for m in found] == [m.explained[0].target for m in alone]
+    assert found[0].explained[0].target == "log probability of 'Paris'"
+    assert found[1].explained[0].target == "log probability of ' Paris'"
+    for one, other in zip(found, alone, strict=True):
+        torch.testing.assert_close(one.scores, other.scores, rtol=1e-10, atol=1e-12)
+
+
+def test_a_text_needs_no_other_pass():
+    model, passes = model_with_spaces(3, 12), []
+    handle = model.blocks[0].register_forward_hook(lambda *_: passes.append(1))
+    counts = []
+    for target in (lm.targets.token(" Paris", of="log_probability"), "Paris"):
+        passes.clear()
+        lm.run(model, SPACED, lm.methods.InputGradients(target=target), queries=[-1])
+        counts.append(len(passes))
+    handle.remove()
+    # The first run also verifies the model.
+    assert counts[1] <= counts[0]
+
+
+@pytest.mark.parametrize("method", EVERY_KIND)
+def test_a_contrast_is_a_difference_of_log_probabilities(method):
+    model, targets = model_with_spaces(3, 12), lm.targets
+    expected = lm.run(model, SPACED, method(target=targets.logit_difference(3, 4)), queries=[-1])
+    for contrast in (
+        method(target="Paris", against="Rome"),
+        method(target=" Paris", against=4),
+        method(target=targets.token(3), against=targets.token("Rome")),
+        method(against="Rome"),
+    ):
+        found = lm.run(model, SPACED, contrast, queries=[-1])
+        assert found.scores.equal(expected.scores)
+        assert found.explained[0].target.startswith("logit of ' Paris' minus that of 'Rome'")
+        assert lm.run_again(model, found).scores.equal(found.scores)
+        assert "against" not in found.parameters
+    logits = model(SPACED[None])[0, -1].log_softmax(-1)
+    assert found.explained[0].value == pytest.approx((logits[3] - logits[4]).item(), abs=1e-10)
+    exact = lm.run(model, SPACED, method(target=targets.token("Paris"), against="Rome"), queries=[-1])
+    assert exact.explained[0].target.startswith("logit of 'Paris' minus that of 'Rome'")
+
+
+def test_a_contrast_of_an_input_map():
+    model = model_with_spaces(3, 12)
+    found = lm.input_map(model, SPACED, target="Paris", against="Rome")
+    expected = lm.input_map(model, SPACED, target=lm.targets.logit_difference(3, 4))
+    assert found.scores.equal(expected.scores)
+    assert "logit of ' Paris' minus that of 'Rome' = " in found.explanation()
+    assert lm.input_map(model, SPACED, against="Rome").scores.equal(expected.scores)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"target": lm.targets.loss(), "against": "Rome"}, TypeError, "target: expected beside against= the"),
+        ({"target": lambda logits: logits[:, -1, 0], "against": 3}, TypeError, "got Custom"),
+        ({"target": "Paris", "against": lm.targets.predicted()}, TypeError, "against: expected a token by"),
+        ({"target": "Paris", "against": 1.5}, TypeError, "against: expected a token's text or number"),
+        ({"target": "Paris", "against": " Paris"}, ValueError, "good, bad: expected two different tokens"),
+    ],
+)
+def test_contrasts_that_are_wrong(options, error, message):
+    with pytest.raises(error, match=message):
+        lm.run(model_with_spaces(3, 12), SPACED, lm.methods.InputGradients(**options), queries=[-1])
+
+
+def test_a_method_without_a_target_has_no_contrast(model):
+    with pytest.raises(TypeError, match="against"):
+        lm.methods.AttentionWeights(against="w4")
+    with pytest.raises(TypeError, match=r"against: run has no argument .* nor has AttentionWeights\. "):
+        lm.run(model, TOKENS, "attention", against="w4")
+    with pytest.raises(TypeError, match=r"write lm.run\(model, prompt, lm.methods.Gim\(against='w4'\)\)"):
+        lm.run(model, TOKENS, "gim", against="w4")
+
+
+def test_a_unit_that_is_not_the_log_probability_is_in_the_label(model):
+    prediction = lm.run(model, TOKENS, "attention").explanation()
+    for method, words in (
+        (lm.methods.Occlusion(), ""),
+        (lm.methods.InputGradients(), "; logit of "),
+        (lm.methods.AttentionAttribution(), "; probability of "),
+    ):
+        label = lm.run(model, TOKENS, method, queries=[-1]).explanation()
+        assert label == prediction if not words else label.startswith(prediction + words)
 
 
 def test_the_last_token_has_no_next_one(model):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lens_mix import targets
 from lens_mix._classes.model_classes import TransformerLensModel
-from lens_mix._inputs.rows import Selection
+from lens_mix._inputs.rows import Positions
 from lens_mix.arguments import check_number, check_whole_number
 from lens_mix.evaluation.intervention_passes import InterventionPasses, intervention_passes, read_rows
 from lens_mix.targets import TargetLike
@@ -72,7 +72,7 @@ def soft_faithfulness(
     retained: float = 0.5,
     samples: int = 8,
     target: TargetLike | None = None,
-    positions: Selection | None = None,
+    positions: Positions | None = None,
     seed: int = 0,
     **options: Any,
 ) -> SoftFaithfulness | dict[str, SoftFaithfulness]:
@@ -109,8 +109,9 @@ def soft_faithfulness(
             0.
         retained: π, above 0 and below 1.
         samples: The number of draws of the masks, over which the target is averaged.
-        target: A probability: `lm.targets.predicted()` (the default) or `.probability(...)`.
-        positions: The positions that are masked. None: all that the target's position can see.
+        target: A probability: that of a token by its text, `lm.targets.predicted()` (the default) or
+            `.probability(...)`.
+        positions: The positions that are masked, or texts. None: all that the target's position can see.
         seed: The seed of the draws.
         **options: Part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
 
@@ -127,6 +128,9 @@ def soft_faithfulness(
         raise ValueError("retained: expected a number above 0 and below 1, got 1: everything would stay")
     samples, seed = check_whole_number("samples", samples, 1), check_whole_number("seed", seed, 0)
     target = targets.predicted() if target is None else target
+    if isinstance(target, str):
+        # The measure is defined for a probability, and a text alone states no unit.
+        target = dataclasses.replace(targets.as_target(target), **{"of": "probability"})
     with intervention_passes(model, prompt, target, **options) as passes:
         if not passes.bound.is_probability:
             raise ValueError("target: expected a probability (lm.targets.probability), got another measure")

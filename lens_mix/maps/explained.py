@@ -11,8 +11,8 @@ from lens_mix.arguments import check_instance, check_items, check_number, check_
 _EXPECTED = "one lens_mix.maps.explained.Explained (or a dict of its fields) per row"
 
 
-# A target that is one of these measures of the prediction is not named beside it.
-_MEASURES = ("probability", "log probability", "logit")
+# A target that is this measure of the prediction is not named beside it. Other units are.
+_USUAL_MEASURE = "log probability"
 # The prediction has the name of the class alone.
 _CLASS_NUMBER = re.compile(r" \(class \d+\)$")
 
@@ -41,11 +41,11 @@ class Explained(NamedTuple):
         return Explained(target=self.target, value=self.value)
 
     def __str__(self) -> str:
-        """Return the prediction, and the target if it is about another token: `' Italian' 0.66`."""
+        """Return the prediction, and the target if it is not its log probability: `' Italian' 0.66`."""
         prediction = "" if self.prediction is None else f"{self.prediction!r} {self.probability:.2f}"
         names = (repr(self.prediction), self.prediction)
         target = None if self.target is None else _CLASS_NUMBER.sub("", self.target)
-        is_same = target in {f"{measure} of {name}" for measure in _MEASURES for name in names}
+        is_same = target in {f"{_USUAL_MEASURE} of {name}" for name in names}
         if self.target is None or is_same:
             return prediction
         target = f"{self.target} = {self.value:.3g}"

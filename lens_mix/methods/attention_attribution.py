@@ -56,6 +56,7 @@ class AttentionAttribution(TargetMethod):
         target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable
             logits -> [copy]. The default is the probability of the prediction at the last position, as in the
             paper.
+        against: A token with which that of the target is contrasted (`lens_mix.targets`). None: no contrast.
         n_steps: The number of points in every layer. None: as many as each layer needs.
         method: The rule that places `n_steps` points: "gauss_legendre", "riemann_left" (the paper's code,
             with 20 points), "riemann_right" (the paper's formula), "riemann_middle" or "trapezoid".

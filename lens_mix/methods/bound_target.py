@@ -22,6 +22,7 @@ from lens_mix.targets import (
     Target,
     TargetFunction,
     TargetLike,
+    TokenLike,
     as_target,
     describe,
     next_token,
@@ -37,19 +38,30 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TargetMethod(Method):
-    """The base class of the methods that explain a target."""
+    """The base class of the methods that explain a target.
+
+    Attributes:
+        target: The number that is explained (`lens_mix.targets`).
+        against: A token with which that of the target is contrasted, by its text, its number or
+            `lm.targets.token(...)`: `target="Paris", against="Rome"`. The contrast then is the `target`, and
+            this is None again. None: the target alone.
+    """
 
     group: ClassVar[MethodGroup] = "What the answer depends on, layer by layer"
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     reads: ClassVar[Reads] = "above"
 
     target: TargetLike = dataclasses.field(default_factory=predicted)
+    against: TokenLike | None = dataclasses.field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        target = as_target(self.target)
+        target = as_target(self.target, self.against)
         # A method shows its target in full, and other code reads the target's fields.
-        object.__setattr__(self, "target", target if isinstance(self.target, str) else self.target)
+        is_function = not isinstance(self.target, (str, Target)) and self.against is None
+        object.__setattr__(self, "target", self.target if is_function else target)
+        # The contrast is a target itself, so a method that is made from this one must not form it again.
+        object.__setattr__(self, "against", None)
 
     @override
     def explain_next_tokens(self) -> Self:
@@ -57,7 +69,10 @@ class TargetMethod(Method):
 
     @override
     def parameters(self) -> dict[str, object]:
-        return {**super().parameters(), "target": describe(as_target(self.target))}
+        parameters = {**super().parameters(), "target": describe(as_target(self.target))}
+        # The target contains it.
+        del parameters["against"]
+        return parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,11 +371,17 @@ def _bound(
     for prompt, (span, context) in enumerate(_contexts(blocks[-1], read, rows_read, logits)):
         spans.append(span)
         likelier: list[tuple[float, str]] = []
-        for within, placed in targets_of(read, context, prompt, span.start).items():
+        placed_by_row = targets_of(read, context, prompt, span.start)
+        places = [placed.reads_position(context) for placed in placed_by_row.values()]
+        settled, notes = read.settle(context, [place for place in places if place is not None])
+        blocks[-1].record.warnings[prompt] += notes
+        if settled is not read:
+            placed_by_row = targets_of(settled, context, prompt, span.start)
+        for within, placed in placed_by_row.items():
             functions.append(placed.of_prompt(context))
             clean.append(evaluate(functions[-1], context.output))
             blocks[-1].record.explained[prompt][within] = placed.explain(
-                context, float(clean[-1]), names_position=placed is read
+                context, float(clean[-1]), names_position=placed is settled
             )
             position = placed.reads_position(context)
             positions += [] if position is None else [position + span.start]

@@ -43,6 +43,7 @@ class ContextLength(RowTargetMethod):
         target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable
             logits -> [copy]. It is read at the row's position instead of its own. The default is the log
             probability of the prediction there.
+        against: A token with which that of the target is contrasted (`lens_mix.targets`). None: no contrast.
         keep_first: Whether the first token of the prompt (a beginning-of-sequence token) stays in front of
             every cut. Its own score is then 0. None: if it is the tokenizer's beginning-of-sequence token.
 

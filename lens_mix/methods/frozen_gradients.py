@@ -39,6 +39,7 @@ class FrozenGradients(ChangedGradients):
 
     Args:
         target: As in `Gim`.
+        against: A token with which that of the target is contrasted (`lens_mix.targets`). None: no contrast.
         readout: As in `Gim`.
         after_blocks: As in `Gim`.
         activations: As in `Gim`.

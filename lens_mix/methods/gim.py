@@ -45,6 +45,7 @@ class Gim(ChangedGradients):
 
     Args:
         target: As in `InputGradients`.
+        against: A token with which that of the target is contrasted (`lens_mix.targets`). None: no contrast.
         readout: "signed_sum" for Σ_d g_d x_d (as in the paper), or "absolute" for Σ_d |g_d x_d|, at least 0.
         after_blocks: The residual streams at which relevance is read. A number n: the embeddings and the
             streams after each of the first n blocks. A list names the streams, where 0 is the embeddings. If

@@ -45,6 +45,7 @@ class GradientAttention(TargetMethod):
         target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable
             logits -> [copy]. The default is the logit of the prediction at the last position, as in the
             authors' code.
+        against: A token with which that of the target is contrasted (`lens_mix.targets`). None: no contrast.
         per_head: Whether each head has a map of its own.
         rectify: Whether negative products are set to 0. False keeps the sign.
 

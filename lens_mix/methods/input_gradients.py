@@ -64,6 +64,7 @@ class InputGradients(RowTargetMethod):
         target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable
             logits -> [copy]. It is read at the row's position instead of its own. The default is the logit of
             the prediction there. A target without a position needs a single row.
+        against: A token with which that of the target is contrasted (`lens_mix.targets`). None: no contrast.
         score: "norm", "times_input" or "integrated".
         baseline: x' of "integrated": "zero", "mean", a tensor [d_model], or a tensor [pos, d_model] for
             prompts of that many tokens. "mean" is over all positions of the prompt, so that a row of a causal

@@ -60,6 +60,7 @@ class Occlusion(RowTargetMethod):
     Args:
         target: The target (the text of a token, one of `lens_mix.targets`, or any callable logits -> [copy]),
             read at the row's position; by default the log probability of the model's prediction there.
+        against: A token with which that of the target is contrasted (`lens_mix.targets`). None: no contrast.
         by: The removal.
         replacements: The replacing tokens, as texts of one token or as numbers; None to draw `n_samples` from
             the vocabulary without special tokens. A token that is its own replacement is replaced by the next

@@ -89,6 +89,7 @@ class TokenPatching(RowTargetMethod):
         target: The number that is explained: the text of a token, one of `lens_mix.targets`, or any callable
             logits -> [copy]. It is read at the row's position instead of its own. The default is the log
             probability of the prediction there.
+        against: A token with which that of the target is contrasted (`lens_mix.targets`). None: no contrast.
         replacements: The tokens that replace others, as text of one token or as vocabulary numbers. A token
             never replaces itself: the next vocabulary number is used instead. None: `n_samples` tokens, drawn
             from the vocabulary without special tokens.

@@ -25,7 +25,10 @@ def explained_map(**changes):
 
 def test_a_row_in_words():
     mixing_map = explained_map()
-    assert mixing_map.explanation(2) == "after ',': ' which' 0.75"
+    # The unit is named unless it is the log probability of the prediction.
+    assert mixing_map.explanation(2) == "after ',': ' which' 0.75; logit of ' which' = 2.5"
+    usual = [entry._replace(target="log probability of ' which'", value=-0.3) for entry in ENTRIES[2:3] * 4]
+    assert explained_map(explained=usual).explanation(2) == "after ',': ' which' 0.75"
     assert mixing_map.explanation() == (
         "after ' in': ' Italy' 0.66; logit of ' France' minus that of ' Italy' = -1.5"
     )
@@ -48,7 +51,9 @@ def test_top_says_what_it_explains():
     top = explained_map().top(2, query=2)
     assert top == [Source(TOKENS[each.position], each.position, each.score) for each in top]
     assert [each.score for each in top] == explained_map().scores[-1, 2].topk(2).values.tolist()
-    assert str(top).splitlines()[0] == "layer 1 of 0 to 1; after ',': ' which' 0.75"
+    assert str(top).splitlines()[0] == (
+        "layer 1 of 0 to 1; after ',': ' which' 0.75; logit of ' which' = 2.5"
+    )
     assert str(top).splitlines()[1].split()[0] == f"{top[0].score:.4g}"
     assert len(str(top).splitlines()) == 3
     assert str(explained_map(explained=None).top(2)).splitlines()[0] == "layer 1 of 0 to 1"
