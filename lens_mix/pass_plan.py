@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from jaxtyping import Int
 from torch import Tensor
@@ -17,10 +18,13 @@ from lens_mix._inputs.rows import Rows
 from lens_mix._model.model import Lens
 from lens_mix._passes.backward_rules import BackwardRules
 from lens_mix._passes.block_outputs import BlockOutputs
-from lens_mix._passes.cross import names_before_cross
+from lens_mix._passes.cross import find_name_of_cross, names_before_cross
 from lens_mix.hooks.base import HookPair
 from lens_mix.hooks.recording import ATTENTION_ROLES, RESID_PRE, record_all, record_attention
 from lens_mix.method import Method
+
+if TYPE_CHECKING:
+    from lens_mix._passes.cached_pass import CachedPass
 
 # The verification as a visitor.
 VERIFICATION = "verification"
@@ -80,6 +84,7 @@ class PassPlan:
         predicted_at_once: The most positions whose logits are computed at once.
         compared: What the verification compares: engines, and names that methods list in their `needs`.
         has_hooks: Whether user hooks are on the model.
+        cached: The user's pass that is read instead of running the model; None for none.
     """
 
     lens: Lens
@@ -98,6 +103,7 @@ class PassPlan:
     predicted_at_once: int
     compared: frozenset[str]
     has_hooks: bool
+    cached: CachedPass | None = None
 
     @property
     def predicts_at_end(self) -> bool:
@@ -124,7 +130,36 @@ class PassPlan:
                 # What is left after the methods is what the verification alone reads.
                 roles -= method.records
             pairs += record_attention(layer, store, sorted(roles), queries=positions, attention=template)
-        return pairs
+        # A pass that was cached has no arguments to replay a block with, so cross-attention is read from it.
+        crossed = self._crossed_layers if self.cached is not None else []
+        names = (find_name_of_cross(self.lens, layer) for layer in crossed)
+        return pairs + record_all(store, filter(None, names))
+
+    @property
+    def _crossed_layers(self) -> list[int]:
+        """The layers with a cross-attention after the mapped attention, if a method computes such blocks."""
+        is_computed = "algebra" in self.engines.values()
+        return [layer for layer in self.layers if is_computed and self.verification.anatomy[layer].cross]
+
+    def require_from(self, cached: CachedPass) -> None:
+        """Raise a ValueError if a cached pass lacks what the plan records."""
+        lens, anatomy = self.lens, self.verification.anatomy
+        names = names_before_cross(lens, list(self.layers))
+        names += [
+            lens.stack.hook_name(role, layer)
+            for layer, planned in self.layers.items()
+            for role in planned.records
+        ]
+        # Without the feed-forward's output or a formula for it, a block would not be compared at all.
+        opaque = [layer for layer in self.layers if self.compared and not anatomy[layer].is_written_down]
+        needed = [("feed_forward_out", layer) for layer in opaque]
+        needed += [("cross_out", layer) for layer in self._crossed_layers]
+        outputs = self.block_outputs()
+        for role, layer in needed if outputs is not None else ():
+            options = outputs.names(layer, role) if outputs is not None else ()
+            names += options[:1] if all(cached.find(name) is None for name in options) else []
+        reads_blocks = "algebra" in self.engines.values() or self.has_hooks or lens.stack.is_cross
+        cached.require(names, self.layers if reads_blocks else ())
 
     def required(self) -> dict[int, list[str]]:
         """Return by layer the hook names that have to be recorded when the block has run."""
@@ -145,7 +180,10 @@ class PassPlan:
         # All layers that have outputs have the same ones (`Session._plan_layer`), so the first one's are
         # read.
         layers = [layer for layer, planned in self.layers.items() if planned.outputs]
-        return BlockOutputs(self.lens, layers, self.layers[layers[0]].outputs) if layers else None
+        if not layers:
+            return None
+        by_name = self.cached is not None
+        return BlockOutputs(self.lens, layers, self.layers[layers[0]].outputs, by_name=by_name)
 
     def free(self, recorded: dict[str, Tensor], layer: int) -> None:
         """Remove the attention's tensors of a visited block that nothing reads later."""

@@ -59,11 +59,21 @@ def run(
 def run(model: TransformerLensModel, prompt: Any, methods: MethodLike, **options: Any) -> MixingMap: ...
 @overload
 def run(model: TransformerLensModel, prompt: Any, methods: Sequence[MethodLike], **options: Any) -> Maps: ...
+@overload
+def run(
+    model: TransformerLensModel, *, cache: Any, tokens: Any, methods: MethodLike, **options: Any
+) -> MixingMap: ...
+@overload
+def run(
+    model: TransformerLensModel, *, cache: Any, tokens: Any, methods: Sequence[MethodLike], **options: Any
+) -> Maps: ...
 def run(
     model: TransformerLensModel,
-    prompt: Any,
-    methods: MethodLike | Sequence[MethodLike],
+    prompt: Any = None,
+    methods: MethodLike | Sequence[MethodLike] | None = None,
     *,
+    cache: Any = None,
+    tokens: Any = None,
     queries: Positions | None = None,
     layers: Selection | None = None,
     part: str | None = None,
@@ -86,6 +96,11 @@ def run(
         methods: A name ("attention", "value_zeroing"), a method with its parameters
             (`lm.methods.ValueZeroing(metric="euclidean")`), or several of these. `lm.METHODS` lists the names
             and classes; a class, or the name of one, is the method with its defaults.
+        cache: The `ActivationCache` of `model.run_with_cache(tokens)`, of this prompt alone. The maps are
+            computed from it instead of a clean pass, without predictions; hooks that changed its activations
+            are part of the maps. Methods that run the model themselves (for a target, a gradient or a
+            replay) raise an error.
+        tokens: Another name for `prompt`, beside `cache`.
         queries: The positions of the rows to compute: a number, a text of the prompt (" Italy", all of its
             tokens; `MixingMap.positions` explains how it is found), a slice, or several of these. Negative
             numbers count from the end of the prompt. None: all.
@@ -121,12 +136,14 @@ def run(
             message has the reason.
     """
     _check_flags(residual_shares, progress)
+    prompt = _choose_prompt(prompt, tokens, cache)
     selection: dict[str, Any] = {
         "queries": queries,
         "layers": layers,
         "engine": engine,
         "max_memory": max_memory,
         "progress": progress,
+        "cache": cache,
     }
     if part == "all":
         options = selection | {"prepend_bos": prepend_bos, "attention_mask": attention_mask}
@@ -342,6 +359,21 @@ def _check_flags(residual_shares: Any, progress: Any) -> None:
     check_flags(residual_shares=residual_shares)
     if progress is not None:
         check_flags(progress=progress)
+
+
+def _choose_prompt(prompt: Any, tokens: Any, cache: Any) -> Any:
+    """Return the prompt, which `run` also takes as `tokens` beside a cache."""
+    if tokens is None:
+        if prompt is None and cache is not None:
+            raise TypeError("prompt: expected that of the cache beside it, got None; write tokens=tokens")
+        return prompt
+    if prompt is not None:
+        raise TypeError("tokens: expected the prompt once, got prompt and tokens; leave one of them out")
+    if cache is None:
+        raise TypeError(
+            "tokens: expected beside cache= only; the prompt comes second: lm.run(model, tokens, methods)"
+        )
+    return tokens
 
 
 def _make_session(

@@ -49,6 +49,7 @@ from lens_mix.pass_plan import VERIFICATION, LayerPlan, PassPlan, takes_rows, vi
 
 if TYPE_CHECKING:
     from lens_mix._passes.autograd_graph import AutogradGraph
+    from lens_mix._passes.cached_pass import CachedPass
     from lens_mix.maps.spans import Group
 
 _MOST_LOGITS = 1 << 29  # the bytes of the logits that are computed at once for the predictions
@@ -67,6 +68,7 @@ class Session:
         queries: The positions of the rows to compute, or texts. None: all.
         layers: The layers to compute. None: all layers with attention.
         progress: True: show bars over passes. False: warn before many passes. None: neither.
+        cache: An `ActivationCache` of the only prompt, which is read instead of running the model.
 
     Raises:
         TypeError: If an option has a wrong type.
@@ -85,8 +87,9 @@ class Session:
         queries: Positions | None = None,
         layers: Selection | None = None,
         progress: bool | None = None,
+        cache: Any = None,
     ) -> None:
-        self.effort = Effort(progress)
+        self.effort, self.cache = Effort(progress), cache
         with LibraryErrors(model):
             lens = Lens(model, part)
         if max_memory is not None:
@@ -208,11 +211,13 @@ class Session:
         self.lens = lens = Lens(self.lens.model, self.lens.stack.name)
         with LibraryErrors(lens.model), lens.evaluation_mode(), contextlib.ExitStack() as leaving:
             batch = pad(prompts, pad_token(lens.model), side)
+            cached = self._read_cache(batch)
             # One prompt is enough for the verification, because the blocks of every batch are compared in its
             # own pass.
             verification, no_algebra, is_new = self._verify(batch), None, False
             while True:
-                plan = self.plan(batch, verification, no_algebra, is_visited=make_visitor is not None)
+                is_visited = make_visitor is not None
+                plan = self.plan(batch, verification, no_algebra, is_visited=is_visited, cached=cached)
                 found = None
                 try:
                     checked = self._run(plan, make_visitor, leaving)
@@ -227,6 +232,12 @@ class Session:
                 elif not is_new:
                     # The verification may be outdated, because the model changed without a trace.
                     verification, is_new = self._verify(batch, again=True), True
+                elif cached is not None:
+                    raise ValueError(
+                        f"cache: {found.reason}, so a hook changed the block in the cached pass, or the "
+                        "model had other weights; run methods that only read weights ('attention'), or run "
+                        "without cache= and with the hooks on the model"
+                    )
                 elif found.found_for == "recorded":
                     # What is read off the clean pass cannot be computed by another engine.
                     self._raise_unsupported(found.reason)
@@ -234,6 +245,16 @@ class Session:
                     # A hook may act on one position only, for example.
                     no_algebra = found.reason
             yield checked
+
+    def _read_cache(self, batch: Batch) -> CachedPass | None:
+        """Return the user's pass on the only prompt, after a check; None if there is none."""
+        if self.cache is None:
+            return None
+        from lens_mix._passes.cached_pass import CachedPass
+
+        cached = CachedPass(self.lens, self.cache)
+        cached.check(batch)
+        return cached
 
     def plan_prompts(self, prompts: Sequence[Prompt], side: PaddingSide = "right") -> PassPlan:
         """Return the plan of the clean pass of one batch, with which `checked_pass` begins."""
@@ -258,6 +279,7 @@ class Session:
         no_algebra: str | None = None,
         *,
         is_visited: bool = True,
+        cached: CachedPass | None = None,
     ) -> PassPlan:
         """Return the plan of a clean pass.
 
@@ -267,15 +289,21 @@ class Session:
             no_algebra: Why algebra cannot run on these prompts; None if it can.
             is_visited: Whether methods that read one block map it when it has run. False: all methods run
                 after the pass, on its records.
+            cached: The user's pass that is read instead of running the model; None for none.
+
+        Raises:
+            ValueError: If a method cannot be computed from the cached pass.
         """
         lens, methods = self.lens, self.methods
         engines = self._choose_engines(verification, no_algebra)
+        if cached is not None:
+            self._require_no_pass(engines)
         has_hooks = has_user_hooks(lens.modules)
         compared = self._choose_compared(engines, has_hooks)
         visiting = [label for label in methods if visits_blocks(methods[label], engines[label])]
         layers = {
             layer: self._plan_layer(
-                layer, verification, engines, visiting if is_visited else None, compared, has_hooks
+                layer, verification, engines, visiting if is_visited else None, compared, has_hooks, cached
             )
             for layer in self.recorded_layers
         }
@@ -284,7 +312,7 @@ class Session:
         rows = None if self.queries is None else Rows.of(self.queries, real, tokens)
         rules = self._choose_rules(batch, verification, has_hooks=has_hooks)
         last = self._find_last(rules)
-        return PassPlan(
+        plan = PassPlan(
             lens=lens,
             batch=batch,
             methods=methods,
@@ -297,11 +325,28 @@ class Session:
             watched=self._choose_watched(batch, last),
             last=last,
             rules=rules,
-            predict_at=self._positions_to_predict(real, rows, verification),
+            predict_at=None if cached else self._positions_to_predict(real, rows, verification),
             predicted_at_once=self._count_predictions(len(batch)),
             compared=compared,
             has_hooks=has_hooks,
+            cached=cached,
         )
+        if cached is not None:
+            plan.require_from(cached)
+        return plan
+
+    def _require_no_pass(self, engines: Mapping[str, str]) -> None:
+        """Raise a ValueError if a method needs a pass of its own, which a cache does not replace."""
+        for label, method in self.methods.items():
+            reason = ""
+            if method.reads in ("above", "model") or UNEMBEDDING in method.needs:
+                reason = "which runs the model itself, for its target"
+            elif engines[label] == "hooks":
+                reason = "which here has the engine 'hooks' alone, and so runs the blocks again"
+            if reason:
+                raise ValueError(
+                    f"cache: expected methods that read a pass, got {label}, {reason}; run it without cache="
+                )
 
     def _choose_compared(self, engines: Mapping[str, str], has_hooks: bool) -> frozenset[str]:
         """Return what the verification compares in the pass: engines, and names of the methods' `needs`."""
@@ -342,6 +387,7 @@ class Session:
         visiting: Collection[str] | None,
         compared: Collection[str],
         has_hooks: bool,
+        cached: CachedPass | None,
     ) -> LayerPlan:
         """Return what happens at one block.
 
@@ -353,6 +399,7 @@ class Session:
                 kept.
             compared: What the verification compares.
             has_hooks: Whether user hooks are on the model.
+            cached: The user's pass that is read instead of running the model; None for none.
         """
         anatomy = verification.anatomy[layer]
         methods = {label: each for label, each in self.methods.items() if layer in self.layers_of(each)}
@@ -361,6 +408,11 @@ class Session:
         # The verification needs these tensors even if no method does.
         roles |= {"pattern", "value"} if is_verified else set()
         roles |= {"z"} if has_hooks else set()
+        if cached is not None:
+            # A hook may have changed z in the cached pass, which a note says if the cache shows it.
+            mixing = {role: self.lens.stack.hook_name(role, layer) for role in ("value", "z")}
+            shows_mixing = all(cached.find(name) is not None for name in mixing.values())
+            roles |= set(mixing) if shows_mixing else set()
         # The verification computes a feed-forward if a method does, or if a hook may act in it. The others
         # would take most of its time, and those without a formula cannot be computed.
         is_whole = has_hooks or any(
@@ -398,7 +450,8 @@ class Session:
         """
         outputs, store = plan.block_outputs(), dict[str, Tensor]()
         is_whole = {layer: planned.is_whole for layer, planned in plan.layers.items()}
-        verifier = Verifier(plan.verification, plan.compared, is_whole, outputs, has_hooks=plan.has_hooks)
+        flags = {"has_hooks": plan.has_hooks, "is_cached": plan.cached is not None}
+        verifier = Verifier(plan.verification, plan.compared, is_whole, outputs, **flags)
 
         def start(clean: CleanPass) -> Callable[[int], None]:
             # The verification comes first, so that no method maps a block that is not as the plan expects.
@@ -422,12 +475,14 @@ class Session:
             z_factors=plan.verification.z_factors,
             start=start,
             outputs=outputs,
+            cached=plan.cached,
         )
         if plan.predict_at is not None and not plan.predicts_at_end:
             from lens_mix._passes.continuation import predict_in_chunks
 
             clean = predict_in_chunks(clean, plan.predict_at, plan.predicted_at_once)
-        _require_same_input(clean)
+        if plan.cached is None:
+            _require_same_input(clean)
         self._check_entering_patches(clean)
         if clean.seeing_later and plan.verification.causal:
             raise UnexpectedBlock(None)

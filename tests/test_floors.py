@@ -45,6 +45,7 @@ RARELY_NEEDED = {
     "hooks.gradient",
     "inputs",
     "_passes.autograd_graph",
+    "_passes.cached_pass",
     "_passes.continuation",
     "_inputs.features",
     "_inputs.picture_inputs",

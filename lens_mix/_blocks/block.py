@@ -366,5 +366,8 @@ class Block:
 
     def zeros(self, *shape: int) -> Float[Tensor, ...]:
         """Return a tensor of zeros for results, on the block's device, at least float32."""
-        dtype = torch.promote_types(self.resid_post.dtype, torch.float32)
-        return torch.zeros(shape, dtype=dtype, device=self.resid_post.device)
+        call = self.clean.calls.get(self.layer)
+        # A pass that was cached may lack the residual stream of a block whose weights alone are read.
+        like = self.clean.tensor("pattern", self.layer) if call is None else call.resid_post
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        return torch.zeros(shape, dtype=dtype, device=like.device)

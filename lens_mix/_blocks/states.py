@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lens_mix._classes.model_classes import UnsupportedModelError
 from lens_mix._model.anatomy import BlockAnatomy, FeedForward, LinearNorm, Norm, ValuePath, constant
+from lens_mix._passes.cross import find_name_of_cross
 from lens_mix.hooks.mixing import mix
 from lens_mix.hooks.recording import record
 
@@ -238,7 +239,7 @@ def shared(block: Block, name: object, make: Callable[[], T]) -> T:
 def cross_output(block: Block) -> Float[Tensor, "batch query d_model"] | None:
     """Return the output of a decoder's cross-attention before any norm, at the asked rows.
 
-    The block is replayed for it.
+    The block is replayed for it, unless the pass has it because it was cached.
 
     Args:
         block: A block, whose self-attention is mapped.
@@ -251,14 +252,14 @@ def cross_output(block: Block) -> Float[Tensor, "batch query d_model"] | None:
     """
     if not block.anatomy.cross:
         return None
-    outputs: dict[str, Tensor] = {}
-    lens = block.clean.lens
-    where = lens.where(block.layer)
-    # The Bridge's name, and that of HookedEncoderDecoder.
-    names = (f"{where}.cross_attn.o.hook_out", f"{where}.hook_cross_attn_out")
-    name = next((name for name in names if name in lens.hook_points), None)
+    outputs, lens = block.clean.recorded, block.clean.lens
+    name = find_name_of_cross(lens, block.layer)
     if name is None:
+        where = lens.where(block.layer)
         raise UnsupportedModelError(f"{where}: no hook point shows what its cross-attention gives")
+    if name in outputs:
+        return block.rows_of(outputs[name])
+    outputs = {}
     prompts = torch.arange(len(block.batch), device=block.real.device)
     block.replay(prompts, [record(outputs, name)])
     return block.rows_of(outputs[name])

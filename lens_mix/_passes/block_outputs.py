@@ -27,26 +27,40 @@ class BlockOutputs:
         layers: The blocks.
         roles: The outputs, as far as a block has them: "attention_out", "feed_forward_out" and "cross_out";
             "before" is the self-attention's output if the cross-attention is mapped.
+        by_name: Whether the hooked classes record by the names of hook points too, as a Bridge does. A norm
+            may come between a module and its hook point, so not every output has one.
 
     Attributes:
-        fwd_hooks: The TransformerLens hooks that record them in a Bridge; none for the hooked classes.
+        fwd_hooks: The TransformerLens hooks that record them in a Bridge, or by name.
         changes: The forward hooks of torch that record them in the hooked classes; none for a Bridge.
     """
 
-    def __init__(self, lens: Lens, layers: Collection[int], roles: Collection[str] = _ROLES) -> None:
+    def __init__(
+        self,
+        lens: Lens,
+        layers: Collection[int],
+        roles: Collection[str] = _ROLES,
+        *,
+        by_name: bool = False,
+    ) -> None:
         is_bridge = lens.model_class is ModelClass.BRIDGE
-        self._points = {layer: _points(lens, layer, roles) if is_bridge else {} for layer in layers}
+        find = _points if is_bridge else _named_points
+        self._points = {layer: find(lens, layer, roles) if is_bridge or by_name else {} for layer in layers}
         self._fired: dict[str, Tensor] = {}
         self._called: dict[int, dict[str, Tensor]] = {}
         names = [name for points in self._points.values() for options in points.values() for name in options]
         self.fwd_hooks: list[HookPair] = record_all(self._fired, names)
-        modules = {} if is_bridge else _modules(lens, layers, roles)
+        modules = {} if is_bridge or by_name else _modules(lens, layers, roles)
         self.changes: list[Change] = [
             forward_hook(module, functools.partial(self._keep, *key)) for key, module in modules.items()
         ]
 
     def _keep(self, layer: int, role: str, module: nn.Module, args: Any, output: Any) -> None:
         self._called.setdefault(layer, {})[role] = first_tensor(output).detach()
+
+    def names(self, layer: int, role: str) -> Sequence[str]:
+        """Return the hook points of an output, the best first; none if it is not recorded by name."""
+        return self._points.get(layer, {}).get(role, ())
 
     def take(self, layer: int) -> dict[str, Tensor]:
         """Return role -> output of one block, and keep them no longer; nothing for other blocks."""
@@ -75,6 +89,16 @@ def _points(lens: Lens, layer: int, roles: Collection[str]) -> dict[str, Sequenc
         # recorded.
         points |= {"before": tuple(names_before_cross(lens, [layer])), "cross_out": ()}
     return {role: [name for name in points[role] if name in known] for role in roles if role in points}
+
+
+def _named_points(lens: Lens, layer: int, roles: Collection[str]) -> dict[str, Sequence[str]]:
+    """Return role -> hook points of a hooked class."""
+    points = {"cross_out": [f"{lens.where(layer)}.hook_cross_attn_out"]} if not lens.stack.is_cross else {}
+    # Behind a norm on the branch, `hook_mlp_out` is not the feed-forward's own output.
+    if not hasattr(lens.stack.blocks[layer], "ln2_post"):
+        points["feed_forward_out"] = [f"{lens.where(layer)}.hook_mlp_out"]
+    found = {role: [name for name in names if name in lens.hook_points] for role, names in points.items()}
+    return {role: names for role, names in found.items() if role in roles}
 
 
 def _modules(lens: Lens, layers: Collection[int], roles: Collection[str]) -> dict[tuple[int, str], nn.Module]:

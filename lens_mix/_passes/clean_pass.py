@@ -30,6 +30,7 @@ from lens_mix.maps.explained import Explained
 if TYPE_CHECKING:
     from lens_mix._passes.autograd_graph import AutogradGraph
     from lens_mix._passes.block_outputs import BlockOutputs
+    from lens_mix._passes.cached_pass import CachedPass
 
 # Pieces of torch's errors about different dtypes, or about a number that a dtype can't represent.
 _DTYPE_TEXTS = ("scalar type", "dtype", "without overflow")
@@ -181,6 +182,7 @@ def clean_pass(
     z_factors: Mapping[int, Tensor] = MappingProxyType({}),
     start: Callable[[CleanPass], Callable[[int], None]] | None = None,
     outputs: BlockOutputs | None = None,
+    cached: CachedPass | None = None,
 ) -> CleanPass:
     """Make one forward pass, and record the blocks' calls and the tensors of the hooks.
 
@@ -201,6 +203,8 @@ def clean_pass(
             number of each layer whose block has run, as long as all required hooks have fired. That one must
             not run a block, and its errors end the pass.
         outputs: The outputs within blocks to record; None for none.
+        cached: A pass of the user's whose activations are read, instead of running the model: of the blocks
+            in `required`, without predictions.
 
     Raises:
         ValueError: A hook point is missing, an input is out of range, or a block's output is not finite.
@@ -220,6 +224,12 @@ def clean_pass(
         # It is registered last, because it raises: torch would not call any hook after it.
         changes.append(forward_hook(lens.stack.blocks[last], stop_forward))
     hooks = [*fwd_hooks, *watching, *([] if outputs is None else outputs.fwd_hooks)]
+    if cached is not None:
+        from lens_mix._passes.cached_pass import NOTE
+
+        cached.feed(clean, hooks, sorted(required), ends.end)
+        ends.raise_failure()
+        return dataclasses.replace(clean, no_predictions=NOTE)
     clean = _run_forward(clean, hooks, changes, last, predict_at, as_given=as_given)
     ends.raise_failure()
     recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
@@ -267,16 +277,15 @@ class _BlockEnds:
     def hooks(self, last: int) -> list[Change]:
         """Return the forward hooks of the blocks up to the last recorded one."""
         blocks = self._clean.lens.stack.blocks[: last + 1]
-        return [
-            forward_hook(block, functools.partial(self._end, layer)) for layer, block in enumerate(blocks)
-        ]
+        return [forward_hook(block, functools.partial(self.end, layer)) for layer, block in enumerate(blocks)]
 
     def raise_failure(self) -> None:
         """Raise the error that has ended the pass, if there is one."""
         if self._failures:
             raise self._failures.pop(0)
 
-    def _end(self, layer: int, *_: Any) -> None:
+    def end(self, layer: int, *_: Any) -> None:
+        """Check and visit a block that has run; an error ends the pass (`StopForward`)."""
         try:
             self._read(layer)
         except Exception as problem:
@@ -290,7 +299,9 @@ class _BlockEnds:
                 "that runs a block while the clean pass runs; write engines = ('hooks',), or reads = 'above' "
                 "with the maps in of_blocks"
             )
-        _require_finite(self._clean, layer)
+        # A cache may lack the output of a block that no method reads.
+        if layer in self._clean.calls:
+            _require_finite(self._clean, layer)
         recorded = self._clean.recorded
         self.silent += [name for name in self._required.get(layer, ()) if name not in recorded]
         # If a hook has not fired, the pass runs to its end, so that its error names all such hooks.

@@ -20,6 +20,14 @@ def names_before_cross(lens: Lens, layers: Sequence[int]) -> list[str]:
     return [f"{lens.where(layer)}.{inside}" for layer in layers]
 
 
+def find_name_of_cross(lens: Lens, layer: int) -> str | None:
+    """Return the hook point of a block's cross-attention, before any norm; None if there is none."""
+    where = lens.where(layer)
+    # The Bridge's name, and that of HookedEncoderDecoder.
+    names = (f"{where}.cross_attn.o.hook_out", f"{where}.hook_cross_attn_out")
+    return next((name for name in names if name in lens.hook_points), None)
+
+
 def keep_stream_before_cross(clean: CleanPass, anatomy: Mapping[int, BlockAnatomy], layer: int) -> None:
     """Keep in `clean.entering` the residual stream that the cross-attention's output is added to.
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from jaxtyping import Int
 from torch import Tensor
 
-from lens_mix._blocks.components import COMPONENTS, VALUES, Component, ComponentError, measure
+from lens_mix._blocks.components import COMPONENTS, MIXING, VALUES, Component, ComponentError, measure
 from lens_mix._blocks.recorded import RecordedBlock
 from lens_mix._blocks.verification_record import Verification
 from lens_mix._care.precision import relative_error
@@ -52,6 +52,8 @@ class Verifier:
         is_whole: The layers to compare, and whether all rows of each are rebuilt.
         outputs: The outputs within blocks that the pass records; None if it records none.
         has_hooks: Whether user hooks are on the model. Then each layer gets notes.
+        is_cached: Whether the pass was cached by the user, who may have had other hooks on the model. A layer
+            whose z they have changed gets a note, because a method that only reads weights is right anyway.
 
     Attributes:
         notes: Layer -> the sentences about what user hooks change.
@@ -65,10 +67,11 @@ class Verifier:
         outputs: BlockOutputs | None,
         *,
         has_hooks: bool,
+        is_cached: bool = False,
     ) -> None:
         self._verification, self._is_whole, self._outputs = verification, is_whole, outputs
         self._components = [each for each in COMPONENTS if each.checked_for in compared]
-        self._has_hooks = has_hooks
+        self._has_hooks, self._is_cached = has_hooks, is_cached
         self.notes: dict[int, list[str]] = {}
 
     def visit(self, clean: CleanPass, layer: int) -> None:
@@ -91,6 +94,11 @@ class Verifier:
                 raise UnexpectedBlock(_mismatch(component, entry), component.checked_for)
         if self._has_hooks:
             self.notes[layer] = _describe_user_hooks(block)
+        has_z = all(clean.lens.stack.hook_name(role, layer) in clean.recorded for role in ("value", "z"))
+        if self._is_cached and has_z and _is_mismatch(measure(MIXING, block, rows)):
+            self.notes.setdefault(layer, []).append(
+                "z in the cache is not pattern @ values, so a hook changed it; the map has the cached pattern"
+            )
 
 
 def _is_mismatch(entry: ComponentError) -> bool:
