@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lens_mix._care.changes import Changes, replace_attributes
-from lens_mix._inputs.token_strings import strings_of
 from lens_mix.arguments import describe_value, write_count
+from lens_mix.maps.token_strings import strings_of
 
 # The value of a tokenizer is [the template of special tokens in its files] if TransformerLens has replaced
 # it, [] if it has not, and None if the files cannot be read.

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix._inputs.token_strings import strings_of
 from lens_mix.maps.explained import Explained
+from lens_mix.maps.token_strings import strings_of
 
 _OTHERS = 3  # the number of further tokens that are kept with a prediction
 Namer = Callable[[int], str]

@@ -855,6 +855,50 @@ class MixingMap:
 
         return read_back.from_xarray(cls, array, **fields)
 
+    @classmethod
+    def from_attentions(
+        cls,
+        /,
+        outputs: Any,
+        tokens: Any,
+        *,
+        key_tokens: Any = None,
+        tokenizer: Any = None,
+        part: Literal["encoder", "decoder", "cross"] | None = None,
+        per_head: bool = False,
+        **fields: Any,
+    ) -> MixingMap:
+        """Return the map of the attention weights that a model of transformers returned.
+
+            >>> hf_model = AutoModelForCausalLM.from_pretrained("gpt2", attn_implementation="eager")
+            >>> ids = tokenizer("The cat sat", return_tensors="pt")["input_ids"]
+            >>> outputs = hf_model(ids, output_attentions=True)
+            >>> m = lm.MixingMap.from_attentions(outputs, ids, tokenizer=tokenizer)
+
+        The map is that of `lm.run(model, ids, "attention")`, without predictions. It is causal if no weight
+        is above the diagonal.
+
+        Args:
+            outputs: The outputs of one prompt, or their weights themselves: a tensor `[1, head, query, key]`
+                for each layer.
+            tokens: Token ids `[pos]` or `[1, pos]`, or one string per token. For "decoder" and "cross" these
+                are what the decoder read, from its start token on.
+            key_tokens: The tokens of the source, for "cross" only.
+            tokenizer: The tokenizer that writes ids as strings. None: ids are written as numbers.
+            part: The part of an encoder-decoder. None: the encoder.
+            per_head: Whether the map has heads; else it is their mean.
+            fields: Fields of the `MixingMap`, which replace those of the outputs.
+
+        Raises:
+            TypeError: If the tokens have a wrong type, or `key_tokens` is missing.
+            ValueError: If the outputs have no weights (the error says how to load the model), are those of
+                several prompts or of `generate`, or do not fit the tokens; or if dropout changed them.
+        """
+        from lens_mix.maps.from_outputs import from_attentions
+
+        options: dict[str, Any] = {"key_tokens": key_tokens, "tokenizer": tokenizer, "part": part}
+        return from_attentions(cls, outputs, tokens, per_head=per_head, **options, **fields)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the map to a safetensors file; `MixingMap.load` returns an identical map.
 

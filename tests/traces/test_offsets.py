@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies
 
 import lens_mix as lm
-from lens_mix._inputs.token_strings import strings_of
+from lens_mix.maps.token_strings import strings_of
 from lens_mix.traces.reading import _place_written
 from tests.traces.readers import KINDS, reader, tokenizer_of
 
