@@ -2,6 +2,7 @@
 
 from lens_mix.graphs.build import information_flow_graph, layered_graph, prune_graph
 from lens_mix.graphs.files import load_graph, save_graph
+from lens_mix.graphs.neuronpedia import to_neuronpedia
 from lens_mix.graphs.routes import information_flow_routes
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "load_graph",
     "prune_graph",
     "save_graph",
+    "to_neuronpedia",
 ]
 
 

@@ -63,7 +63,8 @@ def information_flow_routes(
         Nodes have `level`, `position`, `token`, `layer` and `kind`: "resid_pre", "resid_mid", "mlp_out",
         "resid_post", or "resid_mid_cross" after a decoder's cross-attention. `graph.graph` contains
         `targets`, `tokens`, `threshold`, `target` if there is only one, and for an encoder-decoder `source`,
-        the number of source tokens. The decoder's input has the level of the encoder's output.
+        the number of source tokens. The decoder's input has the level of the encoder's output. Targets also
+        have the model's `prediction` and its `probability`, if the map has them.
 
     Raises:
         TypeError: If `mixing_map` is not a `MixingMap`, or a query or the threshold has a wrong type.
@@ -83,6 +84,13 @@ def information_flow_routes(
     top = stacks[-1]
     targets = tuple((top.last_level, top.first_position + position) for position in positions)
     graph = grow_graph(stacks, targets, threshold)
+    predicting = mixing_map["decoder"] if isinstance(mixing_map, Mapping) else mixing_map
+    if words is None and predicting.explained is not None:
+        # The map has all rows, so that the row of a position has its number.
+        for target, position in zip(targets, positions, strict=True):
+            entry = predicting.explained[position]
+            if entry.probability is not None:
+                graph.nodes[target].update(prediction=entry.prediction, probability=entry.probability)
     tokens = [token for stack in stacks for token in stack.tokens]
     graph.graph.update(targets=targets, tokens=tokens, threshold=threshold)
     if len(targets) == 1:

@@ -67,6 +67,8 @@ from lens_mix.traces.sources import (
 from lens_mix.traces.spans import SourceScores, WrittenSpan, find_span
 
 if TYPE_CHECKING:
+    import networkx
+
     from lens_mix.tables import Table
     from lens_mix.view.page import Page
 
@@ -408,6 +410,35 @@ class Trace:
                     }
                 )
         return Table(records)
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """Return a directed graph from each source to each written sentence that it led to.
+
+            >>> from lens_mix.graphs import save_graph, to_neuronpedia
+            >>> save_graph(t.to_networkx(), "trace.graphml")
+
+        Nodes are `("source", position)` and `("written", position)`, by the position of their first token.
+        They have `kind` ("source" or "written"), `level` (0 or 1), `position`, `token` (the text) and, for
+        sources, `section` and `name`; for written sentences, `probability`. Edges have `weight` (the score),
+        `share`, and `loss` if `verify` measured it. `graph.graph["tokens"]` are the tokens of the trace.
+        """
+        import networkx as nx
+
+        graph = nx.DiGraph(method=self.method_name, tokens=list(self.tokens))
+        for span in self.spans:
+            written = ("written", span.positions[0])
+            own = {"kind": "written", "level": 1, "layer": 2, "position": span.positions[0]}
+            graph.add_node(written, **own, token=span.text, probability=span.probability)
+            for each in span.top(len(self.tokens), everything=True):
+                place, known = (
+                    each.source.positions[0],
+                    {"section": each.source.kind, "name": each.source.name},
+                )
+                own = {"kind": "source", "level": 0, "layer": 1, "position": place}
+                graph.add_node(("source", place), **own, token=each.source.text, **known)
+                values = {} if each.loss is None else {"loss": each.loss}
+                graph.add_edge(("source", place), written, weight=each.score, share=each.share, **values)
+        return graph
 
     # ------------------------------------------------------------------ showing it
 
