@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from lens_mix._blocks import provenance
 from lens_mix._blocks.block import Block, LayerRecord
 from lens_mix._blocks.cost import find_warnings
+from lens_mix._care.users_hooks import find_spliced
 from lens_mix._inputs.batches import PaddingSide, Prompt
 from lens_mix._passes.clean_pass import CleanPass
 from lens_mix._passes.effort import Effort
@@ -34,6 +35,9 @@ _ENTERING = (
     "the model also adds features of patches to their positions before {where}, so a rollout counts them as "
     "content of these positions that was there from the start"
 )
+
+# This is the note of a map of a model with SAEs of SAELens.
+_SPLICED = "SAEs replace {names}, so the map is of the pass with what they reconstruct"
 
 
 def find_measuring_method(methods: Mapping[str, Method]) -> dict[str, Method]:
@@ -251,6 +255,8 @@ class _BatchRecord:
         self._dropped_classifier = provenance.dropped_classifier(checked.clean.lens)
         layer = checked.clean.find_entering_patches()
         self._entering = () if layer is None else (_ENTERING.format(where=checked.clean.lens.where(layer)),)
+        spliced = find_spliced(checked.clean.lens.model)
+        self._spliced = (_SPLICED.format(names=", ".join(spliced)),) if spliced else ()
         methods = checked.session.methods.values()
         if self._dropped_classifier and any(_explains_logits(method) for method in methods):
             warnings.warn(f"the target reads logits, but {self._dropped_classifier}", stacklevel=2)
@@ -299,6 +305,7 @@ class _BatchRecord:
             notes=(
                 *filter(None, (clean.lens.stack.gaps, self._note_classifier(method), clean.no_predictions)),
                 *self._entering,
+                *self._spliced,
                 *prompt.notes,
                 *provenance.notes(scores, layers, queries),
                 *((provenance.SINK,) if has_sink else ()),

@@ -22,7 +22,7 @@ from lens_mix._blocks.provenance import dropped_classifier
 from lens_mix._blocks.verification_record import Verification
 from lens_mix._care.raw_errors import LibraryErrors
 from lens_mix._care.state import reading
-from lens_mix._care.users_hooks import has_user_hooks, name_user_hooks
+from lens_mix._care.users_hooks import describe_spliced, has_user_hooks, name_user_hooks
 from lens_mix._classes.known_faults import wrong_logits
 from lens_mix._classes.model_classes import (
     TransformerLensModel,
@@ -505,7 +505,7 @@ class Session:
         """Raise an UnsupportedModelError that also names the user hooks, which may be the cause."""
         names = name_user_hooks(self.lens.model)
         hooks = f"; these hooks are on the model: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
-        raise UnsupportedModelError(reason + hooks * bool(names))
+        raise UnsupportedModelError(reason + hooks * bool(names) + describe_spliced(self.lens.model))
 
     def _check_entering_patches(self, clean: CleanPass) -> None:
         """Raise an UnsupportedModelError if pictures also enter above the first block, for input maps.

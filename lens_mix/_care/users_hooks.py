@@ -46,6 +46,22 @@ def name_user_hooks(model: nn.Module) -> list[str]:
     return hooks + (["every module (torch's global hooks)"] if _has_global_hooks() else [])
 
 
+def find_spliced(model: nn.Module) -> list[str]:
+    """Return the hook points that SAELens has replaced by SAEs; none for other models."""
+    return sorted(getattr(model, "acts_to_saes", None) or ())
+
+
+def describe_spliced(model: nn.Module) -> str:
+    """Return the part of an error about SAEs in the model, which may be the reason; "" without any."""
+    names = find_spliced(model)
+    if not names:
+        return ""
+    return (
+        f"; SAEs replace {', '.join(names)}, so the blocks are not those of the model: run outside of `with "
+        "model.saes(...)`, or after model.reset_saes()"
+    )
+
+
 def _name(function: Any) -> str:
     # TransformerLens 2 does not store the functions that its hooks wrap.
     return "a hook" if function is None else getattr(function, "__name__", type(function).__name__)

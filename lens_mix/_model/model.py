@@ -139,6 +139,12 @@ class Lens:
     def hook_points(self) -> Mapping[str, HookPoint]:
         """Return TransformerLens's hook points by name, with their aliases."""
         hook_points: Mapping[str, HookPoint] = self.model.hook_dict
+        if self.model_class is ModelClass.BRIDGE and type(self.model).__name__ != "TransformerBridge":
+            from transformer_lens.model_bridge import TransformerBridge
+
+            # The Bridge of SAELens lists no aliases. Where it has put an SAE, there is no hook point.
+            listed = cast(Any, TransformerBridge.hook_dict).fget(self.model)
+            hook_points = {name: point for name, point in listed.items() if isinstance(point, HookPoint)}
         return hook_points
 
     def where(self, layer: int) -> str:

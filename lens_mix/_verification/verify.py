@@ -22,7 +22,7 @@ from lens_mix._blocks.verification_record import Verification
 from lens_mix._care.changes import Change, Changes, forward_pre_hook
 from lens_mix._care.precision import relative_error
 from lens_mix._care.tracebacks import find_user_code
-from lens_mix._care.users_hooks import has_user_hooks
+from lens_mix._care.users_hooks import describe_spliced, has_user_hooks
 from lens_mix._classes.model_classes import UnsupportedModelError, wrapped_config
 from lens_mix._inputs.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix._inputs.prompts import pad_token
@@ -107,6 +107,7 @@ def verify(lens: Lens, prompt: Prompt) -> Verification:
         raise UnsupportedModelError(
             "expected hooks on values, patterns and the mixed values of every block, found none at "
             f"{absent[0]!r} ({kind} is wrapped without them): no method can run"
+            + describe_spliced(lens.model)
         )
     outputs = BlockOutputs(lens, layers)
     store: dict[str, Tensor] = {}
