@@ -84,7 +84,21 @@ def model_class_of(model: object) -> ModelClass:
             "name, hf_model=model, tokenizer=...), or an encoder or classifier with lm.wrap(model, tokenizer)"
         )
         hint = _explain_missing_adapter(model) or hint
+    hint = hint or describe_inner_model(model)
     raise TypeError(f"model: expected a TransformerLens model ({expected}), got {got}{hint}")
+
+
+def describe_inner_model(model: object) -> str:
+    """Return the part of an error about an object that contains a model, as those of nnsight do; else ""."""
+    own = getattr(model, "__dict__", {})
+    # The name was `_model` in older releases of nnsight.
+    name = next((name for name in ("_module", "_model") if isinstance(own.get(name), nn.Module)), None)
+    if name is None or isinstance(model, nn.Module):
+        return ""
+    return (
+        f". It contains a {type(own[name]).__name__}: give model.{name} to lm.wrap, or to TransformerBridge."
+        "boot_transformers(name, hf_model=...) if it is a decoder"
+    )
 
 
 NO_REGISTERS = (

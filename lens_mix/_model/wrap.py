@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from lens_mix._care.changes import Changes, forward_hook, forward_pre_hook
 from lens_mix._care.state import all_modules, evaluation_mode
-from lens_mix._classes.model_classes import UnsupportedModelError, keep_original, transformer_lens_version
+from lens_mix._classes.model_classes import (
+    UnsupportedModelError,
+    describe_inner_model,
+    keep_original,
+    transformer_lens_version,
+)
 from lens_mix._model.encoder_copy import copy_encoder
 from lens_mix.arguments import check_instance, describe_value
 
@@ -91,11 +96,15 @@ def _check_arguments(hf_model: Any, tokenizer: Any) -> None:
             "lm.wrap: expected TransformerLens 3 or later, which has TransformerBridge, got "
             f"{version[0]}.{version[1]}; pip install 'transformer-lens>=3'"
         )
-    if hasattr(hf_model, "merge_and_unload"):
+    # An object of nnsight seems to have every attribute of the model inside.
+    if isinstance(hf_model, nn.Module) and hasattr(hf_model, "merge_and_unload"):
         raise TypeError(
             "hf_model: expected a model of transformers, got an adapter around one; give "
             "hf_model.merge_and_unload()"
         )
+    inner = describe_inner_model(hf_model)
+    if inner:
+        raise TypeError(f"hf_model: expected a model of transformers, got {type(hf_model).__name__}{inner}")
     check_instance("hf_model", hf_model, PreTrainedModel, "a model of transformers")
     if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
         raise TypeError(
