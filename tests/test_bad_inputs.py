@@ -531,6 +531,10 @@ def files() -> Iterator[Case]:
     yield from each(save_graph, "path", paths)
     yield from each(load_graph, "path", paths)
     yield from each(graphs.save_graph, "graph", NO_GRAPH, path="graph.json")
+    write = functools.partial(graphs.to_neuronpedia, map_of().to_networkx(), model="tiny")
+    yield from each(write, "path", (folder, f"{folder}/no such folder/g.json", 3, []))
+    yield from each(graphs.to_neuronpedia, "graph", NO_GRAPH, model="tiny")
+    yield from each(graphs.to_neuronpedia, "model", (None, 3), graph=map_of().to_networkx())
 
 
 def _saved(**fields: Any) -> object:

@@ -221,6 +221,7 @@ def test_graphs(maps, tmp_path):
     layered = lm.graphs.layered_graph(maps["value_zeroing"])
     lm.graphs.save_graph(layered, tmp_path / "graph.graphml")
     assert len(lm.graphs.load_graph(tmp_path / "graph.graphml")) == len(layered)
+    assert len(lm.graphs.to_neuronpedia(layered, model="tiny")["links"]) == layered.number_of_edges()
     routes = lm.graphs.information_flow_routes(maps["information_flow_routes"])
     assert len(lm.graphs.prune_graph(routes, threshold=0.1)) <= len(routes)
 

@@ -22,10 +22,6 @@ from lens_mix.arguments import describe_value
 from lens_mix.hooks.base import HookPair
 from lens_mix.hooks.mixing import tolerance
 
-NOTE = (
-    "computed from an ActivationCache: what hooks changed in its pass is part of the map, and there are no "
-    "predictions"
-)
 # The hook points of a block's input and output; the first that a model has is the block's own. The output of
 # a HookedEncoder's block is normalized after its `hook_resid_post`.
 _INPUTS = ("hook_resid_pre", "hook_in")

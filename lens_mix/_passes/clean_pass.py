@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 # Pieces of torch's errors about different dtypes, or about a number that a dtype can't represent.
 _DTYPE_TEXTS = ("scalar type", "dtype", "without overflow")
 
+# The note of maps that were computed from a cache.
+_CACHED = (
+    "computed from an ActivationCache: what hooks changed in its pass is part of the map, and there are no "
+    "predictions"
+)
+
 
 class StopForward(Exception):
     """End a forward pass after the last requested block has run.
@@ -225,11 +231,9 @@ def clean_pass(
         changes.append(forward_hook(lens.stack.blocks[last], stop_forward))
     hooks = [*fwd_hooks, *watching, *([] if outputs is None else outputs.fwd_hooks)]
     if cached is not None:
-        from lens_mix._passes.cached_pass import NOTE
-
         cached.feed(clean, hooks, sorted(required), ends.end)
         ends.raise_failure()
-        return dataclasses.replace(clean, no_predictions=NOTE)
+        return dataclasses.replace(clean, no_predictions=_CACHED)
     clean = _run_forward(clean, hooks, changes, last, predict_at, as_given=as_given)
     ends.raise_failure()
     recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
