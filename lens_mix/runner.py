@@ -148,9 +148,8 @@ def run(
     if part == "all":
         options = selection | {"prepend_bos": prepend_bos, "attention_mask": attention_mask}
         options |= {"residual_shares": residual_shares, **inputs}
-        return _join_parts(
-            {each: run(model, prompt, methods, part=each, **options) for each in parts_of(model)}
-        )
+        named, parts = cast(Any, methods), parts_of(model)
+        return _join_parts({each: run(model, prompt, named, part=each, **options) for each in parts})
     session, is_single = _make_session(model, methods, part, residual_shares, selection)
     _check_inputs(inputs, session, run)
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
