@@ -38,7 +38,7 @@ def tokenizer(kind):
 def tokens_of(kind, data):
     """Return one token per byte."""
     if kind == "byte-level":
-        from lens_mix._inputs.token_strings import _BYTES
+        from lens_mix.maps.token_strings import _BYTES
 
         # A byte has one character here; ByT5 writes some in another way.
         visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
