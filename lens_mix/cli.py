@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.metadata
 import json
 import math
 import os
@@ -320,9 +321,14 @@ def _trace_text(
 @app.command()
 def methods(as_json: _Json = False) -> None:
     """List the methods in groups: what a map says, and what it costs."""
-    from lens_mix import registry
+    from lens_mix.method_list import PLUGINS, read_descriptions
 
-    described = {name: registry.describe(name) for name in registry.list_names()}
+    described = read_descriptions()
+    # Methods of installed packages have to be imported, and with them torch and all other methods.
+    if importlib.metadata.entry_points(group=PLUGINS):
+        from lens_mix import registry
+
+        described = {name: registry.describe(name) for name in registry.list_names()}
     if as_json:
         _print_json(
             [
@@ -786,6 +792,9 @@ def _load(name: str) -> Any:
     # The hub's error about a folder that does not exist is about names of repositories.
     if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().exists():
         raise ValueError(f"{expected}, which does not exist")
+    # Importing torch takes seconds too, and no bar shows that.
+    if _progress():
+        typer.echo(f"loading {_name(name)} ...", err=True)
     try:
         return _load_unchecked(name)
     # Every exception is caught, because libraries raise errors of many types for an unknown name, a missing

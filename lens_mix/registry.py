@@ -16,17 +16,17 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from lens_mix._blocks.components import UNEMBEDDING, VALUE
-from lens_mix._blocks.cost import COSTS, Cost
+from lens_mix._blocks.cost import COSTS
 from lens_mix._blocks.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.arguments import describe_value
 from lens_mix.hooks.recording import ATTENTION_ROLES, RESID_PRE
 from lens_mix.method import Method, MethodGroup, Reads
+from lens_mix.method_list import PLUGINS, Description
 from lens_mix.methods import METHODS
 
-_GROUP = "lens_mix.methods"
 # The groups in the order in which lists have them.
 _GROUPS = get_args(MethodGroup)
 # The values that a class attribute of a method may have: one of these, or several.
@@ -59,25 +59,6 @@ _FORMER_NAMES = {"attribution_patching": "token_patching"}
 _registered: dict[str, type[Method]] = {}
 
 M = TypeVar("M", bound=type[Method])
-
-
-class Description(NamedTuple):
-    """Describe a method for a list of methods, or under the title of a figure.
-
-    Attributes:
-        group: The group in which lists have it.
-        line: What a score of the map says, without a period; "" if it is unknown.
-        cost: The cost in forward passes; None if it is unknown.
-    """
-
-    group: str
-    line: str
-    cost: Cost | None = None
-
-    @property
-    def cost_in_words(self) -> str:
-        """Return the cost as lists show it."""
-        return str(self.cost) if self.cost else "an unknown number of forward passes"
 
 
 # `lm.input_map` runs one of several methods, so no class describes it.
@@ -214,7 +195,7 @@ def _simplify(name: str) -> str:
 def _plugins() -> dict[str, type[Method]]:
     """Return the methods of installed packages. A method that cannot be loaded is left out with a warning."""
     methods: dict[str, type[Method]] = {}
-    for entry in importlib.metadata.entry_points(group=_GROUP):
+    for entry in importlib.metadata.entry_points(group=PLUGINS):
         try:
             method = entry.load()
             check_class(method)

@@ -1,14 +1,20 @@
-"""Write the names of all methods into `lens_mix/methods/__init__.pyi` and `mkdocs.yml`, for `make stub`."""
+"""Write the names of all methods into three files, for `make stub`.
+
+They are `lens_mix/methods/__init__.pyi`, `lens_mix/methods/listed.json` and `mkdocs.yml`.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from docs.make.methods import write_navigation
 from lens_mix.methods import METHODS
+from lens_mix.registry import describe, list_names
 
 ROOT = Path(__file__).parents[1]
 STUB = ROOT / "lens_mix" / "methods" / "__init__.pyi"
+LISTED = STUB.with_name("listed.json")
 SETTINGS = ROOT / "mkdocs.yml"
 
 
@@ -23,6 +29,14 @@ def stub_text() -> str:
     return f'{head}\nMETHODS: dict[str, type[Method]]\n\n__all__ = [\n    "METHODS",\n{names}]\n'
 
 
+def listed_text() -> str:
+    """Return what lists say of `input_map` and of each method, in their order, as JSON: name, group, line."""
+    names = [name for name in list_names() if name in METHODS or name == "input_map"]
+    rows = [json.dumps([name, *describe(name)[:2]], ensure_ascii=False) for name in names]
+    return "[\n  " + ",\n  ".join(rows) + "\n]\n"
+
+
 if __name__ == "__main__":
     STUB.write_text(stub_text(), encoding="utf-8")
+    LISTED.write_text(listed_text(), encoding="utf-8")
     SETTINGS.write_text(write_navigation(SETTINGS.read_text(encoding="utf-8")), encoding="utf-8")

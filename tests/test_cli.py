@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import re
@@ -225,6 +226,39 @@ def test_methods_are_listed_with_their_groups_and_costs():
         cost = registry.describe(record["name"]).cost
         assert record["cost"] == (cost and str(cost))
         assert cost is None or str(cost) in found
+
+
+@pytest.mark.once
+def test_lists_and_help_import_no_large_package():
+    """Run the commands that need no model in a new process, as a shell does."""
+    code = (
+        "import sys\nfrom lens_mix.cli import app\n"
+        "for line in sys.argv[1:]:\n"
+        "    try:\n        app(line.split())\n    except SystemExit as end:\n        assert not end.code\n"
+        "print(*{name.split('.')[0] for name in sys.modules}, file=sys.stderr)"
+    )
+    commands = ["methods", "methods --json", "--help", "map --help", "corpus --help", "--version"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *commands], capture_output=True, text=True, check=True
+    )
+    large = {"torch", "transformers", "transformer_lens", "matplotlib", "pandas", "numpy", "gradio", "rich"}
+    assert not large & set(done.stderr.split())
+    assert "value_zeroing" in done.stdout
+
+
+def test_methods_of_installed_packages_are_listed(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ["one"])
+    monkeypatch.setattr(registry, "list_names", lambda: ["attention"])
+    assert [record["name"] for record in json.loads(called("methods", "--json").stdout)] == ["attention"]
+
+
+def test_loading_says_so_where_a_person_can_see_it(loaded, monkeypatch):
+    from lens_mix import cli
+
+    monkeypatch.setattr(cli, "_progress", lambda: True)
+    assert called("check", "folder/of-a-model").stderr.startswith("loading ")
+    monkeypatch.setattr(cli, "_progress", lambda: None)
+    assert not called("check", "folder/of-a-model").stderr
 
 
 def test_a_method_without_a_recorded_cost_is_listed_with_an_unknown_one(monkeypatch):

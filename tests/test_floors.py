@@ -25,7 +25,7 @@ _BY_FLOOR = (
     ("_passes", "classifiers", "targets"),
     ("_blocks",),
     ("_verification", "_algebra"),
-    ("method", "models", "pass_plan", "session", "removal"),
+    ("method", "method_list", "models", "pass_plan", "session", "removal"),
     ("methods",),
     ("aggregation", "graphs", "registry", "residual_shares"),
     ("map_prompts", "runner", "evaluation"),

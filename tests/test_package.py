@@ -17,8 +17,9 @@ import pytest
 import lens_mix as lm
 from benchmarks import facts
 from lens_mix import registry
+from lens_mix.method_list import read_descriptions
 from tests.source_tree import ROOT, trees
-from tests.stub import STUB, stub_text
+from tests.stub import LISTED, STUB, listed_text, stub_text
 
 # These are imported by another name than that of the distribution.
 DISTRIBUTIONS = {"lazy_loader": "lazy-loader", "transformer_lens": "transformer-lens"}
@@ -126,6 +127,12 @@ def test_type_checkers_see_the_same_names():
 
 def test_the_stub_has_every_method():
     assert STUB.read_text(encoding="utf-8") == stub_text(), "run `make stub`"
+
+
+def test_the_list_has_every_method():
+    assert LISTED.read_text(encoding="utf-8") == listed_text(), "run `make stub`"
+    for name, described in read_descriptions().items():
+        assert described == registry.describe(name)
 
 
 @pytest.mark.parametrize("name", sorted(lm.METHODS))

@@ -306,4 +306,4 @@ def test_a_plugin_that_fails_leaves_the_others(installed):
 
 
 def test_the_group_is_the_one_that_the_page_names():
-    assert registry._GROUP in (registry.__doc__ or "")
+    assert registry.PLUGINS in (registry.__doc__ or "")
