@@ -210,7 +210,7 @@ def load(name_or_folder: str | Path) -> Any:
 
     It is a TransformerBridge on TransformerLens 3 and 4, and otherwise the result of `load_hooked`.
     """
-    print(f"Loading {Path(name_or_folder).name} ...", file=sys.stderr, flush=True)
+    print("Loading the model ...", file=sys.stderr, flush=True)
     try:
         from transformer_lens.model_bridge import TransformerBridge
     except ImportError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,17 +16,17 @@ from tqdm.auto import tqdm
 
 from lens_mix._blocks import provenance
 from lens_mix._blocks.block import Block, LayerRecord
-from lens_mix._blocks.cost import find_warnings
+from lens_mix._blocks.cost import count_passes, describe_seconds, suggest_less
 from lens_mix._care.users_hooks import find_spliced
 from lens_mix._inputs.batches import PaddingSide, Prompt
 from lens_mix._passes.clean_pass import CleanPass
-from lens_mix._passes.effort import Effort
 from lens_mix._passes.masks import AllowedKeys, PromptMask
 from lens_mix._passes.predictions import join_explained
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import RESIDUAL_KEY, Method
+from lens_mix.pass_plan import takes_rows
 from lens_mix.session import CheckedPass, Session
 
 # A session has the method that measures the residual under this label, which is not the name of any method.
@@ -153,16 +154,20 @@ class _BlockMaps:
 
     def _open_blocks(self, checked: CheckedPass, labels: Sequence[str]) -> None:
         for label in labels:
-            blocks = checked.blocks(label)
-            _announce(label, self._session.methods[label], blocks, self._session.effort)
-            self.blocks[label] = {block.layer: block for block in blocks}
+            self.blocks[label] = {block.layer: block for block in checked.blocks(label)}
 
     def _map_block(self, clean: CleanPass, labels: Sequence[str], layer: int) -> None:
         for label in labels:
             if layer in self.blocks[label]:
                 method, block = self._session.methods[label], self.blocks[label][layer]
                 self._say(label)
-                self._put(label, layer, _check_shape(method(block), method, block))
+                is_first, start = label not in self.scores, time.perf_counter()
+                scores = _check_shape(method(block), method, block)
+                self._put(label, layer, scores)
+                if is_first and self._session.effort.progress is False:
+                    # Reading a number waits until an accelerator has computed it.
+                    scores[..., -1:].sum().item()
+                    self._announce_blocks(label, time.perf_counter() - start)
                 self._say(label, 1)
         # The cache of a block is of no use to later blocks.
         clean.cache.pop(layer, None)
@@ -170,6 +175,7 @@ class _BlockMaps:
     def _map_stack(self, clean: CleanPass, label: str) -> None:
         method, stack = self._session.methods[label], list(self.blocks[label].values())
         self._say(label)
+        self._announce_passes(clean, label)
         stacked = method.of_blocks(stack)
         # The one map of a whole model has the label of its last block, as `Session.mapped_layers` says.
         mapped = stack[-1:] if method.reads == "model" else stack
@@ -177,6 +183,30 @@ class _BlockMaps:
             self._put(label, block.layer, _check_shape(scores, method, stack[-1]))
         clean.cache.clear()
         self._say(label, len(stacked))
+
+    def _announce_blocks(self, label: str, seconds: float) -> None:
+        """Say that a method takes long, if its map of each block takes as long as that of the first one."""
+        method, blocks = self._session.methods[label], list(self.blocks[label].values())
+        if len(blocks) > 1:
+            whole = seconds * len(blocks)
+            cheaper = suggest_less(blocks, by_rows=takes_rows(method, blocks[0].engine), by_layers=True)
+            basis = f"{len(blocks)} layers, measured on the first one"
+            sentence = f"{label} takes about {describe_seconds(whole)} ({basis}); {cheaper}"
+            self._session.effort.announce(label, whole, sentence)
+
+    def _announce_passes(self, clean: CleanPass, label: str) -> None:
+        """Say that a method takes long, as many forward passes as it takes of the measured time of one."""
+        method, blocks = self._session.methods[label], list(self.blocks[label].values())
+        cost = method.default_cost()
+        # Nothing can be said of the time of a method whose cost is neither recorded nor declared.
+        if cost is not None:
+            cost, each = method.scale_cost(cost, blocks), clean.estimate_seconds()
+            passes = count_passes(cost, blocks)
+            by_rows, by_layers = bool(cost.per_row), bool(cost.per_layer)
+            cheaper = suggest_less(blocks, by_rows=by_rows, by_layers=by_layers, pass_seconds=each)
+            basis = f"as long as {passes:,.0f} forward passes of {describe_seconds(each)}"
+            sentence = f"{label} takes about {describe_seconds(passes * each)}, {basis}; {cheaper}"
+            self._session.effort.announce(label, passes * each, sentence)
 
     def _say(self, label: str, done: int = 0) -> None:
         """Show in the bar, if there is one, which method runs and that it has mapped further blocks."""
@@ -192,17 +222,6 @@ class _BlockMaps:
         # An input map reads all blocks below the selected layers, whose own maps nobody asked for.
         if layer in layers:
             self.scores[label][layers.index(layer)] = scores.detach()
-
-
-def _announce(label: str, method: Method, blocks: Sequence[Block], effort: Effort) -> None:
-    """Warn about prompts that need many passes, and add the sentence to the notes of their maps."""
-    cost = method.default_cost()
-    # Nothing can be said of the time of a method whose cost is neither recorded nor declared.
-    cost = None if cost is None else method.scale_cost(cost, blocks)
-    for index, sentence in enumerate(find_warnings(label, cost, blocks) if cost else ()):
-        if sentence is not None:
-            blocks[-1].record.warnings[index].append(sentence)
-            effort.announce(label, sentence)
 
 
 def _check_shape(scores: Tensor, method: Method, block: Block) -> Tensor:

@@ -117,7 +117,7 @@ def run(
             `lm.rollout(m, residual="measured")`. It is not measured for maps that contain the residual, nor
             for cross-attention.
         progress: True: show bars over blocks and over the passes of a method. False: warn before a method
-            that needs more than about 20 forward passes. None: neither.
+            that takes longer than about 10 seconds. None: neither.
         prepend_bos: As in TransformerLens, for strings of causal decoders only.
         attention_mask: A mask `[pos]` or `[1, pos]`, 0 for padding, which is removed.
         inputs: Further inputs of the model by name (`token_type_ids=`, `decoder_input_ids=`).

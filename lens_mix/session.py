@@ -67,7 +67,7 @@ class Session:
         max_memory: The number of bytes for the temporary tensors of one chunk. None: no bound.
         queries: The positions of the rows to compute, or texts. None: all.
         layers: The layers to compute. None: all layers with attention.
-        progress: True: show bars over passes. False: warn before many passes. None: neither.
+        progress: True: show bars over passes. False: warn before a long computation. None: neither.
         cache: An `ActivationCache` of the only prompt, which is read instead of running the model.
 
     Raises:

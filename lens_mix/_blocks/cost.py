@@ -1,4 +1,4 @@
-"""The cost of a method in forward passes: one estimate for warnings, lists of methods and the app.
+"""The cost of a method in forward passes: one estimate for lists of methods, the app and warnings.
 
 The costs of the built-in methods are in `measured.json`, which benchmarks/facts.py generates from the
 recorded times.
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 # What the time of a map grows with, beyond the time of a forward pass of the same prompt.
 Growth = Literal["nothing", "rows", "tokens", "layers"]
 
-# A run warns before a method that takes more forward passes than this for one prompt, beyond the clean pass.
-_MANY = 20
 # The prompt length for which the cost of all rows is shown; most costs were recorded at this length.
 _SHOWN_TOKENS = 64
 
@@ -35,7 +33,6 @@ class Cost(NamedTuple):
         per_layer: The passes for each layer that is computed.
         bidirectional: How many times more a row or a token takes in a bidirectional model, where it has twice
             as many keys as the mean row of a causal one.
-        cheaper: What the user could choose instead; "" for fewer rows or layers, or a cheaper method.
     """
 
     base: float
@@ -43,7 +40,6 @@ class Cost(NamedTuple):
     per_token: float = 0.0
     per_layer: float = 0.0
     bidirectional: float = 1.0
-    cheaper: str = ""
 
     def passes(
         self, tokens: int, rows: int, layers: int, n_layers: int | None = None, *, is_causal: bool = True
@@ -91,39 +87,45 @@ def find_usual_row(block: Block) -> int:
     return -1 if block.verification.causal or block.stack.reads_target else 0
 
 
-def find_warnings(method: str, cost: Cost, blocks: Sequence[Block]) -> list[str | None]:
-    """Return a warning for each prompt of a batch about many passes; None if a method takes few.
+def describe_seconds(seconds: float) -> str:
+    """Return a time as a text: "40 s", "5 min" or "2.5 h"."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def count_passes(cost: Cost, blocks: Sequence[Block]) -> float:
+    """Return the estimated passes for a method's map of each prompt of a batch, beyond the clean pass.
 
     Args:
-        method: The label of the method.
-        cost: Its cost, with its parameters.
+        cost: The cost of the method, with its parameters.
         blocks: The blocks that it reads.
     """
     first, last = blocks[0], blocks[-1]
     tokens = (first.real_inputs if first.stack.is_joint else first.real_keys).sum(dim=1).tolist()
     rows = last.real_queries.sum(dim=1).tolist()
-    is_causal = last.verification.causal
-    sentences: list[str | None] = []
-    for n_tokens, n_rows in zip(tokens, rows, strict=True):
-        # The clean pass is what the user has asked for in any case.
-        count = cost.passes(n_tokens, n_rows, len(blocks), len(last.stack), is_causal=is_causal) - 1
-        growth, cheaper = _explain(cost, last, n_rows)
-        advice = cost.cheaper or cheaper
-        text = f"{method} takes about {count:,.0f} forward passes ({growth}); {advice}"
-        sentences.append(text if count > _MANY else None)
-    return sentences
+    options = {"layers": len(blocks), "n_layers": len(last.stack), "is_causal": last.verification.causal}
+    counts = [cost.passes(*each, **options) - 1 for each in zip(tokens, rows, strict=True)]
+    return sum(counts) / len(counts)
 
 
-def _explain(cost: Cost, block: Block, rows: int) -> tuple[str, str]:
-    """Return what the passes are for, and what takes fewer."""
-    row = find_usual_row(block)
-    if cost.per_row:
-        reason = f"about {cost.per_row:.2g} for each row"
-        if rows > 1:
-            return reason, f"queries=[{row}] makes the {'first' if row == 0 else 'last'} row alone"
-    elif cost.per_layer:
-        return f"about {cost.per_layer:.2g} for each layer", "layers=[-1] maps the last layer alone"
-    else:
-        reason = f"about {cost.per_token:.2g} for each token" if cost.per_token else "whatever the rows"
-    single = COSTS["gim"].passes(1, 1, 1)
-    return reason, f"gim with queries=[{row}] takes about {single:.0f}"
+def suggest_less(
+    blocks: Sequence[Block], *, by_rows: bool, by_layers: bool, pass_seconds: float = 0.0
+) -> str:
+    """Return what takes less time than a method on these blocks.
+
+    Args:
+        blocks: The blocks that the method reads.
+        by_rows: Whether fewer rows take less time.
+        by_layers: Whether fewer layers do.
+        pass_seconds: The time of a forward pass.
+    """
+    row = find_usual_row(blocks[-1])
+    if by_rows and int(blocks[-1].real_queries.sum(dim=1).max()) > 1:
+        return f"queries=[{row}] makes the {'first' if row == 0 else 'last'} row alone"
+    if by_layers:
+        return "layers=[-1] maps the last layer alone"
+    gradient = COSTS["gim"].passes(1, 1, 1) * pass_seconds
+    return f"gim with queries=[{row}] takes about {describe_seconds(gradient)}"

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import statistics
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -79,6 +81,7 @@ class CleanPass:
         logits: The logits there.
         seeing_later: The watched layers in which a query attended to a later key. Only batches with pictures
             are searched for them: a model that is causal on text may not be causal on pictures.
+        seconds: Layer -> the time that its block took, without what visited it.
     """
 
     lens: Lens
@@ -98,6 +101,7 @@ class CleanPass:
     predicted_at: Int[Tensor, "batch read"] | None = None
     logits: Float[Tensor, "batch read d_vocab"] | None = None
     seeing_later: set[int] = dataclasses.field(default_factory=set)
+    seconds: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def logits_at(self, positions: Int[Tensor, "batch read"]) -> Float[Tensor, "batch read d_vocab"] | None:
         """Return the logits at these positions, or None if the pass did not keep them."""
@@ -154,6 +158,13 @@ class CleanPass:
             if not torch.equal(self.calls[below].resid_post, self.calls[layer].resid_pre):
                 return layer
         return None
+
+    def estimate_seconds(self) -> float:
+        """Return about how long a forward pass takes: as long as its usual block, times their number."""
+        stack = self.lens.stack
+        # The first block's time includes what the model does before it.
+        usual = statistics.median(self.seconds.values())
+        return usual * (len(stack) + (0 if stack.source is None else len(stack.source)))
 
     def replay(self, layer: int) -> BlockReplay:
         """Return the replay of a block."""
@@ -276,6 +287,7 @@ class _BlockEnds:
         self._clean, self._required, self._visit = clean, required, visit
         self._visited: list[int] = []
         self._failures: list[Exception] = []
+        self._since = time.perf_counter()
         self.silent: list[str] = []
 
     def hooks(self, last: int) -> list[Change]:
@@ -295,6 +307,7 @@ class _BlockEnds:
         except Exception as problem:
             self._failures.append(problem)
             raise StopForward from None
+        self._since = time.perf_counter()
 
     def _read(self, layer: int) -> None:
         if self._visited:
@@ -305,7 +318,9 @@ class _BlockEnds:
             )
         # A cache may lack the output of a block that no method reads.
         if layer in self._clean.calls:
+            # This reads the output, so an accelerator has finished the block afterwards.
             _require_finite(self._clean, layer)
+        self._clean.seconds[layer] = time.perf_counter() - self._since
         recorded = self._clean.recorded
         self.silent += [name for name in self._required.get(layer, ()) if name not in recorded]
         # If a hook has not fired, the pass runs to its end, so that its error names all such hooks.

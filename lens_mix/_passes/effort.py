@@ -1,4 +1,4 @@
-"""The warnings and bars of a run that needs many passes."""
+"""The warnings and bars of a run that takes long."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import TypeVar
 
 from tqdm.auto import tqdm
 
+# A run says beforehand of a method that it takes longer than this, in seconds.
+_LONG = 10.0
+
 _LIBRARY = str(Path(__file__).resolve().parent.parent)
 
 T = TypeVar("T")
@@ -19,19 +22,25 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class Effort:
-    """The warnings and bars of one call, about the passes that its methods take.
+    """The warnings and bars of one call, about the time that its methods take.
 
     Attributes:
-        progress: True: show bars. False: warn before many passes. None: neither.
+        progress: True: show bars. False: warn before a long computation. None: neither.
         announced: The methods that have warned, so that each method warns only once in a call.
     """
 
     progress: bool | None = None
     announced: set[str] = dataclasses.field(default_factory=set)
 
-    def announce(self, method: str, sentence: str) -> None:
-        """Warn at the user's line of code, unless a bar will show the passes or the method has warned."""
-        if self.progress is False and method not in self.announced:
+    def announce(self, method: str, seconds: float, sentence: str) -> None:
+        """Warn at the user's line of code that a method takes long, once in a call.
+
+        Args:
+            method: The label of the method.
+            seconds: The estimated time.
+            sentence: What to say of it, without a period.
+        """
+        if self.progress is False and seconds > _LONG and method not in self.announced:
             self.announced.add(method)
             warnings.warn(
                 f"{sentence}. progress=True shows a bar instead of this warning", stacklevel=_level()

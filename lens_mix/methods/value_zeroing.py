@@ -15,7 +15,7 @@ from typing_extensions import override
 from lens_mix._algebra.distances import distance
 from lens_mix._algebra.value_zeroing import value_zeroing_maps
 from lens_mix._algebra.value_zeroing_pairs import find_zeroed_groups
-from lens_mix._blocks.cost import Cost, Growth
+from lens_mix._blocks.cost import Growth
 from lens_mix._model.anatomy import BlockAnatomy
 from lens_mix.arguments import check_choice, check_heads, check_layer, check_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
@@ -123,18 +123,6 @@ class ValueZeroing(Method):
                 "changes too; only a replay of the block shows how"
             )
         return None
-
-    @override
-    def scale_cost(self, cost: Cost, blocks: Sequence[Block]) -> Cost:
-        heads = [len(self._select_heads(block.layer) or range(block.n_heads)) for block in blocks]
-        maps = sum(heads) / len(heads) if self.per_head else 1
-        if blocks[-1].engine == "algebra":
-            return cost.times(maps)
-        # A block is replayed once for each token or group of tokens, whose values are zero.
-        cheaper = "no closed form applies, and layers=[-1] maps the last layer alone"
-        if self.spans is None:
-            return Cost(1, per_token=maps, cheaper=cheaper)
-        return Cost(1, per_layer=maps * len(self.spans) / len(blocks[-1].stack), cheaper=cheaper)
 
     @override
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:

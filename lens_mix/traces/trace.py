@@ -582,8 +582,9 @@ def trace(
         seed: The seed of the draws of `generate`.
         prepend_bos: As in `lm.run`, for strings.
         max_memory: As in `lm.run`.
-        progress: As in `lm.run`: True shows bars, False warns before a method takes many passes. The scores
-            of single tokens, and `verify`, show a bar after two seconds in any case.
+        progress: As in `lm.run`: True shows bars, also while the model writes; False warns before a method
+            that takes long. The scores of single tokens, and `verify`, show a bar after two seconds in any
+            case.
         generation: Options of the model's `generate`: do_sample, temperature, top_k, top_p, …. By default the
             most probable token is written. For chat messages, also what the chat template reads besides them:
             tools, documents (each of which is a source), enable_thinking, ….
@@ -621,7 +622,9 @@ def trace(
         else:
             count = check_whole_number("generate", generate, 1)
             check_options(model, generation)
-            reading, written, notes = write(model, alone, text, count, seed, generation)
+            # TransformerLens's own bar shows how many tokens are written.
+            shown = {"verbose": progress is True, **generation}
+            reading, written, notes = write(model, alone, text, count, seed, shown)
         # It raises the errors of sources= before the method runs.
         found_sources = reading.find_sources(unit, split, groups)
         own = None if chosen.is_input_map else aggregated

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix._blocks.cost import COSTS, Cost, find_warnings
-from tests.shared_models import decoder
-
-PROMPT = torch.tensor([1, *range(4, 27)])
+from lens_mix._blocks.cost import COSTS, Cost, count_passes, describe_seconds, suggest_less
 
 
 @pytest.mark.parametrize(
@@ -38,9 +34,12 @@ def test_the_cost_grows_with_what_is_computed():
     assert cost.times(3) == Cost(1, 6, 9, 12, 5)
 
 
-def test_a_cost_may_have_advice_of_its_own():
-    (sentence,) = find_warnings("mine", Cost(31, cheaper="wait"), Blocks([9], 1).blocks)
-    assert sentence == "mine takes about 30 forward passes (whatever the rows); wait"
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.123, "0.12 s"), (4, "4 s"), (41.4, "41 s"), (119, "119 s"), (300, "5 min"), (9000, "2.5 h")],
+)
+def test_seconds_in_words(seconds, text):
+    assert describe_seconds(seconds) == text
 
 
 class Blocks:
@@ -53,38 +52,30 @@ class Blocks:
         block.real_queries = keys if rows is None else keys[:, :rows]
         block.stack = type("Stack", (), {"is_joint": False, "reads_target": False, "__len__": lambda _: 4})()
         block.verification = type("Verification", (), {"causal": causal})()
-        block.layer, block.n_heads, block.engine = 0, 8, "hooks"
         self.blocks = [block] * layers
 
 
-def test_only_prompts_with_many_passes_have_a_warning():
-    cost = Cost(1, per_row=1)
-    few, many = find_warnings("mine", cost, Blocks([20, 200], None).blocks)
-    assert few is None
-    assert many == (
-        "mine takes about 200 forward passes (about 1 for each row); queries=[-1] makes the last row alone"
-    )
+def test_a_batch_takes_the_mean_of_the_passes_of_its_prompts():
+    # The clean pass is not counted, because the user has asked for it in any case.
+    assert count_passes(Cost(1, per_row=1), Blocks([20, 200], None).blocks) == 110
+    assert count_passes(Cost(3, per_token=1), Blocks([20], 1, layers=2).blocks) == 12
 
 
 @pytest.mark.parametrize(
-    ("cost", "blocks", "words"),
+    ("options", "blocks", "words"),
     [
-        (
-            Cost(1, per_row=10),
-            Blocks([9], None, causal=False),
-            r"about 90 .*queries=\[0\] makes the first row alone",
-        ),
-        (Cost(1, per_row=50), Blocks([9], 1), r"about 50 .*gim with queries=\[-1\] takes about \d$"),
-        (Cost(1, per_token=5), Blocks([9], 1), r"about 45 .*about 5 for each token\); gim"),
-        (Cost(1, per_token=5), Blocks([99], 1, layers=1), r"about 124 .*about 5 for each token\); gim"),
-        (Cost(1, per_layer=9), Blocks([9], 1), r"about 36 .*about 9 for each layer\); layers=\[-1\]"),
-        (Cost(30), Blocks([9], 1), r"about 29 .*whatever the rows\); gim"),
+        ({"by_rows": True}, Blocks([9], None, causal=False), "queries=[0] makes the first row alone"),
+        ({"by_rows": True}, Blocks([9], 2), "queries=[-1] makes the last row alone"),
+        ({"by_rows": True}, Blocks([9], 1), "gim with queries=[-1] takes about 8 s"),
+        ({"by_rows": True, "by_layers": True}, Blocks([9], 1), "layers=[-1] maps the last layer alone"),
+        ({"by_layers": True}, Blocks([9], None), "layers=[-1] maps the last layer alone"),
+        ({}, Blocks([9], None, causal=False), "gim with queries=[0] takes about 8 s"),
     ],
 )
-def test_what_takes_fewer(cost, blocks, words):
-    (sentence,) = find_warnings("mine", cost, blocks.blocks)
-    assert sentence is not None
-    assert re.search(words, sentence), sentence
+def test_what_takes_less_time(options, blocks, words, monkeypatch):
+    monkeypatch.setitem(COSTS, "gim", Cost(1.6, per_row=0.4))
+    given = {"by_rows": False, "by_layers": False, **options}
+    assert suggest_less(blocks.blocks, **given, pass_seconds=4) == words
 
 
 def passes(method, blocks):
@@ -94,7 +85,7 @@ def passes(method, blocks):
 
 def test_parameters_scale_the_recorded_cost():
     blocks = Blocks([24], None)
-    occlusion, zeroing = COSTS["occlusion"], COSTS["value_zeroing"]
+    occlusion = COSTS["occlusion"]
     assert passes(lm.methods.Occlusion(), blocks) == occlusion
     assert passes(lm.methods.Occlusion(replacements=[3, 5]), blocks) == occlusion.times(0.5)
     assert passes(lm.methods.Occlusion(by="values"), blocks) == occlusion.times(0.25)
@@ -108,21 +99,6 @@ def test_parameters_scale_the_recorded_cost():
     patching = COSTS["token_patching"]
     assert passes(lm.methods.TokenPatching(), blocks) == patching
     assert passes(lm.methods.TokenPatching(n_measured="auto"), blocks) == patching.times(2)
-    # The fixture's blocks are replayed: once per token and layer, whatever was recorded of the algebra.
-    assert passes(lm.methods.ValueZeroing(), blocks).passes(24, 24, 2, 4) == 1 + 24 * 2 / 4
-    assert passes(lm.methods.ValueZeroing(per_head=True), blocks).passes(24, 24, 4, 4) == 1 + 24 * 8
-    grouped = passes(lm.methods.ValueZeroing(spans=[(0, 1), (2,)]), blocks)
-    assert grouped.passes(24, 24, 2, 4) == 1 + 2 * 2 / 4
-    for block in blocks.blocks:
-        block.engine = "algebra"
-    assert passes(lm.methods.ValueZeroing(), blocks) == zeroing
-    assert passes(lm.methods.ValueZeroing(per_head=True, heads=[0, 3]), blocks) == zeroing.times(2)
-
-
-def test_a_method_without_a_record_has_no_warning(monkeypatch):
-    monkeypatch.delitem(COSTS, "gim")
-    assert lm.methods.Gim.default_cost() is None
-    assert lm.run(decoder(), PROMPT, "gim", progress=None).notes == ()
 
 
 def read_records() -> dict[tuple[str, int, str], tuple[int, float]]:

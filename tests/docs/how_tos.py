@@ -79,7 +79,7 @@ def run(page: Path, find: Find, folder: Path) -> list[Result]:
         _replace_display(patch)
         _replace_loaders(patch, find)
         # These warnings are estimates of the work, for people.
-        warnings.filterwarnings("ignore", message=".*takes about .* forward passes", category=UserWarning)
+        warnings.filterwarnings("ignore", message=".*takes about .*progress=True", category=UserWarning)
         return [_run_step(step.code, page.name, module.__dict__) for step in read_steps(page)]
 
 
