@@ -238,7 +238,7 @@ def main() -> None:
         print(f"  most important heads by {name:11s} {best}")
     for note in rankings["attribution"].notes:
         print(f"    {note}")
-    save(rankings["attribution"].show(highest=0.5), "attribution_heads")
+    save(rankings["attribution"].show(vmax=0.5), "attribution_heads")
     correlate_tasks(model, options.pairs, rankings["attribution"])
     prune(model, other, rankings)
     insert_triggers(model, max(options.pairs // 2, 1))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lens_mix.arguments import check_number, describe_value
+from lens_mix.arguments import describe_value
+from lens_mix.view.heat_maps import check_vmax, make_norm
 from lens_mix.view.labels import FONT, INK, QUIET, count_labels
 from lens_mix.view.lazy import load_canvas
 
@@ -23,7 +24,7 @@ _MARKS = "osD^vP"
 def head_map(
     importance: HeadImportance,
     title: str | None = None,
-    highest: float | None = None,
+    vmax: float | None = None,
     *,
     ax: Axes | None = None,
     figsize: tuple[float, float] | None = None,
@@ -34,18 +35,18 @@ def head_map(
     Args:
         importance: A result of `lens_mix.experiments.head_importance`.
         title: The title above the figure; None: how the importance was measured.
-        highest: The score of the last colour. Larger scores have the same colour, and the colour bar then
-            ends in a point. None: the largest score.
+        vmax: The end of the colour scale, above 0. Larger scores have its last colour, and the colour bar
+            then ends in a point. None: the largest score.
         ax: matplotlib axes to draw in; None: a new figure.
         figsize: The width and height of the figure in inches; None: as the content needs.
         cmap: A matplotlib colour map or its name; None: blues, and orange to purple for negative scores.
 
     Raises:
         TypeError: `importance` is not a HeadImportance.
-        ValueError: `highest` is not positive; `figsize` with `ax`; a `figsize` that is too small.
+        ValueError: `vmax` is not above 0; `figsize` with `ax`; a `figsize` that is too small.
         ImportError: Matplotlib is not installed.
     """
-    highest = None if highest is None else check_number("highest", highest, 0, above=True)
+    vmax = check_vmax(vmax)
     if not hasattr(importance, "scores"):
         raise TypeError(f"importance: expected a HeadImportance, got {describe_value(importance)}")
     canvas = load_canvas()
@@ -55,16 +56,13 @@ def head_map(
     name = f"Head importance by {importance.name},\n{importance.examples} examples"
     panel = canvas.open_panel(0.6, 0.55, inner, (0.9, 0.65), name if title is None else title, ax, figsize)
     axes = panel.axes
-    low, high = float(importance.scores.min()), float(importance.scores.max())
-    signed = low < 0
-    bound = min(max(high, -low) or 1.0, float("inf") if highest is None else highest)
+    norm = make_norm([importance.scores], logarithmic=False, vmax=vmax)
     image = axes.imshow(
         importance.scores.numpy(),
         origin="lower",
         aspect="auto",
-        cmap=canvas.choose_colour_map(signed, cmap),
-        vmin=-bound if signed else 0.0,
-        vmax=bound,
+        cmap=canvas.choose_colour_map(norm.vmin < 0, cmap),
+        norm=norm,
         interpolation="nearest",
     )
     width, height = canvas.measure_axes(axes)
@@ -73,9 +71,7 @@ def head_map(
     axes.set_xlabel("head", size=FONT + 1, color=QUIET)
     axes.set_ylabel("layer", size=FONT + 1, color=QUIET)
     canvas.draw_thin_frame(axes, ticks=2)
-    extensions = {(False, False): "neither", (True, False): "max", (False, True): "min", (True, True): "both"}
-    extend = extensions[high > bound, low < -bound]
-    panel.add_colour_bar(image, extend)
+    panel.add_colour_bar(image)
     figure: Figure = panel.finish()
     return figure
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -992,12 +993,14 @@ class MixingMap:
         Args:
             kind: "position": what one position used in each layer (`lm.show_position`). "layers": all rows of
                 each layer (`lens_mix.view.layer_maps`). "page": return the result of `lm.page(m)`, which a
-                notebook shows, `.open()` opens in a browser, and `.save(path)` writes. None: "position" for a
-                map with one row, a causal map, or a map that contains what is explained; else, or with an
-                option that only layer maps have (`layer=`, `head=`, …), "layers".
-            options: The options of the figure, such as `query=`, `scale=`, `ax=`, `figsize=`, `cmap=`. With
-                `picture=` the row of a picture is drawn over it, and that of sound under the waveform: True
-                for what the model read, or the picture itself (`lens_mix.view.show_picture`).
+                notebook shows, `.open()` opens in a browser, and `.save(path)` writes. None: for a map of a
+                picture or of sound, one position over the picture or under the waveform
+                (`lens_mix.view.show_picture`), unless an option is given that this figure lacks. Else
+                "position" for a map with one row, a causal map, or a map that contains what is explained;
+                else, or with an option that only layer maps have (`layer=`, `head=`, …), "layers".
+            options: The options of the figure, such as `query=`, `scale=`, `ax=`, `figsize=`, `cmap=`,
+                `vmax=`, `style=`. `picture=` is the picture to draw on, True for what the model read, or
+                False for a figure without it.
 
         Raises:
             ValueError: If the kind is another one, if there are options for a page, or as in `show_position`
@@ -1007,6 +1010,8 @@ class MixingMap:
         from lens_mix.view import figures, page, picture_figure, position_figure, window
 
         picture = options.pop("picture", None)
+        if picture is None and kind is None and self.grid is not None and self.features is not None:
+            picture = options.keys() <= inspect.signature(picture_figure.show_picture).parameters.keys()
         if picture is not None and kind == "page":
             return page.page(self, picture=picture)
         if picture is not None and picture is not False:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps, font_manager
+from matplotlib import colormaps, font_manager, rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Colormap, LinearSegmentedColormap
@@ -23,7 +23,16 @@ from lens_mix.arguments import check_instance, check_items, check_number
 from lens_mix.files import replacing
 from lens_mix.view.colours import BLUES, HIDDEN, SIGNED
 from lens_mix.view.fonts import list_families, make_readable
-from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, place_labels
+from lens_mix.view.labels import (
+    FONT,
+    INK,
+    NAME_FONT,
+    PAPER_FONT,
+    PAPER_WIDTH,
+    QUIET,
+    TITLE_FONT,
+    place_labels,
+)
 from lens_mix.view.window import note_written
 
 _LINE = "#cccccc"
@@ -65,15 +74,32 @@ class DrawnPicture(Figure):
             below = top if title is None else top - 0.2 * (title.count("\n") + 1)
             self.write(0.12, below, subtitle, size=FONT, color=QUIET, va="top", linespacing=1.3)
 
-    def add_colour_bar(self, image: Any, left: float, bottom: float, height: float, extend: str) -> Any:
-        """Return a new narrow colour bar at a place in inches."""
+    def add_colour_bar(self, image: Any, left: float, bottom: float, height: float) -> Any:
+        """Return a new narrow colour bar at a place in inches; it ends in points as its scale says."""
         box = self.add_box(left, bottom, 0.1, height)
-        bar = self.colorbar(image, cax=box, extend=extend, extendfrac=0.03)
+        bar = self.colorbar(image, cax=box, extendfrac=0.06)
         style_bar(bar)
         return bar
 
+    def enlarge(self, factor: float) -> None:
+        """Enlarge the figure together with all its text."""
+        width, height = self.get_size_inches()
+        self.set_size_inches(width * factor, height * factor)
+        for text in self.findobj(Text):
+            text.set_fontsize(text.get_fontsize() * factor)
+        for axes in self.axes:
+            # Ticks that are made later, while the figure is drawn, have this size too.
+            axes.tick_params(labelsize=FONT * factor)
+
     def savefig(self, fname: Any, **options: Any) -> Any:
-        """Save the figure as matplotlib does, but replace an old file only once the new one is complete."""
+        """Save the figure as matplotlib does, but replace an old file only once the new one is complete.
+
+        In PDF and PostScript, text is written in TrueType fonts, which publishers accept.
+        """
+        with rc_context({"pdf.fonttype": 42, "ps.fonttype": 42}):
+            return self._save(fname, **options)
+
+    def _save(self, fname: Any, **options: Any) -> Any:
         note_written(self)
         if not isinstance(fname, (str, os.PathLike)):
             return super().savefig(fname, **options)
@@ -101,16 +127,16 @@ class Panel:
     def __init__(self, axes: Any, picture: DrawnPicture | None) -> None:
         self.axes, self._picture = axes, picture
 
-    def add_colour_bar(self, image: Any, extend: str = "neither") -> Any:
+    def add_colour_bar(self, image: Any) -> Any:
         """Return a new colour bar at the right of the panel."""
         if self._picture is None:
-            bar = self.axes.figure.colorbar(image, ax=self.axes, extend=extend, pad=0.02, aspect=30)
+            bar = self.axes.figure.colorbar(image, ax=self.axes, pad=0.02, aspect=30)
             style_bar(bar)
             return bar
         box = self.axes.get_position()
         width, height = self._picture.get_size_inches()
         left, bottom = box.x1 * width + 0.1, box.y0 * height
-        return self._picture.add_colour_bar(image, left, bottom, box.height * height, extend)
+        return self._picture.add_colour_bar(image, left, bottom, box.height * height)
 
     def finish(self) -> Figure:
         """Return the figure, after its texts have a font for every character."""
@@ -287,6 +313,25 @@ def check_size(figsize: Any) -> tuple[float, float]:
     """
     width, height = check_items("figsize", figsize, "a width and a height in inches", least=2)
     return check_number("figsize", width, 0, above=True), check_number("figsize", height, 0, above=True)
+
+
+def choose_size(figsize: Any, style: str) -> tuple[float, float | None] | None:
+    """Return the width and height in which a figure is laid out; None: as the content needs.
+
+    A figure for paper is laid out smaller, because it is enlarged afterwards (`finish_style`).
+    """
+    if style != "paper":
+        return None if figsize is None else check_size(figsize)
+    width, height = (PAPER_WIDTH, None) if figsize is None else check_size(figsize)
+    factor = FONT / PAPER_FONT
+    return width * factor, None if height is None else height * factor
+
+
+def finish_style(picture: DrawnPicture, style: str) -> DrawnPicture:
+    """Return a figure with the size and the text of its style."""
+    if style == "paper":
+        picture.enlarge(PAPER_FONT / FONT)
+    return picture
 
 
 def label_ticks(

@@ -15,6 +15,7 @@ if there is space beside the labels before it.
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -40,13 +41,14 @@ from lens_mix.view.drawn import DrawnMap, sum_known
 from lens_mix.view.heat_maps import (
     HeatMapPlaces,
     Scale,
+    check_vmax,
     draw_cells,
     draw_grid,
     finish_bar,
     make_norm,
     make_title,
 )
-from lens_mix.view.labels import FONT, INK, NAME_FONT, count_labels, make_subtitle, make_visible
+from lens_mix.view.labels import FONT, INK, NAME_FONT, Style, count_labels, make_subtitle, make_visible
 from lens_mix.view.layers import name_layers
 from lens_mix.view.lazy import load_canvas
 from lens_mix.view.position import RAW, SHARE
@@ -78,6 +80,8 @@ def layer_maps(
     ax: Axes | None = None,
     figsize: tuple[float, float] | None = None,
     cmap: str | Colormap | None = None,
+    vmax: float | None = None,
+    style: Style = "screen",
 ) -> Figure:
     """Return a figure with one heat map per layer, query × key, on a common colour scale.
 
@@ -106,19 +110,28 @@ def layer_maps(
         ax: matplotlib axes to draw in, for a single heat map (`layer=`); None: a new figure.
         figsize: The width and height of the figure in inches; None: as the content needs.
         cmap: A matplotlib colour map or its name; None: blues, and orange to purple for negative scores.
+        vmax: The end of the colour scale, above 0, so that several figures have the same scale:
+            `layer_maps(m, vmax=0.5)`. Larger scores have its last colour, and the colour bar then ends in a
+            point. A scale with negative scores begins at -vmax. None: the largest score.
+        style: "paper" is for a column of a printed page: 3.3 inches wide with text of 8 points, without a
+            title, and in greys, so that nothing depends on hue: a scale with negative scores goes from white
+            to black. `figsize=`, `title=` and `cmap=` change that. `m.show(style="paper").savefig("m.pdf")`
 
     Raises:
         TypeError: `mixing_map` is not a MixingMap.
         ValueError: A layer, head, row or key that the map does not have; no layers; `columns` below 1;
             negative scores with `normalize=True`; several heat maps or `figsize` with `ax`; a `figsize` that
-            is too small for the labels.
+            is too small for the labels; a `vmax` that is not above 0.
     """
     check_instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
-    columns = _check_options(columns, normalize, title, words, scale, diagonal)
+    columns, vmax = _check_options(columns, normalize, title, words, scale, diagonal), check_vmax(vmax)
     if layer is not None and layers is not None:
         raise ValueError(f"layer: expected None beside layers={layers!r}, got {layer!r}")
     layers = layers if layer is None else [layer]
     shown = mixing_map if layers is None else mixing_map.select_layers(layers)
+    check_choice("style", style, get_args(Style))
+    if style == "paper":
+        title, cmap = title or "", cmap or "Greys"
     title = make_title(shown, head) if title is None else title
     if head == "all" and not shown.has_heads:
         raise ValueError(
@@ -129,21 +142,27 @@ def layer_maps(
         shown = (shown if head is None else shown.head(check_whole_number("head", head))).merge_heads()
     normalize = _decide_normalize(normalize, [shown])
     drawn = DrawnMap.from_map(shown, normalize, words, diagonal, queries, keys)
+    if style == "paper":
+        # A column has no space for the predictions.
+        drawn = dataclasses.replace(drawn, rows=[row.rpartition(" → ")[0] or row for row in drawn.rows])
     names, panels = _list_panels(shown, drawn)
     unit = SHARE if normalize else RAW
     strongest = drawn.rank_keys("sum")
     if ax is not None:
         canvas = load_canvas()
         canvas.check_axes(ax, figsize, len(panels), "layer= (and head=)")
-        norm = make_norm([scores.masked_fill(~visible, 0) for scores, visible in panels], scale == "log")
+        drawn_scores = [scores.masked_fill(~visible, 0) for scores, visible in panels]
+        norm = make_norm(drawn_scores, scale == "log", vmax)
         _draw_in_axes(ax, drawn, draw_cells(ax, *panels[0], norm, cmap), unit, strongest)
         ax.set_title(title, size=NAME_FONT, color=INK, loc="left", parse_math=False)
         drawn_in: Figure = canvas.finish_axes(ax)
         return drawn_in
     explanation = mixing_map.explanation() if mixing_map.scores.shape[-2] == 1 else ""
     subtitle = " · ".join(filter(None, (explanation, make_subtitle(mixing_map, unit))))
-    grid = HeatMapPlaces(names, columns, drawn.rows, drawn.keys, title, subtitle, figsize)
-    return draw_grid(grid, panels, "query", unit, scale == "log", strongest, cmap)
+    subtitle, size = "" if style == "paper" else subtitle, load_canvas().choose_size(figsize, style)
+    grid = HeatMapPlaces(names, columns, drawn.rows, drawn.keys, title, subtitle, size)
+    picture = draw_grid(grid, panels, "query", unit, scale == "log", strongest, cmap, vmax)
+    return load_canvas().finish_style(picture, style)
 
 
 def _draw_in_axes(axes: Any, drawn: DrawnMap, image: Any, unit: str, strongest: list[int]) -> None:

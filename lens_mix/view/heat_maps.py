@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lens_mix.arguments import check_number
 from lens_mix.maps import MixingMap
 from lens_mix.view.bars import measure_head
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, count_labels, name_map
@@ -28,7 +29,7 @@ Scale = Literal["linear", "log"]
 class HeatMapPlaces:
     """Compute the places of the heat maps, in inches, and keep the texts that are written at them."""
 
-    gap, heading, bar = 0.12, 0.24, 0.85
+    gap, heading, bar, least = 0.12, 0.24, 0.85, 0.8
 
     def __init__(
         self,
@@ -38,11 +39,17 @@ class HeatMapPlaces:
         keys: list[str],
         title: str,
         subtitle: str,
-        figsize: tuple[float, float] | None = None,
+        figsize: tuple[float, float | None] | None = None,
     ) -> None:
         canvas = load_canvas()
         measure = canvas.measure_longest
         self.names, self.row_labels, self.key_labels = names, rows, keys
+        self.left, self.bottom = 0.36 + measure(rows, FONT), 0.42 + measure(keys, FONT)
+        # In a narrow figure without a height, fewer heat maps are side by side.
+        while figsize is not None and figsize[1] is None and columns > 1:
+            if (figsize[0] - self._measure_beside(columns)) / columns >= self.least:
+                break
+            columns -= 1
         self.rows = math.ceil(len(names) / columns)
         # The heat maps are spread over the lines, so that no line is half empty.
         self.columns = math.ceil(len(names) / self.rows)
@@ -50,11 +57,11 @@ class HeatMapPlaces:
         widest_panel = 2.2 if self.columns > 3 else 5.4
         self.panel_width = max(min(0.15 * len(keys), widest_panel), 1.3, measure(names, NAME_FONT) + 0.1)
         self.panel_height = min(max(0.15 * len(rows), 1.3 if len(rows) > 1 else 0.3), widest_panel)
-        self.left, self.bottom = 0.36 + measure(rows, FONT), 0.42 + measure(keys, FONT)
-        beside = self.left - self.gap + self.columns * self.gap + self.gap + self.bar
+        beside = self._measure_beside(self.columns)
         if figsize is not None:
-            size = canvas.check_size(figsize)
-            self.panel_width = (size[0] - beside) / self.columns
+            self.panel_width = (figsize[0] - beside) / self.columns
+            # Rows that are as high as columns are wide need the least space for their labels.
+            self.panel_height = min(self.panel_height, self.panel_width * max(len(rows) / len(keys), 0.2))
         self.right = self.left + self.columns * (self.panel_width + self.gap) - self.gap
         self.width = max(self.right + self.gap + self.bar, 3.6 if figsize is None else 0)
         self.title = canvas.wrap(title, TITLE_FONT, (self.width - 0.24) / 1.15)
@@ -62,15 +69,20 @@ class HeatMapPlaces:
         head = measure_head(self.title, self.subtitle)
         around = self.bottom + self.rows * self.heading + head
         if figsize is not None:
-            self.panel_height = (size[1] - around) / self.rows
+            height = around + self.rows * self.panel_height if figsize[1] is None else figsize[1]
+            self.panel_height = (height - around) / self.rows
             if self.panel_width < 0.5 or self.panel_height < 0.2:
                 needed = (beside + 0.5 * self.columns, around + 0.2 * self.rows)
                 raise ValueError(
                     f"figsize: expected at least {needed[0]:.1f} x {needed[1]:.1f} inches for these labels, "
-                    f"got {size[0]} x {size[1]}"
+                    f"got {figsize[0]} x {height}"
                 )
         self.ceiling = self.bottom + self.rows * (self.panel_height + self.heading) - self.heading
         self.height = around + self.rows * self.panel_height
+
+    def _measure_beside(self, columns: int) -> float:
+        """Return the width of all that is beside the heat maps."""
+        return self.left - self.gap + columns * self.gap + self.gap + self.bar
 
     def find_corner(self, index: int) -> tuple[float, float]:
         """Return the left and the bottom of one heat map."""
@@ -87,6 +99,7 @@ def draw_grid(
     logarithmic: bool,
     strongest: Sequence[int],
     cmap: Any = None,
+    vmax: float | None = None,
 ) -> DrawnPicture:
     """Return a figure of heat maps on one colour scale.
 
@@ -98,10 +111,11 @@ def draw_grid(
         logarithmic: Whether the colour scale is logarithmic.
         strongest: The keys, the strongest first, which are labelled in this order.
         cmap: A colour map of the user.
+        vmax: The end of the colour scale; None: the largest score.
     """
     canvas = load_canvas()
     picture: DrawnPicture = canvas.DrawnPicture(grid.width, grid.height)
-    norm = make_norm((scores.masked_fill(~visible, 0) for scores, visible in panels), logarithmic)
+    norm = make_norm((scores.masked_fill(~visible, 0) for scores, visible in panels), logarithmic, vmax)
     for index, (scores, visible) in enumerate(panels):
         axes = picture.add_box(*grid.find_corner(index), grid.panel_width, grid.panel_height)
         image = draw_cells(axes, scores, visible, norm, cmap)
@@ -117,7 +131,7 @@ def draw_grid(
     picture.write((grid.left + grid.right) / 2, 0.08, "key", ha="center", va="bottom", **look)
     height = min(up, 2.6)
     left = grid.right + grid.gap + 0.06
-    bar = picture.add_colour_bar(image, left, grid.ceiling - height, height, extend="neither")
+    bar = picture.add_colour_bar(image, left, grid.ceiling - height, height)
     finish_bar(bar, norm, unit)
     picture.write_title(grid.title, grid.subtitle)
     return picture
@@ -143,18 +157,38 @@ def draw_cells(
     return image
 
 
-def make_norm(scores: Iterable[Tensor], logarithmic: bool) -> Any:
-    """Return a colour scale from 0 to the largest score, symmetric around 0 if there are negative scores."""
+def make_norm(scores: Iterable[Tensor], logarithmic: bool, vmax: float | None = None) -> Any:
+    """Return a colour scale from 0 to the largest score, symmetric around 0 if there are negative scores.
+
+    Its attribute `extend` says at which ends scores are beyond it, which the colour bar draws as points.
+
+    Args:
+        scores: The scores of one or several heat maps.
+        logarithmic: Whether the scale is logarithmic.
+        vmax: The end of the scale; None: the largest score.
+    """
     from matplotlib import colors
 
     lows, highs = zip(*((panel.min().item(), panel.max().item()) for panel in scores), strict=True)
     low, high = min(lows), max(highs)
-    bound = max(high, -low) or 1.0
+    bound = (max(high, -low) or 1.0) if vmax is None else vmax
+    norm: Any
     if not logarithmic:
-        return colors.Normalize(-bound if low < 0 else 0.0, bound)
-    if low < 0:
-        return colors.SymLogNorm(_FAINTEST * bound, vmin=-bound, vmax=bound)
-    return colors.LogNorm(_FAINTEST * bound, bound)
+        norm = colors.Normalize(-bound if low < 0 else 0.0, bound)
+    elif low < 0:
+        norm = colors.SymLogNorm(_FAINTEST * bound, vmin=-bound, vmax=bound)
+    else:
+        norm = colors.LogNorm(_FAINTEST * bound, bound)
+    # Shares that sum to 1 may be larger by rounding.
+    beyond = bound * (1 + 1e-9)
+    above, below = high > beyond, low < -beyond
+    norm.extend = "both" if above and below else "max" if above else "min" if below else "neither"
+    return norm
+
+
+def check_vmax(vmax: float | None) -> float | None:
+    """Return the end of a colour scale that a user chose; raise an error unless it is above 0, or None."""
+    return None if vmax is None else check_number("vmax", vmax, 0, above=True)
 
 
 def finish_bar(bar: Any, norm: Any, unit: str) -> None:

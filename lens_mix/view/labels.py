@@ -6,7 +6,7 @@ import bisect
 import math
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import regex
 
@@ -20,6 +20,9 @@ NAME_FONT = 8.0
 TITLE_FONT = 11.0
 INK = "#333333"
 QUIET = "#6f6f6f"
+Style = Literal["screen", "paper"]
+# In the style "paper", the width in inches of a column, and the size of the text there.
+PAPER_WIDTH, PAPER_FONT = 3.3, 8.0
 _LONGEST_PROMPT = 60  # the most characters of a prompt in a subtitle
 
 # Decoded tokens contain whitespace itself. Raw tokens contain the marks of byte-level BPE (Ġ, Ċ, ĉ) and of

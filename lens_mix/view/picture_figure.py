@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import check_instance, check_whole_number
+from lens_mix.arguments import check_choice, check_instance, check_whole_number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import normalise_by_magnitude
 from lens_mix.maps.grid import Grid
 from lens_mix.view.colours import MARK
-from lens_mix.view.heat_maps import finish_bar, make_norm
+from lens_mix.view.heat_maps import check_vmax, finish_bar, make_norm
 from lens_mix.view.images import check_picture, read_image, require_grid
-from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, count_labels, name_map, name_model, quote
+from lens_mix.view.labels import (
+    FONT,
+    INK,
+    NAME_FONT,
+    PAPER_FONT,
+    QUIET,
+    Style,
+    count_labels,
+    name_map,
+    name_model,
+    quote,
+)
 from lens_mix.view.layers import name_layers
 from lens_mix.view.lazy import load_canvas
 from lens_mix.view.position import RAW, SHARE
@@ -49,6 +60,8 @@ def show_picture(
     normalize: bool | None = None,
     title: str | None = None,
     cmap: str | Colormap | None = None,
+    vmax: float | None = None,
+    style: Style = "screen",
 ) -> Figure:
     """Return a figure of what one position used, over the picture that the model read, layer by layer.
 
@@ -70,17 +83,23 @@ def show_picture(
         normalize: True: the row is divided by its sum. False: raw scores. None: True without negative scores.
         title: The title; None: what is explained.
         cmap: A matplotlib colour map or its name; None: blues, and orange to purple for negative scores.
+        vmax: The score of the strongest colour, above 0, on one scale for all layers and figures:
+            `m.show(vmax=0.1)`. Larger scores have the same colour, and the colour bar then ends in a point.
+            None: the largest score of a patch, in each layer.
+        style: "paper" is for a column of a printed page: 3.3 inches wide with text of 8 points, two pictures
+            side by side, without a title, and in greys, in which negative scores are white.
+            `m.show(style="paper").savefig("m.pdf")`
 
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: The map has no grid, or does not have the row, the layer or the head; the picture has no
-            pixels, or is given for sound.
+            pixels, or is given for sound; `vmax` is not above 0.
         ImportError: Matplotlib is not installed.
     """
     check_instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     require_grid(mixing_map)
     check_picture(mixing_map, picture)
-    columns = check_whole_number("columns", columns, 1)
+    columns, vmax = check_whole_number("columns", columns, 1), check_vmax(vmax)
     if layer is not None and layers is not None:
         raise ValueError(f"layer: expected None beside layers={layers!r}, got {layer!r}")
     wanted = layers if layer is None else [layer]
@@ -94,27 +113,40 @@ def show_picture(
     is_share = not is_signed if normalize is None else normalize
     scores = normalise_by_magnitude(scores) if is_share else scores
     position = chosen.query_positions[row]
+    check_choice("style", style, get_args(Style))
+    is_paper = style == "paper"
+    if is_paper:
+        title, cmap, columns = title or "", cmap or "Greys", min(columns, 2)
     if title is None:
         title = chosen.explanation(position)
         title = title[:1].upper() + title[1:] or f"What {quote(chosen.tokens[position])} used"
-    view = _View(chosen, scores, position, title, SHARE if is_share else RAW, cmap)
+    view = _View(chosen, scores, position, title, SHARE if is_share else RAW, cmap, vmax)
+    view.mark = INK if is_paper else MARK
+    canvas = load_canvas()
+    size = canvas.choose_size(None, style)
+    width = None if size is None else size[0]
     if view.grid.noun == "frame":
-        return _draw_waveform(view)
+        view.subtitle = "" if is_paper else view.subtitle
+        return canvas.finish_style(_draw_waveform(view, width), style)
     image = read_image(mixing_map, picture)
-    view.subtitle += f" · {image.words}"
-    return _draw_pictures(view, image.pixels, columns)
+    view.subtitle = "" if is_paper else f"{view.subtitle} · {image.words}"
+    return canvas.finish_style(_draw_pictures(view, image.pixels, columns, width), style)
 
 
 class _View:
     """One row of a map, layer by layer, and the texts of its figure.
 
     Attributes:
-        cells: The scores at the places of the grid, [layer, row, column]: as they are for a waveform, else as
-            shares of the layer's largest.
+        cells: The scores at the places of the grid, [layer, row, column]: as they are on a common scale, as a
+            waveform has, else as shares of the layer's largest.
+        scale: What the ends of the colour scale are of, as the colour bar says.
         largest: The largest magnitude of a cell, by layer.
         noise: For pictures, whether a layer has no colours (`lens_mix.view.strongest.find_noise`).
         norm: The colour scale.
+        mark: The colour of the frame around the position itself.
     """
+
+    mark = MARK
 
     def __init__(
         self,
@@ -124,6 +156,7 @@ class _View:
         title: str,
         unit: str,
         cmap: Any,
+        vmax: float | None,
     ) -> None:
         assert mixing_map.grid is not None
         self.map, self.scores, self.position, self.title = mixing_map, scores, position, title
@@ -131,13 +164,15 @@ class _View:
         self.unit, self.names = unit, name_layers(mixing_map)
         self.cells = self.grid.lay_out(scores)
         # Pictures show shares of each layer's largest score, or of the whole row if that is noise.
-        self.largest = self.cells.abs().flatten(1).amax(1)
-        if self.grid.noun != "frame":
+        self.largest, self.scale = self.cells.abs().flatten(1).amax(1), unit
+        self.noise = torch.zeros(len(self.cells), dtype=torch.bool)
+        if self.grid.noun != "frame" and vmax is None:
+            self.scale = "of the largest patch"
             sinks = {*find_sinks(mixing_map), *([position] if mixing_map.keys_are_tokens else [])}
             self.noise = find_noise(scores, sinks)
             ends = torch.where(self.noise, scores.abs().sum(-1), self.largest)
             self.cells = self.cells / ends.clamp_min(1e-300)[:, None, None]
-        self.norm = make_norm([self.cells], logarithmic=False)
+        self.norm = make_norm([self.cells], logarithmic=False, vmax=vmax)
         self.colours = load_canvas().choose_colour_map(self.norm.vmin < 0, cmap)
         parts = (name_map(mixing_map), name_model(mixing_map.provenance), unit)
         self.subtitle = " · ".join(filter(None, parts))
@@ -160,17 +195,22 @@ class _View:
         return f"{100 * score:.0f} %" if score >= 0.1 else f"{100 * score:.2g} %"
 
 
-def _draw_pictures(view: _View, image: np.ndarray, columns: int) -> Figure:
-    """Return a figure of one picture per layer, with the scores over it."""
+def _draw_pictures(view: _View, image: np.ndarray, columns: int, whole: float | None) -> DrawnPicture:
+    """Return a figure of one picture per layer, with the scores over it, in a width in inches if given."""
     count = len(view.names)
     rows = math.ceil(count / columns)
     columns = math.ceil(count / rows)
     width = _LARGE if count == 1 else _SMALL
+    heading = _HEADING
+    if whole is not None:
+        width = (whole - 0.24 - _BESIDE) / columns - 0.12
+        # The texts above a narrow picture are in lines.
+        heading = 0.2 + 0.13 * (3 if bool(view.noise.any()) else 2)
     ratio = image.shape[0] / image.shape[1]
     # A picture that is more than twice as high as it is wide is narrower than its place.
     height = min(width * ratio, 2 * width)
     canvas = load_canvas()
-    size = (0.24 + columns * (width + 0.12) + _BESIDE, rows * (height + _HEADING) + 0.1)
+    size = (0.24 + columns * (width + 0.12) + _BESIDE, rows * (height + heading) + 0.1)
     title, subtitle = _wrap(view, size[0])
     head = _measure_head(title, subtitle)
     drawn: DrawnPicture = canvas.DrawnPicture(size[0], size[1] + head)
@@ -178,22 +218,28 @@ def _draw_pictures(view: _View, image: np.ndarray, columns: int) -> Figure:
     grey = np.repeat(grey.astype(np.uint8), 3, axis=-1)
     for place, (name, cells) in enumerate(zip(view.names, view.cells, strict=True)):
         row, column = divmod(place, columns)
-        left, bottom = 0.14 + column * (width + 0.12), 0.1 + (rows - 1 - row) * (height + _HEADING)
+        left, bottom = 0.14 + column * (width + 0.12), 0.1 + (rows - 1 - row) * (height + heading)
         axes = drawn.add_box(left, bottom, height / ratio, height)
         axes.imshow(grey, extent=(0, view.grid.size[1], view.grid.size[0], 0), aspect="auto")
         shown = _draw_cells(axes, view, cells)
         axes.set(xticks=[], yticks=[])
         canvas.draw_thin_frame(axes, ticks=0)
-        name = f"{name}, a patch ≤ {view.write(float(view.largest[place]))}"
-        name += ", not coloured" if view.noise[place] else ""
-        axes.set_title(name, size=NAME_FONT, color=INK, loc="left", pad=11, parse_math=False)
+        most, outside = f"a patch ≤ {view.write(float(view.largest[place]))}", view.outside(place)
+        most += ", not coloured" if view.noise[place] else ""
+        # A narrow picture has a line for each.
+        if whole is None:
+            name = f"{name}, {most}"
+        else:
+            outside = "\n".join(filter(None, (*most.split(", "), outside)))
+        pad = 11 if whole is None else 3 + 1.2 * PAPER_FONT * (outside.count("\n") + 1)
+        axes.set_title(name, size=NAME_FONT, color=INK, loc="left", pad=pad, parse_math=False)
         look = {"size": FONT - 0.5, "color": QUIET, "va": "bottom", "annotation_clip": False}
         above = {"xycoords": "axes fraction", "xytext": (0, 2), "textcoords": "offset points"}
-        axes.annotate(view.outside(place), (0, 1), **above, **look)
+        axes.annotate(outside, (0, 1), **above, **look)
     bar_height = min(height, 1.8)
-    bottom = 0.1 + (rows - 1) * (height + _HEADING) + height - bar_height
-    bar = drawn.add_colour_bar(shown, 0.14 + columns * (width + 0.12), bottom, bar_height, extend="neither")
-    finish_bar(bar, view.norm, "of the largest patch")
+    bottom = 0.1 + (rows - 1) * (height + heading) + height - bar_height
+    bar = drawn.add_colour_bar(shown, 0.14 + columns * (width + 0.12), bottom, bar_height)
+    finish_bar(bar, view.norm, view.scale)
     drawn.write_title(title, subtitle)
     return drawn
 
@@ -205,7 +251,7 @@ def _draw_cells(axes: Any, view: _View, cells: Float[Tensor, "row column"]) -> A
 
     numbers = cells.numpy()
     colours = view.colours(view.norm(numbers))
-    strength = np.abs(numbers) / max(view.norm.vmax, 1e-300)
+    strength = np.minimum(np.abs(numbers) / max(view.norm.vmax, 1e-300), 1)
     # The square root keeps weak scores visible over a picture.
     colours[..., -1] = _DARKEST * np.sqrt(strength)
     grid = view.grid
@@ -224,17 +270,18 @@ def _draw_cells(axes: Any, view: _View, cells: Float[Tensor, "row column"]) -> A
     if box is not None and view.map.keys_are_tokens:
         top, left, bottom, edge = box
         corner = (left, grid.size[0] - bottom if grid.is_sound else top)
-        axes.add_patch(Rectangle(corner, edge - left, bottom - top, fill=False, ec=MARK, lw=1.4))
+        axes.add_patch(Rectangle(corner, edge - left, bottom - top, fill=False, ec=view.mark, lw=1.4))
     return ScalarMappable(view.norm, view.colours)
 
 
-def _draw_waveform(view: _View) -> Figure:
-    """Return a figure of the waveform, and of the scores below it, layers x time."""
+def _draw_waveform(view: _View, whole: float | None) -> DrawnPicture:
+    """Return a figure of the waveform and, below it, the scores, layers x time, in a width if given."""
     canvas, grid = load_canvas(), view.grid
     layers = len(view.names)
     width, wave = 5.6, 0.9
     height = max(min(0.17 * layers, 3.5), 0.35)
     left = 0.4 + canvas.measure_longest(view.names, FONT)
+    width = width if whole is None else whole - left - _BESIDE
     title, subtitle = _wrap(view, left + width + _BESIDE)
     head = _measure_head(title, subtitle)
     drawn: DrawnPicture = canvas.DrawnPicture(left + width + _BESIDE, 0.42 + height + 0.1 + wave + head)
@@ -264,8 +311,8 @@ def _draw_waveform(view: _View) -> Figure:
         box = grid.box(view.position) if view.map.keys_are_tokens else None
         if box is not None:
             for edge in (box[1], box[1] + grid.step[1]):
-                axes.axvline(edge * (grid.seconds or 0), color=MARK, lw=0.7)
-    bar = drawn.add_colour_bar(image, left + width + 0.12, 0.42, max(height, 0.8), extend="neither")
+                axes.axvline(edge * (grid.seconds or 0), color=view.mark, lw=0.7)
+    bar = drawn.add_colour_bar(image, left + width + 0.12, 0.42, max(height, 0.8))
     finish_bar(bar, view.norm, view.unit)
     drawn.write_title(title, subtitle)
     return drawn
@@ -281,4 +328,5 @@ def _wrap(view: _View, width: float) -> tuple[str, str]:
 
 def _measure_head(title: str, subtitle: str) -> float:
     """Return the height in inches of the title and the subtitle."""
-    return 0.1 + 0.2 * (title.count("\n") + 1) + 0.14 * (subtitle.count("\n") + 1)
+    lines, small = (text.count("\n") + 1 if text else 0 for text in (title, subtitle))
+    return 0.1 + 0.2 * lines + 0.14 * small

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
@@ -10,13 +11,14 @@ from lens_mix.arguments import check_choice, check_flags, check_instance, check_
 from lens_mix.maps.spans import Span
 from lens_mix.view.coloured_text import TextBlock
 from lens_mix.view.colours import MARK
-from lens_mix.view.heat_maps import Scale, draw_cells, finish_bar, make_norm
+from lens_mix.view.heat_maps import Scale, check_vmax, draw_cells, finish_bar, make_norm
 from lens_mix.view.labels import (
     FONT,
     INK,
     NAME_FONT,
     QUIET,
     TITLE_FONT,
+    Style,
     count_labels,
     make_visible,
     place_labels,
@@ -58,6 +60,8 @@ def show_position(
     ax: Axes | None = None,
     figsize: tuple[float, float] | None = None,
     cmap: str | Colormap | None = None,
+    vmax: float | None = None,
+    style: Style = "screen",
 ) -> Figure:
     """Return a figure of what one position used, layer by layer: layers × tokens, methods side by side.
 
@@ -88,21 +92,29 @@ def show_position(
         scale: "linear", or "log" for a logarithmic scale from 1/10,000 of the largest score.
         common_scale: Whether all heat maps have one colour scale. None: True if all are shares of a row, and
             the largest share of each is at least a third of the largest of all; smaller ones would be too
-            pale to see. A coloured text always has its own scale, and its heading names the largest score.
+            pale to see. With `vmax=`, True if all have one unit. A coloured text always has its own scale,
+            and its heading names the largest score.
         as_numbers: Whether the first token (in an encoder, the special tokens) and the position itself are
             numbers instead of columns.
         ax: matplotlib axes to draw in, for a single map; None: a new figure.
         figsize: The width and height of the figure in inches; None: as the content needs.
         cmap: A matplotlib colour map or its name; None: blues, and orange to purple for negative scores.
+        vmax: The end of every colour scale, above 0, so that several figures have the same scale:
+            `lm.show_position(m, vmax=0.5)`. Larger scores have its last colour, and the colour bar then ends
+            in a point. A scale with negative scores begins at -vmax. None: the largest score.
+        style: "paper" is for a column of a printed page: 3.3 inches wide with text of 8 points, heat maps
+            below each other, without a title and a frame, and in greys, so that nothing depends on hue: a
+            scale with negative scores goes from white to black. `figsize=`, `title=` and `cmap=` change that.
+            `m.show(style="paper").savefig("m.pdf")`
 
     Raises:
         TypeError: `maps` is or contains something else.
         ValueError: No maps; maps over different tokens or layers; a query that a map does not have; `columns`
             below 1; negative scores with `normalize=True`; several maps or `figsize` with `ax`; a `figsize`
-            that is too small for the labels.
+            that is too small for the labels; a `vmax` that is not above 0.
         ImportError: Matplotlib is not installed.
     """
-    columns = check_whole_number("columns", columns, 1)
+    columns, vmax = check_whole_number("columns", columns, 1), check_vmax(vmax)
     check_flags(words=words, as_numbers=as_numbers)
     for name, flag in (("normalize", normalize), ("common_scale", common_scale)):
         if flag is not None:
@@ -111,16 +123,21 @@ def show_position(
     check_instance("title", title, (str, type(None)), "a text")
     canvas = load_canvas()
     view = PositionView.from_maps(maps, query, normalize, words, keys, as_numbers)
+    check_choice("style", style, get_args(Style))
+    if style == "paper":
+        view = dataclasses.replace(view, title="", sentence="", subtitle="", best=None)
+        cmap, columns = cmap or "Greys", columns if figsize else 1
     heading = view.title if title is None else title
     if common_scale is None:
-        common_scale = _are_comparable(view)
-    norms = _make_norms(view, common_scale, scale == "log")
+        is_given = vmax is not None and len({panel.unit for panel in view.panels}) == 1
+        common_scale = is_given or _are_comparable(view)
+    norms = _make_norms(view, common_scale, scale == "log", vmax)
     if ax is not None:
         canvas.check_axes(ax, figsize, len(view.panels), "maps")
         _draw_in_axes(ax, view, norms[0], cmap, heading)
         drawn_in: Figure = canvas.finish_axes(ax)
         return drawn_in
-    size = None if figsize is None else canvas.check_size(figsize)
+    size = canvas.choose_size(figsize, style)
     frame = _Frame(view, columns, heading, common_scale, size)
     picture: DrawnPicture = canvas.DrawnPicture(*frame.size)
     _draw_blocks(picture, frame, norms, cmap)
@@ -132,7 +149,7 @@ def show_position(
         if text:
             picture.write(0.12, top, text, size=size, color=colour, va="top", linespacing=1.3)
             top -= frame.measure_height(text, size)
-    return picture
+    return canvas.finish_style(picture, style)
 
 
 def _are_comparable(view: PositionView) -> bool:
@@ -142,12 +159,14 @@ def _are_comparable(view: PositionView) -> bool:
     return all(panel.is_share for panel in panels) and min(largest, default=0) >= max(largest, default=0) / 3
 
 
-def _make_norms(view: PositionView, common_scale: bool, logarithmic: bool) -> list[Any]:
+def _make_norms(view: PositionView, common_scale: bool, logarithmic: bool, vmax: float | None) -> list[Any]:
     """Return the colour scale of each map."""
     grid = [panel for panel in view.panels if not panel.has_one_layer]
     return [
         make_norm(
-            view.read_scaled(grid if common_scale and not panel.has_one_layer else [panel]), logarithmic
+            view.read_scaled(grid if common_scale and not panel.has_one_layer else [panel]),
+            logarithmic,
+            vmax,
         )
         for panel in view.panels
     ]
@@ -171,7 +190,7 @@ class _Frame:
         columns: int,
         title: str,
         common_scale: bool,
-        figsize: tuple[float, float] | None,
+        figsize: tuple[float, float | None] | None,
     ) -> None:
         self.view, self.common = view, common_scale
         self.texts = [index for index, panel in enumerate(view.panels) if panel.has_one_layer]
@@ -188,6 +207,10 @@ class _Frame:
         width = width if figsize is None else width / max(self.columns, 1)
         around = self._place_head(title, max(whole, 1.0)) + self.rows * self._measure_labels(width) + 0.06
         height = min(max(_ROW * len(layer_labels), 1.3), 6.5)
+        if figsize is not None and figsize[1] is None:
+            # In a narrow column, not each layer has a label.
+            height = min(height, 1.9)
+            figsize = (figsize[0], around + self.rows * height)
         if figsize is not None:
             needed = (max(fixed + self.columns * 0.8, 2.0), around + self.rows * 0.6)
             if figsize[0] < needed[0] or figsize[1] < needed[1]:
@@ -318,14 +341,14 @@ def _draw_panels(picture: Any, frame: _Frame, norms: Sequence[Any], cmap: Any) -
         left, bottom = frame.find_corner(frame.columns - 1)
         size = min(height, 2.4)
         left += width + frame.numbers + 0.14
-        bar = picture.add_colour_bar(image, left, bottom + height - size, size, extend="neither")
+        bar = picture.add_colour_bar(image, left, bottom + height - size, size)
         finish_bar(bar, image.norm, view.panels[frame.grid[0]].unit)
 
 
 def _add_small_bar(picture: Any, image: Any, right: float, bottom: float) -> None:
     """Draw the colour bar of one heat map above its right corner, with the ends of the scale."""
     norm = image.norm
-    high = f"{norm.vmax:.2g}"
+    high = f"{'≥ ' * (norm.extend in ('max', 'both'))}{norm.vmax:.2g}"
     end = load_canvas().measure_longest([high], _NUMBER_FONT)
     axes = picture.add_box(right - end - 0.04 - _BAR, bottom + 0.16, _BAR, 0.07)
     bar = picture.colorbar(image, cax=axes, orientation="horizontal", ticks=[])

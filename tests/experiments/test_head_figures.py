@@ -48,11 +48,11 @@ def test_head_map(tmp_path):
     signed = head_map(HeadImportance(importance.scores - 3, "ablation", 7), title="mine")
     assert signed.axes[0].images[0].get_clim() == (-3.0, 3.0)
     signed.savefig(tmp_path / "heads.png")
-    cut = importance.show(highest=2.0)
+    cut = importance.show(vmax=2.0)
     assert cut.axes[0].images[0].get_clim() == (0.0, 2.0)
     assert cut.axes[0].images[0].colorbar.extend == "max"
-    with pytest.raises(ValueError, match="highest: expected a finite number, above 0, got 0"):
-        importance.show(highest=0)
+    with pytest.raises(ValueError, match="vmax: expected a finite number, above 0, got 0"):
+        importance.show(vmax=0)
 
 
 def test_pruning_figure(tmp_path):

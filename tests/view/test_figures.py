@@ -15,6 +15,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.maps import MixingMap
+from lens_mix.maps.explained import Explained
 from lens_mix.view import layer_maps, token_bars
 from lens_mix.view.figures import _break_name
 from lens_mix.view.leaderboard_figure import leaderboard_figure
@@ -101,6 +102,33 @@ class TestLayerMaps:
                 assert not overlaps(figure, labels)
                 assert all(inside(figure, label) for label in labels)
         assert all(inside(figure, text) for text in figure.texts)
+
+    def test_the_scale_can_be_that_of_another_figure(self) -> None:
+        for axes in heat_maps(layer_maps(raw_map(), vmax=0.3)):
+            assert axes.images[0].get_clim() == (0, 0.3)
+        assert axes.images[0].colorbar.extend == "max"
+        wide = heat_maps(layer_maps(raw_map(), vmax=2))[-1].images[0]
+        assert (wide.get_clim(), wide.colorbar.extend) == ((0, 2), "neither")
+        with pytest.raises(ValueError, match="vmax: expected a finite number, above 0, got 0"):
+            layer_maps(raw_map(), vmax=0)
+
+    def test_a_column_of_a_paper_has_fewer_heat_maps_side_by_side(self) -> None:
+        explained = [Explained(" Paris", 0.4, (), "", 0.0)] * 5
+        figure = layer_maps(raw_map(layers=4).replace(explained=explained), style="paper")
+        assert figure.get_size_inches()[0] == pytest.approx(3.3)
+        panels = heat_maps(figure)
+        assert len({axes.get_position().x0 for axes in panels}) < 4
+        assert "Attention" not in written(figure)
+        assert tick_labels(panels[0].yaxis)[0] == "<bos>"
+        assert {label.get_fontsize() for label in panels[0].get_yticklabels()} == {8}
+        figure.canvas.draw()
+        for axes in panels:
+            assert not overlaps(figure, axes.get_yticklabels())
+            assert all(inside(figure, label) for label in axes.get_yticklabels())
+        pdf = io.BytesIO()
+        figure.savefig(pdf, format="pdf")
+        # TrueType fonts have this type in a PDF file.
+        assert b"/CIDFontType2" in pdf.getvalue()
 
     def test_layers_are_chosen_by_label(self) -> None:
         mixing_map = raw_map().replace(layers=[4, 6, 8])

@@ -16,6 +16,7 @@ import torch
 import lens_mix as lm
 from lens_mix.maps import Grid
 from lens_mix.view.images import encode_png, read_image
+from lens_mix.view.position import SHARE
 
 pytest.importorskip("matplotlib")
 from matplotlib import colors
@@ -256,6 +257,51 @@ def test_maps_without_a_grid_or_without_features_raise():
         picture_map(features=None).show(picture=True)
     with pytest.raises(ValueError, match="expected None beside picture="):
         picture_map().show(kind="layers", picture=True)
+
+
+def test_a_map_of_a_picture_or_of_sound_is_shown_on_it():
+    m = picture_map()
+    assert len(overlays(m.show())) == 2
+    assert len(overlays(m.show(layer=1, query="patch 1,0", cmap="viridis"))) == 1
+    assert not overlays(m.show(picture=False))
+    # These options belong to other figures.
+    assert not overlays(m.show(scale="log"))
+    assert not overlays(m.show(queries=[0]))
+    assert not overlays(m.show("position"))
+    assert not overlays(picture_map(features=None).show())
+    wave = wave_map().show()
+    assert any(axes.lines for axes in wave.axes), "the waveform"
+    assert not any(axes.lines for axes in wave_map().show(picture=False).axes)
+
+
+def test_pictures_have_the_same_scale_with_vmax():
+    m = picture_map()
+    figure = m.show(vmax=0.2)
+    first, second = overlays(figure)
+    # 0.4 is beyond the scale and as opaque as 0.2, and 0.1 is half of the scale.
+    assert first[1, 1, 3] == pytest.approx(0.9)
+    assert second[0, 0, 3] == pytest.approx(0.9)
+    assert first[0, 1, 3] == pytest.approx(0.9 * 0.5**0.5)
+    (bar,) = [axes for axes in figure.axes if axes.get_ylabel() == SHARE]
+    assert bar.get_ylim() == (0, 0.2)
+    wave = wave_map().show(vmax=0.1)
+    (image,) = [axes.images[0] for axes in wave.axes if axes.images]
+    assert image.get_clim() == (0, 0.1)
+    assert image.colorbar.extend == "max"
+    with pytest.raises(ValueError, match="vmax: expected a finite number, above 0, got 0"):
+        m.show(vmax=0)
+
+
+def test_a_picture_for_a_column_of_a_paper():
+    for m in (picture_map(), wave_map()):
+        figure = m.show(style="paper")
+        assert figure.get_size_inches()[0] == pytest.approx(3.3)
+        assert not any("sed" in text for text in texts(figure)), "no title"
+    for image in overlays(picture_map().show(style="paper")):
+        assert (image[..., 0] == image[..., 1]).all()
+        assert (image[..., 1] == image[..., 2]).all()
+    with pytest.raises(ValueError, match="style: expected 'screen' or 'paper', got 'print'"):
+        picture_map().show(style="print")
 
 
 def data_of(page):

@@ -343,3 +343,41 @@ def test_heat_maps_beside_each_other_label_the_same_tokens() -> None:
     for m in (one, two):
         column = int(m.scores[:, -1, 1:-1].amax(0).argmax()) + 1
         assert any(m.tokens[column].strip() in label for label in tick_labels(first.xaxis))
+
+
+def test_figures_have_the_same_scale_with_vmax() -> None:
+    m = explained_map()
+    figure = show_position(m, vmax=0.05)
+    (panel,) = heat_maps(figure)
+    assert panel.images[0].get_clim() == (0, 0.05)
+    assert panel.images[0].colorbar.extend == "max"
+    wide = heat_maps(show_position(m, vmax=2))[0].images[0]
+    assert (wide.get_clim(), wide.colorbar.extend) == ((0, 2), "neither")
+    signed = heat_maps(show_position(m.replace(scores=(m.scores - 0.3).tril()), vmax=0.05))[0].images[0]
+    assert (signed.get_clim(), signed.colorbar.extend) == ((-0.05, 0.05), "both")
+    two = show_position({"one": m, "two": m}, vmax=0.05, common_scale=False)
+    assert [panel.images[0].get_clim() for panel in heat_maps(two)] == [(0, 0.05)] * 2
+    assert sum(text.get_text() == "≥ 0.05" for text in two.texts) == 2
+    logarithmic = heat_maps(show_position(m, vmax=0.05, scale="log"))[0].images[0]
+    assert logarithmic.get_clim() == pytest.approx((0.05e-4, 0.05))
+    with pytest.raises(ValueError, match="vmax: expected a finite number, above 0, got -1"):
+        show_position(m, vmax=-1)
+
+
+def test_a_figure_for_a_column_of_a_paper() -> None:
+    m = explained_map()
+    figure = show_position({"one": m, "two": m.replace(scores=(m.scores - 0.3).tril())}, style="paper")
+    assert figure.get_size_inches()[0] == pytest.approx(3.3)
+    first, second = heat_maps(figure)
+    assert first.get_position().x0 == second.get_position().x0
+    assert not first.patches, "no frame"
+    assert not [text for text in figure.texts if "After" in text.get_text()]
+    for axes in (first, second):
+        colours = axes.images[0].get_cmap()(torch.linspace(0, 1, 9).numpy())
+        # A printer without colours loses nothing: each colour is grey, and no two are the same.
+        assert (colours[:, 0] == colours[:, 1]).all()
+        assert (colours[:, 1] == colours[:, 2]).all()
+        assert (colours[1:, 0] < colours[:-1, 0]).all()
+        assert {label.get_fontsize() for label in axes.get_yticklabels()} == {8}
+    assert show_position(m, style="paper", title="mine").texts[0].get_text() == "mine"
+    assert tuple(show_position(m, style="paper", figsize=(5, 3)).get_size_inches()) == pytest.approx((5, 3))
