@@ -146,7 +146,7 @@ def page(
         "trees": pack_trees(prompts, trees),
         **pack_pictures(prompts, picture),
     }
-    made = Page(make_document(data, str(numbers), "page.html", ("page.css",), _SCRIPTS))
+    made = Page(make_document(data, numbers, "page.html", ("page.css",), _SCRIPTS))
     if path is not None:
         made.save(path)
     return made
@@ -173,13 +173,13 @@ def _label_maps(entry: MixingMap | Mapping[str, Any]) -> dict[str, MixingMap]:
 
 
 def make_document(
-    data: Mapping[str, Any], numbers: str, template: str, styles: Sequence[str], scripts: Sequence[str]
+    data: Mapping[str, Any], numbers: Numbers, template: str, styles: Sequence[str], scripts: Sequence[str]
 ) -> str:
     """Return an HTML file that contains everything it needs and runs no other script.
 
     Args:
         data: What the scripts read, as values that JSON can represent.
-        numbers: The text of `Numbers`.
+        numbers: The stored numbers.
         template: The name of the file that contains %%DATA%% and the like.
         styles: The names of the style sheets, which are joined in this order.
         scripts: The names of the scripts, which are joined in this order.
@@ -192,12 +192,14 @@ def make_document(
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
+    first, late = numbers.texts()
     contents = {
         "POLICY": policy,
         "STYLE": style,
         "SCRIPT": script,
         "DATA": _encode_json(data),
-        "NUMBERS": numbers,
+        "NUMBERS": first,
+        "LATER": late,
     }
     # The template is split before anything is inserted, so that a token such as "%%DATA%%" is not replaced.
     text = (files / template).read_text(encoding="utf-8")

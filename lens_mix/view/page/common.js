@@ -21,11 +21,13 @@ const draw = (name, attributes, text) => {
 };
 
 // ------------------------------------------------------------------ numbers
-// Return stored bytes: deflated, as base 64, between two places of the text of all numbers.
-let texts = null;
-async function inflate([start, end]) {
-  texts ??= $("numbers").textContent;
-  const text = texts.slice(start, end);
+// Return stored bytes: deflated, as base 64, between two places of one of two texts. The second text comes after this
+// script, and is there when the whole file is.
+const stored = [], parsed = new Promise(resolve => document.readyState === "loading" ? addEventListener("DOMContentLoaded", resolve) : resolve());
+async function inflate([start, end, which]) {
+  if (which) await parsed;
+  stored[which] ??= $(which ? "later" : "numbers").textContent;
+  const text = stored[which].slice(start, end);
   const bytes = Uint8Array.fromBase64 ? Uint8Array.fromBase64(text) : Uint8Array.from(atob(text), c => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Response(stream).arrayBuffer();

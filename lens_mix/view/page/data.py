@@ -34,22 +34,32 @@ _ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f", "\n", "\u010a")
 
 
 class Numbers:
-    """Collect the numbers of all layers as one text, so that the page reads only those that it shows."""
+    """Collect the numbers of all layers as two texts, so that the page reads only those that it shows.
+
+    The first text has what the page shows first. The second one, which comes after the page's script, has the
+    numbers of single heads: most of the file, which the first view does not wait for.
+    """
 
     def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self._length = 0
+        self._pieces: tuple[list[str], list[str]] = ([], [])
+        self._lengths = [0, 0]
 
-    def add(self, data: bytes) -> list[int]:
-        """Append compressed bytes (deflate) as base 64, and return the start and the end in the text."""
-        piece = base64.b64encode(zlib.compress(data, 6)).decode("ascii")
-        start = self._length
-        self._pieces.append(piece)
-        self._length += len(piece)
-        return [start, self._length]
+    def add(self, data: bytes, *, is_late: bool = False) -> list[int]:
+        """Append compressed bytes (deflate) as base 64.
 
-    def __str__(self) -> str:
-        return "".join(self._pieces)
+        Returns:
+            The start and the end in a text, and which text it is: 0 or 1.
+        """
+        piece, text = base64.b64encode(zlib.compress(data, 6)).decode("ascii"), int(is_late)
+        start = self._lengths[text]
+        self._pieces[text].append(piece)
+        self._lengths[text] += len(piece)
+        return [start, self._lengths[text], text]
+
+    def texts(self) -> tuple[str, str]:
+        """Return the two texts."""
+        first, late = self._pieces
+        return "".join(first), "".join(late)
 
 
 def pack(mixing_map: MixingMap, label: str, numbers: Numbers) -> dict[str, Any]:
@@ -94,7 +104,7 @@ def pack(mixing_map: MixingMap, label: str, numbers: Numbers) -> dict[str, Any]:
         "parameters": make_plain(mixing_map.parameters),
         "provenance": make_plain(provenance),
         "visible": None if mixing_map.mask is None else [numbers.add(_as_bits(keys)) for keys in visible],
-        **_pack_layers(scores, visible, numbers),
+        **_pack_layers(scores, visible, numbers, is_late=heads > 1),
         # The first view needs the mean over heads of every layer, so it is stored too.
         "mean": _pack_layers(_mean_over_heads(scores), visible, numbers) if heads > 1 else None,
     }
@@ -110,10 +120,16 @@ def _mean_over_heads(scores: Float[Tensor, "layer head query key"]) -> Float[Ten
 
 
 def _pack_layers(
-    scores: Float[Tensor, "layer *head query key"], visible: Bool[Tensor, "layer query key"], numbers: Numbers
+    scores: Float[Tensor, "layer *head query key"],
+    visible: Bool[Tensor, "layer query key"],
+    numbers: Numbers,
+    *,
+    is_late: bool = False,
 ) -> dict[str, Any]:
     code = _choose_code(scores, visible)
-    layers = [_pack_layer(*layer, code, numbers) for layer in zip(scores, visible, strict=True)]
+    layers = [
+        _pack_layer(*layer, code, numbers, is_late=is_late) for layer in zip(scores, visible, strict=True)
+    ]
     return {"code": code, "layers": layers}
 
 
@@ -204,7 +220,12 @@ def _choose_code(scores: Tensor, visible: Tensor) -> str:
 
 
 def _pack_layer(
-    layer: Float[Tensor, "*head query key"], visible: Bool[Tensor, "query key"], code: str, numbers: Numbers
+    layer: Float[Tensor, "*head query key"],
+    visible: Bool[Tensor, "query key"],
+    code: str,
+    numbers: Numbers,
+    *,
+    is_late: bool,
 ) -> dict[str, Any]:
     """Return the place of the visible numbers of one layer, head by head and row by row.
 
@@ -222,7 +243,7 @@ def _pack_layer(
         root = encoded.astype(np.float64) / steps
         decoded = np.sign(root) * root**2
     error = float(np.abs(decoded * largest - values).max(initial=0.0))
-    return {"largest": largest, "error": error, "data": numbers.add(encoded.tobytes())}
+    return {"largest": largest, "error": error, "data": numbers.add(encoded.tobytes(), is_late=is_late)}
 
 
 def _as_bits(visible: Bool[Tensor, "query key"]) -> bytes:

@@ -182,9 +182,11 @@ function writeHeader() {
   }
   prompt.value = String(current);
   const layers = Math.max(0, ...ofText().map(one => Math.max(...one.names) + 1)), isKnown = ofText().some(layered);
-  const verified = record.verification_error;
+  const verified = record.verification_error, error = typeof verified === "number" ? verified.toExponential(0) : verified;
+  const meaning = verified && `verified: every block was rebuilt from its components and compared with what the model computed; the largest relative error was ${error}`;
   $("model").textContent = [record.model, isKnown && `${layers} ${layers === 1 ? "layer" : "layers"}`, m.grid ? `${m.grid.rows > 1 ? `${m.grid.rows} × ` : ""}${m.grid.columns} ${nounsOf(m)}` : writeCount(m.tokens.length, "token"),
-    verified && `verified to ${typeof verified === "number" ? verified.toExponential(0) : verified}`].filter(Boolean).join(" · ");
+    verified && `verified to ${error}`].filter(Boolean).join(" · ");
+  $("model").title = meaning || "";
   const offered = views();
   for (const button of $("views").children) {
     const isChosen = button.dataset.view === state.view;
@@ -199,10 +201,10 @@ function writeHeader() {
   if (!isInSight) tabs.scrollLeft = tab.offsetLeft - 20;
   $("panel").setAttribute("aria-labelledby", `tab-${state.view}`);
   writeKeys(offered);
-  const some = shownMaps(), error = Math.max(...some.flatMap(one => one.layers.map(layer => layer.error)));
+  const some = shownMaps(), rounding = Math.max(...some.flatMap(one => one.layers.map(layer => layer.error)));
   const which = some.length > 1 ? [some.map(one => one.label).join(", ")] : [m.label, m.kind === "input" ? "input map" : "layer map", `method ${m.method}`];
   $("about").textContent = [...which, record.model && `model ${record.model}`, record.dtype && `dtype ${record.dtype}`,
-    record.engine && `engine ${record.engine}`, record.date, `stored with an error of at most ${shown(error)}`, `lens_mix ${DATA.version}`].filter(Boolean).join(" · ");
+    record.engine && `engine ${record.engine}`, record.date, `stored with an error of at most ${shown(rounding)}`, meaning, `lens_mix ${DATA.version}`].filter(Boolean).join(" · ");
   writeNotes(m.notes);
 }
 

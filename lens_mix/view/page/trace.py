@@ -55,7 +55,7 @@ def trace_page(trace: Trace) -> Page:
         "log_probabilities": [_round(number) for number in trace.log_probabilities.tolist()],
         "predictions": [[entry.prediction, entry.probability] for entry in trace.explained],
     }
-    document = make_document(data, str(numbers), "trace.html", _STYLES, _SCRIPTS)
+    document = make_document(data, numbers, "trace.html", _STYLES, _SCRIPTS)
     return Page(document, "the sources of a text")
 
 

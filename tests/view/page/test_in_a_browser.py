@@ -296,6 +296,18 @@ def geometry(canvas):
     return found["left"], found["top"], found["across"], found["down"]
 
 
+def test_the_page_says_what_verified_means(opened, browser):
+    opened(map_of(provenance={"model": "tiny", "verification_error": 2.1e-7}), "")
+    model = browser.find_element("id", "model")
+    assert model.text.endswith("verified to 2e-7")
+    meaning = model.get_attribute("title")
+    assert meaning.startswith("verified: every block was rebuilt from its components")
+    assert meaning.endswith("the largest relative error was 2e-7")
+    assert meaning in browser.find_element("id", "about").text
+    opened(map_of(provenance={"model": "tiny"}), "")
+    assert "verified" not in browser.find_element("tag name", "body").text
+
+
 def test_the_grid_names_every_cell_and_enlarges_what_is_clicked(opened, maps):
     browser = opened(maps, "view=grid&map=0&layer=0")
     whole = browser.find_element("css selector", "canvas[data-grid=all]")

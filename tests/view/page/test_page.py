@@ -41,10 +41,15 @@ def data_of(page):
     """Return the data of a page, with the numbers of each layer at its place."""
     texts = {given.get("id"): text for _, given, text in Reader(page.html).elements}
     data = json.loads(texts["data"])
+
+    def read(place):
+        start, end, which = place
+        return texts[("numbers", "later")[which]][start:end]
+
     for packed in (one for prompt in data["prompts"] for one in prompt):
         for layer in (*packed["layers"], *(packed["mean"] or {"layers": ()})["layers"]):
-            layer["data"] = texts["numbers"][slice(*layer["data"])]
-        packed["visible"] = packed["visible"] and [texts["numbers"][slice(*one)] for one in packed["visible"]]
+            layer["data"] = read(layer["data"])
+        packed["visible"] = packed["visible"] and [read(one) for one in packed["visible"]]
     return data
 
 
@@ -54,6 +59,18 @@ def decoded(packed, code):
         return np.frombuffer(raw, "<f2").astype(np.float64) * packed["largest"]
     part = np.frombuffer(raw, code).astype(np.float64) / {"uint8": 255, "int8": 127}[code]
     return np.sign(part) * part**2 * packed["largest"]
+
+
+def test_the_numbers_of_single_heads_come_after_the_script():
+    m = map_of(random_attention(2, 3, 5))
+    elements = Reader(lm.page({"heads": m, "mean": m.merge_heads()}).html).elements
+    order = [given.get("id", "script") for tag, given, _ in elements if tag == "script"]
+    assert order == ["data", "numbers", "script", "later"]
+    (packed, merged), *_ = json.loads(elements[[e[1].get("id") for e in elements].index("data")][2])[
+        "prompts"
+    ]
+    assert {layer["data"][2] for layer in packed["layers"]} == {1}
+    assert {layer["data"][2] for layer in (*packed["mean"]["layers"], *merged["layers"])} == {0}
 
 
 def test_it_holds_the_numbers_within_the_error_that_it_states():
@@ -151,9 +168,7 @@ def test_tokens_stay_text():
     elements = Reader(page.html).elements
     assert [tag for tag, _, _ in elements if tag in ("script", "style", "b", "img", "iframe")] == [
         "style",
-        "script",
-        "script",
-        "script",
+        *4 * ["script"],
     ]
     (packed,) = data_of(page)["prompts"][0]
     assert packed["tokens"] == list(NASTY)
@@ -169,7 +184,7 @@ def test_ten_thousand_random_tokens_stay_text():
     m = map_of(torch.rand(1, 1, 10_000), tokens=tokens, queries=[9_999], causal=False)
     page = lm.page(m)
     assert data_of(page)["prompts"][0][0]["tokens"] == tokens
-    assert page.html.count("</script>") == 3
+    assert page.html.count("</script>") == 4
 
 
 def test_nothing_runs_but_its_own_script_and_nothing_is_fetched():

@@ -31,7 +31,7 @@ def data_of(page):
 
 
 def decoded(page, packed):
-    raw = zlib.decompress(base64.b64decode(contents_of(page)["numbers"][slice(*packed["data"])]))
+    raw = zlib.decompress(base64.b64decode(contents_of(page)["numbers"][slice(*packed["data"][:2])]))
     return np.frombuffer(raw, "<f2").astype(np.float64) * packed["largest"]
 
 
