@@ -69,6 +69,18 @@ def test_what_is_written_is_the_loop_of_plain_passes(case):
     assert torch.equal(again[:].scores, t[:].scores)
 
 
+def test_a_bar_shows_how_much_is_written(capsys):
+    model = reader()
+    silent = lm.trace(model, PROMPT, generate=3, sources="token", method="attention", seed=1)
+    assert not capsys.readouterr().err
+    shown = lm.trace(model, PROMPT, generate=3, sources="token", method="attention", seed=1, progress=True)
+    assert "3/3 [" in capsys.readouterr().err
+    assert shown.provenance["generation"] == silent.provenance["generation"]
+    hidden = {"generate": 3, "sources": "token", "method": "attention", "progress": None}
+    lm.trace(model, PROMPT, **hidden)
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["bart", "t5", "marian"])
 def test_an_encoder_decoder_writes(name):
     model = build_or_skip(bridge, name, torch.float64)
