@@ -106,8 +106,11 @@ def count_passes(cost: Cost, blocks: Sequence[Block]) -> float:
     first, last = blocks[0], blocks[-1]
     tokens = (first.real_inputs if first.stack.is_joint else first.real_keys).sum(dim=1).tolist()
     rows = last.real_queries.sum(dim=1).tolist()
-    options = {"layers": len(blocks), "n_layers": len(last.stack), "is_causal": last.verification.causal}
-    counts = [cost.passes(*each, **options) - 1 for each in zip(tokens, rows, strict=True)]
+    is_causal = last.verification.causal
+    counts = [
+        cost.passes(n_tokens, n_rows, len(blocks), len(last.stack), is_causal=is_causal) - 1
+        for n_tokens, n_rows in zip(tokens, rows, strict=True)
+    ]
     return sum(counts) / len(counts)
 
 

@@ -86,7 +86,7 @@ class DrawnPicture(Figure):
         width, height = self.get_size_inches()
         self.set_size_inches(width * factor, height * factor)
         for text in self.findobj(Text):
-            text.set_fontsize(text.get_fontsize() * factor)
+            text.set_fontsize(float(text.get_fontsize()) * factor)
         for axes in self.axes:
             # Ticks that are made later, while the figure is drawn, have this size too.
             axes.tick_params(labelsize=FONT * factor)

@@ -162,7 +162,8 @@ def layer_maps(
     subtitle, size = "" if style == "paper" else subtitle, load_canvas().choose_size(figsize, style)
     grid = HeatMapPlaces(names, columns, drawn.rows, drawn.keys, title, subtitle, size)
     picture = draw_grid(grid, panels, "query", unit, scale == "log", strongest, cmap, vmax)
-    return load_canvas().finish_style(picture, style)
+    finished: Figure = load_canvas().finish_style(picture, style)
+    return finished
 
 
 def _draw_in_axes(axes: Any, drawn: DrawnMap, image: Any, unit: str, strongest: list[int]) -> None:

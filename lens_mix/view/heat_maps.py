@@ -82,7 +82,7 @@ class HeatMapPlaces:
 
     def _measure_beside(self, columns: int) -> float:
         """Return the width of all that is beside the heat maps."""
-        return self.left - self.gap + columns * self.gap + self.gap + self.bar
+        return float(self.left + columns * self.gap + self.bar)
 
     def find_corner(self, index: int) -> tuple[float, float]:
         """Return the left and the bottom of one heat map."""

@@ -127,10 +127,13 @@ def show_picture(
     width = None if size is None else size[0]
     if view.grid.noun == "frame":
         view.subtitle = "" if is_paper else view.subtitle
-        return canvas.finish_style(_draw_waveform(view, width), style)
-    image = read_image(mixing_map, picture)
-    view.subtitle = "" if is_paper else f"{view.subtitle} · {image.words}"
-    return canvas.finish_style(_draw_pictures(view, image.pixels, columns, width), style)
+        drawn = _draw_waveform(view, width)
+    else:
+        image = read_image(mixing_map, picture)
+        view.subtitle = "" if is_paper else f"{view.subtitle} · {image.words}"
+        drawn = _draw_pictures(view, image.pixels, columns, width)
+    finished: Figure = canvas.finish_style(drawn, style)
+    return finished
 
 
 class _View:

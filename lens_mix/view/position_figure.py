@@ -149,7 +149,8 @@ def show_position(
         if text:
             picture.write(0.12, top, text, size=size, color=colour, va="top", linespacing=1.3)
             top -= frame.measure_height(text, size)
-    return canvas.finish_style(picture, style)
+    finished: Figure = canvas.finish_style(picture, style)
+    return finished
 
 
 def _are_comparable(view: PositionView) -> bool:
@@ -207,20 +208,20 @@ class _Frame:
         width = width if figsize is None else width / max(self.columns, 1)
         around = self._place_head(title, max(whole, 1.0)) + self.rows * self._measure_labels(width) + 0.06
         height = min(max(_ROW * len(layer_labels), 1.3), 6.5)
-        if figsize is not None and figsize[1] is None:
-            # In a narrow column, not each layer has a label.
-            height = min(height, 1.9)
-            figsize = (figsize[0], around + self.rows * height)
         if figsize is not None:
+            # In a narrow column, not each layer has a label.
+            total = around + self.rows * min(height, 1.9) if figsize[1] is None else figsize[1]
             needed = (max(fixed + self.columns * 0.8, 2.0), around + self.rows * 0.6)
-            if figsize[0] < needed[0] or figsize[1] < needed[1]:
+            if figsize[0] < needed[0] or total < needed[1]:
                 raise ValueError(
                     f"figsize: expected at least {needed[0]:.1f} x {needed[1]:.1f} inches for these labels, "
-                    f"got {figsize[0]} x {figsize[1]}"
+                    f"got {figsize[0]} x {total}"
                 )
-            height = (figsize[1] - around) / max(self.rows, 1)
+            height = (total - around) / max(self.rows, 1)
+        else:
+            total = around + self.rows * height
         self.panel = (width, height)
-        self.size = (whole, around + self.rows * height if figsize is None else figsize[1])
+        self.size = (whole, total)
 
     def _choose_width(self, fixed: float) -> tuple[float, float]:
         """Return the width of the figure and that of each heat map, as the labels need.
