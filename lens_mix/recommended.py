@@ -54,6 +54,9 @@ def input_map(
 ) -> MixingMap:
     """Return the map from input tokens to an output that has the best evidence on this kind of model.
 
+        >>> lm.input_map(model, "The Eiffel Tower is in the city of").top(3)
+        >>> lm.input_map(model, "The Eiffel Tower is in the city of", target=" Paris").top(3)
+
     It is computed by the first of these recipes that can run on the model. The notes of the map say why the
     earlier ones cannot.
 
@@ -71,7 +74,8 @@ def input_map(
     For an encoder-decoder the only recipe is the norm of `input_gradients`, unless you choose a `part`. The
     keys are the tokens of the source and then those of the target (part="joint").
 
-    The evidence is in docs/evidence: input_map.md, encoder_decoder.md, and leaderboard.md for encoders.
+    The evidence is in the documentation: the pages on the recommended input map, on encoder-decoders, and on
+    the leaderboard.
 
     Args:
         model: As in `lm.run`.

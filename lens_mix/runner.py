@@ -87,12 +87,17 @@ def run(
 ) -> Result:
     """Compute the maps of one prompt with one method or several, from one clean pass.
 
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "value_zeroing")
+        >>> m.top(3)
+        >>> maps = lm.run(model, "The Eiffel Tower is in the city of", ["attention", "value_zeroing"])
+        >>> maps.compare()
+
     Args:
         model: A HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge. It is not
             changed.
         prompt: A string, or tokens `[pos]` or `[1, pos]`; (source, target) for an encoder-decoder; a pair of
-            strings for a BERT; chat messages; or the output of a tokenizer. The documentation of
-            `lens_mix._inputs.prompts.read_prompt` explains which tokens a string becomes.
+            strings for a BERT; chat messages; or the output of a tokenizer. A string is read as
+            TransformerLens reads it, with the tokenizer's special tokens.
         methods: A name ("attention", "value_zeroing"), a method with its parameters
             (`lm.methods.ValueZeroing(metric="euclidean")`), or several of these. `lm.METHODS` lists the names
             and classes; a class, or the name of one, is the method with its defaults.
@@ -230,6 +235,10 @@ def run_many(
     **inputs: Any,
 ) -> Iterator[Result]:
     """Yield the maps of many prompts, in the order of the prompts, computed in batches.
+
+        >>> prompts = ["The Eiffel Tower is in the city of", "Anna lives in Rome. Anna lives in"]
+        >>> for m in lm.run_many(model, prompts, "value_zeroing", queries=[-1]):
+        ...     print(m.top(1))
 
     Padding never affects a map: the maps of a prompt are the same as from `run`. A model runs its prompts one
     by one if it does not mask padding, or if its rotary angles depend on the longest prompt.

@@ -50,11 +50,11 @@ from torch import Tensor
 
 from lens_mix import classifiers
 from lens_mix._inputs import texts
-from lens_mix._inputs.token_strings import strings_of
 from lens_mix._passes.predictions import name_token, read_predictions
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_whole_number, describe_value
 from lens_mix.maps.explained import Explained
 from lens_mix.maps.spans import find_query
+from lens_mix.maps.token_strings import strings_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -92,6 +92,10 @@ TargetFunction = Callable[[Tensor], Tensor]
 @dataclasses.dataclass(frozen=True)
 class Context:
     """The data of one prompt that a target may read.
+
+        >>> tokens = model.to_tokens("The Eiffel Tower is in the city of")
+        >>> context = lm.targets.Context(tokens[0], model(tokens).detach(), model.tokenizer)
+        >>> lm.targets.logit(" Paris").of_prompt(context)(context.output)
 
     Attributes:
         tokens: The tokens of the output's positions (for logits of an encoder-decoder, those of the target).
@@ -174,6 +178,10 @@ class Context:
 @dataclasses.dataclass(frozen=True)
 class Target:
     """The base of all targets of this module. Fields are parameters; `of_prompt` binds them to a prompt.
+
+        >>> target: lm.targets.Target = lm.targets.token(" Paris", of="logit")
+        >>> method = lm.methods.GradientAttention(target=target)
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method).top(3)
 
     Attributes:
         reads: The output of the model of which the target is a function.
@@ -368,8 +376,8 @@ def _choose_text(context: Context, text: str, positions: Sequence[int]) -> tuple
         return text, None
     if found.likelier < _LIKELY:
         return text, (
-            f"target: {found.sentence}; neither is probable, so the text is explained as it is written; write "
-            f"{found.text!r} to explain that token"
+            f"target: {found.sentence}; neither is probable, so the text is explained as it is written; "
+            f"write {found.text!r} to explain that token"
         )
     return found.text, (
         f"target: {found.sentence}, and is explained; lm.targets.token({text!r}) is exactly the text as it "
@@ -780,6 +788,9 @@ class _HfClassifier(Target):
 def predicted(position: int | str | None = None, of: TargetMeasure = "probability") -> Target:
     """Return the target for the token or class that the model predicts in the clean pass.
 
+        >>> method = lm.methods.InputGradients(target=lm.targets.predicted(of="log_probability"))
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method, queries=[-1]).top(3)
+
     Args:
         position: As in `token`. It is ignored if the output is `[batch, class]`.
         of: The measure: "probability" (0 to 1), "log_probability" or "logit".
@@ -789,6 +800,9 @@ def predicted(position: int | str | None = None, of: TargetMeasure = "probabilit
 
 def token(token: str | int, position: int | str | None = None, of: TargetMeasure = "probability") -> Target:
     """Return the target for a given token, exactly as it is written: "Paris" and " Paris" are two tokens.
+
+        >>> method = lm.methods.InputGradients(target=lm.targets.token(" Paris", of="log_probability"))
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method, queries=[-1]).top(3)
 
     A run raises a ValueError if the text is several tokens on its prompt, or if the model has no tokenizer.
 
@@ -806,6 +820,9 @@ def token(token: str | int, position: int | str | None = None, of: TargetMeasure
 def probability(token: str | int | None = None, position: int | str | None = None) -> Target:
     """Return the target for the probability of a token, 0 to 1.
 
+        >>> method = lm.methods.InputGradients(target=lm.targets.probability(" Paris"))
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method, queries=[-1]).top(3)
+
     Args:
         token: The text of the token, with its leading space, or its number. None: the predicted token.
         position: As in `token`.
@@ -816,6 +833,9 @@ def probability(token: str | int | None = None, position: int | str | None = Non
 def logit(token: str | int | None = None, position: int | str | None = None) -> Target:
     """Return the target for the logit of a token.
 
+        >>> method = lm.methods.InputGradients(target=lm.targets.logit(" Paris"))
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method, queries=[-1]).top(3)
+
     Args:
         token: The text of the token, with its leading space, or its number. None: the predicted token.
         position: As in `token`.
@@ -825,6 +845,9 @@ def logit(token: str | int | None = None, position: int | str | None = None) -> 
 
 def logit_difference(good: str | int, bad: str | int, position: int | str | None = None) -> Target:
     """Return the target logit(good) - logit(bad), which is positive if the model prefers `good`.
+
+        >>> method = lm.methods.InputGradients(target=lm.targets.logit_difference(" Paris", " Rome"))
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method, queries=[-1]).top(3)
 
     Args:
         good: The text of a token, with its leading space, or its number.
@@ -838,6 +861,9 @@ def logit_difference(good: str | int, bad: str | int, position: int | str | None
 def class_(k: int | None = None, of: TargetMeasure = "probability") -> Target:
     """Return the target for a class of a model with output `[batch, class]`.
 
+        >>> method = lm.methods.InputGradients(target=lm.targets.class_(1))
+        >>> lm.run(model, pixels, method, queries=[0]).top(3)
+
     Args:
         k: The number of the class, from 0. None: the predicted class.
         of: The measure: "probability" (0 to 1), "log_probability" or "logit".
@@ -847,6 +873,9 @@ def class_(k: int | None = None, of: TargetMeasure = "probability") -> Target:
 
 def loss(label: str | int | None = None, position: int | str | None = None) -> Target:
     """Return the target for the cross-entropy, 0 or more, in nats.
+
+        >>> method = lm.methods.GradientAttention(target=lm.targets.loss())
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method).top(3)
 
     Args:
         label: The correct token at `position`, or the correct class. None: the prompt's own next tokens,
@@ -859,6 +888,9 @@ def loss(label: str | int | None = None, position: int | str | None = None) -> T
 def next_token(position: int | str | None = None) -> Target:
     """Return the target for the token that the prompt itself has next, as its log probability in nats.
 
+        >>> method = lm.methods.InputGradients(target=lm.targets.next_token())
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method, queries=[-2]).top(3)
+
     It is read at `position`, so it explains the token at `position + 1`.
 
     Args:
@@ -870,6 +902,9 @@ def next_token(position: int | str | None = None) -> Target:
 
 def span(start: int, stop: int | None = None) -> Target:
     """Return the target for several neighbouring tokens of the prompt, as their log probability in nats.
+
+        >>> method = lm.methods.InputGradients(target=lm.targets.span(-2))
+        >>> lm.run(model, "The Eiffel Tower is in the city of Paris", method, queries=[-1]).top(3)
 
     It is Σ log p(token i | the tokens before i) over the positions i from `start` to `stop` − 1, in causal
     models and decoders. It is one number of the prompt, so it needs a single row (`queries=[-1]`).
@@ -887,6 +922,10 @@ def masked_token(
 ) -> Target:
     """Return the target for a token at a mask, for masked language models.
 
+        >>> method = lm.methods.InputGradients(target=lm.targets.masked_token(of="logit"))
+        >>> position = tokens[0].tolist().index(model.tokenizer.mask_token_id)
+        >>> lm.run(model, tokens, method, queries=[position]).top(3)
+
     Args:
         token: The text or number of the token. None: the predicted token.
         position: The position. None: that of the only mask.
@@ -897,6 +936,10 @@ def masked_token(
 
 def head(function: TargetFunction, after_final_norm: bool = False) -> Target:
     """Return the target for your own function of the last residual stream.
+
+        >>> target = lm.targets.head(lambda resid: resid[:, -1].norm(dim=-1))
+        >>> method = lm.methods.InputGradients(target=target)
+        >>> lm.run(model, "The Eiffel Tower is in the city of", method, queries=[-1]).top(3)
 
     The function gets the output of the mapped part's last block, without padding, and not the model's logits.
     Use it for a trained classifier, such as
@@ -922,8 +965,10 @@ def hf_classifier(
 
     A model that `lm.wrap` made from a classifier contains it:
 
-        model = lm.wrap(AutoModelForSequenceClassification.from_pretrained(folder), tokenizer)
-        lm.run(model, text, lm.methods.InputGradients(target=lm.targets.hf_classifier(model, 3)), queries=[0])
+        >>> hf_model = AutoModelForSequenceClassification.from_pretrained(name)
+        >>> model = lm.wrap(hf_model, AutoTokenizer.from_pretrained(name))
+        >>> target = lm.targets.hf_classifier(model, "POSITIVE")
+        >>> lm.run(model, "a fine film", lm.methods.InputGradients(target=target), queries=[0]).top(3)
 
     For other models, load the model with TransformerBridge, and give the classifier with the same weights
     here, `AutoModelForSequenceClassification.from_pretrained(folder).eval()`.
@@ -980,6 +1025,9 @@ def class_difference(
     position: int | str | None = None,
 ) -> Target:
     """Return the target logit(good) - logit(bad) of two classes: above 0 if the classifier prefers `good`.
+
+        >>> target = lm.targets.class_difference("POSITIVE", "NEGATIVE", model)
+        >>> lm.run(model, "a fine film", lm.methods.InputGradients(target=target), queries=[0]).top(3)
 
     Args:
         good: The number of a class, or with `hf_model` its name.

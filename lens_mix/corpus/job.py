@@ -88,6 +88,10 @@ def run(
 ) -> Summary:
     """Compute the maps of a corpus, and write them and their reductions to a folder.
 
+        >>> prompts = ["Anna lives in Rome.", "Ben lives in Oslo."]
+        >>> lm.corpus.run(model, prompts, ["attention", "value_zeroing"], out="folder")
+        >>> lm.corpus.load("folder")
+
     The prompts are cut into shards of `shard_size`. Each shard is one Parquet file, which appears when it is
     complete. A run that was killed continues when it is started again with the same arguments: it computes
     the shards that are missing, and the files are the same as without the interruption.

@@ -37,6 +37,11 @@ _MOMENTS = ["count", "mean", "m2"]
 class Mean:
     """The mean, the spread and the number of values of maps, in groups.
 
+        >>> prompts = ["Anna lives in Rome.", "Ben lives in Oslo."]
+        >>> reduce = {"kinds": lm.corpus.Mean(by=("layer", "key_kind"))}
+        >>> lm.corpus.run(model, prompts, "attention", reduce=reduce, out="folder")
+        >>> lm.corpus.load("folder", table="kinds")
+
     Attributes:
         by: What the groups are, fields of the prompts or some of "layer", "head", "query" and "key" (their
             positions), "offset" (how far the key is before the query), "query_kind" and "key_kind" (special,
@@ -179,6 +184,11 @@ class Mean:
 
 def largest_per_head(mixing: MixingMap, fields: Mapping[str, Any]) -> Tensor:
     """Return the largest score of each head, `[layer, head]`.
+
+        >>> method, of = lm.methods.AttentionWeights(per_head=True), lm.corpus.largest_per_head
+        >>> reduce = {"largest": lm.corpus.Mean(by=("layer", "head"), of=of)}
+        >>> lm.corpus.run(model, ["Anna lives in Rome."], method, reduce=reduce, out="folder")
+        >>> lm.corpus.load("folder", table="largest")
 
     Its mean over prompts is the importance of a head for maps of attention attribution (Hao et al., AAAI
     2021, section 4): `Mean(by=("layer", "head"), of=largest_per_head)`.

@@ -7,7 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from lens_mix.arguments import check_choice, check_flags, check_instance, describe_value
 from lens_mix.corpus.files import FORMAT, Folder, digest_manifest, read_json
@@ -17,11 +17,20 @@ from lens_mix.maps import Maps, MixingMap
 
 if TYPE_CHECKING:
     import pandas
+    import pyarrow.dataset
 
 
+@overload
+def load(
+    folder: str | os.PathLike[str], table: str = "maps", *, lazy: Literal[True]
+) -> pyarrow.dataset.Dataset: ...
+@overload
+def load(
+    folder: str | os.PathLike[str], table: str = "maps", *, long: bool = False, lazy: Literal[False] = False
+) -> pandas.DataFrame: ...
 def load(
     folder: str | os.PathLike[str], table: str = "maps", *, long: bool = False, lazy: bool = False
-) -> Any:
+) -> pandas.DataFrame | pyarrow.dataset.Dataset:
     """Return the results of `lens_mix.corpus.run` as one table.
 
         >>> table = lm.corpus.load("maps", long=True)

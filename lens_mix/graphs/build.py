@@ -31,6 +31,10 @@ def layered_graph(
 ) -> nx.DiGraph:
     """Return the graph of all layers on which rollout and flow are defined.
 
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "attention")
+        >>> graph = lm.graphs.layered_graph(m, threshold=0.05)
+        >>> graph.number_of_edges()
+
     The edge from (l − 1, key) to (l, query) has `capacity` = `weight` = Â_l[query, key], 0 to 1, as in
     `lens_mix.rollout`. The rollout score of an input and a query is the sum over paths of the product of
     weights, and the flow is the maximum flow (Abnar & Zuidema, ACL 2020, section 3).
@@ -71,6 +75,10 @@ def information_flow_graph(
     drop_bos: bool = False,
 ) -> nx.DiGraph:
     """Return the edges of the layered graph that matter most for one query, with new weights.
+
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "value_zeroing")
+        >>> graph = lm.graphs.information_flow_graph(m, threshold=0.02)
+        >>> lm.view.information_flow(graph).savefig("graph.png")
 
     The graph contains the edges whose amount is above `threshold`, and the nodes that then lie on a path from
     an input to the query (`prune_graph`). The amount of an edge is defined by `by`:
@@ -136,6 +144,10 @@ def prune_graph(
     from_inputs: bool = False,
 ) -> nx.DiGraph:
     """Return a copy of the graph with only the edges above a threshold that lead to `target`.
+
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "information_flow_routes")
+        >>> graph = lm.graphs.information_flow_routes(m)
+        >>> lm.graphs.prune_graph(graph, threshold=0.05).number_of_edges()
 
     Args:
         graph: An acyclic graph whose edges have the direction of the information, such as an attribution

@@ -28,6 +28,9 @@ _FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def save_graph(graph: nx.DiGraph, path: str | os.PathLike[str]) -> None:
     r"""Write a graph as GraphML or JSON, depending on the ending of `path`: `.graphml` or `.json`.
 
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "attention")
+        >>> lm.graphs.save_graph(lm.graphs.layered_graph(m), "graph.graphml")
+
     JSON keeps all values. GraphML contains only strings and numbers: nodes and lists are written as JSON
     (`[3, 0]`), None is left out, and characters that XML forbids are written as in Python (`\x00`).
 
@@ -61,6 +64,10 @@ def save_graph(graph: nx.DiGraph, path: str | os.PathLike[str]) -> None:
 
 def load_graph(path: str | os.PathLike[str]) -> nx.DiGraph:
     """Read a graph that `save_graph` wrote.
+
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "attention")
+        >>> lm.graphs.save_graph(lm.graphs.layered_graph(m), "graph.json")
+        >>> lm.graphs.load_graph("graph.json")
 
     A file that another program has written is read too, if it has no digest.
 

@@ -35,9 +35,9 @@ def to_neuronpedia(
 ) -> dict[str, Any]:
     """Return a graph as Neuronpedia's JSON, and write it to a file if there is a path.
 
-        >>> routes = information_flow_routes(lm.run(model, prompt, "information_flow_routes"))
-        >>> to_neuronpedia(routes, "routes.json", model="gpt2-small", slug="eiffel")
-        >>> to_neuronpedia(trace.to_networkx(), "trace.json", model="gpt2-small")
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "information_flow_routes")
+        >>> routes = lm.graphs.information_flow_routes(m)
+        >>> graph = lm.graphs.to_neuronpedia(routes, "routes.json", model="gpt2-small", slug="eiffel")
 
     Upload the file on neuronpedia.org/graph/validator. Inputs of the first layer are embeddings. Each target
     is a circle that leads, with a link of weight 1, to a logit with the model's prediction, if the graph has

@@ -37,6 +37,10 @@ def information_flow_routes(
 ) -> nx.DiGraph:
     """Return the graph of the important edges that lead to some positions at the last layer.
 
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "information_flow_routes")
+        >>> graph = lm.graphs.information_flow_routes(m, threshold=0.02)
+        >>> lm.view.information_flow(graph).savefig("routes.png")
+
     The graph grows from the queries down: each node adds the edges into it that are above the threshold
     (Ferrando & Voita, EMNLP 2024, section 2). A branch may end above the input. The importance of edges is
     that of `InformationFlowRoutes`. With `per_head` maps, the threshold applies to each head, as in the

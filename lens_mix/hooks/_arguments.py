@@ -66,8 +66,15 @@ def read_mask(argument: str, mask: Any) -> Bool[Tensor, "batch head query key"]:
     return mask.detach()[(None,) * (4 - mask.ndim)]
 
 
-def read_position(position: Position) -> Chosen:
-    """Return the position or positions, checked as far as possible without the batch."""
+def read_position(position: Position | None, positions: Sequence[int] | None = None) -> Chosen:
+    """Return the position or positions, checked as far as possible without the batch.
+
+    `positions` is the name that `position` had for a list.
+    """
+    if (position is None) == (positions is None):
+        given = "both" if position is not None else "neither"
+        raise TypeError(f"position: expected position or positions; got {given}")
+    position = positions if position is None else position
     if isinstance(position, str):
         raise TypeError(
             f"position: expected numbers, because a hook has no tokenizer; got {position!r}; write "

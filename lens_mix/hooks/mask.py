@@ -7,6 +7,8 @@ ignores the new pattern.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -59,8 +61,9 @@ def mask_attention(
 
 def mask_keys(
     layer: int,
-    position: Position,
+    position: Position | None = None,
     *,
+    positions: Sequence[int] | None = None,
     attention: str = DEFAULT_ATTENTION,
 ) -> HookPair:
     """Hide the chosen keys from all queries of one layer; the other keys of each row get their weight.
@@ -71,6 +74,7 @@ def mask_keys(
     Args:
         layer: The layer, counted from 0.
         position: The keys to hide, in one of the forms of `zero_values`.
+        positions: An older name of `position` for a list.
         attention: The module's name, as in `zero_values`.
 
     Returns:
@@ -90,7 +94,7 @@ def mask_keys(
         hidden = model.run_with_hooks(tokens, fwd_hooks=[mask_keys(0, 2), mask_keys(1, 2)])
         ```
     """
-    return _MaskKeys(layer, attention, read_position(position))._make_pair()
+    return _MaskKeys(layer, attention, read_position(position, positions))._make_pair()
 
 
 class _MaskAttention(OneArgumentHook):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from lens_mix.hooks.mixing import check_mixing, mix
 
 def zero_values(
     layer: int,
-    position: Position,
+    position: Position | None = None,
     *,
+    positions: Sequence[int] | None = None,
     heads: Iterable[int] | int | None = None,
     attention: str = DEFAULT_ATTENTION,
 ) -> HookPair:
@@ -39,6 +40,7 @@ def zero_values(
             an integer tensor [batch], a different position in each example;
             a bool tensor [batch key], any set of positions in each example, or [key], the same set in all.
             A text is turned into a list by `MixingMap.positions` or `lens_mix.models.find_positions`.
+        positions: An older name of `position` for a list.
         heads: The query heads, as `hook_pattern` counts them, for which the value is zeroed. Other query
             heads that share the value head keep the value. None: all heads.
         attention: The name of the attention module, with `{layer}`: `"encoder.{layer}.attn"`,
@@ -66,7 +68,7 @@ def zero_values(
         in_two_heads = model.run_with_hooks(tokens, fwd_hooks=[zero_values(1, 2, heads=[0, 3])])
         ```
     """
-    chosen = read_position(position)
+    chosen = read_position(position, positions)
     if heads is None:
         return _ZeroValues(layer, attention, chosen)._make_pair()
     return _ZeroValuesOfHeads(layer, attention, chosen, read_heads(heads))._make_pair()

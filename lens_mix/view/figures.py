@@ -85,6 +85,9 @@ def layer_maps(
 ) -> Figure:
     """Return a figure with one heat map per layer, query × key, on a common colour scale.
 
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "value_zeroing")
+        >>> lm.view.layer_maps(m, layers=[0, 1]).savefig("layers.png")
+
     Keys that a query cannot see are grey. Tokens are labels on the left and at the bottom; on the left also
     with the model's prediction, `, → which`. If there are too many, rows are labelled at equal distances, and
     columns from the strongest to the weakest, each if there is space. Below the title are the model, the
@@ -202,6 +205,10 @@ def token_bars(
     figsize: tuple[float, float] | None = None,
 ) -> Figure:
     """Return a figure with one row of bars over the tokens per method.
+
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "value_zeroing")
+        >>> rows = {"rollout": lm.rollout(m).scores[-1, -1], "mean": lm.layer_mean(m).scores[-1, -1]}
+        >>> lm.view.token_bars(rows, m.tokens).savefig("bars.png")
 
     Each row has its own scale, from 0 to its largest value. The largest bars have their value above them, in
     the unit of the row, and their tokens always have labels. If one token has more than 90 % of a row, its

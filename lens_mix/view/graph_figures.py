@@ -36,6 +36,9 @@ def information_flow(
 ) -> Figure:
     """Return a figure of a graph over the tokens, with the input at the bottom, on one page at most.
 
+        >>> m = lm.run(model, "The Eiffel Tower is in the city of", "information_flow_routes")
+        >>> lm.view.information_flow(lm.graphs.information_flow_routes(m)).savefig("routes.png")
+
     Edges between two positions are blue, and their width shows their weight. Edges that stay at their
     position are thin and grey. The explained position is red, and feed-forwards are orange squares. The area
     of a node shows its `share`, if it has one. A legend explains these, and says how many edges were pruned.

@@ -65,6 +65,10 @@ def show_picture(
 ) -> Figure:
     """Return a figure of what one position used, over the picture that the model read, layer by layer.
 
+        >>> method = lm.methods.InputGradients(target=lm.targets.class_(1))
+        >>> m = lm.run(model, pixels, method, queries=[0])
+        >>> lm.view.show_picture(m).savefig("picture.png")
+
     The picture is grey, and the more a patch has of the row, the stronger its colour. Each layer has its own
     scale, up to the largest score of a patch, which is written above the picture with what the positions
     without a place ([CLS], [DIST]) have. A frame marks the position itself. The scores of a waveform

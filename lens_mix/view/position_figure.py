@@ -65,6 +65,9 @@ def show_position(
 ) -> Figure:
     """Return a figure of what one position used, layer by layer: layers × tokens, methods side by side.
 
+        >>> maps = lm.run(model, "The Eiffel Tower is in the city of", ["attention", "value_zeroing"])
+        >>> lm.show_position(maps, columns=2).savefig("position.png")
+
     The title says what is explained, if the maps contain it: "After ' in': ' Italian' 0.66". The sentence
     below names the largest score, which has an orange frame. A map with one layer, such as an input map, is
     drawn above the others as coloured text. For a map with heads, the mean over heads is drawn.

@@ -70,21 +70,6 @@ UNTYPED = {
     "lm.models.TransformerLensModel.to_tokens",
     "lm.models.TransformerLensModel.tokenizer",
 }
-# TEMPORARY, and empty when issue 60 is done: the docstrings of these are changed on another branch.
-LATER = {
-    "lm.input_map",
-    "lm.page",
-    "lm.run",
-    "lm.run_many",
-    "lm.show_position",
-    *(
-        f"lm.{name}.{each}"
-        for name in ("corpus", "graphs", "targets", "view")
-        for each in getattr(lm, name).__all__
-    ),
-    "lm.MixingMap.show",
-    "lm.Maps.show",
-}
 
 # Paths and modules of the repository, which a user of the package does not have or should not import.
 _INTERNAL = re.compile(
@@ -168,8 +153,8 @@ def test_every_public_object_has_an_example() -> None:
     has_block = {
         path for path, text in DOCSTRINGS.items() if path.startswith("lm.hooks.") and "```python" in text
     }
-    assert PUBLIC.keys() - RUNNABLE - RETURNED.keys() - has_block - NOT_RUN - LATER == set()
-    assert set(RETURNED.values()) - RUNNABLE - LATER == set()
+    assert PUBLIC.keys() - RUNNABLE - RETURNED.keys() - has_block - NOT_RUN == set()
+    assert set(RETURNED.values()) - RUNNABLE == set()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -251,13 +236,12 @@ def is_untyped(function: Any) -> bool:
 def test_every_function_says_what_it_returns() -> None:
     functions = {path: member for path, member in list_members().items() if inspect.isfunction(member)}
     assert len(functions) > 200
-    allowed = UNTYPED | LATER
-    assert [path for path in functions if path not in allowed and is_untyped(functions[path])] == []
+    assert [path for path in functions if path not in UNTYPED and is_untyped(functions[path])] == []
 
 
 def test_no_docstring_names_a_path_of_the_repository() -> None:
     found = {path: _INTERNAL.findall(inspect.getdoc(thing) or "") for path, thing in list_members().items()}
-    assert {path: paths for path, paths in found.items() if paths and path not in LATER} == {}
+    assert {path: paths for path, paths in found.items() if paths} == {}
 
 
 @pytest.mark.parametrize(

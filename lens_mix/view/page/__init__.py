@@ -106,6 +106,9 @@ def page(
 ) -> Page:
     """Make one HTML file that shows what the model predicts, and which tokens that came from by each map.
 
+        >>> maps = lm.run(model, "The Eiffel Tower is in the city of", ["attention", "value_zeroing"])
+        >>> lm.page(maps, "page.html")
+
     It opens on the prediction, the text coloured by the recommended input map, and the layer maps of one
     position side by side. Other views show all positions, the flow through the layers, the agreement of the
     maps, and trees. The file needs no server, no network and no library.
