@@ -908,6 +908,9 @@ def drawn() -> Iterator[Case]:
     yield from each(draw, "title", (3, ["a"]))
     for name, wrong in (("ax", (3, "ax")), ("figsize", (3, (1,), (0, 3), ("a", 2))), ("cmap", (3, "none"))):
         yield from each(functools.partial(draw, layer=0), name, wrong)
+    for drawing in (draw, functools.partial(view.show_position, m)):
+        yield from each(drawing, "vmax", (*NO_NUMBER, 0, -1))
+        yield from each(drawing, "style", (3, "print"))
     yield from each(view.show_position, "maps", (None, 3, {}, [], {"a": 3}, [3]))
     rows = functools.partial(view.show_position, {"a": m})
     yield from each(rows, "query", (1.5, True, 9, "no such token"))
@@ -931,7 +934,7 @@ def drawn() -> Iterator[Case]:
         yield from each(functools.partial(view.information_flow, tree), name, wrong)
     yield from each(tree_figure, "tree", (*NO_GRAPH, nx.DiGraph()))
     yield from each(head_figures.head_map, "importance", (None, 3, torch.ones(2, 4)))
-    yield from each(functools.partial(head_figures.head_map, importance()), "highest", (*NO_NUMBER, 0, -1))
+    yield from each(functools.partial(head_figures.head_map, importance()), "vmax", (*NO_NUMBER, 0, -1))
     yield from each(head_figures.pruning_figure, "curves", (None, 3, {}))
     figures = (norm_figures.mixing_by_layer, norm_figures.mixing_by_kind, norm_figures.weights_against_norms)
     for figure in (*figures, norm_figures.expansion_rates, norm_figures.contextualisation):

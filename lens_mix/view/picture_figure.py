@@ -172,7 +172,7 @@ class _View:
         self.cells = self.grid.lay_out(scores)
         # Pictures show shares of each layer's largest score, or of the whole row if that is noise.
         self.largest, self.scale = self.cells.abs().flatten(1).amax(1), unit
-        self.noise = torch.zeros(len(self.cells), dtype=torch.bool)
+        self.noise = self.cells.new_zeros(len(self.cells), dtype=torch.bool)
         if self.grid.noun != "frame" and vmax is None:
             self.scale = "of the largest patch"
             sinks = {*find_sinks(mixing_map), *([position] if mixing_map.keys_are_tokens else [])}
