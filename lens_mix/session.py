@@ -409,19 +409,19 @@ class Session:
         roles |= {"pattern", "value"} if is_verified else set()
         roles |= {"z"} if has_hooks else set()
         if cached is not None:
-            # A hook may have changed z in the cached pass, which a note says if the cache shows it.
+            # A hook may have changed the block in the cached pass, which a note says if the cache shows it.
             mixing = {role: self.lens.stack.hook_name(role, layer) for role in ("value", "z")}
             shows_mixing = all(cached.find(name) is not None for name in mixing.values())
             roles |= set(mixing) if shows_mixing else set()
         # The verification computes a feed-forward if a method does, or if a hook may act in it. The others
         # would take most of its time, and those without a formula cannot be computed.
-        is_whole = has_hooks or any(
+        computes_feed_forward = has_hooks or any(
             engines[label] == "algebra" and "feed_forward" in method.needs_for(anatomy)
             for label, method in methods.items()
         )
         outputs: tuple[str, ...] = ()
         if "algebra" in compared and not (
-            is_whole and anatomy.feed_forward is not None and not anatomy.cross
+            computes_feed_forward and anatomy.feed_forward is not None and not anatomy.cross
         ):
             outputs = ("feed_forward_out", "cross_out")
         visitors = [label for label in methods if label in (visiting or ())]
@@ -434,7 +434,8 @@ class Session:
             outputs=outputs,
             visitors=(*([VERIFICATION] if is_verified else []), *visitors),
             kept=tuple(sorted(roles if visiting is None else kept)),
-            is_whole=is_whole,
+            # In a cached pass, a hook may have acted on any one position.
+            is_whole=computes_feed_forward or cached is not None,
         )
 
     def _run(

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 from jaxtyping import Int
 from torch import Tensor
 
-from lens_mix._blocks.components import COMPONENTS, MIXING, VALUES, Component, ComponentError, measure
+from lens_mix._blocks.components import BLOCK, COMPONENTS, MIXING, VALUES, Component, ComponentError, measure
 from lens_mix._blocks.recorded import RecordedBlock
-from lens_mix._blocks.verification_record import Verification
+from lens_mix._blocks.verification_record import ALGEBRA_COMPONENTS, Verification
 from lens_mix._care.precision import relative_error
 from lens_mix._inputs.batches import pad
 from lens_mix._inputs.rows import spread
@@ -52,8 +52,8 @@ class Verifier:
         is_whole: The layers to compare, and whether all rows of each are rebuilt.
         outputs: The outputs within blocks that the pass records; None if it records none.
         has_hooks: Whether user hooks are on the model. Then each layer gets notes.
-        is_cached: Whether the pass was cached by the user, who may have had other hooks on the model. A layer
-            whose z they have changed gets a note, because a method that only reads weights is right anyway.
+        is_cached: Whether the pass was cached by the user, who may have had other hooks on the model. If
+            nothing is compared, because methods only read weights, a layer that hooks changed gets a note.
 
     Attributes:
         notes: Layer -> the sentences about what user hooks change.
@@ -94,11 +94,24 @@ class Verifier:
                 raise UnexpectedBlock(_mismatch(component, entry), component.checked_for)
         if self._has_hooks:
             self.notes[layer] = _describe_user_hooks(block)
-        has_z = all(clean.lens.stack.hook_name(role, layer) in clean.recorded for role in ("value", "z"))
-        if self._is_cached and has_z and _is_mismatch(measure(MIXING, block, rows)):
+        if self._is_cached and not self._components and self._is_changed(block):
             self.notes.setdefault(layer, []).append(
-                "z in the cache is not pattern @ values, so a hook changed it; the map has the cached pattern"
+                "in the cache, the block is not what the model computes from its input: a hook changed it, "
+                "or the weights were others; the map has the cached pattern"
             )
+
+    def _is_changed(self, block: RecordedBlock) -> bool:
+        """Return whether a cached block is not what the model computes, as far as the cache shows it."""
+        clean, layer, anatomy = block.clean, block.layer, block.anatomy
+        stack = clean.lens.stack
+        if any(stack.hook_name(role, layer) not in clean.recorded for role in ("value", "z")):
+            return False
+        # A formula for the whole block is needed, which the model was verified to follow.
+        is_known = self._verification.failure(ALGEBRA_COMPONENTS) is None and anatomy.is_written_down
+        has_block = is_known and layer in clean.calls and not anatomy.cross and not stack.is_cross
+        every, some = _rows(clean, None), _rows(clean, _SAMPLED_ROWS)
+        is_mixed = not _is_mismatch(measure(MIXING, block, every))
+        return not is_mixed or (has_block and _is_mismatch(measure(BLOCK, block, some)))
 
 
 def _is_mismatch(entry: ComponentError) -> bool:

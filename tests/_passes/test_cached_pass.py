@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -56,6 +57,7 @@ def test_maps_from_a_cache_are_those_of_a_clean_pass(case: Case):
         assert got.tokens == expected.tokens
         assert got.causal == expected.causal
         assert any("computed from an ActivationCache" in note for note in got.notes)
+        assert not any("in the cache, the block is not" in note for note in got.notes)
         compared += 1
     assert compared
 
@@ -139,7 +141,7 @@ def test_a_block_that_a_hook_changed_is_not_computed_in_closed_form():
         cache = cached(model, prompt)
     m = lm.run(model, prompt, "attention", cache=cache)
     torch.testing.assert_close(m.scores[1], cache["pattern", 1][0].mean(0), atol=1e-12, rtol=0)
-    assert next(note for note in m.notes if "z in the cache is not pattern" in note).startswith("layer 1: ")
+    assert next(note for note in m.notes if "in the cache, the block is not" in note).startswith("layer 1: ")
     assert not any(note.startswith("layer 0: ") for note in m.notes)
     with pytest.raises(ValueError, match=r"cache: block 1: expected its components .* a hook changed the"):
         lm.run(model, prompt, "value_zeroing", cache=cache)
@@ -147,6 +149,36 @@ def test_a_block_that_a_hook_changed_is_not_computed_in_closed_form():
     expected = lm.run(model, prompt, "value_zeroing", layers=[0]).scores
     got = lm.run(model, prompt, "value_zeroing", layers=[0], cache=cache).scores
     torch.testing.assert_close(got, expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("point", ["hook_attn_out", "attn.hook_z", "hook_resid_post"])
+def test_a_hook_on_one_position_is_found(point):
+    model = decoder()
+    prompt = tokens(model, 1, 12)
+    for position in (1, 6, 11):
+        with model.hooks(fwd_hooks=[(f"blocks.0.{point}", functools.partial(zero_at, position))]):
+            cache = cached(model, prompt)
+        with pytest.raises(ValueError, match=r"cache: block 0: expected its components"):
+            lm.run(model, prompt, "attn_res_ln", cache=cache)
+
+
+def zero_at(position, activation, hook):
+    activation = activation.clone()
+    activation[:, position] = 0
+    return activation
+
+
+def test_other_weights_of_a_block_are_in_the_notes():
+    model = gpt2_like(torch.float64)
+    prompt = tokens(model, 1, 8)
+    cache = cached(model, prompt)
+    name = next(name for name, _ in model.named_parameters() if "mlp" in name and name.endswith("weight"))
+    with torch.no_grad():
+        model.get_parameter(name).mul_(1.1)
+    notes = lm.run(model, prompt, "attention", cache=cache).notes
+    assert [note[:8] for note in notes if "or the weights were others" in note] == ["layer 0:"]
+    with pytest.raises(ValueError, match=r"cache: block 0: .* or the model had other weights"):
+        lm.run(model, prompt, "decompx", cache=cache)
 
 
 def test_hooks_that_are_on_the_model_and_in_the_cache_are_in_the_map():
