@@ -101,10 +101,10 @@ def run(
         methods: A name ("attention", "value_zeroing"), a method with its parameters
             (`lm.methods.ValueZeroing(metric="euclidean")`), or several of these. `lm.METHODS` lists the names
             and classes; a class, or the name of one, is the method with its defaults.
-        cache: The `ActivationCache` of `model.run_with_cache(tokens)`, of this prompt alone. The maps are
-            computed from it instead of a clean pass, without predictions; hooks that changed its activations
-            are part of the maps. Methods that run the model themselves (for a target, a gradient or a
-            replay) raise an error.
+        cache: The `ActivationCache` of this prompt alone, as `model.run_with_cache(tokens)` returns it:
+            `lm.run(model, tokens, "attention", cache=cache)`. The maps are computed from it instead of a
+            clean pass, without predictions; what hooks changed in its pass is part of maps of weights.
+            Methods that run the model themselves (for a target, a gradient or a replay) raise an error.
         tokens: Another name for `prompt`, beside `cache`.
         queries: The positions of the rows to compute: a number, a text of the prompt (" Italy", all of its
             tokens; `MixingMap.positions` explains how it is found), a slice, or several of these. Negative

@@ -133,7 +133,7 @@ def _make_nodes(graph: nx.DiGraph) -> dict[Hashable, dict[str, Any]]:
         kind = values.get("kind", "resid_pre" if values["level"] == 0 else "resid_post")
         is_input = kind == "resid_pre" and values.get("layer", -1) < 0
         if kind == "written":
-            label = f"{text} (p={values['probability']:.3g})"
+            label = _label_logit(text, f"{values['probability']:.3g}")
             made[node] = _make_node(str(layer + shift), place, place, _LOGIT, label)
         elif is_input:
             made[node] = _make_node("E", place, place, _EMBEDDING, text)
@@ -163,6 +163,11 @@ def _make_node(layer: str, feature: int, place: int, kind: str, label: str) -> d
     }
 
 
+def _label_logit(text: str, probability: str) -> str:
+    # The viewer reads the probability of a logit from the first "(p=" of its label.
+    return f"{text.replace('(p=', '(p =')} (p={probability})"
+
+
 def _make_logits(
     graph: nx.DiGraph, nodes: dict[Hashable, dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -173,7 +178,8 @@ def _make_logits(
     for target in graph.graph.get("targets", given):
         values, place = graph.nodes[target], nodes[target]["ctx_idx"]
         probability = values.get("probability")
-        label = "" if probability is None else f'Output "{values["prediction"]}" (p={probability:.3f})'
+        output = f'Output "{values.get("prediction")}"'
+        label = "" if probability is None else _label_logit(output, f"{probability:.3f}")
         logit = _make_node(str(highest + 1), place, place, _LOGIT, label)
         logit |= {"token_prob": float(probability or 0.0), "is_target_logit": True}
         logits.append(logit)

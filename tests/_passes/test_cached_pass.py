@@ -172,9 +172,9 @@ def test_other_weights_of_a_block_are_in_the_notes():
     model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 8)
     cache = cached(model, prompt)
-    name = next(name for name, _ in model.named_parameters() if "mlp" in name and name.endswith("weight"))
+    weights = (weight for name, weight in model.named_parameters() if "mlp" in name and weight.ndim == 2)
     with torch.no_grad():
-        model.get_parameter(name).mul_(1.1)
+        next(weights).mul_(1.1)
     notes = lm.run(model, prompt, "attention", cache=cache).notes
     assert [note[:8] for note in notes if "or the weights were others" in note] == ["layer 0:"]
     with pytest.raises(ValueError, match=r"cache: block 0: .* or the model had other weights"):

@@ -158,6 +158,13 @@ def test_a_trace():
     assert {node["clerp"] for node in data["nodes"]} - {written["clerp"]} == set(table["source"])
 
 
+def test_a_prediction_with_the_marks_of_a_probability():
+    graph = information_flow_routes(by_hand())
+    graph.nodes[6, 2].update(prediction="f(p=3)", probability=0.5)
+    (logit,) = [node for node in checked(graph)["nodes"] if node["feature_type"] == "logit"]
+    assert logit["clerp"] == 'Output "f(p =3)" (p=0.500)'
+
+
 def test_a_file(tmp_path):
     path = tmp_path / "routes.json"
     data = to_neuronpedia(information_flow_routes(by_hand()), path, model="é")
