@@ -526,8 +526,9 @@ def _check_inputs(inputs: Mapping[str, Any], session: Session, function: Callabl
         if hasattr(value, "shape"):
             continue
         no_argument = f"{name}: {function.__name__} has no argument of this name"
-        if function is run and name in inspect.signature(run_many).parameters:
-            raise TypeError(f"{no_argument}; run_many has it")
+        other = run_many if function is run else run
+        if name in inspect.signature(other).parameters:
+            raise TypeError(f"{no_argument}; {other.__name__} has it")
         others = [method for method in METHODS.values() if name in _field_names(method)]
         close = difflib.get_close_matches(name, inspect.signature(function).parameters, 1)
         # A parameter of another method is spelled correctly, even if it is similar to an argument.

@@ -11,9 +11,9 @@ import torch
 import lens_mix as lm
 from lens_mix._care.state import all_modules
 from lens_mix._care.users_hooks import has_user_hooks
-from tests.matrix import Case, cases, model_of, prompt_of
+from tests.matrix import Case, build_or_skip, cases, model_of, prompt_of
 from tests.shared_models import decoder
-from tests.tiny_models import gpt2_like, tokens
+from tests.tiny_models import bridge, gpt2_like, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -241,6 +241,22 @@ def test_wrong_arguments_are_named():
     ):
         with pytest.raises(TypeError, match=re.escape(reason)):
             lm.run(model, **arguments)
+
+
+def test_many_prompts_have_no_cache():
+    model = decoder()
+    prompt = tokens(model, 1, 5)
+    with pytest.raises(TypeError, match="cache: run_many has no argument of this name; run has it"):
+        lm.run_many(model, [prompt], "attention", cache=cached(model, prompt))
+
+
+def test_all_parts_are_read_from_one_cache():
+    model = build_or_skip(bridge, "bart", torch.float64)
+    prompt = prompt_of(model)
+    expected = lm.run(model, prompt, "attention", part="all")
+    got = lm.run(model, prompt, "attention", part="all", cache=cached(model, prompt))
+    for part in ("encoder", "decoder", "cross"):
+        torch.testing.assert_close(got[part].scores, expected[part].scores, atol=1e-10, rtol=0)
 
 
 def test_the_model_is_as_before():
