@@ -512,23 +512,24 @@ def _check_inputs(inputs: Mapping[str, Any], session: Session, function: Callabl
             says what to write.
     """
     taken = further_inputs(session.lens.model, session.lens.model_class)
+    other = run_many if function is run else run
     for name, value in inputs.items():
+        no_argument = f"{name}: {function.__name__} has no argument of this name"
+        # Models of transformers may have an input of such a name too, as `cache`.
+        if name in inspect.signature(other).parameters:
+            raise TypeError(f"{no_argument}; {other.__name__} has it")
         if name in taken:
             continue
         having = [method for method in session.methods.values() if name in _field_names(type(method))]
         if having:
             raise TypeError(
-                f"{name}: {function.__name__} has no argument of this name; it is a parameter of "
-                f"{type(having[0]).__name__}: write {_write_call(function, having[0], name, value)}"
+                f"{no_argument}; it is a parameter of {type(having[0]).__name__}: write "
+                f"{_write_call(function, having[0], name, value)}"
             )
         # A tensor is meant as an input of the model, whose forward pass raises an error with the inputs that
         # it takes.
         if hasattr(value, "shape"):
             continue
-        no_argument = f"{name}: {function.__name__} has no argument of this name"
-        other = run_many if function is run else run
-        if name in inspect.signature(other).parameters:
-            raise TypeError(f"{no_argument}; {other.__name__} has it")
         others = [method for method in METHODS.values() if name in _field_names(method)]
         close = difflib.get_close_matches(name, inspect.signature(function).parameters, 1)
         # A parameter of another method is spelled correctly, even if it is similar to an argument.
