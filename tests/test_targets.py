@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import lens_mix as lm
 from tests import tiny_models
-from tests.matrix import build_or_skip, case_of
+from tests.matrix import build_or_skip, case_of, cases, model_of, prompt_of
 from tests.tiny_models import (
     available,
     bridge,
@@ -647,6 +647,24 @@ def test_a_contrast_is_a_difference_of_log_probabilities(method):
     assert found.explained[0].value == pytest.approx((logits[3] - logits[4]).item(), abs=1e-10)
     exact = lm.run(model, SPACED, method(target=targets.token("Paris"), against="Rome"), queries=[-1])
     assert exact.explained[0].target.startswith("logit of 'Paris' minus that of 'Rome'")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in cases(refused=False) if not (case.is_a("no logits") or case.wrong_logits)],
+    ids=str,
+)
+def test_a_contrast_on_every_model(case):
+    model = model_of(case)
+    found, expected = (
+        lm.run(model, prompt_of(model), lm.methods.GradientAttention(**aim), part=case.part, queries=[-1])
+        for aim in (
+            {"target": lm.targets.token(2), "against": 1},
+            {"target": lm.targets.logit_difference(2, 1)},
+        )
+    )
+    assert found.scores.equal(expected.scores)
+    assert found.explained[0].target == expected.explained[0].target
 
 
 def test_a_contrast_of_an_input_map():
