@@ -55,7 +55,8 @@ def input_map(
     """Return the map from input tokens to an output that has the best evidence on this kind of model.
 
         >>> lm.input_map(model, "The Eiffel Tower is in the city of").top(3)
-        >>> lm.input_map(model, "The Eiffel Tower is in the city of", target=" Paris").top(3)
+        >>> lm.input_map(model, "The Eiffel Tower is in the city of", target="Paris").top(3)
+        >>> lm.input_map(model, "The Eiffel Tower is in the city of", target="Paris", against="Rome").top(3)
 
     It is computed by the first of these recipes that can run on the model. The notes of the map say why the
     earlier ones cannot.
@@ -81,8 +82,7 @@ def input_map(
         model: As in `lm.run`.
         prompt: As in `lm.run`.
         queries: The positions of the rows to compute, or texts, as in `lm.run`. Each row takes a backward
-            pass.
-            "default": the position that the target states, else the last one; in a bidirectional model
+            pass. "default": the position that the target states, else the last one; in a bidirectional model
             that of the only mask, else 0, the position of [CLS].
         target: What is explained, at the position of each row if it states none: the text of a token
             ("Paris": the log probability of "Paris" or " Paris", as `lm.targets` explains), one of

@@ -155,7 +155,7 @@ def test_encoder_decoder_stacks():
     assert decoder.scores.shape == (2, 5, 5)
     assert decoder.causal
     # The target uses the decoder's positions.
-    with pytest.raises(ValueError, match="position: expected a whole number from -5 to 4"):
+    with pytest.raises(ValueError, match="position: expected a position from -5 to 4"):
         lm.run(model, pair, lm.methods.GradientAttention(target=lm.targets.predicted(5)))
 
 
