@@ -6,12 +6,14 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal, cast, overload
 
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from lens_mix._blocks.cost import describe_seconds
 from lens_mix._care.raw_errors import LibraryErrors
 from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError, reads_features
 from lens_mix._inputs.batches import PaddingSide, Prompt, group_by_length
@@ -20,7 +22,7 @@ from lens_mix._inputs.rows import Positions, Selection
 from lens_mix._model.model import Lens
 from lens_mix._model.parts import parts_of
 from lens_mix._model.stacks import choose_stack
-from lens_mix.arguments import check_choice, check_flags, check_whole_number, describe_value
+from lens_mix.arguments import check_choice, check_flags, check_whole_number, describe_value, write_count
 from lens_mix.map_prompts import find_measuring_method, map_prompts
 from lens_mix.maps import Maps, MixingMap
 from lens_mix.method import Method
@@ -321,6 +323,7 @@ def run_many(
         numbered = enumerate(prompts)
         problem: Exception | None = None
         total = len(prompts) if isinstance(prompts, Sized) else None
+        left = _PromptsLeft(session, total)
         # A stream of prompts is read one batch at a time, because its next prompt may depend on a map.
         n_read = batch_size if total is None else _BATCHES_GROUPED * batch_size
         with tqdm(total=total, disable=not progress, desc="prompts") as bar:
@@ -338,7 +341,9 @@ def run_many(
                     for group in groups:
                         indices = iter(group)
                         for batch in session.batches([some[index] for index in group], padding_side):
+                            started = time.perf_counter()
                             found = map_prompts(session, batch, padding_side, prepend_bos=prepend_bos)
+                            left.take(len(found), time.perf_counter() - started)
                             bar.update(len(found))
                             finished |= {next(indices): maps for maps in found}
                             while next_index in finished:
@@ -350,6 +355,30 @@ def run_many(
         _check_entry_counts(all_inputs, count)
 
     return stream()
+
+
+class _PromptsLeft:
+    """The prompts of a call that are not mapped yet; says once that they take long.
+
+    Args:
+        session: The session.
+        count: The number of all prompts. None: it is not known, and nothing is said.
+    """
+
+    def __init__(self, session: Session, count: int | None) -> None:
+        self._session, self._count, self._n_batches = session, count, 0
+
+    def take(self, count: int, seconds: float) -> None:
+        """Take the prompts of a batch off, which took so long."""
+        if self._count is None:
+            return
+        self._count, self._n_batches = self._count - count, self._n_batches + 1
+        # The first batch may also verify the model.
+        if self._n_batches == 2 and self._count > 0:
+            expected = seconds / count * self._count
+            time_left = f"about {describe_seconds(expected)}, measured on the second batch"
+            sentence = f"the other {write_count(self._count, 'prompt')} take {time_left}"
+            self._session.effort.announce("prompts", expected, sentence)
 
 
 def _split_by_memory(prompts: list[Prompt], batch_size: int) -> Iterator[list[Prompt]]:

@@ -216,3 +216,20 @@ def test_the_scales_are_silent(model, low_limit):
 def test_progress_takes_true_false_or_none(model, value):
     with pytest.raises(TypeError, match="progress"):
         lm.run(model, PROMPT, "attention", progress=value)
+
+
+def test_many_prompts_that_take_long_are_announced_after_the_second_batch(model, low_limit):
+    prompts = [PROMPT] * 5
+    with pytest.warns(UserWarning, match="the other 3 prompts take about") as warned:
+        list(lm.run_many(model, prompts, "attention", batch_size=1))
+    assert [str(each.message).partition(" take")[0] for each in warned if "other" in str(each.message)] == [
+        "the other 3 prompts"
+    ]
+    assert {each.filename for each in warned} == {__file__}
+    for quiet in ({"progress": None}, {"batch_size": 5}):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="the other")
+            list(lm.run_many(model, prompts, "attention", **{"batch_size": 1, **quiet}))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the other")
+        list(lm.run_many(model, iter(prompts), "attention", batch_size=1))
