@@ -106,7 +106,12 @@ class AutogradGraph:
         self._calls, self.logits = {}, None
 
     def gradients(
-        self, values: Float[Tensor, " value"], numbers: Sequence[int], *, at_once: bool = False
+        self,
+        values: Float[Tensor, " value"],
+        numbers: Sequence[int],
+        *,
+        at_once: bool = False,
+        reads_logits: bool = True,
     ) -> list[tuple[Float[Tensor, "1 pos d_model"], Float[Tensor, "value pos d_model"]]]:
         """Return residual streams, and the gradient of each value with respect to them; the graph is kept.
 
@@ -114,6 +119,7 @@ class AutogradGraph:
             values: The values, of a single prompt, computed from `resid_post`.
             numbers: After how many blocks each stream is read; 0 for the input of the first block.
             at_once: Whether one vectorised backward pass may compute the gradients of all values.
+            reads_logits: Whether the values are computed from the logits, and so through the final norm.
 
         Raises:
             ValueError: A value has no gradient.
@@ -123,13 +129,14 @@ class AutogradGraph:
         _require_differentiable(values)
         if not self.is_kept:
             found: dict[int, tuple[Tensor, Tensor]] = {}
-            self._run_again(values, lambda layer, *stream: found.update({layer: stream}), at_once=at_once)
+            options = {"at_once": at_once, "reads_logits": reads_logits}
+            self._run_again(values, lambda layer, *stream: found.update({layer: stream}), **options)
             return [found[number] for number in numbers]
         streams = [self._changed.streams[number] for number in numbers]
         # The leaf is included, because only its gradient reaches the rules of the first block.
         inputs = [self._changed.streams[0], *streams]
         _, *gradients = _gradients_of_each(values, inputs, _select(values), at_once=at_once)
-        self._changed.require_gradients()
+        self._changed.require_gradients(through_final_norm=reads_logits)
         return [(stream.detach(), each[:, 0]) for stream, each in zip(streams, gradients, strict=True)]
 
     def read_mixing(
@@ -170,6 +177,7 @@ class AutogradGraph:
         read_mixing: Callable[[int, Mixing], object] | None = None,
         *,
         at_once: bool = False,
+        reads_logits: bool = True,
         check: bool = True,
     ) -> None:
         """Run the blocks again from the last one to the first, each with its own autograd graph.
@@ -181,6 +189,7 @@ class AutogradGraph:
             read_mixing: A function that is called with each layer with attention and its mixing. Then there
                 is one value.
             at_once: As in `gradients`.
+            reads_logits: As in `gradients`.
             check: As in `read_mixing`.
         """
         (gradients,) = _gradients_of_each(values, [self.resid_post], _select(values), at_once=at_once)
@@ -202,7 +211,7 @@ class AutogradGraph:
                     gradients = found[0][None]
                     self._recorded.clear()
                 read(layer, leaf.detach(), gradients[:, 0])
-        self._changed.require_gradients()
+        self._changed.require_gradients(through_final_norm=reads_logits)
 
     def _output_again(self, layer: int, leaf: Tensor) -> Tensor:
         """Run a block again from a leaf and return its output, which is compared with that of the pass."""

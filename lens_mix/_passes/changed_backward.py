@@ -132,6 +132,8 @@ class ChangedRules:
         self._pairs: list[HookPair] = []
         self._changes: list[Change] = []
         self._required: list[HookFunction | GradientCounter] = []
+        # The final norm gets no gradient from a target that is computed from the stream before it.
+        self._final: list[HookFunction | GradientCounter] = []
         # The model's own backward pass needs none of these changes, which cost time in every module.
         if not isinstance(rules, PlainRules):
             self._stacks(anatomies, below or ())
@@ -153,9 +155,10 @@ class ChangedRules:
         with self._lens.hooked([*self._pairs, *fwd_hooks]), Changes(self._changes):
             yield
 
-    def require_gradients(self) -> None:
+    def require_gradients(self, *, through_final_norm: bool = True) -> None:
         """Raise UnsupportedModelError if a rule got no gradient; to be called after the backward pass."""
-        unused = [repr(rule) for rule in self._required if not rule.calls]
+        required = [*self._required, *self._final * through_final_norm]
+        unused = [repr(rule) for rule in required if not rule.calls]
         if unused:
             raise UnsupportedModelError(
                 "a backward pass with changed rules: expected a gradient through "
@@ -226,18 +229,20 @@ class ChangedRules:
         lens = self._lens
         # A Bridge wraps each norm of transformers in another module, and the rule must be applied once.
         inner = {id(getattr(module, "original_component", None)) for module in lens.modules}
-        final, blocks = ({id(lens.final_norm())} if logits else set()), list(lens.stack.blocks)
+        final, between, blocks = id(lens.final_norm()) if logits else None, set(), list(lens.stack.blocks)
         if lens.stack.source is not None:
             below = Lens(lens.model, lens.stack.source.name)
-            final, blocks = final | {id(below.final_norm())}, [*below.stack.blocks, *blocks]
+            between, blocks = {id(below.final_norm())}, [*below.stack.blocks, *blocks]
         # Other norms, such as those of embeddings, need not get a gradient.
-        required = {id(module) for block in blocks for module in block.children()} | final
+        required = {id(module) for block in blocks for module in block.children()} | between
         for module in lens.modules:
             if "Norm" not in type(module).__name__ or id(module) in inner:
                 continue
             norm = read_norm(module, lens.model.cfg)
             if norm is not None:
-                self._module(module, _NormRule(norm, self._constants), required=id(module) in required)
+                rule = _NormRule(norm, self._constants)
+                self._module(module, rule, required=id(module) in required)
+                self._final += [rule] * (id(module) == final)
 
     def _module(self, module: nn.Module, rule: Constant | _NormRule, required: bool = True) -> None:
         """Add a rule on the output of a module of torch."""

@@ -104,7 +104,8 @@ class _Graphs:
         values = self._bound.values_in(graph, rows)
         if len(rows) > 1 and self._is_regular and self._bound.reads_own_logits:
             values = self._without_unembedding(graph, values, self._bound.queries[rows])
-        return graph.gradients(values, numbers, at_once=self._is_regular)
+        reads_logits = self._bound.reads_logits
+        return graph.gradients(values, numbers, at_once=self._is_regular, reads_logits=reads_logits)
 
     @staticmethod
     def _without_unembedding(

@@ -155,9 +155,6 @@ def test_an_encoders_error_recommends_the_row_of_an_encoder() -> None:
     ):
         with pytest.raises(ValueError, match=r"expected one row \(queries=\[0\]\), got 6 rows"):
             lm.run(bridge("bert", torch.float64), prompt, method, progress=None)
-    method = lm.methods.InputGradients(lm.targets.logit(7), score="integrated", n_steps=32)
-    with pytest.warns(UserWarning, match=r"queries=\[0\] makes the first row alone"):
-        lm.run(bridge("bert", torch.float64), prompt, method)
 
 
 @pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")

@@ -198,3 +198,14 @@ def test_a_target_that_does_not_read_the_output_has_no_gradient(method):
         explained = dataclasses.replace(method, target=function)
         with pytest.raises(ValueError, match="target: expected a differentiable function"):
             lm.run(model, prompt_of(model), explained, queries=[-1])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("after_final_norm", [False, True])
+def test_a_target_on_the_last_residual_needs_no_gradient_through_the_final_norm(name, after_final_norm):
+    model = build_or_skip(lambda: bridge(name, torch.float64))
+    target = lm.targets.head(lambda resid: resid[:, -1, 0], after_final_norm=after_final_norm)
+    methods = [lm.methods.Gim(target), lm.methods.FrozenGradients(target)]
+    require_alike(model, prompt_of(model), methods, queries=[-1])
+    found = lm.run(model, prompt_of(model), [*methods, "gim"][1:], queries=[-1])
+    assert all(each.scores.any() for each in found.values())
