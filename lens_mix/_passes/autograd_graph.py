@@ -129,8 +129,11 @@ class AutogradGraph:
         _require_differentiable(values)
         if not self.is_kept:
             found: dict[int, tuple[Tensor, Tensor]] = {}
-            options = {"at_once": at_once, "reads_logits": reads_logits}
-            self._run_again(values, lambda layer, *stream: found.update({layer: stream}), **options)
+
+            def keep(layer: int, *stream: Tensor) -> None:
+                found[layer] = (stream[0], stream[1])
+
+            self._run_again(values, keep, at_once=at_once, reads_logits=reads_logits)
             return [found[number] for number in numbers]
         streams = [self._changed.streams[number] for number in numbers]
         # The leaf is included, because only its gradient reaches the rules of the first block.
