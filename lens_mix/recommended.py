@@ -200,7 +200,11 @@ def find_default_row(
     reading = {name: options.get(name) for name in ("prepend_bos", "attention_mask")}
     taken = further_inputs(model, model_class)
     inputs = {name: value for name, value in options.items() if name in taken}
-    session = Session(model, {}, part=options.get("part"))
+    part = options.get("part")
+    if isinstance(position, str) and part is None and is_encoder_decoder(model, model_class):
+        # A target is read at positions of the decoder.
+        part = "decoder"
+    session = Session(model, {}, part=part)
     read = session.read(prompt, **reading, inputs=inputs)
     if isinstance(position, str):
         return find_query(session.tokens(read), position, "position")

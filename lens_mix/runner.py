@@ -542,10 +542,15 @@ def _check_inputs(inputs: Mapping[str, Any], session: Session, function: Callabl
     """
     taken = further_inputs(session.lens.model, session.lens.model_class)
     other = run_many if function is run else run
+    named = [
+        each.name
+        for each in inspect.signature(other).parameters.values()
+        if each.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     for name, value in inputs.items():
         no_argument = f"{name}: {function.__name__} has no argument of this name"
         # Models of transformers may have an input of such a name too, as `cache`.
-        if name in inspect.signature(other).parameters:
+        if name in named:
             raise TypeError(f"{no_argument}; {other.__name__} has it")
         if name in taken:
             continue

@@ -234,9 +234,8 @@ class Session:
                     verification, is_new = self._verify(batch, again=True), True
                 elif cached is not None:
                     raise ValueError(
-                        f"cache: {found.reason}, so a hook changed the block in the cached pass, or the "
-                        "model had other weights; run methods that only read weights ('attention'), or run "
-                        "without cache= and with the hooks on the model"
+                        f"cache: {found.reason}, so {cached.likely_change}; run methods that only read "
+                        "weights ('attention'), or run without cache= and with the hooks on the model"
                     )
                 elif found.found_for == "recorded":
                     # What is read off the clean pass cannot be computed by another engine.

@@ -3,20 +3,21 @@
 A target is written in one of three ways, wherever an argument `target` is accepted:
 
 - the text of a token, such as `target="Paris"`: the log probability of that token at the last position. The
-  text means the token "Paris" or " Paris", whichever the model may write there. If only one of the two has
-  real probability, it is this one, and a note of the map says so. The rule: the text with a space before it
-  (or without, if it was written with one) is explained if its probability is at least 0.01 and ten times that
-  of the text as it is written, and the latter is below 0.01. Otherwise the text as it is written is
-  explained, with a note if the other one is ten times as probable. `lm.targets.token("Paris")` is exactly the
-  token that is written;
+  text means the token "Paris" or " Paris", whichever the model may write there; of several rows, the last one
+  decides. If only one of the two has real probability, it is this one, and a note of the map says so. The
+  rule: the text with a space before it (or without, if it was written with one) is explained if its
+  probability is at least 0.01 and ten times that of the text as it is written, and the latter is below 0.01.
+  Otherwise the text as it is written is explained, with a note if the other one is ten times as probable.
+  `lm.targets.token("Paris")` is exactly the token that is written;
 - a function of this module, with its own unit: `of="log_probability"`, "probability" or "logit";
 - any callable `logits [copy pos d_vocab] -> [copy]`. It gets copies of one prompt without padding, so
   position -1 is the prompt's last.
 
 Where a `target` is accepted, `against` is too: `target="Paris", against="Rome"` explains by how much the
 model prefers the one to the other, the difference of their log probabilities. (It equals the difference of
-their logits, by which maps name it.) Both are read by the same rule. Without a `target`, it is the model's
-own prediction against the other token.
+their logits, by which maps name it.) The target's text is read by the same rule without its lower bound of
+0.01, and the other text has a space before it if the explained token has. Without a `target`, it is the
+model's own prediction against the other token.
 
 The functions of this module make the usual targets:
 
@@ -265,7 +266,7 @@ class Target:
 
         Args:
             context: The prompt.
-            positions: The positions at which the target is read, for all rows. One token is chosen for all.
+            positions: The position at which the target decides which token a text is, if it has one.
         """
         return self, []
 
@@ -366,15 +367,23 @@ def _compare_spaces(
     return _OtherSpace(other, likelier, asked, sentence)
 
 
-def _choose_text(context: Context, text: str, positions: Sequence[int]) -> tuple[str, str | None]:
+def _choose_text(
+    context: Context, text: str, positions: Sequence[int], least: float = _LIKELY
+) -> tuple[str, str | None]:
     """Return the text of the token that a text means, and a note if the other one is much likelier.
 
     The module's docstring has the rule.
+
+    Args:
+        context: The prompt.
+        text: The text as it was given.
+        positions: The positions at which the target is read.
+        least: The probability that the other text has at least, to be chosen.
     """
     found = _compare_spaces(context, text, positions, least=0)
     if found is None or found.asked >= _LIKELY:
         return text, None
-    if found.likelier < _LIKELY:
+    if found.likelier < least and context.is_known_token(text):
         return text, (
             f"target: {found.sentence}; neither is probable, so the text is explained as it is written; "
             f"write {found.text!r} to explain that token"
@@ -473,14 +482,20 @@ class _Contrast(_LogitDifference):
         object.__setattr__(self, "exact", tuple(self.exact))
 
     def settle(self, context: Context, positions: Sequence[int]) -> tuple[Target, list[str]]:
-        tokens, notes = {"good": self.good, "bad": self.bad}, []
-        for name, token in tokens.items():
-            if isinstance(token, str) and name not in self.exact:
-                tokens[name], note = _choose_text(context, token, positions)
-                notes += [] if note is None else [note]
-        good, bad = tokens["good"], tokens["bad"]
-        assert bad is not None
-        return _LogitDifference(good, bad, self.position), notes
+        good, bad, notes = self.good, self.bad, list[str]()
+        if isinstance(good, str) and "good" not in self.exact:
+            # The tokens of a contrast may both be improbable.
+            good, note = _choose_text(context, good, positions, least=0)
+            notes += [] if note is None else [note]
+        settled = _LogitDifference(good, bad, self.position)
+        if isinstance(bad, str) and "bad" not in self.exact:
+            explained = name_token(context.tokenizer, settled._resolve_good(context))
+            spaced = f"{' ' * explained.startswith(' ')}{bad.removeprefix(' ')}"
+            # Otherwise the difference would contain that of a space.
+            if spaced != bad and context.is_known_token(spaced):
+                notes.append(f"against: {bad!r} is read as {spaced!r}, with the space of {explained!r}")
+                settled = dataclasses.replace(settled, bad=spaced)
+        return settled, notes
 
 
 @dataclasses.dataclass(frozen=True)

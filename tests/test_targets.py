@@ -587,8 +587,9 @@ def test_a_text_that_is_one_token_only_with_a_space():
     assert found.explained[0].target == "log probability of ' Oslo'"
     with pytest.raises(ValueError, match="unknown token '<unk>'"):
         find_space_notes(model, lm.targets.token("Oslo"), [-1])
-    with pytest.raises(ValueError, match="unknown token '<unk>'"):
-        find_space_notes(model_with_spaces(3, 12), "Oslo", [-1])
+    # The text as it is written is no token, so the other one is explained even if it is improbable.
+    _, found = find_space_notes(model_with_spaces(3, 12), "Oslo", [-1])
+    assert found.explained[0].target == "log probability of ' Oslo'"
 
 
 def test_prompts_of_a_batch_have_their_own_tokens_for_a_text():
@@ -631,20 +632,20 @@ def test_a_text_needs_no_other_pass():
 @pytest.mark.parametrize("method", EVERY_KIND)
 def test_a_contrast_is_a_difference_of_log_probabilities(method):
     model, targets = model_with_spaces(3, 12), lm.targets
-    expected = lm.run(model, SPACED, method(target=targets.logit_difference(3, 4)), queries=[-1])
+    expected = lm.run(model, SPACED, method(target=targets.logit_difference(3, 5)), queries=[-1])
     for contrast in (
         method(target="Paris", against="Rome"),
-        method(target=" Paris", against=4),
-        method(target=targets.token(3), against=targets.token("Rome")),
+        method(target=" Paris", against=5),
+        method(target=targets.token(3), against=targets.token(" Rome")),
         method(against="Rome"),
     ):
         found = lm.run(model, SPACED, contrast, queries=[-1])
         assert found.scores.equal(expected.scores)
-        assert found.explained[0].target.startswith("logit of ' Paris' minus that of 'Rome'")
+        assert found.explained[0].target.startswith("logit of ' Paris' minus that of ' Rome'")
         assert lm.run_again(model, found).scores.equal(found.scores)
         assert "against" not in found.parameters
     logits = model(SPACED[None])[0, -1].log_softmax(-1)
-    assert found.explained[0].value == pytest.approx((logits[3] - logits[4]).item(), abs=1e-10)
+    assert found.explained[0].value == pytest.approx((logits[3] - logits[5]).item(), abs=1e-10)
     exact = lm.run(model, SPACED, method(target=targets.token("Paris"), against="Rome"), queries=[-1])
     assert exact.explained[0].target.startswith("logit of 'Paris' minus that of 'Rome'")
 
@@ -670,9 +671,9 @@ def test_a_contrast_on_every_model(case):
 def test_a_contrast_of_an_input_map():
     model = model_with_spaces(3, 12)
     found = lm.input_map(model, SPACED, target="Paris", against="Rome")
-    expected = lm.input_map(model, SPACED, target=lm.targets.logit_difference(3, 4))
+    expected = lm.input_map(model, SPACED, target=lm.targets.logit_difference(3, 5))
     assert found.scores.equal(expected.scores)
-    assert "logit of ' Paris' minus that of 'Rome' = " in found.explanation()
+    assert "logit of ' Paris' minus that of ' Rome' = " in found.explanation()
     assert lm.input_map(model, SPACED, against="Rome").scores.equal(expected.scores)
 
 
@@ -751,3 +752,27 @@ def test_own_tokens_in_words(model):
     assert {entry.target for entry in found.explained} == {"log probability of the tokens [12, 7, 30]"}
     found = lm.run(without, TOKENS, lm.methods.GradientAttention(target=lm.targets.next_token(1)))
     assert found.explained[0].target == "log probability of 12 at position 1"
+
+
+def test_a_contrast_compares_tokens_with_the_same_space():
+    # Only ' Paris' is probable, and neither token of "Rome" is.
+    model = model_with_spaces(3, 12)
+    found = lm.run(model, SPACED, lm.methods.InputGradients(target="Paris", against="Rome"), queries=[-1])
+    assert found.explained[0].target.startswith("logit of ' Paris' minus that of ' Rome'")
+    exact = lm.targets.token("Rome")
+    found = lm.run(model, SPACED, lm.methods.InputGradients(target="Paris", against=exact), queries=[-1])
+    assert found.explained[0].target.startswith("logit of ' Paris' minus that of 'Rome'")
+
+
+def test_a_text_is_the_same_token_whichever_other_rows_are_asked_for():
+    model = model_with_spaces(3, 12)
+    with torch.no_grad():
+        # After ' Paris' (position 1) "Paris" is probable, and after "Rome" (position 3) ' Paris' is.
+        streams = model.ln_final(model.run_with_cache(SPACED)[1]["resid_post", -1])[0]
+        difference = streams[1] - streams[3]
+        model.unembed.W_U[:, 2] = 40 * difference / difference.square().sum()
+        model.unembed.b_U[2] = 12 - (model.unembed.W_U[:, 2] * (streams[1] + streams[3]) / 2).sum()
+    method = lm.methods.InputGradients(target="Paris")
+    alone, every = (lm.run(model, SPACED, method, queries=queries) for queries in ([-1], None))
+    assert alone.explained[0].target == every.explained[-1].target == "log probability of ' Paris'"
+    torch.testing.assert_close(alone.scores[0, -1], every.scores[0, -1])

@@ -43,7 +43,7 @@ def read_selection(
     else:
         what = "whole numbers or a slice"
         listed = check_items(name, selection, what, alone=True)
-        if tokens is not None and has_text(listed):
+        if tokens is not None and (has_text(listed) or any(isinstance(each, slice) for each in listed)):
             from lens_mix.maps.spans import find_positions
 
             return find_positions(tokens(), listed, name)

@@ -59,6 +59,13 @@ class CachedPass:
         self._dtype = None if first is None or first.dtype == lens.dtype else lens.dtype
         self._tolerance = lens.tolerance if first is None else max(lens.tolerance, tolerance(first.dtype))
 
+    @property
+    def likely_change(self) -> str:
+        """Return why a cached block may not be what its components give."""
+        if self._dtype is not None:
+            return f"its tensors were rounded when they were cast from {self._dtype}"
+        return "a hook changed the block in the cached pass, or the model had other weights"
+
     def find(self, name: str) -> Tensor | None:
         """Return the tensor of a hook point as the model has it, detached; None if the cache has none."""
         tensor = self._by_point.get(id(self._lens.hook_points.get(name)))

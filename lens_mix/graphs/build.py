@@ -54,9 +54,6 @@ def layered_graph(
     check_flags(drop_bos=drop_bos)
     stack = capacity_stack(mixing_map, residual, to_layer=layer, drop_bos=drop_bos).capacities
     graph: nx.DiGraph = stack.to_networkx(threshold=threshold)
-    labels = [stack.layer_labels[0] - 1, *stack.layer_labels]
-    for _, values in graph.nodes(data=True):
-        values["layer"] = labels[values["level"]]
     for _, _, values in graph.edges(data=True):
         values["capacity"] = values["weight"]
     graph.graph["tokens"] = list(stack.tokens)

@@ -172,10 +172,15 @@ def _make_logits(
     graph: nx.DiGraph, nodes: dict[Hashable, dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return a logit for each target of a graph of layers, and the links to them."""
-    given = [graph.graph[name] for name in ("target", "root") if name in graph.graph]
+    record = graph.graph
+    if "target" in record:
+        # The graph was pruned, and has only what leads to this target.
+        given = [record["target"]]
+    else:
+        given = record.get("targets", [record["root"]] if "root" in record else [])
     highest = max(int(node["layer"]) for node in nodes.values() if node["layer"] != "E")
     logits, links = [], []
-    for target in graph.graph.get("targets", given):
+    for target in given:
         values, place = graph.nodes[target], nodes[target]["ctx_idx"]
         probability = values.get("probability")
         output = f'Output "{values.get("prediction")}"'

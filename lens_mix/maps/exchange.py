@@ -275,9 +275,11 @@ def stack_graph(
     import networkx as nx
 
     graph = nx.DiGraph(method=mixing_map.method, kind=mixing_map.kind)
-    for level in range(len(matrices) + 1):
+    # A level above the first one is the output of a layer.
+    for level, layer in enumerate([mixing_map.layer_labels[0] - 1, *mixing_map.layer_labels]):
         for position, token in enumerate(mixing_map.tokens):
-            graph.add_node((level, position), token=token, position=position, level=level)
+            values = {"token": token, "position": position, "level": level, "layer": layer}
+            graph.add_node((level, position), **values)
     for level, (label, matrix) in enumerate(zip(mixing_map.layer_labels, matrices, strict=True)):
         for query, key, weight in _find_edges(matrix, threshold):
             graph.add_edge((level, key), (level + 1, query), weight=weight, layer=label)

@@ -49,6 +49,11 @@ def from_attentions(
             "cross-attention reads the source, got None"
         )
     is_self = part != "cross"
+    if is_self and keys is not None:
+        raise TypeError(
+            "key_tokens: expected None beside part='cross' alone, because other attention reads its own "
+            f"tokens, got key_tokens with part={part!r}"
+        )
     if len(words) != weights.shape[-2]:
         raise ValueError(
             f"tokens: expected {weights.shape[-2]}, one per query of {name}, got {len(words)}"

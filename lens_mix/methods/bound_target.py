@@ -373,7 +373,8 @@ def _bound(
         likelier: list[tuple[float, str]] = []
         placed_by_row = targets_of(read, context, prompt, span.start)
         places = [placed.reads_position(context) for placed in placed_by_row.values()]
-        settled, notes = read.settle(context, [place for place in places if place is not None])
+        # One token is explained for all rows: that of the last one, whichever other rows were asked for.
+        settled, notes = read.settle(context, sorted(each for each in places if each is not None)[-1:])
         blocks[-1].record.warnings[prompt] += notes
         if settled is not read:
             placed_by_row = targets_of(settled, context, prompt, span.start)

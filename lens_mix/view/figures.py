@@ -15,7 +15,6 @@ if there is space beside the labels before it.
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -147,7 +146,7 @@ def layer_maps(
     drawn = DrawnMap.from_map(shown, normalize, words, diagonal, queries, keys)
     if style == "paper":
         # A column has no space for the predictions.
-        drawn = dataclasses.replace(drawn, rows=[row.rpartition(" → ")[0] or row for row in drawn.rows])
+        drawn = DrawnMap.from_map(shown.replace(explained=None), normalize, words, diagonal, queries, keys)
     names, panels = _list_panels(shown, drawn)
     unit = SHARE if normalize else RAW
     strongest = drawn.rank_keys("sum")

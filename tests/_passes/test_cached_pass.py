@@ -117,6 +117,16 @@ def test_a_cache_that_was_cast_to_save_memory_is_read():
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("method", ["attn_res_ln", "value_zeroing"])
+def test_a_cache_in_half_precision_is_too_rough_for_blocks_that_are_computed(method):
+    model = gpt2_like(torch.float32)
+    prompt = tokens(model, 1, 8)
+    small = {name: tensor.bfloat16() for name, tensor in cached(model, prompt).items()}
+    assert lm.run(model, prompt, "attention", cache=small).scores.any()
+    with pytest.raises(ValueError, match="its tensors were rounded when they were cast from torch.float32"):
+        lm.run(model, prompt, method, cache=small)
+
+
 def test_a_cache_of_other_tokens_or_weights_is_an_error():
     model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 8)

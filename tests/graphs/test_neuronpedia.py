@@ -181,3 +181,24 @@ def test_graphs_that_cannot_be_shown():
         to_neuronpedia(m, model="gpt2-small")
     with pytest.raises(TypeError, match="model: expected a name"):
         to_neuronpedia(m.to_networkx(), model=None)
+
+
+def test_layers_of_a_map_keep_their_labels():
+    scores = torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[1.0, 0.0], [0.5, 0.5]]])
+    m = lm.MixingMap(scores=scores, tokens=["a", "b"], causal=True, layers=[6, 7])
+    data = lm.graphs.to_neuronpedia(m.to_networkx(), model="x")
+    labels = {node["clerp"] for node in data["nodes"]}
+    assert {"resid_post, layer 6: b", "resid_post, layer 7: b"} <= labels
+    assert not [node for node in data["nodes"] if node["feature_type"] == "embedding"]
+
+
+def test_a_pruned_graph_has_its_target_once():
+    model = decoder()
+    m = lm.run(model, torch.tensor([1, 5, 9, 12]), "information_flow_routes")
+    routes = lm.graphs.information_flow_routes(m, queries=[2, 3])
+    target = routes.graph["targets"][0]
+    data = lm.graphs.to_neuronpedia(lm.graphs.prune_graph(routes, target=target), model="x")
+    ids = [node["node_id"] for node in data["nodes"]]
+    assert len(ids) == len(set(ids))
+    assert sum(node["is_target_logit"] for node in data["nodes"]) == 1
+    assert len(data["links"]) == len({(link["source"], link["target"]) for link in data["links"]})

@@ -374,3 +374,10 @@ def test_every_key_that_was_seen_gets_the_same_weight(case: Case) -> None:
     pattern = observe(case, [zero_queries(LAYER, attention=case.attention)]).pattern
     seen = (clean(case).pattern != 0).to(pattern.dtype)
     torch.testing.assert_close(pattern, seen / seen.sum(dim=-1, keepdim=True), rtol=0.0, atol=1e-7)
+
+
+def test_positions_is_another_name_for_a_list():
+    assert zero_values(1, positions=[2, 0])[1] == zero_values(1, [2, 0])[1]
+    for given, said in (({}, "neither"), ({"position": 1, "positions": [1]}, "both")):
+        with pytest.raises(TypeError, match=f"expected position or positions; got {said}"):
+            zero_values(1, **given)
