@@ -130,5 +130,8 @@ def suggest_less(
         return f"queries=[{row}] makes the {'first' if row == 0 else 'last'} row alone"
     if by_layers:
         return "layers=[-1] maps the last layer alone"
+    if blocks[-1].clean.predictions is None:
+        # A model without logits has nothing that gradients could explain by default.
+        return "a shorter prompt takes less"
     gradient = COSTS["gim"].passes(1, 1, 1) * pass_seconds
     return f"gim with queries=[{row}] takes about {describe_seconds(gradient)}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lens_mix._care.changes import Changes, replace_attributes
+from lens_mix._classes.model_names import strip_path
 from lens_mix.arguments import describe_value, write_count
 from lens_mix.maps.token_strings import strings_of
 
@@ -88,13 +89,13 @@ def notes_on_template(tokenizer: Any) -> tuple[str, ...]:
         return (
             "strings: TransformerLens loaded the tokenizer with add_bos_token=True, which replaces the "
             "special tokens of many tokenizers, and its files "
-            f"({tokenizer.name_or_path or 'unnamed'}) can't be read to compare; the model read the special "
-            "tokens of model.tokenizer; to choose the tokens, give tokens instead of a string",
+            f"({strip_path(str(tokenizer.name_or_path)) or 'unnamed'}) can't be read to compare; the model "
+            "read the special tokens of model.tokenizer; to choose them, give tokens instead of a string",
         )
     return (
         "strings: TransformerLens loaded the tokenizer with add_bos_token=True, so model.tokenizer adds "
         "other special tokens than its files name; the model read those of the files "
-        f"({tokenizer.name_or_path})",
+        f"({strip_path(str(tokenizer.name_or_path))})",
     )
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from lens_mix.aggregation.rollout import require_chain, to_float64
 from lens_mix.arguments import check_choice, check_flags, check_number, describe_value
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import Dropped, kept_positions
-from lens_mix.maps.spans import find_query
+from lens_mix.maps.positions import Dropped
+from lens_mix.maps.spans import find_query, kept_positions
 
 if TYPE_CHECKING:
     import networkx

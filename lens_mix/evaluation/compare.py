@@ -38,7 +38,7 @@ def compare(
 
     Args:
         maps: Two or more maps over the same tokens, by label or as a list (then their labels are their
-            methods). All are layer maps, or all are input maps (`lm.rollout`, `lm.input_map`). The layers
+            methods). A layer map and an input map (`lm.rollout`, `lm.input_map`) are not compared. The layers
             that both maps of a pair have are compared. Two input maps of one layer each are always compared.
         queries: The rows to compare, as positions or texts, as in `lm.run`. None: all rows that both maps
             have and that can see more than `k` keys.
@@ -58,13 +58,16 @@ def compare(
 
     Raises:
         TypeError: `maps` contains something else than maps.
-        ValueError: There are fewer than two maps, their tokens differ, layer maps and input maps are mixed,
+        ValueError: There are fewer than two maps, their tokens differ, no two are layer maps or input maps,
             or two maps have no row or layer in common.
     """
     k = check_whole_number("k", k, 1)
     named = _read_maps(maps)
     records = []
-    for (first, one), (second, other) in itertools.combinations(named.items(), 2):
+    all_pairs = list(itertools.combinations(named.items(), 2))
+    alike = [pair for pair in all_pairs if pair[0][1].kind == pair[1][1].kind]
+    # If no pair is alike, the check of any of them raises the error.
+    for (first, one), (second, other) in alike or all_pairs[:1]:
         _check_comparable(first, one, second, other)
         rows = _find_common_rows(one, other, queries)
         of_one, of_other = (m.select_queries(rows) for m in _select_common_layers(first, one, second, other))

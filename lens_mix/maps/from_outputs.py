@@ -137,6 +137,9 @@ def _require_weights(weights: Float[Tensor, "layer head query key"], name: str) 
 
 def _read_tokens(argument: str, tokens: Any, tokenizer: Any) -> list[str]:
     """Return one string per token, of strings or of token ids `[pos]` or `[1, pos]`."""
+    if isinstance(tokens, Mapping) and "input_ids" in tokens:
+        # What a tokenizer returned.
+        tokens = tokens["input_ids"]
     values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if isinstance(values, Sequence) and len(values) == 1 and isinstance(values[0], (list, tuple)):
         values = values[0]

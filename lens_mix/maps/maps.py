@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from lens_mix.view.page import Page
 
 
-class Maps(Mapping[str, MixingMap]):
+class Maps(MutableMapping[str, MixingMap]):
     """Several maps by name, such as those of one prompt by several methods, as `lens_mix.run` returns them.
 
-    It is a mapping that never changes. `maps | {"mean": lm.layer_mean(maps["attention"])}` is a new one.
+    It is a mapping, to which further maps can be added: `maps["mean"] = lm.layer_mean(maps["attention"])`.
 
         >>> maps = lm.run(model, "The Eiffel Tower is in the city of", ["attention", "value_zeroing"])
         >>> maps["value_zeroing"].top(3)
@@ -39,12 +39,10 @@ class Maps(Mapping[str, MixingMap]):
 
     def __init__(self, maps: Mapping[str, MixingMap]) -> None:
         expected = "a mapping of MixingMaps by name"
-        self._maps: dict[str, MixingMap] = dict(check_instance("maps", maps, Mapping, expected))
+        self._maps: dict[str, MixingMap] = {}
+        self.update(check_instance("maps", maps, Mapping, expected))
         if not self._maps:
             raise ValueError(f"maps: expected {expected}, got none")
-        for name, each in self._maps.items():
-            check_instance("maps", name, str, "names that are strings")
-            check_instance(f"maps[{name!r}]", each, MixingMap, "a MixingMap")
 
     def __getitem__(self, name: str) -> MixingMap:
         """Return the map of a name.
@@ -56,6 +54,18 @@ class Maps(Mapping[str, MixingMap]):
             return self._maps[name]
         except (KeyError, TypeError):
             raise KeyError(f"maps: expected one of {list(self._maps)}, got {describe_value(name)}") from None
+
+    def __setitem__(self, name: str, mixing_map: MixingMap) -> None:
+        """Add a map, or replace that of the name.
+
+        Raises:
+            TypeError: If the name is not a string, or the map is not a `MixingMap`.
+        """
+        check_instance("maps", name, str, "names that are strings")
+        self._maps[name] = check_instance(f"maps[{name!r}]", mixing_map, MixingMap, "a MixingMap")
+
+    def __delitem__(self, name: str) -> None:
+        del self._maps[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._maps)
@@ -71,7 +81,7 @@ class Maps(Mapping[str, MixingMap]):
         return Maps({**other, **self._maps}) if isinstance(other, Mapping) else NotImplemented
 
     @overload
-    def show(self, kind: Literal["page"]) -> Page: ...
+    def show(self, kind: Literal["page"], *, picture: Any = None) -> Page: ...
     @overload
     def show(self, kind: Literal["position"] | None = None, **options: Any) -> Figure: ...
     def show(self, kind: Literal["page", "position"] | None = None, **options: Any) -> Any:
@@ -80,8 +90,10 @@ class Maps(Mapping[str, MixingMap]):
         Args:
             kind: "position": a figure with the maps side by side (`lm.show_position`), which needs maps over
                 the same tokens and layers. "page": the result of `lm.page`, which takes all maps. None:
-                "position" for maps that have the same tokens and layers, else "page".
-            options: The options of the figure, such as `query=`, `columns=`, `scale=`, `figsize=`.
+                "position" for maps that have the same tokens and layers, else "page"; also "page" for maps of
+                a picture or of sound, which it shows.
+            options: The options of the figure, such as `query=`, `columns=`, `scale=`, `figsize=`; for a page
+                `picture=`.
 
         Raises:
             ValueError: If the kind is another one, if there are options for a page, or as in
@@ -93,13 +105,17 @@ class Maps(Mapping[str, MixingMap]):
 
         if kind is not None:
             check_choice("kind", kind, ("page", "position"))
+        of_page = {name: options.pop(name) for name in ("picture",) if name in options}
         if kind is None:
-            kind = "position" if options or have_same_axes(self._maps) else "page"
+            is_row = have_same_axes(self._maps) and all(each.grid is None for each in self._maps.values())
+            kind = "position" if options or (is_row and not of_page) else "page"
         if kind == "page":
             if options:
                 named = ", ".join(f"{name}=" for name in options)
                 raise ValueError(f"kind: expected 'position' with {named}, which a page lacks, got 'page'")
-            return self.page()
+            return self.page(**of_page)
+        if of_page:
+            raise ValueError("kind: expected 'page' with picture=, got 'position'")
         figure = position_figure.show_position(self._maps, **options)
         window.show_figure(figure)
         return figure
@@ -205,7 +221,7 @@ class Maps(Mapping[str, MixingMap]):
 
     def __repr__(self) -> str:
         """Return one line per map."""
-        width = max(map(len, self._maps))
+        width = max(map(len, self._maps), default=0)
         return "\n".join(
             [f"Maps({len(self)})", *(f"  {name:<{width}}  {each!r}" for name, each in self._maps.items())]
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from lens_mix.arguments import check_items, check_slice, check_whole_number, describe_value
+from lens_mix.arguments import check_items, check_slice, check_whole_number
 
 Dropped = int | str | Iterable[int | str] | Callable[[str], bool]
 
@@ -38,40 +38,6 @@ def as_positions(values: object, count: int, argument: str = "queries") -> list[
     positions = [as_position(value, count, argument) for value in items]
     if not positions or len(set(positions)) != len(positions):
         raise ValueError(f"{argument}: expected at least one position, each once, got {items}")
-    return positions
-
-
-def kept_positions(tokens: Sequence[str], dropped: Dropped, argument: str = "tokens") -> list[int]:
-    """Return the positions that remain when others are dropped.
-
-    Args:
-        tokens: The tokens of all positions.
-        dropped: The positions or tokens to drop, or a function that returns True for each token to drop.
-        argument: The name of the argument, for errors.
-
-    Raises:
-        TypeError: If `dropped` is none of these.
-        ValueError: If a position or token does not exist, or if no position remains.
-    """
-    if callable(dropped):
-        removed = {position for position, token in enumerate(tokens) if dropped(token)}
-    else:
-        items = check_items(argument, dropped, "positions, tokens or a function", alone=True)
-        removed = {position for item in items for position in _find_positions(tokens, item, argument)}
-    positions = [position for position in range(len(tokens)) if position not in removed]
-    if not positions:
-        raise ValueError(f"{argument}: expected at least one token to remain, got all {len(tokens)} dropped")
-    return positions
-
-
-def _find_positions(tokens: Sequence[str], item: object, argument: str) -> list[int]:
-    if not isinstance(item, str):
-        return [as_position(item, len(tokens), argument, "tokens, a function or ")]
-    positions = [position for position, token in enumerate(tokens) if token == item]
-    if not positions:
-        raise ValueError(
-            f"{argument}: expected positions or some of {list(tokens)}, got {describe_value(item)}"
-        )
     return positions
 
 

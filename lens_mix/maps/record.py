@@ -29,7 +29,6 @@ from lens_mix.maps.grid import Grid, as_grid
 from lens_mix.maps.positions import (
     Dropped,
     as_position,
-    kept_positions,
     shorten,
 )
 
@@ -558,8 +557,8 @@ class MixingMap:
         """Return the map without some tokens. The remaining scores do not change.
 
         Args:
-            tokens: A position, a token (dropped wherever it occurs), several of them, or a function that
-                returns True for each token to drop.
+            tokens: A position, a token (dropped wherever it occurs), another text of the prompt as in
+                `positions`, several of these, or a function that returns True for each token to drop.
             axis: "both" for a map whose keys are the tokens; "query" or "key" to drop on one axis only.
 
         Raises:
@@ -567,6 +566,8 @@ class MixingMap:
             ValueError: If a position or token does not exist, no token or no row would remain, or `axis` is
                 "both" for a map with other keys than its tokens.
         """
+        from lens_mix.maps.spans import kept_positions
+
         check_choice("axis", axis, ("both", "query", "key"))
         if axis == "both" and not self.keys_are_tokens:
             raise ValueError("axis: expected 'query' or 'key' on a map with other keys, got 'both'")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lens_mix.arguments import check_items, check_whole_number
 from lens_mix.maps.characters import join_tokens
-from lens_mix.maps.positions import as_position, as_positions, shorten
+from lens_mix.maps.positions import Dropped, as_position, as_positions, shorten
 from lens_mix.maps.words import resolve_groups, simplify, spell
 
 # One position (negative: from the end), a text of neighbouring tokens, a slice, or several of these.
@@ -64,6 +64,39 @@ def find_query(tokens: Sequence[str], query: int | str, argument: str = "query")
     if not isinstance(query, str):
         return as_position(query, len(tokens), argument)
     return _find_text(tokens, query, argument)[-1]
+
+
+def kept_positions(tokens: Sequence[str], dropped: Dropped, argument: str = "tokens") -> list[int]:
+    """Return the positions that remain when others are dropped.
+
+    Args:
+        tokens: The tokens of all positions.
+        dropped: The positions or tokens to drop, or a function that returns True for each token to drop.
+        argument: The name of the argument, for errors.
+
+    Raises:
+        TypeError: If `dropped` is none of these.
+        ValueError: If a position or token does not exist, or if no position remains.
+    """
+    if callable(dropped):
+        removed = {position for position, token in enumerate(tokens) if dropped(token)}
+    else:
+        items = check_items(argument, dropped, "positions, tokens or a function", alone=True)
+        removed = {position for item in items for position in _find_dropped(tokens, item, argument)}
+    positions = [position for position in range(len(tokens)) if position not in removed]
+    if not positions:
+        raise ValueError(f"{argument}: expected at least one token to remain, got all {len(tokens)} dropped")
+    return positions
+
+
+def _find_dropped(tokens: Sequence[str], item: object, argument: str) -> list[int]:
+    if not isinstance(item, str):
+        return [as_position(item, len(tokens), argument, "tokens, a function or ")]
+    positions = [position for position, token in enumerate(tokens) if token == item]
+    if not positions:
+        # A text that is not a token as it is written is found as in every other argument.
+        return find_positions(tokens, item, argument)
+    return positions
 
 
 class Group(NamedTuple):

@@ -97,7 +97,11 @@ def read_tensors(
             f"{expected}, got {location}, which is not a safetensors file: {problem}"
         ) from problem
     if metadata.get("format") != form:
-        raise ValueError(f"{expected}, got format {metadata.get('format')!r} in {location}")
+        found = metadata.get("format")
+        # "lens_mix.Maps/1" is the format of `Maps.save`.
+        kind = str(found).removeprefix("lens_mix.").partition("/")[0]
+        advice = f"; lm.{kind}.load reads it" if kind in ("MixingMap", "Maps", "Trace") else ""
+        raise ValueError(f"{expected}, got format {found!r} in {location}{advice}")
     try:
         record = json.loads(metadata.get("record", ""))
     except (ValueError, RecursionError):

@@ -235,15 +235,15 @@ def has_own_target(method: Method) -> bool:
     return callable(usual) and method.target != usual()
 
 
-def explain_written(method: Method, reading: Reading) -> Method:
-    """Return a method that explains what was written, unless it has a target of its own."""
+def explain_written(method: Method, reading: Reading, start: int, stop: int) -> Method:
+    """Return a method that explains a written span, unless it has a target of its own."""
     if has_own_target(method):
         return method
     method = method.explain_next_tokens()
     if method.target is None or method.needs_one_position or method.reads == "model":
         return method
     first = reading.n_prompt - reading.n_source
-    target = targets.span(first, first + reading.n_written)
+    target = targets.span(first + start, first + stop)
     return dataclasses.replace(method, target=target)  # type: ignore[call-arg]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,8 @@ from lens_mix.traces.attribution import read_written
 from lens_mix.traces.sources import TextSource
 
 if TYPE_CHECKING:
+    from lens_mix.maps import Maps
+    from lens_mix.runner import MethodLike
     from lens_mix.traces.trace import Trace
 
 
@@ -138,6 +140,22 @@ class WrittenSpan:
             provenance={**self.trace.provenance, "predicts_next": False},
             notes=self.trace.notes,
         )
+
+    def maps(self, methods: MethodLike | Sequence[MethodLike], **options: Any) -> MixingMap | Maps:
+        """Return the maps of `Trace.maps` with the rows that predict the span's tokens.
+
+            >>> t[" Rome"].maps("value_zeroing").top(3)
+
+        Args:
+            methods: As in `Trace.maps`.
+            options: As in `Trace.maps`.
+
+        Raises:
+            TypeError: As in `Trace.maps`.
+            ValueError: As in `Trace.maps`.
+            UnsupportedModelError: As in `Trace.maps`.
+        """
+        return self.trace.maps_of(self.start, self.stop, methods, options)
 
     def top(self, k: int = 5, everything: bool = False) -> SourceScores:
         """Return the `k` strongest sources, the strongest first, with their shares.

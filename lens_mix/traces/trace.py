@@ -291,9 +291,15 @@ class Trace:
             ValueError: As in `lm.run`, or if the trace has no model, or the model is another one now.
             UnsupportedModelError: As in `lm.run`.
         """
+        return self.maps_of(0, self.reading.n_written, methods, options)
+
+    def maps_of(
+        self, start: int, stop: int, methods: MethodLike | Sequence[MethodLike], options: Mapping[str, Any]
+    ) -> MixingMap | Maps:
+        """Return the maps of `maps` with the rows that predict the written tokens from `start` to `stop`."""
         read, is_single = read_methods(methods)
-        chosen = [explain_written(each, self.reading) for each in read.values()]
-        rows = [self.reading.row(each) for each in range(self.reading.n_written)]
+        chosen = [explain_written(each, self.reading, start, stop) for each in read.values()]
+        rows = [self.reading.row(each) for each in range(start, stop)]
         options = {"queries": rows, "part": "cross" if self.reading.n_source else None, **options}
         found: MixingMap | Maps = run_reading(
             self.require_model(), self.reading, chosen[0] if is_single else chosen, **options
@@ -388,13 +394,16 @@ class Trace:
     def to_dataframe(self) -> Table:
         """Return a table with one row for each written sentence and each of its sources.
 
-        The columns are span, log_probability, source, kind, name, position (of the source's first token),
-        score, share and loss: what the span loses without the source, if `verify` measured it.
+        Other spans for which `verify` has measured losses have their rows too. The columns are span,
+        log_probability, source, kind, name, position (of the source's first token), score, share and loss:
+        what the span loses without the source, if `verify` measured it.
         """
         from lens_mix.tables import Table
 
         records = []
-        for span in self.spans:
+        measured = [span for span in self.computed_spans if self.losses_of(span.start, span.stop)]
+        ends = {(span.start, span.stop): span for span in (*self.spans, *measured)}
+        for _, span in sorted(ends.items()):
             for each in span.top(len(self.tokens), everything=True):
                 records.append(
                     {

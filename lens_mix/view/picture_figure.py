@@ -208,15 +208,20 @@ def _draw_pictures(view: _View, image: np.ndarray, columns: int, whole: float | 
     rows = math.ceil(count / columns)
     columns = math.ceil(count / rows)
     width = _LARGE if count == 1 else _SMALL
-    heading = _HEADING
     if whole is not None:
         width = (whole - 0.24 - _BESIDE) / columns - 0.12
-        # The texts above a narrow picture are in lines.
-        heading = 0.2 + 0.13 * (3 if bool(view.noise.any()) else 2)
+    canvas = load_canvas()
+    largest = [f"a patch ≤ {view.write(float(each))}" for each in view.largest]
+    largest = [
+        f"{most}, not coloured" if noise else most for most, noise in zip(largest, view.noise, strict=True)
+    ]
+    titles = [f"{name}, {most}" for name, most in zip(view.names, largest, strict=True)]
+    # The texts above a narrow picture are in lines.
+    is_narrow = whole is not None or canvas.measure_longest(titles, NAME_FONT) > width
+    heading = 0.2 + 0.13 * (3 if bool(view.noise.any()) else 2) if is_narrow else _HEADING
     ratio = image.shape[0] / image.shape[1]
     # A picture that is more than twice as high as it is wide is narrower than its place.
     height = min(width * ratio, 2 * width)
-    canvas = load_canvas()
     size = (0.24 + columns * (width + 0.12) + _BESIDE, rows * (height + heading) + 0.1)
     title, subtitle = _wrap(view, size[0])
     head = _measure_head(title, subtitle)
@@ -231,14 +236,13 @@ def _draw_pictures(view: _View, image: np.ndarray, columns: int, whole: float | 
         shown = _draw_cells(axes, view, cells)
         axes.set(xticks=[], yticks=[])
         canvas.draw_thin_frame(axes, ticks=0)
-        most, outside = f"a patch ≤ {view.write(float(view.largest[place]))}", view.outside(place)
-        most += ", not coloured" if view.noise[place] else ""
-        # A narrow picture has a line for each.
-        if whole is None:
-            name = f"{name}, {most}"
+        outside = view.outside(place)
+        if is_narrow:
+            outside = "\n".join(filter(None, (*largest[place].split(", "), outside)))
         else:
-            outside = "\n".join(filter(None, (*most.split(", "), outside)))
-        pad = 11 if whole is None else 3 + 1.2 * PAPER_FONT * (outside.count("\n") + 1)
+            name = titles[place]
+        lines = outside.count("\n") + 1
+        pad = 3 + 1.2 * (PAPER_FONT if whole is not None else FONT) * lines if is_narrow else 11
         axes.set_title(name, size=NAME_FONT, color=INK, loc="left", pad=pad, parse_math=False)
         look = {"size": FONT - 0.5, "color": QUIET, "va": "bottom", "annotation_clip": False}
         above = {"xycoords": "axes fraction", "xytext": (0, 2), "textcoords": "offset points"}

@@ -125,7 +125,9 @@ class PositionView:
         columns, numbers = _choose_columns(panels, kinds, names, keys, as_numbers)
         left_out = {*sinks, *kinds["own"], *(_find_residual(names) if own is None else ())}
         part = "key" if own is None else "word" if words else "position" if chosen.grid else "token"
-        best = _find_best(panels, left_out)
+        # Only keys that are drawn can have the frame.
+        undrawn = () if keys is None else set(range(len(names))) - set(columns)
+        best = _find_best(panels, {*left_out, *undrawn})
         found = "" if best is None else f"{quote(names[best[1].key])} ({part} {best[1].key})"
         explanation = _choose_explanation(rows.values())
         unit = ", ".join(dict.fromkeys(panel.unit for panel in panels))

@@ -52,6 +52,7 @@ class Blocks:
         block.real_queries = keys if rows is None else keys[:, :rows]
         block.stack = type("Stack", (), {"is_joint": False, "reads_target": False, "__len__": lambda _: 4})()
         block.verification = type("Verification", (), {"causal": causal})()
+        block.clean = type("Clean", (), {"predictions": []})()
         self.blocks = [block] * layers
 
 

@@ -63,6 +63,9 @@ def test_what_can_be_compared():
     # These are two input maps, computed from different numbers of layers.
     inputs = [lm.rollout(whole).layer(-1), lm.rollout(whole.select_layers([0, 1])).layer(-1)]
     assert len(lm.compare(inputs)) == 1
+    # A layer map and an input map are not compared.
+    mixed = lm.compare({"a": whole, "input": inputs[0], "b": whole, "other": inputs[1]})
+    assert set(zip(mixed["first"], mixed["second"], strict=True)) == {("a", "b"), ("input", "other")}
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,18 @@ def test_a_name_that_it_does_not_have_lists_its_names():
         two()[0]
 
 
+def test_maps_can_be_added_and_removed():
+    maps = two()
+    maps["mean"] = lm.layer_mean(maps["attention"])
+    assert list(maps) == ["attention", "alti", "mean"]
+    assert maps.pop("alti").method == "alti"
+    del maps["mean"]
+    assert list(maps) == ["attention"]
+    for name, value in ((1, make()), ("scores", torch.eye(2))):
+        with pytest.raises(TypeError, match="expected"):
+            maps[name] = value
+
+
 def test_maps_are_joined_with_others():
     maps = two()
     mean = {"mean": lm.layer_mean(maps["attention"])}
@@ -140,6 +152,8 @@ def test_maps_of_other_tokens_are_shown_as_a_page():
     assert type(two().show("page")).__name__ == "Page"
     with pytest.raises(ValueError, match="expected 'position' with query=, which a page lacks, got 'page'"):
         maps.show("page", query=0)
+    with pytest.raises(ValueError, match="kind: expected 'page' with picture=, got 'position'"):
+        two().show("position", picture=True)
     with pytest.raises(ValueError, match="kind: expected 'page' or 'position', got 'layers'"):
         maps.show("layers")
 

@@ -107,3 +107,12 @@ def test_a_change_without_effect_is_none():
     assert t[1].verify(1)
     model.reset_hooks()
     assert other[:].verify(1)[0].loss == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_table_has_the_losses_of_every_measured_span():
+    t = lm.trace(reader(), "The company was founded in Oslo. It has trains.", answer=" Oslo has trains.")
+    t["Oslo"].verify(1)
+    table = t.to_dataframe()
+    measured = table[table["loss"].notna()]
+    assert measured["span"].str.strip().tolist() == ["Oslo"]
+    assert set(table["span"]) - set(measured["span"])

@@ -299,6 +299,11 @@ def test_maps_explain_what_was_written():
     assert [entry.value for entry in each] == pytest.approx([entry.value for entry in t.explained])
     (value,) = {entry.value for entry in t.maps("gradient_attention").explained}
     assert value == pytest.approx(t[:].log_probability)
+    span = t[1:3]
+    (value,) = {entry.value for entry in span.maps("gradient_attention").explained}
+    assert value == pytest.approx(span.log_probability)
+    rows = span.maps(["attention", "alti"])["alti"]
+    assert rows.query_positions == [span.positions[0] - 1, span.positions[1] - 1]
     own = t.maps(lm.methods.InputGradients(target=lm.targets.probability()))
     assert {entry.target[:15] for entry in own.explained} == {"probability of "}
     again = dataclasses.replace(t, model=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import itertools
 import json
 import pathlib
 import re
@@ -362,5 +363,19 @@ def test_a_layer_whose_patches_are_noise_is_not_coloured():
     assert noise[..., 3].max() < 0.03
     assert finding[..., 3].max() == pytest.approx(0.9)
     written = texts(figure)
-    assert "layer 0, a patch ≤ 0.06 %, not coloured" in written
-    assert "layer 1, a patch ≤ 6 %" in written
+    # The lines are below each other, because one line is wider than the picture.
+    assert {"layer 0", "layer 1"} <= set(written)
+    assert {"a patch ≤ 0.06 % not coloured [CLS] 100 %", "a patch ≤ 6 % [CLS] 90 %"} <= set(written)
+    short = texts(picture_map(scores=scores[1:]).show(picture=True))
+    assert "layer 0, a patch ≤ 6 %" in short
+
+
+def test_titles_of_neighbouring_pictures_do_not_overlap():
+    scores = torch.zeros(4, 7, 7)
+    scores[:, :, 0] = 1
+    scores[:, 0, :3] = torch.tensor([0.9990, 0.0006, 0.0004])
+    figure = picture_map(scores=scores).show(picture=True)
+    figure.canvas.draw()
+    boxes = [axes._left_title.get_window_extent() for axes in figure.axes if axes._left_title.get_text()]
+    assert len(boxes) == 4
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
