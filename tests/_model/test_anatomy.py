@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 import lens_mix as lm
 from lens_mix._care.precision import relative_error
 from lens_mix._classes.model_classes import transformer_lens_version
-from lens_mix._model.anatomy import read_norm
+from lens_mix._model.anatomy import LinearNorm, Norm, read_norm
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import bridge
 
@@ -120,3 +121,15 @@ def test_a_norm_that_takes_more_is_read_as_stored():
             return super().forward(x) * condition
 
     assert read(Conditioned(24), 24).kind == "layer"
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_transposed_directions_read_the_same_numbers_as_the_norm(kind, has_weight):
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weight = draw(6) if has_weight else None
+    norm = Norm(kind, weight, None, 1e-5).linear_at(draw(2, 3, 6))
+    directions, vectors = draw(2, 3, 6), draw(2, 3, 6)
+    expected = (directions * norm(vectors)).sum(-1)
+    torch.testing.assert_close((norm.transposed(directions) * vectors).sum(-1), expected)
+    assert torch.equal(LinearNorm(None, vectors).transposed(directions), directions)

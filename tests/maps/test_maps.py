@@ -13,6 +13,7 @@ from matplotlib.text import Text
 
 import lens_mix as lm
 from lens_mix.maps import Maps, MixingMap
+from tests.matrix import cases, model_of, prompt_of
 from tests.random_maps import random_attention
 
 TOKENS = ["<s>", "The", " Eif", "fel", " Tower"]
@@ -170,3 +171,17 @@ def test_a_notebook_shows_the_first_map_and_folds_the_others():
     assert text.count("<details open>") == 1
     assert text.index("<strong>attention</strong>") < text.index("<strong>alti</strong>")
     assert "<script" not in text
+
+
+@pytest.mark.parametrize("case", cases(refused=False), ids=str)
+def test_every_model_class_gives_maps(case, tmp_path):
+    model = model_of(case)
+    maps = lm.run(model, prompt_of(model), ["attention", "value_norm"], part=case.part)
+    assert isinstance(maps, Maps)
+    maps.save(tmp_path / "maps.safetensors")
+    again = Maps.load(tmp_path / "maps.safetensors")
+    assert all(torch.equal(again[name].scores, each.scores) for name, each in maps.items())
+    assert set(maps.to_dataframe()["method"]) == set(maps)
+    assert len(maps.compare(k=1)) == len(maps["attention"])
+    assert maps._repr_html_().count("<details") == 2
+    assert maps.page().html
