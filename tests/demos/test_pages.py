@@ -54,6 +54,7 @@ ELSEWHERE = {
 SELF_CONTAINED = {
     *(
         "index.md",
+        "cheat_sheet.md",
         "choose_a_method.md",
         "classifiers.md",
         "corpus.md",
