@@ -4,20 +4,18 @@ A target is written in one of three ways, wherever an argument `target` is accep
 
 - the text of a token, such as `target="Paris"`: the log probability of that token at the last position. The
   text means the token "Paris" or " Paris", whichever the model may write there; of several rows, the last one
-  decides. If only one of the two has real probability, it is this one, and a note of the map says so. The
-  rule: the text with a space before it (or without, if it was written with one) is explained if its
-  probability is at least 0.01 and ten times that of the text as it is written, and the latter is below 0.01.
-  Otherwise the text as it is written is explained, with a note if the other one is ten times as probable.
-  `lm.targets.token("Paris")` is exactly the token that is written;
+  decides. The rule: the text with a space before it (or without, if it was written with one) is explained if
+  it is ten times as probable as the text that is written, and the latter has a probability below 0.01 or is
+  not one token. A note of the map then says so. `lm.targets.token("Paris")` is exactly the token that is
+  written;
 - a function of this module, with its own unit: `of="log_probability"`, "probability" or "logit";
 - any callable `logits [copy pos d_vocab] -> [copy]`. It gets copies of one prompt without padding, so
   position -1 is the prompt's last.
 
 Where a `target` is accepted, `against` is too: `target="Paris", against="Rome"` explains by how much the
 model prefers the one to the other, the difference of their log probabilities. (It equals the difference of
-their logits, by which maps name it.) The target's text is read by the same rule without its lower bound of
-0.01, and the other text has a space before it if the explained token has. Without a `target`, it is the
-model's own prediction against the other token.
+their logits, by which maps name it.) The other text has a space before it if the explained token has. Without
+a `target`, it is the model's own prediction against the other token.
 
 The functions of this module make the usual targets:
 
@@ -363,35 +361,23 @@ def _compare_spaces(
     asked, likelier = ([0.0] if len(ids) == 1 else []) + torch.stack(rows).amax(0).tolist()
     if likelier == 0 or likelier < max(least, _LIKELIER * asked):
         return None
-    sentence = f"{text!r} has probability {asked:.2g}; {other!r}, {space} a space, has {likelier:.2g}"
+    own = f"has probability {asked:.2g}" if len(ids) > 1 else "is not one token"
+    sentence = f"{text!r} {own}; {other!r}, {space} a space, has {likelier:.2g}"
     return _OtherSpace(other, likelier, asked, sentence)
 
 
-def _choose_text(
-    context: Context, text: str, positions: Sequence[int], least: float = _LIKELY
-) -> tuple[str, str | None]:
-    """Return the text of the token that a text means, and a note if the other one is much likelier.
+def _choose_text(context: Context, text: str, positions: Sequence[int]) -> tuple[str, list[str]]:
+    """Return the text of the token that a text means, and a note if it is another one.
 
     The module's docstring has the rule.
-
-    Args:
-        context: The prompt.
-        text: The text as it was given.
-        positions: The positions at which the target is read.
-        least: The probability that the other text has at least, to be chosen.
     """
     found = _compare_spaces(context, text, positions, least=0)
     if found is None or found.asked >= _LIKELY:
-        return text, None
-    if found.likelier < least and context.is_known_token(text):
-        return text, (
-            f"target: {found.sentence}; neither is probable, so the text is explained as it is written; "
-            f"write {found.text!r} to explain that token"
-        )
-    return found.text, (
+        return text, []
+    return found.text, [
         f"target: {found.sentence}, and is explained; lm.targets.token({text!r}) is exactly the text as it "
         "is written"
-    )
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -433,8 +419,9 @@ class _Text(_Token):
 
     def settle(self, context: Context, positions: Sequence[int]) -> tuple[Target, list[str]]:
         assert isinstance(self.token, str)
-        text, note = _choose_text(context, self.token, positions)
-        return _Token(text, self.position, self.of), [] if note is None else [note]
+        text, notes = _choose_text(context, self.token, positions)
+        _find_token(context, text, "target")
+        return _Token(text, self.position, self.of), notes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -484,9 +471,7 @@ class _Contrast(_LogitDifference):
     def settle(self, context: Context, positions: Sequence[int]) -> tuple[Target, list[str]]:
         good, bad, notes = self.good, self.bad, list[str]()
         if isinstance(good, str) and "good" not in self.exact:
-            # The tokens of a contrast may both be improbable.
-            good, note = _choose_text(context, good, positions, least=0)
-            notes += [] if note is None else [note]
+            good, notes = _choose_text(context, good, positions)
         settled = _LogitDifference(good, bad, self.position)
         if isinstance(bad, str) and "bad" not in self.exact:
             explained = name_token(context.tokenizer, settled._resolve_good(context))
@@ -495,6 +480,11 @@ class _Contrast(_LogitDifference):
             if spaced != bad and context.is_known_token(spaced):
                 notes.append(f"against: {bad!r} is read as {spaced!r}, with the space of {explained!r}")
                 settled = dataclasses.replace(settled, bad=spaced)
+        # Errors name the arguments that the user gave.
+        token = settled._resolve_good(context) if good is None else _find_token(context, good, "target")
+        if _find_token(context, settled.bad, "against") == token:
+            text = context.token_text(token)
+            raise ValueError(f"target, against: expected two different tokens, got {text} twice")
         return settled, notes
 
 

@@ -106,16 +106,19 @@ class Maps(MutableMapping[str, MixingMap]):
         if kind is not None:
             check_choice("kind", kind, ("page", "position"))
         of_page = {name: options.pop(name) for name in ("picture",) if name in options}
+        has_grid = any(each.grid is not None for each in self._maps.values())
         if kind is None:
-            is_row = have_same_axes(self._maps) and all(each.grid is None for each in self._maps.values())
-            kind = "position" if options or (is_row and not of_page) else "page"
+            is_page = of_page or has_grid or not have_same_axes(self._maps)
+            kind = "page" if is_page and not options else "position"
+        if (kind == "page" and options) or (kind == "position" and (of_page or (has_grid and options))):
+            named = ", ".join(f"{name}=" for name in (*options, *of_page))
+            alone = f"maps[{next(iter(self._maps))!r}].show({named}…)"
+            raise ValueError(
+                f"kind: expected no {named} for maps that a page shows together; for a figure of one of them "
+                f"write {alone}"
+            )
         if kind == "page":
-            if options:
-                named = ", ".join(f"{name}=" for name in options)
-                raise ValueError(f"kind: expected 'position' with {named}, which a page lacks, got 'page'")
             return self.page(**of_page)
-        if of_page:
-            raise ValueError("kind: expected 'page' with picture=, got 'position'")
         figure = position_figure.show_position(self._maps, **options)
         window.show_figure(figure)
         return figure
@@ -137,6 +140,8 @@ class Maps(MutableMapping[str, MixingMap]):
 
     def compare(self, **options: Any) -> pandas.DataFrame:
         """Return how far each two maps agree on the keys of a row, layer by layer.
+
+        A layer map and an input map are not compared.
 
         Args:
             options: The other arguments of `lm.compare`: `queries`, `k`, `drop_first`.

@@ -58,7 +58,12 @@ def test_it_is_alive_under_the_policy_of_vs_code(browser, tmp_path, m):
 
 def test_it_says_so_if_scripts_are_forbidden(browser, tmp_path, m):
     show(browser, tmp_path, NO_SCRIPT, lm.page(m)._repr_html_())
-    assert "script of this page did not run" in browser.find_element("id", "view").text
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    # A page that is still loading does not say so, so it takes three seconds.
+    sentence = "script of this page did not run"
+    assert sentence not in browser.find_element("id", "view").text
+    WebDriverWait(browser, 20).until(lambda _: sentence in browser.find_element("id", "view").text)
     browser.switch_to.default_content()
     browser.get_log("browser")
 
