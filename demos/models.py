@@ -210,7 +210,9 @@ def load(name_or_folder: str | Path) -> Any:
 
     It is a TransformerBridge on TransformerLens 3 and 4, and otherwise the result of `load_hooked`.
     """
-    print("Loading the model ...", file=sys.stderr, flush=True)
+    # A notebook would show the line among its results.
+    if sys.stderr.isatty():
+        print("Loading the model ...", file=sys.stderr, flush=True)
     try:
         from transformer_lens.model_bridge import TransformerBridge
     except ImportError:

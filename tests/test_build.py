@@ -136,4 +136,4 @@ def test_the_wheel_runs_a_map_in_a_clean_environment(folder: Path, sdist: Path, 
     assert result["shape"] == [3, 5, 5]
     assert result["row_sums"] == pytest.approx([1.0] * 15, abs=1e-12)
     assert result["causal"]
-    assert result["page"] == 3
+    assert result["page"] == 4

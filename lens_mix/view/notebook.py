@@ -48,8 +48,7 @@ def describe_html(mixing_map: MixingMap) -> str:
     line, title, sentence = map(html.escape, (describe(mixing_map), view.title, said))
     return (
         f"<div><code>{line}</code></div><div><strong>{title}</strong></div><div>{sentence}</div>"
-        f'<img alt="{title}. {sentence}" style="max-width:100%;height:auto" '
-        f'src="data:image/svg+xml;base64,{image}">'
+        f'<img alt="{title}. {sentence}" src="data:image/svg+xml;base64,{image}">'
     )
 
 
