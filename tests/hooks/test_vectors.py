@@ -376,8 +376,17 @@ def test_every_key_that_was_seen_gets_the_same_weight(case: Case) -> None:
     torch.testing.assert_close(pattern, seen / seen.sum(dim=-1, keepdim=True), rtol=0.0, atol=1e-7)
 
 
-def test_positions_is_another_name_for_a_list():
-    assert zero_values(1, positions=[2, 0])[1] == zero_values(1, [2, 0])[1]
+@pytest.mark.parametrize("case", UNBIASED, ids=str)
+def test_positions_is_another_name_for_a_list(case: Case) -> None:
+    named, plain = (
+        observe(case, [zero_values(LAYER, attention=case.attention, **given)]).mixed
+        for given in ({"positions": [2, 0]}, {"position": [2, 0]})
+    )
+    assert torch.equal(named, plain)
+    assert not torch.equal(named, clean(case).mixed)
+
+
+def test_either_position_or_positions_is_given() -> None:
     for given, said in (({}, "neither"), ({"position": 1, "positions": [1]}, "both")):
         with pytest.raises(TypeError, match=f"expected position or positions; got {said}"):
             zero_values(1, **given)
