@@ -124,7 +124,7 @@ def test_a_mistake_is_a_sentence(client):
         ask_for_maps(client, "  ")
     with pytest.raises(AppError, match=r"^The prompt has 27 tokens, and the limit is 12\. Shorten it\.$"):
         ask_for_maps(client, PROMPT * 5)
-    with pytest.raises(AppError, match=r"^token: expected the text of one token"):
+    with pytest.raises(AppError, match=r"^target: expected the text of one token"):
         ask_for_maps(client, target=" Japan war")
     with pytest.raises(AppError, match=r"^All documents are empty\. Type or paste a text\.$"):
         ask_for_trace(client, ("", " ", ""))
@@ -242,7 +242,7 @@ def test_in_a_browser(url, browser, width):
     target.send_keys(" Japan war")
     click(wait, "Show the map")
     message = wait.until(lambda _: find(browser, ".toast-body"))[0].text
-    assert "token: expected the text of one token" in message
+    assert "target: expected the text of one token" in message
     assert "Traceback" not in message
     # On a phone the message covers the tabs.
     find(browser, ".toast-close")[0].click()
