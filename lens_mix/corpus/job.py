@@ -132,7 +132,7 @@ def run(
         options: `queries`, `layers`, `part` and `engine`, as in `lens_mix.run`.
 
     Returns:
-        The number of prompts, and how many of them failed.
+        The number of prompts, how many of them an earlier run had finished, and how many failed.
 
     Raises:
         TypeError: If an argument has a wrong type.

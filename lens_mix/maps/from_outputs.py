@@ -98,6 +98,8 @@ def _read_weights(outputs: Any, name: str) -> tuple[list[int], Float[Tensor, "la
             f"outputs: expected {name}, got none in {type(outputs).__name__}"
             + (f", which has {known}" if known else "")
             + f"; {_EAGER}"
+            + "; for the model inside of a TransformerBridge, which keeps none, write lm.run(bridge, tokens, "
+            "'attention')" * (found is not None)
         )
     if any(isinstance(layer, (list, tuple)) for layer in found):
         raise ValueError(

@@ -123,3 +123,9 @@ def test_a_model_with_another_kernel_is_told_to_be_eager():
     prompt = torch.tensor([[3, 4, 5]])
     with pytest.raises(ValueError, match='attn_implementation="eager"'):
         lm.MixingMap.from_attentions(model(prompt), prompt)
+
+
+def test_the_model_inside_of_a_bridge_returns_no_attentions():
+    outputs = types.SimpleNamespace(attentions=())
+    with pytest.raises(ValueError, match=r"a TransformerBridge, which keeps none, write lm\.run"):
+        lm.MixingMap.from_attentions(outputs, ["a", "b"])
