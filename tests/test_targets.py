@@ -574,7 +574,7 @@ def test_the_rule_for_the_token_of_a_text(asked, other, token):
     settled, notes = lm.targets.as_target("Paris").settle(context, [1])
     assert settled == lm.targets.token(token, of="log_probability")
     assert bool(notes) == (asked < 0.01 and other >= 10 * asked)
-    # A note tells of the other token wherever it is much likelier and is not explained.
+    # A note names the other token if it is much likelier and is not explained.
     likelier = settled.find_likelier_texts(context)
     assert bool(likelier) == (token == "Paris" and asked >= 0.01 and other >= 10 * asked)
     exact = lm.targets.token("Paris")
@@ -587,7 +587,7 @@ def test_a_text_that_is_one_token_only_with_a_space():
     assert found.explained[0].target == "log probability of ' Oslo'"
     with pytest.raises(ValueError, match="unknown token '<unk>'"):
         find_space_notes(model, lm.targets.token("Oslo"), [-1])
-    # The text as it is written is no token, so the other one is explained even if it is improbable.
+    # The text as it is written is not a token, so the other one is explained even if it is improbable.
     _, found = find_space_notes(model_with_spaces(3, 12), "Oslo", [-1])
     assert found.explained[0].target == "log probability of ' Oslo'"
 

@@ -142,7 +142,8 @@ class Lens:
         if self.model_class is ModelClass.BRIDGE and type(self.model).__name__ != "TransformerBridge":
             from transformer_lens.model_bridge import TransformerBridge
 
-            # The Bridge of SAELens lists no aliases. Where it has put an SAE, there is no hook point.
+            # The Bridge of SAELens does not list aliases. A name at which it has put an SAE is not a hook
+            # point.
             listed = cast(Any, TransformerBridge.hook_dict).fget(self.model)
             hook_points = {name: point for name, point in listed.items() if isinstance(point, HookPoint)}
         return hook_points

@@ -39,7 +39,7 @@ _DTYPE_TEXTS = ("scalar type", "dtype", "without overflow")
 
 # The note of maps that were computed from a cache.
 _CACHED = (
-    "computed from an ActivationCache: what hooks changed in its pass is part of the map, and there are no "
+    "computed from an ActivationCache: the map includes what hooks changed in its pass, and does not have "
     "predictions"
 )
 

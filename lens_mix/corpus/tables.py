@@ -116,7 +116,9 @@ def maps(
     place, manifest, shards = _open(folder)
     if method is not None:
         check_choice("method", method, tuple(manifest["methods"]))
-    rows = _stream_maps(place, manifest, shards, prompts, method)
+    # Wrong numbers are errors of the call, and not of the first map.
+    wanted = None if prompts is None else sorted({int(prompt) for prompt in prompts})
+    rows = _stream_maps(place, manifest, shards, wanted, method)
     return ((prompt, label, mixing) for prompt, label, mixing in rows if mixing is not None)
 
 
@@ -143,7 +145,7 @@ def _stream_maps(
     place: Folder,
     manifest: dict[str, Any],
     shards: Sequence[int],
-    prompts: Sequence[int] | None,
+    wanted: Sequence[int] | None,
     method: str | None,
 ) -> Iterator[tuple[int, str, MixingMap | None]]:
     """Yield the rows of the prompts and of the method, shard by shard; a row without a map has None."""
@@ -151,7 +153,6 @@ def _stream_maps(
     import pyarrow.parquet as pq
 
     size = manifest["files"]["shard_size"]
-    wanted = None if prompts is None else sorted({int(prompt) for prompt in prompts})
     for shard in shards:
         own = None if wanted is None else [each for each in wanted if each // size == shard]
         if own == []:

@@ -34,7 +34,7 @@ class Maps(MutableMapping[str, MixingMap]):
 
     Raises:
         TypeError: If it is not a mapping of `MixingMap`s by strings.
-        ValueError: If there is no map.
+        ValueError: If the mapping is empty.
     """
 
     def __init__(self, maps: Mapping[str, MixingMap]) -> None:
@@ -48,7 +48,7 @@ class Maps(MutableMapping[str, MixingMap]):
         """Return the map of a name.
 
         Raises:
-            KeyError: If there is no map of this name. The message lists the names.
+            KeyError: If no map has this name. The message lists the names.
         """
         try:
             return self._maps[name]
@@ -114,7 +114,7 @@ class Maps(MutableMapping[str, MixingMap]):
             named = ", ".join(f"{name}=" for name in (*options, *of_page))
             alone = f"maps[{next(iter(self._maps))!r}].show({named}…)"
             raise ValueError(
-                f"kind: expected no {named} for maps that a page shows together; for a figure of one of them "
+                f"kind: expected a figure of one map for {named}, got {len(self)} maps that a page shows; "
                 f"write {alone}"
             )
         if kind == "page":

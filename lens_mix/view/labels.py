@@ -111,7 +111,7 @@ def make_row_visible(label: str) -> str:
 def make_subtitle(mixing_map: MixingMap, unit: str) -> str:
     """Return the model, the prompt and the unit, as far as the map's record contains them."""
     model, text = name_model(mixing_map.provenance), mixing_map.provenance.get("prompt")
-    # The labels of patches and frames are no text.
+    # The labels of patches and frames are not a text.
     has_text = model and mixing_map.grid is None
     prompt = text if isinstance(text, str) else join_tokens(mixing_map.tokens) if has_text else ""
     prompt = prompt and make_visible(prompt, _LONGEST_PROMPT).replace("·", " ").strip()

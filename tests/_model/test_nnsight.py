@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class LanguageModel:
-    """What nnsight 0.8 returns: an object that is no module, with the model in `_module`."""
+    """What nnsight 0.8 returns: an object that is not a module, with the model in `_module`."""
 
     def __init__(self, model: Any) -> None:
         self._module = model

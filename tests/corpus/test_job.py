@@ -95,6 +95,10 @@ def test_the_maps_of_a_prompt_come_together(tiny, tmp_path):
         for name, each in expected.items():
             torch.testing.assert_close(found[number][name].scores, each.scores, atol=1e-5, rtol=0)
     assert [number for number, _ in corpus.by_prompt(tmp_path, prompts=[3, 1])] == [1, 3]
+    for read in (corpus.by_prompt, corpus.maps):
+        # The call raises the error, and not the first map.
+        with pytest.raises(ValueError, match="invalid literal"):
+            read(tmp_path, prompts=["first"])
 
 
 def test_the_long_table_has_the_entries_of_each_map_with_its_prompt(tmp_path):

@@ -151,9 +151,9 @@ def test_maps_of_other_tokens_are_shown_as_a_page():
     maps = Maps({"encoder": make(), "decoder": make(tokens=["<pad>", "Der"])})
     assert type(maps.show()).__name__ == "Page"
     assert type(two().show("page")).__name__ == "Page"
-    with pytest.raises(ValueError, match=r"expected no query= .* write maps\['encoder'\].show\(query="):
+    with pytest.raises(ValueError, match=r"for query=, got 2 maps .* write maps\['encoder'\].show\("):
         maps.show("page", query=0)
-    with pytest.raises(ValueError, match="expected no picture= for maps that a page shows together"):
+    with pytest.raises(ValueError, match="expected a figure of one map for picture=, got 2 maps"):
         two().show("position", picture=True)
     with pytest.raises(ValueError, match="kind: expected 'page' or 'position', got 'layers'"):
         maps.show("layers")
