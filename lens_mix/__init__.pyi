@@ -20,12 +20,12 @@ from .aggregation.flow import flow
 from .aggregation.gradient_rollout import gradient_rollout
 from .aggregation.layer_mean import layer_mean
 from .aggregation.rollout import rollout
-from .aggregation.summary import table
 from .aggregation.tree import attribution_tree
 from .citations import citation
 from .evaluation.compare import compare
 from .evaluation.leaderboard import evaluate
 from .maps import Maps, MixingMap
+from .maps.summary import table
 from .method import Method
 from .methods import METHODS
 from .recommended import input_map

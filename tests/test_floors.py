@@ -60,7 +60,7 @@ RARELY_NEEDED = {
 # These methods of records call a function of a higher floor, which they import when they are called.
 DRAWING = {"view"}
 DRAWING_FUNCTIONS = {"show", "page", "_repr_html_"}
-SHORTCUTS = {"compare": "evaluation", "table": "aggregation"}
+SHORTCUTS = {"compare": "evaluation"}
 
 # These stores are at module level, including cached functions. Each has the reason why it outlives a call.
 STORES = {
@@ -109,7 +109,7 @@ def arrows() -> list[Import]:
 
 
 def arrows_but_drawing() -> list[Import]:
-    """Return all imports except those of drawing and of the shortcuts of `Maps`.
+    """Return all imports except those of drawing and of the shortcut of `Maps`.
 
     An import in a function can close a circle too.
     """

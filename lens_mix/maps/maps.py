@@ -167,7 +167,7 @@ class Maps(MutableMapping[str, MixingMap]):
         Raises:
             ValueError: As in `lm.table`.
         """
-        from lens_mix.aggregation.summary import table
+        from lens_mix.maps.summary import table
 
         return table(self._maps, keys, **options)
 

@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.arguments import check_choice, check_number, describe_value
-from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import at_least_float32, normalise_by_magnitude
 from lens_mix.maps.checks import require_visible_keys
+from lens_mix.maps.record import MixingMap
 from lens_mix.maps.spans import Span, find_positions
 from lens_mix.tables import Table
 
