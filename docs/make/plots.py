@@ -3,8 +3,8 @@
     PYTHONPATH=.:demos python -m docs.make.plots           draw every plot
     PYTHONPATH=.:demos python -m docs.make.plots traces    one of them
 
-`docs/plots/NAME.toml` says what is compared, and `docs/images/evidence/NAME.svg` is drawn from it. The figures
-are facts of `benchmarks/facts.py`, so a plot cannot differ from its record:
+`docs/plots/NAME.toml` says what is compared, and `docs/images/evidence/NAME.svg` is drawn from it. The
+figures are facts of `benchmarks/facts.py`, so a plot cannot differ from its record:
 
     axis = "rank agreement, controlled for position"
     better = "right"                                  # where the good values are: "right" or "left"
