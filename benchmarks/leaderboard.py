@@ -1,4 +1,4 @@
-"""Compute the leaderboard of docs/evidence/leaderboard.md: every method and aggregation on trained models.
+"""Compute the leaderboard, benchmarks/LEADERBOARD.md: every method and aggregation on trained models.
 
     python -m benchmarks.leaderboard smollm2 importance        one model, one task; resumes a stopped run
     python -m benchmarks.leaderboard --tables                  all finished tables as Markdown

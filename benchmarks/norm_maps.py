@@ -98,7 +98,14 @@ def main() -> None:
     torch.set_num_threads(1)
     start = time.perf_counter()
     texts = list(sections())
-    intro = f"Written by `python -m benchmarks.norm_maps`; {len(demo.SENTENCES)} sentences.\n"
+    intro = (
+        f"Written by `python -m benchmarks.norm_maps`; {len(demo.SENTENCES)} sentences.\n\n"
+        "The mixing ratio of position i is ‖Σ_{j≠i} F_ij‖ / (‖Σ_{j≠i} F_ij‖ + ‖F_ii‖), where F_ij is the "
+        "contribution of key j at one stage, and for attention weights the weight. 0: nothing comes from "
+        "other positions. The first token of a decoder has 0. The first two columns leave out the residual "
+        "stream; (A + I) / 2 already has half of the first one. The cancel effect is attention · (1 − length "
+        "/ length of the others), where a length is that of a key's vector before it is weighted.\n"
+    )
     facts = f"Machine: {describe_machine()}; {time.perf_counter() - start:.0f} s.\n"
     text = "\n".join(["# Norm-based maps\n", intro, facts, *texts])
     OUT.parent.mkdir(exist_ok=True)

@@ -182,6 +182,15 @@ def _percent(found: lm.MixingMap) -> str:
     return f"{100 * found.provenance['aggregation']['first_layer_share'][0]:.0f}"
 
 
+_WORDS = (
+    "Maps are softmax of normal numbers whose standard deviation is the noise; the gain, or the "
+    "sink, is added to the logits of the preferred key, or of the first token, in every layer. "
+    "A trial finds the key if it has the largest share of the last row. The correlation with "
+    "position is the mean rank correlation of share and position among the other keys: −1 means "
+    "that every earlier key has more. No flow can be larger than what leaves its key in the "
+    "first layer; pairs at this bound do not depend on the layers above. With residual weight "
+    "0, the share of a late key is close to a product of single entries, which noise can hide."
+)
 _SIZE = f"{LAYERS} causal layers of {TOKENS} tokens"
 SECTIONS: dict[str, tuple[str, Callable[[], list[Row]]]] = {
     "Even attention": (
@@ -224,7 +233,7 @@ def main() -> None:
     start = time.perf_counter()
     texts = [section(heading) for heading in SECTIONS]
     title = "# Rollout and flow where the answer is known\n\n"
-    title += "Written by `python -m benchmarks.rollout_and_flow`.\n"
+    title += f"Written by `python -m benchmarks.rollout_and_flow`.\n\n{_WORDS}\n"
     seconds = time.perf_counter() - start
     text = "\n".join([title, f"Machine: {describe_machine()}; {seconds:.0f} s.\n", *texts])
     OUT.parent.mkdir(exist_ok=True)

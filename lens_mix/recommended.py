@@ -75,8 +75,8 @@ def input_map(
     For an encoder-decoder the only recipe is the norm of `input_gradients`, unless you choose a `part`. The
     keys are the tokens of the source and then those of the target (part="joint").
 
-    The evidence is in the documentation: the pages on the recommended input map, on encoder-decoders, and on
-    the leaderboard.
+    The evidence is in the documentation, on the page on input maps and, for encoder-decoders, on that on
+    alignment.
 
     Args:
         model: As in `lm.run`.

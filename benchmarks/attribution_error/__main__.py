@@ -74,8 +74,11 @@ def main() -> None:
     text = (
         "# Attention attribution: estimated and true error\n\n"
         "Written by `python -m benchmarks.attribution_error`; see "
-        "[the page](../../../docs/evidence/attention_attribution.md). "
-        "Errors are shares of the sum of a layer's absolute scores.\n\n"
+        "[the page on layers](../../../docs/evidence/layers.md). "
+        "Errors are shares of the sum of a layer's absolute scores. The truth has many more points "
+        f"({', '.join(f'{kind}: {count}' for kind, count in REFERENCE_POINTS.items())}); {SEEDS} random "
+        "models of two layers of each kind; the target is a logit. Layers are accepted by default if the "
+        "estimate is at most 1 %. It is an estimate, and not a bound.\n\n"
         f"Machine: {describe_machine()}; {time.perf_counter() - start:.0f} s.\n\n## Errors\n\n"
         f"{markdown_table(rows)}\n"
     )

@@ -1,1 +1,1 @@
-"""Measure what docs/evidence/information_flow_routes.md says about a real model."""
+"""Measure how large the graph of information-flow routes is on a real model."""

@@ -30,7 +30,10 @@ def main() -> None:
     page = (
         "# Information-flow routes on SmolLM2\n\nWritten by `python -m benchmarks.routes`. "
         f"SmolLM2-135M-Instruct, one prompt of {len(m.tokens)} tokens, heads apart, to the last position "
-        f"({m.explanation()}); {possible} possible nodes.\n\n> {PROMPT}\n\n## Size of the graph\n\n"
+        f"({m.explanation()}); {possible} possible nodes.\n\n"
+        "An edge into the last position is kept if its importance is above the threshold. The nodes at which "
+        "kept edges start are treated in the same way. Each layer has three levels of nodes.\n\n"
+        f"> {PROMPT}\n\n## Size of the graph\n\n"
         f"{describe_measurement()}\n\n{markdown_table(rows)}\n"
     )
     (Path(__file__).parent / "results" / "smollm2.md").write_text(page, encoding="utf-8")

@@ -1,6 +1,6 @@
 """Compute attention flow (Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020).
 
-`docs/evidence/flow.md` explains the definition, the normalisation and the limits in deep stacks.
+`docs/evidence/aggregation.md` has the limits in deep stacks.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def flow(
         queries: The positions from which to flow (negative: from the end), or a text of the prompt. None:
             all.
         residual: The residual weight, as in `rollout`.
-        receptive_field: Whether to divide by the flow of uniform attention under the same mask. The formula
-            is ours; the documentation derives it.
+        receptive_field: Whether to divide by the flow of uniform attention under the same mask, and to
+            multiply by what that should be, as in `rollout`. The formula is ours.
         drop_bos: Whether to drop position 0 first, as in `rollout`.
         solver: "scipy" (exact to about 1e-8) or "networkx" (float64 throughout, far slower).
         processes: The number of processes. In a script, more than 1 needs `if __name__ == "__main__":`.
@@ -189,7 +189,11 @@ def _normalise_by_null(
     queries: list[int],
     work: dict[str, Any],
 ) -> Float[Tensor, "level asked key"]:
-    """Return flows · B0 / F0, with each row scaled back to its sum (docs/evidence/flow.md).
+    """Return flows · B0 / F0, with each row scaled back to its sum.
+
+    F0 is the flow of uniform attention with the same mask, depth and residual weight. B0 is the flow of
+    uniform attention without a mask, over only as many tokens as the query can reach. Uniform attention then
+    has a uniform result. Bidirectional maps do not change, nor does a row if later tokens are added.
 
     All rows of a layer must have the same residual weight.
     """

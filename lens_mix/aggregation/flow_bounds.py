@@ -1,8 +1,8 @@
 """Bound the flow of each pair by the first layer, and find pairs whose flow reaches the bound.
 
 No flow from i to j is larger than the capacity that enters j in the first layer, or that leaves i in the
-last. In deep stacks most flows are exactly that large (docs/evidence/flow.md). `find_pairs_at_bound` shows
-this for many pairs at once, without solving, because it constructs such a flow in three stages:
+last. In deep stacks most flows are exactly that large (docs/evidence/aggregation.md). `find_pairs_at_bound`
+shows this for many pairs at once, without solving, because it constructs such a flow in three stages:
 
     from i down to level b    each node sends down its mass in proportion to its capacities;
     from level b to level t   every node k of level b sends to every node l of level t along random

@@ -2,12 +2,20 @@
 
 Abnar & Zuidema (ACL 2020) write that rollout in causal decoders is biased to the first tokens, and that one
 should "first normalize based on the receptive field of attention". They give no formula; this one is ours
-(`docs/evidence/receptive_field.md` derives it). R is the rollout of L layers with the residual weight w.
+(`docs/evidence/aggregation.md` has what it changes). R is the rollout of L layers with the residual weight w.
 U_l is attention that is uniform over the visible keys of layer l, the null model:
 
     R0 = rollout of the U_l with the same L and w                (the rollout of no preference)
     B0 = w^L I + (1 − w^L) U, U uniform over the reachable keys  (how no preference should look)
     result = R · B0 / R0, elementwise, with each row scaled back to its sum in R
+
+R / R0 says how much more weight arrived than the number of paths explains, and B0 turns this ratio into
+shares. w^L is the weight of the one path that stays at its position in every layer.
+
+No rule that corrects each layer can do this. Suppose that a rule replaces each layer of uniform causal
+attention U by M_l, so that the product stays uniform at every depth: M_0 = U, and M_1 M_0 = U. U is
+triangular without a zero on its diagonal, so it has an inverse, and M_1 = I. The same is true of every layer
+above. The only such rule discards what the layers did. So the product is corrected, at its own depth.
 
 If a map contains the residual stream, or the weight of each row was measured, w differs between layers or
 rows, and w^L is the product of the layers' weights. The null model must then have the same weights. With a

@@ -60,8 +60,8 @@ def rollout(
             distinguished. The documentation compares values.
         receptive_field: Whether to normalise by the rollout of uniform attention, so that a key has no
             advantage because many paths reach it (in causal maps: because it is early). Uniform attention has
-            the same residual as the map. The paper gives no formula; the documentation derives
-            ours.
+            the same residual as the map. The paper gives no formula. Ours is R · B0 / R0, where R0 is the
+            rollout of uniform attention, and B0 is what it should be: uniform over the keys in reach.
         per_head: Whether to return the variant of the paper's appendix: each head of layer l times the
             rollout, with heads merged, of the layers below.
         drop_bos: Whether to drop position 0 on both axes first, whatever its token. Rows sum to 1 without it.

@@ -41,7 +41,18 @@ class InformationFlowRoutes(VectorMethod):
 
     The residual stream after the block has two components: the output of the feed-forward, and what it was
     added to. `lens_mix.methods.component_shares.part_shares(m)` returns their importance, and that of x_i
-    alone. The documentation lists the components of every kind of block.
+    alone. In other blocks:
+
+    - A norm or a multiplier on a branch is applied to each component. A norm is linear at the model's scale.
+    - Post-norm: s is the state after the norm, which is applied to each component in the same way.
+    - Parallel: the components are those of a block whose feed-forward comes after attention.
+    - A decoder with cross-attention, part="decoder": the first state alone. part="cross": s is the state
+      after cross-attention, made of each source position's vectors and what was there before (key
+      `[RESIDUAL]`).
+
+    A large importance says what a state is made of, and not that the answer depends on it. The 1-norm depends
+    on the basis of the residual stream. Two heads that cancel each other count here, but not in `alti`. The
+    authors' code adds b_V to values that already contain it, and gives every component at least 1e-5.
 
         >>> method = lm.methods.InformationFlowRoutes(per_head=True)
         >>> lm.run(model, "The Eiffel Tower is in the city of", method).top(3)

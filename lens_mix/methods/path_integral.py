@@ -164,7 +164,7 @@ class Integral:
         error δ^((D + 1) / (d + 1)): δ³ for 3 points after 1, and δ² from then on.
 
         If the gradient jumps along the path, errors fall only like 1 / points, whatever the degree, so δ
-        itself is the estimate. docs/evidence/attention_attribution.md compares both with true errors.
+        itself is the estimate. docs/evidence/layers.md compares both with true errors.
         """
         rule, size = self.rule[prompt], self.size(prompt)
         if rule == 0 or size == 0:

@@ -318,7 +318,7 @@ def test_a_causal_map_that_was_not_called_causal_warns():
 
 
 def test_it_takes_the_slope_out_of_even_attention_with_noise():
-    """Check a claim of docs/evidence/flow.md: a strong preference is found despite the bias."""
+    """Check a claim of docs/evidence/aggregation.md: a strong preference is found despite the bias."""
     generator = torch.Generator().manual_seed(0)
     logits = 0.5 * torch.randn(6, 16, 16, generator=generator, dtype=torch.float64)
     logits[:, :, 9] += 3

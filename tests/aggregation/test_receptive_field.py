@@ -413,7 +413,7 @@ def test_reachable():
 @pytest.mark.slow
 @pytest.mark.parametrize("heading", [name for name in rollout_and_flow.SECTIONS if "SmolLM2" not in name])
 def test_the_recorded_results_are_measured_again(heading):
-    """Check what two pages of docs/evidence quote, apart from what needs a trained model."""
+    """Check what docs/evidence/aggregation.md quotes, apart from what needs a trained model."""
     assert rollout_and_flow.section(heading) in rollout_and_flow.OUT.read_text(encoding="utf-8")
 
 

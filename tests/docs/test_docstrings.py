@@ -246,7 +246,11 @@ def test_no_docstring_names_a_path_of_the_repository() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["see docs/evidence/flow.md", "`lens_mix._inputs.prompts.read_prompt`", "a key of `references.bib`"],
+    [
+        "see docs/evidence/aggregation.md",
+        "`lens_mix._inputs.prompts.read_prompt`",
+        "a key of `references.bib`",
+    ],
 )
 def test_a_path_of_the_repository_is_noticed(text: str) -> None:
     assert _INTERNAL.search(text)
