@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 # Pages with a test of their own, which checks the results of the examples.
 ELSEWHERE = {
-    *("README.md", "tutorial.md", "encoder_decoder.md", "add_a_method.md", "hooks.md"),
+    *("README.md", "tutorial.md", "read_a_map.md", "encoder_decoder.md", "add_a_method.md", "hooks.md"),
     *("input_maps_by_gradients.md", "score_a_map.md", "transformer_bridge.md"),
     *("wrapped_encoders.md", "pictures.md", "pictures_and_text.md"),
 }
@@ -62,7 +62,7 @@ SELF_CONTAINED = {
         "graphs.md",
         "head_statistics.md",
     ),
-    *("gallery.md", "many_prompts.md", "read_the_page.md", "saving_and_exporting.md", "troubleshooting.md"),
+    *("gallery.md", "many_prompts.md", "saving_and_exporting.md", "troubleshooting.md"),
 }
 WITH_CODE = [
     pytest.param(page, id=page.name)

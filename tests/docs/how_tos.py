@@ -1,4 +1,4 @@
-"""Read the README, the tutorial and the how-tos, and run their code with models from this machine.
+"""Read the README, the first pages and the how-tos, and run their code with models from this machine.
 
 `python -m tests.docs.how_tos` runs them on the demo models and writes what they print into the pages.
 """
@@ -22,8 +22,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 INDEX = ROOT / "docs" / "how_to" / "index.md"
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
+READ_A_MAP = ROOT / "docs" / "read_a_map.md"
 HOW_TOS = sorted(path for path in INDEX.parent.glob("*.md") if path != INDEX)
-PAGES = [README, TUTORIAL, *HOW_TOS]
+PAGES = [README, TUTORIAL, READ_A_MAP, *HOW_TOS]
 
 # A block of Python, or of what the block of Python before it prints.
 _BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -101,6 +101,7 @@ def check_files(result: Result, folder: Path, files: tuple[str, ...]) -> None:
 # What a page makes besides its output.
 CHECKS: dict[str, Callable[[Result, Path], None]] = {
     "tutorial": functools.partial(check_files, files=("italian.png", "italian.safetensors", "italian.html")),
+    "read_a_map": functools.partial(check_files, files=("map.png",)),
     "notebook": check_notebook,
     "long_page": check_long_page,
     "save": functools.partial(check_files, files=("paris.pdf", "paris.safetensors")),
