@@ -48,14 +48,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # Pages with a test of their own, which checks the results of the examples.
 ELSEWHERE = {
     *("README.md", "tutorial.md", "read_a_map.md", "encoder_decoder.md", "add_a_method.md", "hooks.md"),
-    *("input_maps_by_gradients.md", "score_a_map.md", "transformer_bridge.md"),
+    *("choose_a_method.md", "score_a_map.md", "transformer_bridge.md"),
     *("wrapped_encoders.md", "pictures.md", "pictures_and_text.md"),
 }
 SELF_CONTAINED = {
     *(
         "index.md",
         "cheat_sheet.md",
-        "choose_a_method.md",
         "classifiers.md",
         "corpus.md",
         "encoders.md",
@@ -211,14 +210,21 @@ def test_the_page_names_every_attribute_and_override_of_a_method() -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_the_example_of_the_page_on_gradients_runs() -> None:
+def test_the_examples_of_the_page_on_the_choice_of_a_method_run(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
-    page = ROOT / "docs" / "guides" / "input_maps_by_gradients.md"
+    page = ROOT / "docs" / "guides" / "choose_a_method.md"
     for example in examples(page.read_text(encoding="utf-8")):
-        exec(compile(example, "input_maps_by_gradients.md", "exec"), names)
-    assert len(names["o"].key_tokens) == 2
+        exec(compile(example, page.name, "exec"), names)
     ((gap,),) = names["f"].provenance["details"]["conservation_gap"]
     assert abs(gap) < 1e-4 * float(names["f"].scores.abs().sum())
+    # The integrated gradients that are named run, too.
+    integrated = lm.run(names["model"], names["prompt"], names["method"], queries=[-1])
+    assert integrated.provenance["details"]["convergence_delta"]
+    controls = {record["method"] for record in names["board"].records}
+    assert {"position", "random", "gim, randomised model", "attention, randomised model"} <= controls
+    printed = capsys.readouterr().out
+    assert "'verification_error'" in printed
+    assert "@inproceedings{mohebbi" in printed
 
 
 @pytest.mark.filterwarnings("ignore")
