@@ -7,6 +7,7 @@ It runs the page's example on the demo model and writes docs/images/read_a_map.p
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,14 @@ def mark(figure: Any) -> int:
 
 
 def main() -> None:
-    """Write the picture."""
+    """Write the picture in 128 colors, which makes the file small."""
     import models
+    from PIL import Image
 
-    draw(models.load(models.smollm2_folder())).savefig(PICTURE, dpi=DPI)
+    content = io.BytesIO()
+    draw(models.load(models.smollm2_folder())).savefig(content, dpi=DPI, format="png")
+    few = Image.open(content).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    few.save(PICTURE, optimize=True)
 
 
 if __name__ == "__main__":
