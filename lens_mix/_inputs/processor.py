@@ -63,7 +63,7 @@ def convert_picture(name: str, picture: Any, channels: int = 3) -> tuple[Any, tu
         if picture.mode.lower() in ("rgba", "la", "pa") or "transparency" in picture.info:
             picture = picture.convert("RGBA")
             if picture.getextrema()[-1][0] < 255:
-                notes = (f"{name}: transparent pixels were read in the colour that is stored for them",)
+                notes = (f"{name}: transparent pixels were read in the color that is stored for them",)
         return picture.convert("L" if channels == 1 else "RGB"), notes
     except (OSError, ValueError) as problem:
         raise ValueError(

@@ -214,7 +214,7 @@ def choose_colour_map(signed: bool, cmap: str | Colormap | None) -> Colormap:
     """
     if cmap is None:
         return _make_colour_map(signed)
-    check_instance("cmap", cmap, (str, Colormap), "a colour map of matplotlib or its name")
+    check_instance("cmap", cmap, (str, Colormap), "a color map of matplotlib or its name")
     if isinstance(cmap, str) and cmap not in colormaps:
         raise ValueError(f"cmap: expected a name in matplotlib.colormaps, such as 'viridis', got {cmap!r}")
     return colormaps.get_cmap(cmap).with_extremes(bad=HIDDEN)

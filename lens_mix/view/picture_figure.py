@@ -213,7 +213,7 @@ def _draw_pictures(view: _View, image: np.ndarray, columns: int, whole: float | 
     canvas = load_canvas()
     largest = [f"a patch ≤ {view.write(float(each))}" for each in view.largest]
     largest = [
-        f"{most}, not coloured" if noise else most for most, noise in zip(largest, view.noise, strict=True)
+        f"{most}, not colored" if noise else most for most, noise in zip(largest, view.noise, strict=True)
     ]
     titles = [f"{name}, {most}" for name, most in zip(view.names, largest, strict=True)]
     # The texts above a narrow picture are in lines.

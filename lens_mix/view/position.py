@@ -176,7 +176,7 @@ class PositionView:
         largest = float(panel.scores[:, others].abs().max()) if others else 0.0
         written = f"{100 * largest:.2g} %" if panel.is_share else f"{largest:.2g}"
         noun = "position" if self.has_grid else "token"
-        return f"no other {noun} has more than {written}, so none is coloured"
+        return f"no other {noun} has more than {written}, so none is colored"
 
     def rank_columns(self, panels: Iterable[LayerRow] | None = None) -> list[int]:
         """Return the indices of the columns, the one with the largest score in any layer first.

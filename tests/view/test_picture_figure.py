@@ -365,7 +365,7 @@ def test_a_layer_whose_patches_are_noise_is_not_coloured():
     written = texts(figure)
     # The lines are below each other, because one line is wider than the picture.
     assert {"layer 0", "layer 1"} <= set(written)
-    assert {"a patch ≤ 0.06 % not coloured [CLS] 100 %", "a patch ≤ 6 % [CLS] 90 %"} <= set(written)
+    assert {"a patch ≤ 0.06 % not colored [CLS] 100 %", "a patch ≤ 6 % [CLS] 90 %"} <= set(written)
     short = texts(picture_map(scores=scores[1:]).show(picture=True))
     assert "layer 0, a patch ≤ 6 %" in short
 

@@ -321,10 +321,10 @@ def test_noise_beside_a_first_token_with_nearly_everything_is_not_coloured(layer
 
     strength, text = drawn(0.0005)
     assert strength < 0.03
-    assert "no other token has more than 0.05 %, so none is coloured" in text
+    assert "no other token has more than 0.05 %, so none is colored" in text
     strength, text = drawn(0.02)
     assert strength > 0.9
-    assert "none is coloured" not in text
+    assert "none is colored" not in text
 
 
 def test_noise_has_a_scale_of_its_own_beside_a_map_with_findings() -> None:

@@ -27,8 +27,8 @@ function writeAnswer() {
 // Return the positions that some map of this text has a row of.
 const rowsThere = () => new Set(ofText().flatMap(m => m.queries));
 
-// ------------------------------------------------------------------ the text, coloured by one map
-// Return the row that colours the text: that of the recommended input map, of the method's map with the best score, or the
+// ------------------------------------------------------------------ the text, colored by one map
+// Return the row that colors the text: that of the recommended input map, of the method's map with the best score, or the
 // mean of a layer map: Value Zeroing's if there is one, and attention's only if there is no other. A rollout has no score,
 // because one through many layers may be all on the first token: it comes last.
 async function textRow() {
@@ -45,7 +45,7 @@ async function textRow() {
     name: `${m.title}, ${rows.length > 1 ? "mean of the layers" : m.layer_names[0]}` };
 }
 
-// Return why the recommended map does not colour the text, and what to call; "" if it does, or if the page has none.
+// Return why the recommended map does not color the text, and what to call; "" if it does, or if the page has none.
 function whyOther() {
   const recommended = ofText().find(m => m.provenance.input_map);
   if (!recommended || recommended.queries.includes(state.query)) return "";
@@ -92,8 +92,8 @@ function tokenLine(tokens, starts, attributes, { tell, choose, pass = () => {} }
   line.addEventListener("click", event => { const i = find(event); if (i !== null && choose) choose(i); });
   return { line, boxes };
 }
-// Colour boxes by a row; `pale` has the keys that are left out of the scale. The largest other number ends the scale.
-function colourBoxes(boxes, row, pale, most) {
+// Color boxes by a row; `pale` has the keys that are left out of the scale. The largest other number ends the scale.
+function colorBoxes(boxes, row, pale, most) {
   boxes.forEach((box, key) => {
     const x = row ? row[key] : NaN, isHidden = Number.isNaN(x), channels = isHidden ? null : rgb(x, most);
     box.classList.toggle("hidden", isHidden);
@@ -150,13 +150,13 @@ function tellToken(tokens, i, values) {
 
 async function drawText() {
   const parts = buildText(), m = map(), found = await textRow(), pale = found ? asNumbers(found.m, state.query) : new Set();
-  // The position itself keeps its colour here: it is one token of many, and it has a frame.
+  // The position itself keeps its color here: it is one token of many, and it has a frame.
   pale.delete(state.query);
   const keys = found && keysOf(found.m), ownMost = found ? scaleEnd([found.row], new Set([...pale, ownKey(found.m, state.query)])) : 0;
   const most = ownMost || (found ? largestOf(found.row, pale) : 0);
   parts.values = found && !found.m.keys ? found.row : null;
   await drawPicture(found, parts.values, pale, most);
-  colourBoxes(parts.main.boxes, parts.values || m.tokens.map((_, i) => m.causal && i > state.query ? NaN : 0), parts.values ? pale : new Set(), most);
+  colorBoxes(parts.main.boxes, parts.values || m.tokens.map((_, i) => m.causal && i > state.query ? NaN : 0), parts.values ? pale : new Set(), most);
   parts.main.boxes.forEach((box, i) => {
     const isChosen = i === state.query;
     if (box.classList.contains("chosen") !== isChosen) box.classList.toggle("chosen", isChosen);
@@ -179,7 +179,7 @@ async function drawText() {
     if (found && found.m.keys) {
       const { line, boxes } = tokenLine(keys, found.m.key_words, { role: "group", "aria-label": "the tokens that the rows read" },
         { tell: i => tellToken(keys, i, found.row) });
-      colourBoxes(boxes, found.row, pale, most);
+      colorBoxes(boxes, found.row, pale, most);
       parts.source.replaceChildren(make("p", { class: "caption", text: "What it reads:" }), line);
     }
   }
@@ -199,5 +199,5 @@ function writeTextLegend(found, keys, most, pale) {
   const noise = tellNoise(found.m, [found.row], new Set([...pale, ownKey(found.m, state.query)]), percent);
   box.replaceChildren(legend(most, found.m.signed, unitName, percent), " · ",
     make("span", { text: found.name, title: found.m.provenance.input_map?.figures || found.m.line }),
-    ` · most: ${strongest}`, left.length ? ` · ${sinkName(found.m)} ${sink}, not coloured` : "", noise, whyOther());
+    ` · most: ${strongest}`, left.length ? ` · ${sinkName(found.m)} ${sink}, not colored` : "", noise, whyOther());
 }

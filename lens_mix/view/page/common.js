@@ -110,7 +110,7 @@ function tip(event, text) {
 }
 
 const writeCount = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
-// A note on how the prompt was read is not a warning, and has the colour of the text.
+// A note on how the prompt was read is not a warning, and has the color of the text.
 const isCalm = note => /^(prepend_bos: the model read|picture: )/.test(note);
 function writeNotes(notes) {
   const written = notes.map((note, i) => make("span", { class: isCalm(note) ? "" : "warning", text: `${i ? "; " : ""}${note}` }));

@@ -1,6 +1,6 @@
-// ------------------------------------------------------------------ colours
-// Colours of one hue, from the ground to a dark blue (in the dark: a light one); negative numbers are orange. Blue and
-// orange differ for all kinds of colour blindness. A legend maps its colours to numbers.
+// ------------------------------------------------------------------ colors
+// Colors of one hue, from the ground to a dark blue (in the dark: a light one); negative numbers are orange. Blue and
+// orange differ for all kinds of color blindness. A legend maps its colors to numbers.
 let ramps = null;
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const channels = name => css(name).split(",").map(Number);
@@ -14,12 +14,12 @@ function findRamps() {
   ramps = { up, down, hidden: channels("--hidden-key") };
   return ramps;
 }
-// Return how strong the colour of a number is, 0 to 1, if 1 is the largest. The logarithm covers four orders.
+// Return how strong the color of a number is, 0 to 1, if 1 is the largest. The logarithm covers four orders.
 const SCALES = { root: Math.sqrt, linear: x => x, log: x => Math.max(0, 1 + Math.log10(x) / 4) };
 const strength = x => x <= 0 ? 0 : x >= 1 ? 1 : SCALES[state.scale](x);
 // Return the number that has a strength.
 const ofStrength = s => state.scale === "log" ? 10 ** (4 * (s - 1)) : state.scale === "root" ? s * s : s;
-// Return whether the keys that are coloured have next to nothing: less than 1 % each, where those without a colour have more
+// Return whether the keys that are colored have next to nothing: less than 1 % each, where those without a color have more
 // than 90 % (as in lens_mix/view/strongest.py). The scale then ends at the whole row, so that noise is not drawn as a finding.
 const isNoise = (most, left, total) => most < .01 * total && left > .9 * total;
 function rgb(x, most) {
@@ -27,12 +27,12 @@ function rgb(x, most) {
   if (Number.isNaN(x)) return hidden;
   return (x < 0 ? down : up)[Math.round(255 * strength(most ? Math.abs(x) / most : 0))];
 }
-const colour = (x, most) => `rgb(${rgb(x, most)})`;
+const color = (x, most) => `rgb(${rgb(x, most)})`;
 const luminance = ([r, g, b]) => [[.2126, r], [.7152, g], [.0722, b]].reduce((sum, [weight, value]) => {
   const x = value / 255;
   return sum + weight * (x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4);
 }, 0);
-// Return black or white, whichever is easier to read on a colour.
+// Return black or white, whichever is easier to read on a color.
 const inkOn = channels => { const light = luminance(channels) + .05; return light / .05 > 1.05 / light ? "#000" : "#fff"; };
 
 // ------------------------------------------------------------------ canvas
@@ -58,7 +58,7 @@ function heat(context, box, rows, columns, at, most) {
   if (!rows || !columns) return;
   const [left, top, width, height] = box, pixels = context.getTransform().a;
   const across = Math.min(columns, Math.max(1, Math.floor(width * pixels))), down = Math.min(rows, Math.max(1, Math.floor(height * pixels)));
-  const best = new Float32Array(across * down).fill(-1), colours = new Uint8ClampedArray(4 * across * down);
+  const best = new Float32Array(across * down).fill(-1), colors = new Uint8ClampedArray(4 * across * down);
   const { hidden } = findRamps();
   for (let row = 0; row < rows; row++) {
     const line = Math.floor(row * down / rows) * across, scale = typeof most === "function" ? most(row) : most;
@@ -69,13 +69,13 @@ function heat(context, box, rows, columns, at, most) {
       if (s <= best[pixel]) continue;
       best[pixel] = s;
       const c = s < 0 ? hidden : rgb(x, scale);
-      colours[4 * pixel] = c[0]; colours[4 * pixel + 1] = c[1]; colours[4 * pixel + 2] = c[2]; colours[4 * pixel + 3] = 255;
+      colors[4 * pixel] = c[0]; colors[4 * pixel + 1] = c[1]; colors[4 * pixel + 2] = c[2]; colors[4 * pixel + 3] = 255;
     }
   }
   if (sheet.width < across) sheet.width = across;
   if (sheet.height < down) sheet.height = down;
   const paper = sheet.getContext("2d", { willReadFrequently: true });
-  paper.putImageData(new ImageData(colours, across, down), 0, 0);
+  paper.putImageData(new ImageData(colors, across, down), 0, 0);
   context.imageSmoothingEnabled = false;
   context.drawImage(sheet, 0, 0, across, down, left, top, width, height);
 }
@@ -110,7 +110,7 @@ function follow(canvas, find, tell, choose, pass = () => {}) {
 }
 
 // ------------------------------------------------------------------ legend
-// Return a strip of colours with the numbers that they mean below it.
+// Return a strip of colors with the numbers that they mean below it.
 function legend(most, isSigned, name, format = shownUnit) {
   const width = isSigned ? 240 : 150, { canvas, context } = canvasOf(width, 8, { "aria-hidden": "true" }), { up, down } = findRamps();
   for (let x = 0; x < width; x++) {
@@ -118,7 +118,7 @@ function legend(most, isSigned, name, format = shownUnit) {
     context.fillStyle = `rgb(${(s < 0 ? down : up)[Math.round(255 * Math.abs(s))]})`;
     context.fillRect(x, 0, 1, 8);
   }
-  // The logarithm has no zero: its first colour is that of all smaller numbers.
+  // The logarithm has no zero: its first color is that of all smaller numbers.
   const middle = format(most * ofStrength(.5)), lowest = state.scale === "log" ? `≤ ${format(most * ofStrength(0))}` : "0";
   const ticks = [...(isSigned ? [format(-most), format(-most * ofStrength(.5))] : []), lowest, middle, format(most)];
   const below = make("span", { class: "ticks" }, ...ticks.map(text => make("span", { text })));

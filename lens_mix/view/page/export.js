@@ -46,7 +46,7 @@ async function save(kind) {
 }
 
 // Return the answer, the view, and the lines below it about its source, as one SVG. The elements become rectangles, text and
-// pictures at the places and in the colours that they have on the screen.
+// pictures at the places and in the colors that they have on the screen.
 function pictured() {
   // Whatever scrolls is shown from its start, and in full.
   const panes = [$("view"), ...$("view").querySelectorAll(".pane")].map(pane => [pane, pane.scrollLeft]);

@@ -174,7 +174,7 @@ function followKeys(group, marks, graph, tell, light) {
   focusAfterChoice = false;
 }
 let focusAfterChoice = false;
-// Return the legend: what the widths, colours and areas mean, with samples and numbers.
+// Return the legend: what the widths, colors and areas mean, with samples and numbers.
 function makeLegend({ edges, nodes, roots, unitName, format, shareName, legend }, most) {
   const sample = (name, attributes) => {
     const svg = draw("svg", { width: 26, height: 14, "aria-hidden": true });

@@ -195,9 +195,9 @@ function writeNumbers(context, m, { keys, numbers, top, across, down, chosenRow 
   const [ink, soft, accent] = ["--ink", "--soft", "--accent"].map(css), right = i => EDGE + across * keys.length + NUMBER - 2 + i * NUMBER;
   // Where rows are low, only some layers have their label and their numbers.
   const every = down >= 13 ? m.names.length > 12 ? 5 : 1 : 10, isFree = place => Math.abs(place - chosenRow) * down >= 11;
-  const write = (text, x, y, colour, isBold) => {
+  const write = (text, x, y, color, isBold) => {
     context.font = `${isBold ? "700 " : ""}10px ${FONT}`;
-    context.fillStyle = colour;
+    context.fillStyle = color;
     context.fillText(text, x, y);
   };
   context.textAlign = "right";
@@ -223,10 +223,10 @@ function writeLabels(context, { labels, across, bottom, isWide, chosenColumn }) 
   }
 }
 // A cell of less than three pixels has a frame around the three pixels at its middle.
-function frameCell(context, { top, across, down }, row, column, colour, width) {
+function frameCell(context, { top, across, down }, row, column, color, width) {
   if (row < 0 || column < 0) return;
   const wide = Math.max(across, 3);
-  context.strokeStyle = colour;
+  context.strokeStyle = color;
   context.lineWidth = width;
   context.strokeRect(EDGE + (column + .5) * across - wide / 2 - width / 2, top + row * down - width / 2, wide + width, down + width);
   context.lineWidth = 1;

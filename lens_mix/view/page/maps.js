@@ -27,7 +27,7 @@ async function textView(view) {
       continue;
     }
     const { row, of, whole } = await unitRow(m, place, head, state.query);
-    // A first token or a special token that is not coloured is left out of its word too.
+    // A first token or a special token that is not colored is left out of its word too.
     const sinks = new Set(state.first ? [] : sinkKeys(m, state.query));
     const units = unitsOf(m.key_words || m.words, keys.length).flatMap(positions => apart(positions, sinks));
     const own = m.keys || state.diagonal ? [] : units.find(positions => positions.includes(state.query));
@@ -46,14 +46,14 @@ async function textView(view) {
     const { line, boxes } = tokenLine(keys, m.key_words || m.words, { role: "group", "aria-label": `${m.title}: the tokens` },
       { tell: i => spelled(keys, placed[i]) + score(i), choose: m.keys ? null : choosePosition });
     const pale = new Set([...sinks, ...own]), most = row ? scaleEnd([values], left) : 0;
-    colourBoxes(boxes, row && each, pale, most);
+    colorBoxes(boxes, row && each, pale, most);
     if (!row) boxes.forEach(box => box.classList.remove("hidden"));
     boxes.forEach((box, i) => box.classList.toggle("chosen", !m.keys && of.includes(i)));
     const below = make("p", { class: "below" });
     if (most) below.append(legend(most, m.signed, unit()));
     const besides = [...[...sinks].map(key => [quotedToken(keys[key]), each[key]]),
       [`the ${own.length > 1 ? state.by : "position"} itself`, own.length ? each[own[0]] : 0]];
-    for (const [name, x] of besides) if (row && x) below.append(` · ${name} ${shownUnit(x)}, not coloured`);
+    for (const [name, x] of besides) if (row && x) below.append(` · ${name} ${shownUnit(x)}, not colored`);
     if (row) below.append(tellNoise(m, [values], left, shownUnit));
     view.append(make("div", { class: "row", "data-map": m.label }, title, line, below));
     if (row) units.forEach((positions, i) => table.push({ map: m.label, layer: m.names[place], head,
@@ -159,7 +159,7 @@ function drawLarge(one, { canvas, caption, below, words }) {
   caption.textContent = `${m.title} · ${layer}. Rows are positions, columns the ${nounsOf(m)} that they read.`
     + ` Stored with an error of at most ${shown(stored.layers[place].error)}.`;
   below.replaceChildren(legend(typeof most === "function" ? most.end || 1 : most, m.signed,
-    `${state.unit === "share" ? "of the row" : "raw score"}${state.range === "row" ? ` (each row has its own largest${most.pale ? `; not coloured where no ${nounOf(m)} has 1 %` : ""})` : ""}`),
+    `${state.unit === "share" ? "of the row" : "raw score"}${state.range === "row" ? ` (each row has its own largest${most.pale ? `; not colored where no ${nounOf(m)} has 1 %` : ""})` : ""}`),
   make("p", { class: "caption", text: describeLeftOut(m, raw, keys) }));
   canvas.setAttribute("aria-label", `${m.title}, ${layer}: ${rows} positions by ${keys} ${nounsOf(m)}. Chosen: position ${state.query}.`);
   const lines = m.queries.map((_, row) => Float32Array.from({ length: keys }, (_, key) => at(row, key) ?? 0));
@@ -305,7 +305,7 @@ async function methodsView(view) {
         if (mine && theirs) value = spearman(mine.map(Math.abs), theirs.map(Math.abs));
       }
       const cell = make("td", { text: correlation(value), "data-layer": name });
-      if (!Number.isNaN(value)) { cell.style.background = colour(value, 2); cell.style.color = inkOn(rgb(value, 2)); }
+      if (!Number.isNaN(value)) { cell.style.background = color(value, 2); cell.style.color = inkOn(rgb(value, 2)); }
       cells.push(cell);
       rows.push({ map: base.label, with: m.label, layer: name, query: state.query, value: Number.isNaN(value) ? null : value });
     }
@@ -326,7 +326,7 @@ async function methodsView(view) {
     const arePale = isNoiseRow(a, pale) && isNoiseRow(b, pale), most = arePale ? 1 : largestOf(difference, pale), label = `difference of ${base.title} and ${m.title}`;
     const { line, boxes } = tokenLine(keysOf(base), base.key_words || base.words, { role: "group", "aria-label": label },
       { tell: i => `${named(keysOf(base), i)}\n${shown(difference[i])} difference of shares`, choose: base.keys ? null : choosePosition });
-    colourBoxes(boxes, difference, pale, most);
+    colorBoxes(boxes, difference, pale, most);
     boxes.forEach((box, i) => box.classList.toggle("chosen", !base.keys && i === state.query));
     view.append(make("div", { class: "row" }, make("h3", {}, make("b", { text: `${base.title} − ${m.title}` }),
       ` · difference of shares · ${base.layer_names[place]}`), line, make("p", { class: "below" }, legend(most, true, "difference of shares", percent), arePale ? tellNoise(base, [a], pale, percent) : "")));

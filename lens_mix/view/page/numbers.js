@@ -152,11 +152,11 @@ const size = row => row.reduce((sum, x) => sum + (Number.isNaN(x) ? 0 : Math.abs
 const sharesOf = row => { const total = size(row) || 1; return row.map(x => x / total); };
 const isNoiseRow = (row, without) => isNoise(largestOf(row, without), [...without].reduce((sum, key) => sum + (Math.abs(row[key]) || 0), 0), size(row));
 const areNoise = (rows, without) => rows.length > 0 && rows.every(row => isNoiseRow(row, without));
-// Return the end of the colour scale of rows, of which some keys have no colour.
+// Return the end of the color scale of rows, of which some keys have no color.
 const scaleEnd = (rows, without) => Math.max(0, ...rows.map(row => areNoise(rows, without) ? size(row) : largestOf(row, without)));
-// Return why rows have no colours; "" if they have.
+// Return why rows have no colors; "" if they have.
 const tellNoise = (m, rows, without, format) => !areNoise(rows, without) ? ""
-  : ` · no other ${nounOf(m)} has more than ${format(Math.max(...rows.map(row => largestOf(row, without))))}, so none is coloured`;
+  : ` · no other ${nounOf(m)} has more than ${format(Math.max(...rows.map(row => largestOf(row, without))))}, so none is colored`;
 const inUnit = row => state.unit === "share" ? sharesOf(row) : row;
 // Return the words or sentences as lists of positions, or single tokens if the map has no such units.
 function unitsOf(starts, count) {

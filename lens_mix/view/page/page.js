@@ -24,7 +24,7 @@ function slide(key, text, attributes, write = String) {
 // A row with negative scores is divided by the sum of its magnitudes, so it does not sum to 1.
 const unitChoice = () => press("unit", [["share", shownMaps().some(m => m.signed) ? "magnitudes of a row sum to 1" : "rows sum to 1"],
   ["raw", "raw scores"]], "unit");
-const scaleChoice = () => choose("scale", "colours", [["root", "square root"], ["linear", "linear"], ["log", "logarithm"]]);
+const scaleChoice = () => choose("scale", "colors", [["root", "square root"], ["linear", "linear"], ["log", "logarithm"]]);
 // Two switches: is the first token drawn, and is the position itself?
 function numberChoices() {
   const flag = (key, text) => {

@@ -32,7 +32,7 @@ function paintPicture(context, m, image, row, most, width, wave) {
   if (wave) paintWave(context, DATA.waves[state.prompt], width);
   if (!isWave && image) {
     context.drawImage(image, 0, 0, width, height);
-    // The picture becomes grey and light, so that only scores have a colour.
+    // The picture becomes grey and light, so that only scores have a color.
     context.globalCompositeOperation = "saturation";
     context.fillStyle = "hsl(0, 0%, 50%)";
     context.fillRect(0, 0, width, height);
@@ -45,7 +45,7 @@ function paintPicture(context, m, image, row, most, width, wave) {
     const x = row[key], [left, above, across, down] = cellBox(grid, cell, width, inner);
     if (Number.isNaN(x) || !most) return;
     context.globalAlpha = isWave || !image ? 1 : .9 * Math.sqrt(Math.min(1, Math.abs(x) / most));
-    context.fillStyle = colour(x, most);
+    context.fillStyle = color(x, most);
     context.fillRect(left, top + above, across, down);
   });
   context.globalAlpha = 1;
@@ -100,7 +100,7 @@ async function drawPicture(found, row, pale, most) {
     rows.forEach((each, place) => {
       const own = m.keys ? -1 : state.query, cells = m.grid.positions.filter(key => key !== own && !Number.isNaN(each[key]));
       const largest = Math.max(0, ...cells.map(key => Math.abs(each[key]))), isPale = isNoiseRow(each, new Set([...m.sinks, own])), small = m.grid.noun === "frame" ? width : widthOf(m.grid, image, SMALL_PICTURE);
-      strip.append(make("figure", {}, make("figcaption", { text: `${found.m.layer_names[place]}, a ${nounOf(m)} ≤ ${percent(largest)}${isPale ? ", not coloured" : ""}` }),
+      strip.append(make("figure", {}, make("figcaption", { text: `${found.m.layer_names[place]}, a ${nounOf(m)} ≤ ${percent(largest)}${isPale ? ", not colored" : ""}` }),
         pictureCanvas(m, image, each, isPale ? size(each) : largest, small, 0, `${found.m.title}, ${found.m.layer_names[place]}`)));
     });
     parts.push(make("details", { open: pictureDetails(), ontoggle: event => { isOpen = event.target.open; } },

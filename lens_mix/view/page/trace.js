@@ -142,16 +142,16 @@ function openTemplate({ text, button }, isOpen) {
 
 // ------------------------------------------------------------------ drawing
 let shares = new Map();
-function colourText(scored) {
+function colorText(scored) {
   const { owner } = sourcesOf(state.unit), last = DATA.n_prompt + state.stop - 1;
-  const coloured = scored.filter(source => source.kind !== TEMPLATE), largest = coloured.reduce((most, { share }) => Math.max(most, Math.abs(share)), 0);
+  const colored = scored.filter(source => source.kind !== TEMPLATE), largest = colored.reduce((most, { share }) => Math.max(most, Math.abs(share)), 0);
   const left = scored.filter(source => source.kind === TEMPLATE).reduce((sum, { share }) => sum + Math.abs(share), 0), isPale = isNoise(largest, left, 1), most = isPale ? 1 : largest;
   shares = new Map(scored.map(source => [source.index, source]));
   DATA.boxes.forEach(([start, stop], index) => {
     const piece = pieces[index], source = start < last ? shares.get(owner[start]) : undefined, token = start - DATA.n_prompt;
-    const isChosen = token < state.stop && stop - DATA.n_prompt > state.start, isColoured = source && source.kind !== TEMPLATE && source.share;
-    // What is explained keeps the colour of the page, so that it can be read as one.
-    const channels = isColoured && !isChosen ? rgb(source.share, most) : null;
+    const isChosen = token < state.stop && stop - DATA.n_prompt > state.start, isColored = source && source.kind !== TEMPLATE && source.share;
+    // What is explained keeps the color of the page, so that it can be read as one.
+    const channels = isColored && !isChosen ? rgb(source.share, most) : null;
     piece.style.backgroundColor = channels ? `rgb(${channels})` : "";
     // Between two boxes on fractions of a pixel there would be a line of the ground.
     piece.style.boxShadow = channels ? `1px 0 0 rgb(${channels})` : "";
@@ -165,7 +165,7 @@ function colourText(scored) {
     // By sentence or document the template is one source, whose share is in the line below the explained text.
     else button.textContent = [TEMPLATE, writeCount(stop - start, "token"), ["token", "word"].includes(state.unit) && text].filter(Boolean).join(" · ");
   }
-  $("text-legend").replaceChildren(legend(most, scored.some(({ share }) => share < 0), `of the span's scores, by ${unitName(state.unit)}; the template is not coloured${isPale ? `: it has ${percent(left)}, and no other source more than ${percent(largest)}` : ""}`, percent));
+  $("text-legend").replaceChildren(legend(most, scored.some(({ share }) => share < 0), `of the span's scores, by ${unitName(state.unit)}; the template is not colored${isPale ? `: it has ${percent(left)}, and no other source more than ${percent(largest)}` : ""}`, percent));
 }
 const KINDS = { [TEMPLATE]: "template", [OWN]: "own text", document: "documents", prompt: "prompt", source: "source", given: "given groups" };
 const quoted = (text, count) => `“${shortened(visible(text.replace(/\s+/g, " ").trim()), count)}”`;
@@ -229,7 +229,7 @@ async function render() {
   // If the user has made another choice in the meantime, this rendering is out of date.
   if (version !== renders) return;
   const scored = scoreSources(row);
-  colourText(scored);
+  colorText(scored);
   writeSpan(scored);
   writeList(scored);
   for (const control of controls) control.sync();
@@ -324,7 +324,7 @@ addEventListener("keydown", event => {
 });
 
 // ------------------------------------------------------------------ the start
-const controls = [press("unit", UNITS.map(unit => [unit, unitName(unit)]), "colour the prompt by")];
+const controls = [press("unit", UNITS.map(unit => [unit, unitName(unit)]), "color the prompt by")];
 function start() {
   $("options").append(make("span", { class: "choice" }, make("span", { text: "sources by" }), controls[0]));
   if (DATA.steps && sentences.length) {

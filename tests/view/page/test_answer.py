@@ -95,7 +95,7 @@ def test_the_text_has_the_colours_of_the_recommended_map(opened, maps):
     share = maps["recommended"].normalized().scores[0, 0]
     boxes = all_of(browser, "#tokens .token")
     assert "recommended map: token patching" in text(browser, "#text-legend")
-    assert f"first token {percent(share[0])}, not coloured" in text(browser, "#text-legend")
+    assert f"first token {percent(share[0])}, not colored" in text(browser, "#text-legend")
     assert f"most: “ t2” {percent(share[2])}, “ t5” {percent(share[5])}" in text(browser, "#text-legend")
     for key, box in enumerate(boxes):
         assert f"{percent(share[key])} of the row" in tip_of(browser, box)

@@ -279,7 +279,7 @@ def test_the_sentence_of_the_position_is_not_coloured(opened, query, itself, oth
     share = m.normalized().scores[0, itself].mean(0)
     below = browser.find_element("css selector", ".below").text
     name = "sentence" if len(itself) > 1 else "position"
-    assert f"the {name} itself {percent(share[itself].sum())}, not coloured" in below
+    assert f"the {name} itself {percent(share[itself].sum())}, not colored" in below
     largest = max(share[unit].sum() for unit in ([1, 2], [3, 4, 5], [6]) if unit != itself)
     expected = ramp(browser, share[others].sum() / largest)
     said = tokens[others[0]].value_of_css_property("background-color")
@@ -704,7 +704,7 @@ def test_noise_is_not_coloured_and_the_page_says_so(opened, view):
     maps = {"noise": noise_map(0.0005), "again": noise_map(0.0004)}
     browser = opened(maps, f"view={view}&range=row&layer=1")
     text = browser.find_element("css selector", "body").text
-    assert "no other token has more than 0.05 %, so none is coloured" in text
+    assert "no other token has more than 0.05 %, so none is colored" in text
     assert browser.execute_script(BOXES, "#tokens .token") < 15
     assert browser.execute_script(BOXES, "#view .token") < 15
     if view in ("layers", "grid"):
@@ -725,7 +725,7 @@ def test_noise_is_not_coloured_and_the_page_says_so(opened, view):
 
 def test_a_finding_beside_the_first_token_is_coloured(opened):
     browser = opened({"finding": noise_map(0.05)}, "view=text&layer=1")
-    assert "none is coloured" not in browser.find_element("css selector", "body").text
+    assert "none is colored" not in browser.find_element("css selector", "body").text
     assert browser.execute_script(BOXES, "#tokens .token") > 80
     assert browser.execute_script(BOXES, "#view .token") > 80
 
