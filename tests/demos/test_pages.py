@@ -246,18 +246,6 @@ def test_the_examples_of_the_page_on_encoder_decoders_run_one_after_the_other() 
 
 
 @pytest.mark.once
-def test_messages_that_the_page_on_failures_names_are_in_the_code() -> None:
-    page = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
-    tables = page[page.index("## Errors") : page.index("## Results")]
-    messages = re.findall(r"^\| `([^`]+)` \|", tables, re.MULTILINE)
-    assert len(messages) > 20
-    # A message is written on several lines, so their quotation marks are taken out.
-    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lens_mix").rglob("*.py"))
-    code = re.sub(r'"\s*f?"', "", code)
-    assert [message for message in messages if message not in code] == []
-
-
-@pytest.mark.once
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_that_the_page_names_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
