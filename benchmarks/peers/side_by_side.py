@@ -3,7 +3,7 @@
     python -m benchmarks.peers.side_by_side
 
 writes `benchmarks/peers/results/side_by_side.md`, whose blocks docs/guides/other_tools.md quotes. It needs
-an environment of its own with TransformerLens 4, inseq, captum, BertViz, nnsight and one transformers for all.
+an environment of its own with TransformerLens 4, inseq, captum, BertViz, nnsight and one transformers.
 inseq asks for an older typeguard than TransformerLens, so install it with --no-deps. `make peers` makes
 another environment, with an older transformers.
 """

@@ -24,8 +24,8 @@ PAGE = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text(encoding="utf
 PROMPT = "My grandmother was born in Italy and she cooked the food of home and sang to us in Italy"
 SENTENCE = "She left the country with her three children"
 
-# Texts that torch and the shell write.
-NOT_OURS = {"CUDA out of memory", "lens-mix: command not found"}
+# Texts that TransformerLens, torch and the shell write.
+NOT_OURS = {"Unsupported architecture", "CUDA out of memory", "lens-mix: command not found"}
 # Texts that need a model or an environment that is not here; the source has them.
 IN_THE_SOURCE = {"hooks that never fired", "figures need matplotlib"}
 
