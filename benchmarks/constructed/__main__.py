@@ -53,7 +53,7 @@ def format_page(frame: pd.DataFrame, count: int, seconds: float) -> str:
     texts = [
         "# Methods on constructed models",
         "Written by `python -m benchmarks.constructed`; see "
-        "[the page](../../../docs/evidence/constructed_models.md).",
+        "[the page](../../../docs/evidence/known_truth.md).",
         f"Machine: {describe_machine()}; {seconds:.0f} s.",
         f"Mean area under the ROC curve over {count} prompts, 0 to 1. 1: every true cell or token scores "
         "above every false one. 0.5: chance. A dash: the method does not run on the model. `position` is a "

@@ -1,1 +1,1 @@
-"""Measure what docs/evidence/scales.md says about the scales themselves."""
+"""Measure what docs/evidence/known_truth.md says about the scales themselves."""

@@ -5,7 +5,7 @@
     model.routes(prompt).layers     # [layer, query, key]: the cells that the answer depends on
     m = lm.run(model.model(), prompt, "value_zeroing")
 
-`docs/evidence/constructed_models.md` describes each model and how the methods score on it.
+`docs/evidence/known_truth.md` describes each model and how the methods score on it.
 """
 
 from lens_mix.experiments.constructed.by_hand import by_hand
