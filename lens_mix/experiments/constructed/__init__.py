@@ -5,7 +5,7 @@
     model.routes(prompt).layers     # [layer, query, key]: the cells that the answer depends on
     m = lm.run(model.model(), prompt, "value_zeroing")
 
-`docs/evidence/known_truth.md` describes each model and how the methods score on it.
+`benchmarks/constructed/README.md` describes each model, and `docs/evidence/known_truth.md` how methods score.
 """
 
 from lens_mix.experiments.constructed.by_hand import by_hand
