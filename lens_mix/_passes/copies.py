@@ -11,7 +11,7 @@ from lens_mix._model.model import Lens
 # So many positions of all copies run at once: more on a GPU, because each operation takes time to start.
 _CPU_POSITIONS, _GPU_POSITIONS = 2048, 65536
 # A copy with an autograd graph of its own keeps the tensors of all blocks until the backward pass. So a
-# fourth as many run at once: more need more memory, and hardly less time each (docs/evidence/speed.md).
+# fourth as many run at once: more need more memory, and hardly less time each (benchmarks/README.md).
 _FEWER_WITH_GRAPHS = 4
 
 
