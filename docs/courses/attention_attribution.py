@@ -14,10 +14,13 @@
 # %% [markdown]
 # # Self-attention attribution: which attention mattered for the answer?
 #
+# Take this course if you want to know which attention weights an answer needs, and which heads can be
+# removed. The weights alone do not show this, because a head may read a token without any effect on the
+# answer.
+#
 # **Level:** you know what an attention head and a gradient are. **Time:** 40 minutes with the exercises.
 # **Paper:** Hao et al., "Self-Attention Attribution", AAAI 2021.
 #
-# An attention weight shows how much a position reads from another one, not whether the answer depends on it.
 # Self-attention attribution multiplies each weight by the gradient of the answer, integrated along a path
 # from no attention to the model's own attention. In this course you will
 #

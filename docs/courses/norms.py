@@ -14,6 +14,9 @@
 # %% [markdown]
 # # Norms: why attention weights are not effects
 #
+# Take this course if you explain a model by its attention weights. A large weight on a short vector moves
+# almost nothing, so you learn to measure what is moved instead.
+#
 # **Level:** you know how a transformer block is computed and can read einsum. **Time:** 60 minutes with the
 # exercises. **Papers:** Kobayashi et al., "Attention is Not Only a Weight", EMNLP 2020; "Incorporating
 # Residual and Normalization Layers into Analysis of Masked Language Models", EMNLP 2021; "Analyzing

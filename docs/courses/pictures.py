@@ -14,6 +14,9 @@
 # %% [markdown]
 # # Pictures: which patches does a vision transformer use?
 #
+# Take this course if you want to see which parts of a picture a vision transformer used. You also learn to
+# test such a map: a patch that matters changes the result when it is blurred.
+#
 # **Level:** you know what a patch and [CLS] are in a vision transformer. **Time:** 30 minutes with the
 # exercises. **Papers:** Oquab et al., "DINOv2", 2024; Zeiler & Fergus, "Visualizing and Understanding
 # Convolutional Networks", ECCV 2014; Darcet et al., "Vision Transformers Need Registers", ICLR 2024.

@@ -14,6 +14,9 @@
 # %% [markdown]
 # # Attention rollout and attention flow
 #
+# Take this course if you have one map for each layer and want one map of the input tokens. You also learn
+# when not to use rollout and flow: both fail on the deep decoder of this course.
+#
 # **Level:** you know what attention weights are and can read numpy. **Time:** 60 minutes with the exercises.
 # **Paper:** Abnar and Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020.
 #

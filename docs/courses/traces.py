@@ -14,6 +14,9 @@
 # %% [markdown]
 # # Traces: which sentence did a written span come from?
 #
+# Take this course if you want to know which sentence of a document an answer came from. You also learn to
+# check it, by measuring what the answer loses without that sentence.
+#
 # **Level:** you know what a log probability and a gradient are. **Time:** 40 minutes with the exercises.
 # **Papers:**
 #

@@ -14,6 +14,9 @@
 # %% [markdown]
 # # Value Zeroing: what changes without a token?
 #
+# Take this course if you want to know what a token changes in a layer, and not only how much attention it
+# gets. You also learn three tests that you can apply to any map.
+#
 # **Level:** you know what a value vector and a residual stream are. **Time:** 40 minutes with the exercises.
 # **Paper:** Mohebbi et al., "Quantifying Context Mixing in Transformers", EACL 2023.
 #

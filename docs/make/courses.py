@@ -127,7 +127,6 @@ def fetch_models() -> None:
 
     models.smollm2_folder()
     models.minilm_folder()
-    models.quire_folder()
     models.dinov2_folder()
 
 
