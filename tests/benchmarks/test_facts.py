@@ -17,8 +17,7 @@ ANEW = "run: python -m benchmarks.leaderboard --facts"
 PROSE = [
     page
     for page in facts.PAGES
-    if page.parent.name in {facts.ROOT.name, "docs", "guides", "evidence", "neighbours"}
-    and page.name != "tutorial.md"
+    if page.parent.name in {facts.ROOT.name, "docs", "guides", "evidence"} and page.name != "tutorial.md"
 ]
 # What a decimal number may be the version, the section or the identifier of.
 _VERSIONED = (
@@ -38,8 +37,6 @@ _MEASURED = re.compile(r"(?<![\w.-])[-−+]?\d+\.\d+\b|(?<![\w.-])\d+ ?%|(?<![\w
 
 
 _FENCED = re.compile(r"^( *)(```+|~~~+)(?P<language>[^\n]*)\n(?P<code>.*?)^\1\2", re.MULTILINE | re.DOTALL)
-# Releases that a page is about, without their name.
-RELEASES = {"transformer_bridge.md": {"4.3", "3.9"}}
 
 
 def typed_figures(text: str) -> list[str]:
@@ -103,7 +100,7 @@ def test_every_page_with_quoted_figures_is_there() -> None:
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_no_measured_figure_is_typed_by_hand(page: Path) -> None:
     found = typed_figures(facts.annotate(page))
-    assert [figure for figure in found if figure not in RELEASES.get(page.name, ())] == []
+    assert found == []
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,12 @@ SELF_CONTAINED = {
         "corpus.md",
         "encoders.md",
         "graphs.md",
-        "head_statistics.md",
     ),
-    *("gallery.md", "many_prompts.md", "saving_and_exporting.md", "troubleshooting.md"),
+    "gallery.md",
+    "many_prompts.md",
+    "saving_and_exporting.md",
+    "troubleshooting.md",
+    "read_the_page.md",
 }
 WITH_CODE = [
     pytest.param(page, id=page.name)
