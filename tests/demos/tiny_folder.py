@@ -1,4 +1,4 @@
-"""Save a tiny random Llama, BERT and T5 with tokenizers, in folders that `transformers` can load."""
+"""Save a tiny random Llama, BERT, T5 and DINOv2 in folders that `transformers` can load, with tokenizers."""
 
 from __future__ import annotations
 
@@ -114,6 +114,25 @@ def save_tiny_classifier(folder: Path) -> Path:
     _randomise(model, around_one="LayerNorm.weight")
     model.save_pretrained(folder)
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+def save_tiny_dinov2(folder: Path, layers: int = 2) -> Path:
+    """Save a DINOv2 with two heads, for pictures of 224 x 224 pixels."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    model = Dinov2Model(
+        Dinov2Config(
+            hidden_size=24,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            mlp_ratio=2,
+            image_size=224,
+            patch_size=14,
+        )
+    )
+    _randomise(model, around_one="norm")
+    model.save_pretrained(folder)
     return folder
 
 

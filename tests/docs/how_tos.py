@@ -10,6 +10,9 @@ import contextlib
 import io
 import os
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 import types
 import warnings
@@ -26,18 +29,19 @@ READ_A_MAP = ROOT / "docs" / "read_a_map.md"
 HOW_TOS = sorted(path for path in INDEX.parent.glob("*.md") if path != INDEX)
 PAGES = [README, TUTORIAL, READ_A_MAP, *HOW_TOS]
 
-# A block of Python, or of what the block of Python before it prints.
-_BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A block of Python or of the shell, or of what the block before it prints.
+_BLOCK = re.compile(r"^```(python|sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # A function from the name of a model on the hub to the folder of the model that replaces it.
 Find = Callable[[str], Path]
 
 
 class Step(NamedTuple):
-    """A block of Python of a page, and what the page says that it prints; None if it says nothing."""
+    """A block of code of a page, and what the page says that it prints; None if it says nothing."""
 
     code: str
     output: str | None
+    language: str = "python"
 
 
 class Result(NamedTuple):
@@ -51,11 +55,16 @@ def read_steps(page: Path) -> list[Step]:
     """Return the steps of a page, in order. A how-to has one."""
     steps: list[Step] = []
     for language, content in _BLOCK.findall(page.read_text(encoding="utf-8")):
-        if language == "python":
-            steps.append(Step(content, None))
-        else:
+        if _is_step(language, content):
+            steps.append(Step(content, None, language))
+        elif language == "text":
             steps[-1] = steps[-1]._replace(output=content)
     return steps
+
+
+def _is_step(language: str, content: str) -> bool:
+    """Return whether a block is run: Python, and commands of the library, but not those of other programs."""
+    return language == "python" or (language == "sh" and "lens-mix" in content)
 
 
 def read_code(page: Path) -> str:
@@ -81,7 +90,12 @@ def run(page: Path, find: Find, folder: Path) -> list[Result]:
         _replace_loaders(patch, find)
         # These warnings are estimates of the work, for people.
         warnings.filterwarnings("ignore", message=".*takes about .*progress=True", category=UserWarning)
-        return [_run_step(step.code, page.name, module.__dict__) for step in read_steps(page)]
+        return [
+            _run_shell(step, patch)
+            if step.language == "sh"
+            else _run_step(step.code, page.name, module.__dict__)
+            for step in read_steps(page)
+        ]
 
 
 def _run_step(code: str, name: str, names: dict[str, Any]) -> Result:
@@ -95,6 +109,40 @@ def _run_step(code: str, name: str, names: dict[str, Any]) -> Result:
     return Result(printed.getvalue(), value)
 
 
+def _run_shell(step: Step, patch: pytest.MonkeyPatch) -> Result:
+    """Run lines of the shell, and return what they print of the lines that the page shows.
+
+    A line may have other numbers than on the page.
+    `lens-mix` runs in this process, because every start of Python takes seconds. `lens-mix serve` starts no
+    server: the app is tested with gradio, in an environment of its own.
+    """
+    from typer.testing import CliRunner
+
+    from lens_mix.cli import app
+
+    served = types.SimpleNamespace(block_thread=lambda: None)
+    module = types.ModuleType("lens_mix.app")
+    module.launch = lambda *_, **__: (served, "http://127.0.0.1:7860/")  # type: ignore[attr-defined]
+    patch.setitem(sys.modules, module.__name__, module)
+    printed: list[str] = []
+    for line in filter(None, step.code.splitlines()):
+        if variable := re.fullmatch(r"([A-Z]+)=(\S+)", line):
+            patch.setenv(variable[1], variable[2])
+        elif line.startswith("lens-mix "):
+            words = [os.path.expandvars(word) for word in shlex.split(line, comments=True)]
+            result = CliRunner().invoke(app, words[1:])
+            assert result.exit_code == 0, result.output
+            printed += result.stdout.splitlines()
+        else:
+            subprocess.run(["sh", "-c", line], check=True)
+    shown = {_without_numbers(line) for line in (step.output or "").splitlines()}
+    return Result("".join(f"{line}\n" for line in printed if _without_numbers(line) in shown), None)
+
+
+def _without_numbers(line: str) -> str:
+    return re.sub(r"\s*\d+(\.\d+)?", "#", line)
+
+
 def _replace_display(patch: pytest.MonkeyPatch) -> None:
     """Let IPython's `display` print what a cell shows, because IPython is not needed elsewhere."""
     # The package itself stays away, because matplotlib would take it for the real one.
@@ -106,6 +154,7 @@ def _replace_display(patch: pytest.MonkeyPatch) -> None:
 def _replace_loaders(patch: pytest.MonkeyPatch, find: Find) -> None:
     """Let TransformerBridge and transformers load from the folders that `find` returns."""
     import transformers
+    from transformers import BitImageProcessor, Dinov2Model
 
     models = import_models()
     load_classifier = transformers.AutoModelForSequenceClassification.from_pretrained
@@ -121,11 +170,19 @@ def _replace_loaders(patch: pytest.MonkeyPatch, find: Find) -> None:
         boot = TransformerBridge.boot_transformers
 
         def boot_other(name: str, **options: Any) -> Any:
-            return boot(str(find(name)), **options)
+            return boot(name if "hf_model" in options else str(find(name)), **options)
 
         patch.setattr(TransformerBridge, "boot_transformers", staticmethod(boot_other))
     classifiers = types.SimpleNamespace(from_pretrained=lambda name: load_classifier(find(name)))
     patch.setitem(vars(transformers), "AutoModelForSequenceClassification", classifiers)
+    load_dinov2 = Dinov2Model.from_pretrained
+    dinov2 = types.SimpleNamespace(from_pretrained=lambda name: load_dinov2(find(name)))
+    patch.setitem(vars(transformers), "Dinov2Model", dinov2)
+    # The processor of DINOv2, which no package has.
+    mean, deviation = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    processor = BitImageProcessor(size={"shortest_edge": 256}, image_mean=mean, image_std=deviation)
+    processors = types.SimpleNamespace(from_pretrained=lambda name: processor)
+    patch.setitem(vars(transformers), "AutoImageProcessor", processors)
 
 
 def import_models() -> Any:
@@ -157,6 +214,8 @@ def find_demo_model(name: str, folder: Path) -> Path:
             return models.smollm2_folder()
         if "flan-t5" in name:
             return models.flan_t5_folder()
+        if "dinov2" in name:
+            return models.dinov2_folder()
         return trained if trained.is_dir() else save_sentiment_classifier(models.minilm_folder(), trained)
 
 
@@ -166,10 +225,10 @@ def write_outputs(page: Path, results: list[Result]) -> None:
 
     def replace(block: re.Match[str]) -> str:
         nonlocal number
-        if block[1] == "python":
-            number += 1
-            return block[0]
-        return f"```text\n{results[number].printed}```"
+        if block[1] == "text":
+            return f"```text\n{results[number].printed}```"
+        number += _is_step(block[1], block[2])
+        return block[0]
 
     page.write_text(_BLOCK.sub(replace, page.read_text(encoding="utf-8")), encoding="utf-8")
 
@@ -177,10 +236,13 @@ def write_outputs(page: Path, results: list[Result]) -> None:
 def main() -> None:
     """Run the pages that are named, or all, and write what they print into them.
 
-    The files that they write, with the pictures of `tutorial.md` and `compare.md`, are in outputs/how_to.
+    The files that they write, with the pictures of `tutorial.md`, `compare.md` and `picture.md`, are in
+    outputs/how_to.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     folder = ROOT / "outputs" / "how_to"
+    # A corpus continues in its folder, and says so.
+    shutil.rmtree(folder / "maps", ignore_errors=True)
     prepare(folder)
     for page in PAGES:
         if not sys.argv[1:] or page.stem in sys.argv[1:]:
@@ -190,9 +252,10 @@ def main() -> None:
 
 
 def prepare(folder: Path) -> Path:
-    """Make a working folder with the file that a page reads from the repository."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "LICENSE").write_bytes((ROOT / "LICENSE").read_bytes())
+    """Make a working folder with the files that pages read from the repository."""
+    for name in ("LICENSE", "docs/images/house.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((ROOT / name).read_bytes())
     return folder
 
 
