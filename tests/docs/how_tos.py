@@ -112,9 +112,9 @@ def _run_step(code: str, name: str, names: dict[str, Any]) -> Result:
 def _run_shell(step: Step, patch: pytest.MonkeyPatch) -> Result:
     """Run lines of the shell, and return what they print of the lines that the page shows.
 
-    A line may have other numbers than on the page.
-    `lens-mix` runs in this process, because every start of Python takes seconds. `lens-mix serve` starts no
-    server: the app is tested with gradio, in an environment of its own.
+    A line may have other numbers than on the page. `lens-mix` runs in this process, because every start of
+    Python takes seconds. `lens-mix serve` starts no server: the app is tested with gradio, in an environment
+    of its own.
     """
     from typer.testing import CliRunner
 
@@ -153,8 +153,9 @@ def _replace_display(patch: pytest.MonkeyPatch) -> None:
 
 def _replace_loaders(patch: pytest.MonkeyPatch, find: Find) -> None:
     """Let TransformerBridge and transformers load from the folders that `find` returns."""
+    # Without torchvision, transformers replaces its own module when it is asked for this class.
+    processor = _make_processor()
     import transformers
-    from transformers import BitImageProcessor, Dinov2Model
 
     models = import_models()
     load_classifier = transformers.AutoModelForSequenceClassification.from_pretrained
@@ -175,14 +176,19 @@ def _replace_loaders(patch: pytest.MonkeyPatch, find: Find) -> None:
         patch.setattr(TransformerBridge, "boot_transformers", staticmethod(boot_other))
     classifiers = types.SimpleNamespace(from_pretrained=lambda name: load_classifier(find(name)))
     patch.setitem(vars(transformers), "AutoModelForSequenceClassification", classifiers)
-    load_dinov2 = Dinov2Model.from_pretrained
+    load_dinov2 = transformers.Dinov2Model.from_pretrained
     dinov2 = types.SimpleNamespace(from_pretrained=lambda name: load_dinov2(find(name)))
     patch.setitem(vars(transformers), "Dinov2Model", dinov2)
-    # The processor of DINOv2, which no package has.
-    mean, deviation = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    processor = BitImageProcessor(size={"shortest_edge": 256}, image_mean=mean, image_std=deviation)
     processors = types.SimpleNamespace(from_pretrained=lambda name: processor)
     patch.setitem(vars(transformers), "AutoImageProcessor", processors)
+
+
+def _make_processor() -> Any:
+    """Return the processor of DINOv2, which no package has."""
+    from transformers import BitImageProcessor
+
+    mean, deviation = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    return BitImageProcessor(size={"shortest_edge": 256}, image_mean=mean, image_std=deviation)
 
 
 def import_models() -> Any:
