@@ -53,12 +53,16 @@ def wrap(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
     `hf_model`, on prompts of random tokens with padding and token types. `hf_model` itself and the state of
     the random numbers do not change.
 
+    Without this function, masked language models of these families load by their name with
+    `TransformerBridge.boot_transformers`, after `ArchitectureAdapterFactory.discover_entry_points()`.
+
     A model without a masked-language head has no logits: methods that explain a token raise an error, and
     `model(tokens)` returns NaN. The result keeps `hf_model`, whose classes `lm.targets.hf_classifier(model)`
     explains.
 
     Args:
-        hf_model: The model of transformers.
+        hf_model: The model of transformers. A `LanguageModel` of nnsight contains it as `nn_model._module`,
+            or `nn_model._model` in older releases.
         tokenizer: Its tokenizer. Without one, prompts are tokens.
 
     Returns:
