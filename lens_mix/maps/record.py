@@ -171,7 +171,8 @@ class MixingMap:
             `[sample]` or a spectrogram `[time, band]`. For a model that reads pictures beside tokens, the
             pixels of the only picture. None without one.
         grid: Which keys are patches or frames, and where these are, as a `lens_mix.maps.Grid`. None for
-            tokens.
+            tokens, and for several pictures: `m.replace(grid=Grid(**m.provenance["pictures"][1]["grid"]))`
+            chooses the second one.
 
     Raises:
         TypeError: If scores, tokens, mask, layers, queries, residual or explained have a wrong type.
