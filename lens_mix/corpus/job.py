@@ -119,8 +119,11 @@ def run(
         rank: The number of this process, from 0, and the number of all processes. Each computes every n-th
             shard. None: those of `RANK` and `WORLD_SIZE`, or of `SLURM_ARRAY_TASK_ID` and `_COUNT`.
         actors: The number of processes of a Ray cluster, each with a model. This process reads the prompts
-            and sends each shard to one of them. All machines need the folder `out`. None: without Ray.
-        resources: What each actor needs, as in the `map_batches` of Ray Data: `{"num_gpus": 1}`.
+            and sends each shard to one of them. All machines need the folder `out`. Processes that stay
+            pending lack free cores or GPUs (`ray status`), or they import torch at a low priority, which
+            `RAY_worker_niceness=0` changes if it is set before `ray start`. None: without Ray.
+        resources: What each actor needs, as in the `map_batches` of Ray Data: `{"num_gpus": 1}`. Without it,
+            an actor has one core and one thread.
         retry: Whether to compute the shards again in which a prompt failed.
         allow_versions: Whether to continue a run of other releases of lens_mix, TransformerLens, torch or
             transformers, whose numbers may differ. The files then say which release wrote them, and a
