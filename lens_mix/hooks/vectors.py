@@ -40,6 +40,7 @@ def zero_values(
             an integer tensor [batch], a different position in each example;
             a bool tensor [batch key], any set of positions in each example, or [key], the same set in all.
             A text is turned into a list by `MixingMap.positions` or `lens_mix.models.find_positions`.
+            With cached keys, positions count from the first new one.
         positions: An older name of `position` for a list.
         heads: The query heads, as `hook_pattern` counts them, for which the value is zeroed. Other query
             heads that share the value head keep the value. None: all heads.
