@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import scipy.stats
@@ -284,16 +282,3 @@ def test_wrong_arguments():
         score_constructed("no_method")
     with pytest.raises(ValueError, match="count: expected a whole number, 1 or more, got 0"):
         score_constructed("attention", [COPY], count=0)
-
-
-def test_the_examples_of_the_guide_have_the_results_that_it_states():
-    page = Path(__file__).parents[2] / "docs" / "guides" / "constructed_models.md"
-    first, prompt, last = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
-    names = {}
-    exec(compile(first, page.name, "exec"), names)
-    assert names["built"].name == "induction"
-    assert set(names["frame"].method) == {"position", "attention", "value_zeroing"}
-    exec(compile(prompt, page.name, "exec"), names)
-    assert _compute_layer_area(names["m"], names["routes"]) > 0.9
-    exec(compile(last, page.name, "exec"), names)
-    assert "last layer" in set(names["frame"].aggregation)
