@@ -233,6 +233,12 @@ class BlockAnatomy:
     Attributes:
         placement: The places of the norms.
         parallel: Whether the feed-forward reads the block's input instead of the middle of the block.
+        value_path: The value and output matrices. None if they are not known.
+        attention_input, attention_branch, attention_residual: The norms before the attention, on its branch
+            and on the residual stream after it: N1, P1 and Q1 of the module's docstring. None: there is none.
+        feed_forward_input, feed_forward_branch, feed_forward_residual: The same for the feed-forward: N2, P2
+            and Q2.
+        cross_input, cross_residual: The norms before the cross-attention and on the residual stream after it.
         feed_forward: None if the block has none, or one that has another form.
         feed_forward_kind: "plain", "gated", "mixture", "opaque" (unknown), "offloaded" (its weights can't be
             read) or "none".
