@@ -69,7 +69,7 @@ PAGES = (
         links={
             "Tutorial": "tutorial",
             "Many prompts": "guides/many_prompts",
-            "Encoders that TransformerLens does not load": "guides/wrapped_encoders",
+            "Kinds of models": "guides/models",
             "Evidence for the input map": "evidence/input_map",
             "Verification": "evidence/verification",
         },
@@ -117,7 +117,7 @@ PAGES = (
         "Map a corpus",
         "Map many prompts in files that survive an interruption, and reduce the maps meanwhile.",
         modules=("corpus",),
-        links={"Map a corpus": "guides/corpus", "Plan a large corpus": "evidence/corpus"},
+        links={"Many prompts": "guides/many_prompts", "Plan a large corpus": "evidence/corpus"},
     ),
     Page(
         "aggregation",
@@ -137,7 +137,7 @@ PAGES = (
         "Explain a target",
         "Choose the number that a map explains: a logit, a probability, a loss, or a function of your own.",
         modules=("targets",),
-        links={"Explain a classifier": "guides/classifiers", "A masked word": "guides/encoders"},
+        links={"Classifiers and masked words": "guides/models"},
     ),
     Page(
         "figures",
