@@ -48,7 +48,7 @@ def run(
         find: Returns, for a name on the hub, the folder to load with TransformerBridge, or a model.
         loaders: What `from_pretrained` of classes of transformers does, by the name of the class.
         folder: The working folder.
-        n_steps: How many steps to run. None: all.
+        n_steps: How many steps to run, as the end of a slice. None: all.
     """
     module = types.ModuleType("guide")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

@@ -52,9 +52,8 @@ def run(guide: str, model: Any, folder: Path) -> dict[str, Any]:
 
 def check_output(guide: str, results: list[guides.GuideResult]) -> None:
     """Compare the number of printed lines: a random model prints other numbers, but as many lines."""
-    for result, step in zip(results, how_tos.read_steps(GUIDES[guide]), strict=True):
-        # The guide on hooks prints a line for each token, and tokenizers differ.
-        if step.output is not None and guide != "hooks":
+    for result, step in zip(results, how_tos.read_steps(GUIDES[guide]), strict=False):
+        if step.output is not None:
             assert len(result.printed.splitlines()) == len(step.output.splitlines())
 
 
@@ -63,7 +62,7 @@ def check_output(guide: str, results: list[guides.GuideResult]) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(
-    transformer_lens_version() < (4,), reason="TransformerBridge runs T5 on TransformerLens 4"
+    not available(bridge, "distilbert"), reason="no TransformerBridge in this TransformerLens"
 )
 def test_the_guide_on_models_runs(
     llama: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -85,7 +84,9 @@ def test_the_guide_on_models_runs(
     def find(name: str) -> Path:
         return next(folder for part, folder in {"bert": bert, "t5": t5, "": llama}.items() if part in name)
 
-    results = guides.run("models", find, loaders, tmp_path)
+    # TransformerBridge runs T5, which is the last step, on TransformerLens 4.
+    has_t5 = transformer_lens_version() >= (4,)
+    results = guides.run("models", find, loaders, tmp_path, n_steps=None if has_t5 else -1)
     check_output("models", results)
     names = results[-1].names
     pair = lm.run(names["bert"], ("a fine film", "it was good"), "attention")
@@ -94,6 +95,8 @@ def test_the_guide_on_models_runs(
     assert pair.tokens.count("[SEP]") == 2
     hidden = lm.run(names["wrapped"], "a fine film", names["occlusion"], queries=[0])
     assert float(hidden.scores.abs().max()) > 0
+    if not has_t5:
+        return
     cross, source, rollout = (names[name] for name in ("cross", "source", "rollout"))
     assert [token.strip("▁ ") for token in cross.key_tokens[-3:]] == ["house", ".", "</s>"]
     assert names["maps"]["cross"].key_tokens[-1] == "[RESIDUAL]"
@@ -113,16 +116,17 @@ def test_the_row_that_is_shown_by_default_is_that_of_the_table(name: str, row: i
 @pytest.mark.skipif(not available(bridge, "vit"), reason="no TransformerBridge in this TransformerLens")
 def test_the_guide_on_pictures_runs(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
-    if transformer_lens_version()[0] < 4:
-        pytest.skip("generate takes no inputs of pictures before TransformerLens 4")
+    # The last step is of pictures beside text, for which `generate` takes inputs on TransformerLens 4.
+    has_text = transformer_lens_version() >= (4,)
     image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3)).save(tmp_path / "picture.png")
     sizes = {"hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 1, "patch_size": 14}
     dinov2 = transformers.Dinov2Model(transformers.Dinov2Config(**sizes, image_size=224)).eval()
     models = {
         "vit": bridge("vit", patch_size=4, num_labels=300),
         "hubert": bridge("hubert"),
-        "SmolVLM": pictured("idefics3", tokenizer=toy_tokenizer()),
     }
+    if has_text:
+        models["SmolVLM"] = pictured("idefics3", tokenizer=toy_tokenizer())
 
     def load_processor(name: str) -> Any:
         size = 224 if "dinov2" in name else 16
@@ -142,14 +146,13 @@ def test_the_guide_on_pictures_runs(tmp_path: Path) -> None:
     def find(name: str) -> Any:
         return next(model for part, model in models.items() if part in name)
 
-    results = guides.run("pictures", find, loaders, tmp_path)
+    results = guides.run("pictures", find, loaders, tmp_path, n_steps=None if has_text else -1)
     check_output("pictures", results)
     names = results[-1].names
     assert (tmp_path / "page.html").stat().st_size > 10_000
     assert names["sound"].grid.seconds is not None
-    assert "picture 1" in {source.text for source in names["t"].sources()}
-    # The fourth step is of a classifier of 4 x 4 patches, and the first one of 16 x 16.
-    assert names["m"].grid is not None
+    if has_text:
+        assert "picture 1" in {source.text for source in names["t"].sources()}
     assert lm.run(names["classifier"], names["picture"], "attention", queries=[0]).grid.rows == 4
 
 
