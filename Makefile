@@ -113,11 +113,12 @@ browser:
 		(timeout 120 apt-get update && timeout 300 apt-get install --yes --no-install-recommends \
 		chromium chromium-driver) >/dev/null 2>&1; } || echo "no chromium here: the page's browser tests are skipped"
 
-# The pages are generated where lens_mix can be imported, and built where mkdocs and Zensical are. Both build the
-# same pages from mkdocs.yml, and both stop at a broken link. With `--quiet`, mkdocs would not count warnings.
+# The pages are collected in outputs/pages where lens_mix can be imported, and built where mkdocs and Zensical are.
+# Both build the same pages from mkdocs.yml, and both stop at a broken link. With `--quiet`, mkdocs would not count
+# warnings.
 docs: $(TL4)/.ready $(DOCS)/.ready
-	@echo "== reference and courses"
-	@mkdir -p outputs && $(TL4)/bin/python -m docs.make
+	@echo "== pages, in outputs/pages"
+	@$(TL4)/bin/python -m docs.make
 	@echo "== site by mkdocs, in outputs/site"
 	@NO_MKDOCS_2_WARNING=1 $(call SHOW_IF_FAILED,$(DOCS)/bin/mkdocs build --strict)
 	@echo "== site by Zensical, in outputs/zensical"
@@ -150,7 +151,8 @@ format: $(TL4)/.ready
 types: $(TL4)/.ready
 	@$(TL4)/bin/mypy --no-error-summary lens_mix
 
-# Methods are found by their files; the stub names them for type checkers, and mkdocs.yml for the site.
+# Methods are found by their files; the stub names them for type checkers, and mkdocs.yml for the site. Each has a
+# page in docs/methods.
 stub: $(TL4)/.ready
 	@$(TL4)/bin/python -m tests.stub
 
@@ -159,7 +161,6 @@ wheel: $(TL4)/.ready
 
 clean:
 	rm -rf $(ENVIRONMENTS) dist outputs .mypy_cache .ruff_cache
-	rm -rf docs/reference docs/courses/*_files $(patsubst %.py,%.md,$(wildcard docs/courses/*.py))
 
 # What `.ci/run` needs. Each is mostly one process: `make --jobs=2 environments` makes two at a time.
 environments: $(foreach name,tl4 docs tl3 oldest,$(ENVIRONMENTS)/$(name)/.ready)

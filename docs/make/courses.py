@@ -5,7 +5,7 @@
 
 A course is a jupytext source (py:percent) in docs/courses/. `NAME.ipynb` beside it is its record: the same
 cells with their outputs. git keeps it, so that the site is built without running a model. `make docs` writes
-`NAME.md` and the pictures in `NAME_files/` from it.
+`NAME.md` and the pictures in `NAME_files/` from it, in the folder of the site's pages.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat import NotebookNode
 
+from docs.make.markdown import convert
 from tests.release import read_repository
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,8 +55,12 @@ class CourseError(Exception):
     """Report a course that cannot be rendered: the cell and what happened in it."""
 
 
-def render_courses(folder: Path = COURSES) -> list[Path]:
+def render_courses(folder: Path = COURSES, *, into: Path) -> list[Path]:
     """Write the page of every recorded course in a folder, and return the pages.
+
+    Args:
+        folder: The folder with the sources and records.
+        into: The folder of the pages.
 
     Raises:
         CourseError: A course has no record, or one of other cells, or a record has no source.
@@ -66,7 +71,7 @@ def render_courses(folder: Path = COURSES) -> list[Path]:
             raise CourseError(
                 f"{notebook}: expected a source {notebook.stem}.py beside it; add it, or delete the record"
             )
-    return [write_page(source, read_record(source)) for source in sources.values()]
+    return [write_page(source, read_record(source), into) for source in sources.values()]
 
 
 def record_courses(folder: Path = COURSES, names: Sequence[str] = ()) -> None:
@@ -210,11 +215,15 @@ def _has_error(cell: NotebookNode) -> bool:
 # ---------------------------------------------------------------------- pages
 
 
-def write_page(source: Path, notebook: NotebookNode) -> Path:
-    """Write the page and the pictures of a recorded course beside its source, and return the page."""
-    page = source.with_suffix(".md")
-    files = source.with_name(f"{source.stem}_files")
+def write_page(source: Path, notebook: NotebookNode, into: Path) -> Path:
+    """Write the page and the pictures of a recorded course into a folder, and return the page."""
+    page = into / f"{source.stem}.md"
+    files = into / f"{source.stem}_files"
     shutil.rmtree(files, ignore_errors=True)
+    into.mkdir(parents=True, exist_ok=True)
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = convert(cell.source, source, f"courses/{page.name}")
     first, *rest = notebook.cells
     heading, _, text = first.source.partition("\n")
     links = [f"[Download the notebook]({source.stem}.ipynb)"]

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import lens_mix as lm
-from docs.make import methods, models
-
-ROOT = Path(__file__).parents[2]
+from docs.make import markdown, models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +66,7 @@ PAGES = (
             "lens_mix._verification.support.Check",
         ),
         links={
-            "Tutorial": "tutorial",
+            "Get started": "tutorial",
             "Many prompts": "guides/many_prompts",
             "Kinds of models": "guides/models",
             "Evidence for the input map": "evidence/input_map",
@@ -88,7 +87,8 @@ PAGES = (
             "lens_mix.tables.read_csv",
         ),
         links={
-            "Save and export maps": "guides/saving_and_exporting",
+            "Read a map": "read_a_map",
+            "Save and export maps": "how_to/save",
             "200 sentences with intervals": "how_to/many_sentences",
         },
     ),
@@ -107,8 +107,8 @@ PAGES = (
         links={
             "Which passage did this answer come from?": "how_to/passage",
             "Explain a generation": "how_to/generation",
-            "The page of a trace": "guides/read_the_page",
-            "Command line": "guides/command_line",
+            "Read the page of a trace": "read_a_map",
+            "From the shell": "how_to/shell",
             "Course: traces": "courses/traces",
         },
     ),
@@ -117,7 +117,7 @@ PAGES = (
         "Map a corpus",
         "Map many prompts in files that survive an interruption, and reduce the maps meanwhile.",
         modules=("corpus",),
-        links={"Many prompts": "guides/many_prompts", "Plan a large corpus": "evidence/corpus"},
+        links={"Many prompts and corpora": "guides/many_prompts", "Speed": "evidence/speed"},
     ),
     Page(
         "aggregation",
@@ -128,8 +128,7 @@ PAGES = (
         links={
             "Course: rollout and flow": "courses/rollout_and_flow",
             "Which aggregation to use": "guides/choose_a_method",
-            "Evidence for the receptive field": "evidence/receptive_field",
-            "Evidence for flow": "evidence/flow",
+            "Evidence for aggregations": "evidence/aggregation",
         },
     ),
     Page(
@@ -137,7 +136,7 @@ PAGES = (
         "Explain a target",
         "Choose the number that a map explains: a logit, a probability, a loss, or a function of your own.",
         modules=("targets",),
-        links={"Classifiers and masked words": "guides/models"},
+        links={"Explain a classifier": "how_to/classifier", "Kinds of models": "guides/models"},
     ),
     Page(
         "figures",
@@ -146,7 +145,7 @@ PAGES = (
         ("page", "show_position"),
         ("view",),
         others=("lens_mix.view.page.Page",),
-        links={"Read the page": "guides/read_the_page", "Figures": "guides/saving_and_exporting"},
+        links={"Gallery": "gallery", "Read a map": "read_a_map"},
     ),
     Page(
         "evaluation",
@@ -154,21 +153,21 @@ PAGES = (
         "Compare maps, and measure how far to trust them.",
         ("compare", "evaluate"),
         ("evaluation",),
-        links={"Score maps": "guides/score_a_map", "What the scores mean": "evidence/scales"},
+        links={"Score maps": "guides/score_a_map", "What is known exactly": "evidence/known_truth"},
     ),
     Page(
         "experiments",
         "Run experiments",
         "Describe patterns and heads, prune heads, find triggers, align words, use models with known routes.",
         modules=("experiments",),
-        links={"Find heads": "guides/head_statistics"},
+        links={"Which heads move a word?": "how_to/heads"},
     ),
     Page(
         "graphs",
         "Build graphs",
         "Build graphs from maps, prune and save them.",
         modules=("graphs",),
-        links={"Draw a graph of the routes": "guides/graphs"},
+        links={"Gallery": "gallery"},
     ),
     Page(
         "hooks",
@@ -185,6 +184,13 @@ PAGES = (
         ("models", "testing"),
         others=("lens_mix._blocks.block.Block", "lens_mix._model.anatomy.BlockAnatomy"),
         links={"Add a method": "guides/add_a_method"},
+    ),
+    Page(
+        "methods",
+        "Classes of the methods",
+        "Create a method with parameters. Formula, picture, scores and advice are on the page of each method.",
+        modules=("methods",),
+        links={"All methods": "methods/index"},
     ),
 )
 
@@ -213,10 +219,10 @@ def write_pages() -> dict[str, str]:
     """
     _check_complete()
     pages = {f"{page.file}.md": _write_page(page) for page in PAGES}
-    # Links of the changelog begin at the root of the repository.
-    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](../")
+    source = markdown.ROOT / "CHANGELOG.md"
+    changelog = markdown.convert(source.read_text(encoding="utf-8"), source, "reference/changelog.md")
     tables = {"changelog.md": changelog, "models.md": models.write_page()}
-    return {"index.md": _write_index(), **tables, **pages, **methods.write_pages()}
+    return {"index.md": _write_index(), **tables, **pages}
 
 
 def list_pages() -> list[str]:
@@ -226,7 +232,6 @@ def list_pages() -> list[str]:
         "changelog.md",
         "models.md",
         *(f"{page.file}.md" for page in PAGES),
-        *methods.list_pages(),
     ]
 
 
@@ -296,7 +301,7 @@ def _sections_of(module: ModuleType, described: set[int]) -> Iterator[tuple[str,
 def _check_complete() -> None:
     """Raise a LookupError if a public name of lens_mix is on no page."""
     listed = {name for page in PAGES for name in (*page.names, *page.modules)}
-    listed |= {"METHODS", "methods"}
+    listed |= {"METHODS"}
     missing = sorted(set(lm.__all__) - listed)
     if missing:
         raise LookupError(
@@ -321,7 +326,21 @@ def _write_directive(path: str, level: int) -> str:
     thing = find(path)
     # A function with the name of its module: mkdocstrings would describe the module.
     place = f"{thing.__module__}.{thing.__name__}" if path in sys.modules else path
-    return methods.write_directive(place, level, heading=path if place != path else None)
+    options: dict[str, object] = {"heading": path} if place != path else {}
+    if path == "lens_mix.methods.METHODS":
+        options["show_attribute_values"] = False
+    elif inspect.isclass(thing) and issubclass(thing, lm.Method) and thing is not lm.Method:
+        options |= {"show_bases": False, "members": _own_members(thing) or False}
+    given = {"heading_level": level, **options}
+    lines = [f"      {name}: {json.dumps(value)}" for name, value in given.items()]
+    return "\n".join([f"::: {place}", "    options:", *lines])
+
+
+def _own_members(method: type[lm.Method]) -> list[str]:
+    """Return the functions of a method that are its own, and not what every method defines for the runner."""
+    shared = {name for name in vars(lm.Method) if name not in ("hooks", "interventions")}
+    functions = [name for name, member in vars(method).items() if inspect.isfunction(member)]
+    return [name for name in functions if name[0] != "_" and name not in shared]
 
 
 def _write_index() -> str:
@@ -330,7 +349,7 @@ def _write_index() -> str:
         "Every public name of `lens_mix`, by what you want to do. After `import lens_mix as lm`, `run` is "
         "`lm.run`, and `hooks.zero_values` is `lm.hooks.zero_values`. Shapes name the axes of tensors: "
         "`layer`, `head`, `query` (the position that reads) and `key` (the position that is read).",
-        "The methods have [pages of their own](methods/index.md): formula, parameters, engines and scores.",
+        "The methods have [pages of their own](../methods/index.md): picture, formula, scores and advice.",
     ]
     for page in PAGES:
         rows = [
