@@ -1,6 +1,7 @@
-"""Write the names of all methods into three files, for `make stub`.
+"""Write what is made from the classes of the methods and kept by git, for `make stub`.
 
-They are `lens_mix/methods/__init__.pyi`, `lens_mix/methods/listed.json` and `mkdocs.yml`.
+It is `lens_mix/methods/__init__.pyi`, `lens_mix/methods/listed.json`, the navigation in `mkdocs.yml`, and the
+pages of docs/methods.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from docs.make.methods import write_navigation
+from docs.make.methods import write_navigation, write_pages
 from lens_mix.methods import METHODS
 from lens_mix.registry import describe, list_names
 
@@ -40,3 +41,4 @@ if __name__ == "__main__":
     STUB.write_text(stub_text(), encoding="utf-8")
     LISTED.write_text(listed_text(), encoding="utf-8")
     SETTINGS.write_text(write_navigation(SETTINGS.read_text(encoding="utf-8")), encoding="utf-8")
+    write_pages()

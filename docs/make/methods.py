@@ -1,25 +1,33 @@
-"""Write one page per method, from its class, its description and the recorded tables of the leaderboard."""
+"""Write the page of each method and their index, from the classes, methods.toml and the recorded tables.
+
+`make stub` writes them to docs/methods, and git keeps them. The text is Markdown that GitHub shows too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import re
+import textwrap
+import tomllib
 import unicodedata
+from pathlib import Path
+from typing import Any
 
 import lens_mix as lm
+from benchmarks import facts
 from docs.make import scores
-from lens_mix._blocks.components import COMPONENTS, LOGITS, UNEMBEDDING, VALUE, names_needed_for
+from docs.make.markdown import DOCS
 from lens_mix.method import Method
 from lens_mix.registry import Description, describe, list_names
 
-# What the engines do, in the words of `lens_mix.method.Method`.
-_ENGINES = {
-    "recorded": "reads the clean pass",
-    "algebra": "computes the number in closed form from the verified components of a block",
-    "hooks": "runs the definition: blocks or passes again, with interventions or gradients",
-}
+FOLDER = DOCS / "methods"
+TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("methods.toml").read_text(encoding="utf-8"))
+# What docs/make/pictures.py recorded.
+SEEN: dict[str, Any] = json.loads((FOLDER / "images" / "seen.json").read_text(encoding="utf-8"))
+
 _SHAPES = {
     "block": "a map of each block, `[layer, query, key]`",
     "above": "a map of each block, `[layer, query, key]`",
@@ -27,168 +35,155 @@ _SHAPES = {
     "model": "one input map of the whole model, `[1, query, key]`",
 }
 _PARTS = ("encoder", "decoder", "cross", "joint")
-# What `Method.needs` lists besides components of a block.
-_CONDITIONS = {
-    "causal": "a causal model",
-    "gradients": "gradients with respect to tensors inside the model",
-    "position_ids": "a TransformerBridge whose model takes `position_ids`",
-}
-# The course that uses the methods of a module, and the page with the evidence on them.
-_COURSES = {
-    "attention": "rollout_and_flow",
-    "value_norms": "norms",
-    "attn_res": "norms",
-    "atb_ff": "norms",
-    "attention_attribution": "attention_attribution",
-    "value_zeroing": "value_zeroing",
-}
-_EVIDENCE = {
-    "attention": ("flow", "receptive_field"),
-    "value_norms": ("norms",),
-    "attn_res": ("norms",),
-    "atb_ff": ("norms",),
-    "globenc": ("norms",),
-    "value_zeroing": ("value_zeroing",),
-    "attention_attribution": ("attention_attribution",),
-    "gradient_attention": ("attention_attribution",),
-    "information_flow_routes": ("information_flow_routes",),
-    "token_patching": ("input_map",),
-    "gim": ("input_map", "input_gradients"),
-    "frozen_gradients": ("input_gradients",),
-    "input_gradients": ("input_gradients",),
-}
+_ENGINES = {"recorded": "read off the clean pass", "algebra": "closed form", "hooks": "interventions"}
+_FIGURE = re.compile(r"\{([\w#./-]+: [^{}]+)\}")
+_ARGUMENT = re.compile(r"^ {4}(\w+): (.+?)(?=^ {4}\w+: |\Z)", re.MULTILINE | re.DOTALL)
 
 
-def write_pages() -> dict[str, str]:
-    """Return the text of the page of every method and of their index, by its path in `docs/reference`."""
-    pages = {f"methods/{name}.md": _write_page(name, method) for name, method in lm.METHODS.items()}
-    return {"methods/index.md": _write_index(), **pages}
+def write_pages(folder: Path = FOLDER) -> None:
+    """Write the page of every method and their index, and delete the pages of methods that are gone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for page in folder.glob("*.md"):
+        page.unlink()
+    for name, text in make_pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
-def list_pages() -> list[str]:
-    """Return the paths of the pages of methods in `docs/reference`, in the order of lists."""
-    return ["methods/index.md", *(f"methods/{name}.md" for name in _list_built_in())]
+def make_pages() -> dict[str, str]:
+    """Return the text of the page of every method and of their index, by its name in `docs/methods`."""
+    pages = {f"{name}.md": _make_page(name, method) for name, method in lm.METHODS.items()}
+    return {"index.md": _make_index(), **pages}
 
 
 def write_navigation(settings: str) -> str:
     """Return the text of `mkdocs.yml` with the page of every method in its navigation."""
-    listed = "".join(f"          - reference/{page}\n" for page in list_pages())
-    return re.sub(r"(?:^ +- reference/methods/\w+\.md\n)+", listed, settings, flags=re.MULTILINE)
+    names = ["index", *_list_built_in()]
+    listed = "".join(f"      - methods/{name}.md\n" for name in names)
+    return re.sub(r"(?:^ +- methods/\w+\.md\n)+", listed, settings, flags=re.MULTILINE)
 
 
-def write_directive(path: str, level: int, **options: object) -> str:
-    """Return the directive that mkdocstrings replaces by a signature and a docstring.
+def describe_picture(name: str) -> str:
+    """Return what the picture of a method shows, for readers who do not see it."""
+    seen = SEEN[name]
+    places: dict[str, list[int]] = {}
+    for layer, token, sign in seen["cells"]:
+        word = f"“{token.strip()}”{' (negative)' if sign == '−' else ''}"
+        places.setdefault(word, []).append(layer)
+    if seen["layers"] == 1:
+        return f"The prompt as colored text. The strongest tokens are {_join(list(places))}."
+    cells = [f"{word} in layer{'s'[: len(at) > 1]} {_join(sorted(at))}" for word, at in places.items()]
+    return f"Heat map of layer by token for the last position. The darkest cells are {_join(cells)}."
 
-    Args:
-        path: The full path of the object.
-        level: The level of its heading.
-        options: Options of mkdocstrings; those that are None are left out.
-    """
-    given = {"heading_level": level, **options}
-    lines = [f"      {name}: {json.dumps(value)}" for name, value in given.items() if value is not None]
-    return "\n".join([f"::: {path}", "    options:", *lines])
 
-
-def _write_page(name: str, method: type[Method]) -> str:
-    described = describe(name)
+def _make_page(name: str, method: type[Method]) -> str:
+    described, texts = describe(name), TEXTS[name]
+    formulas = [f"```math\n{formula}\n```" for formula in texts["formula"]]
     parts = [
         f"# {name}",
         f"{described.line[0].upper()}{described.line[1:]}.",
+        f"![{describe_picture(name)}](images/{name}.png)",
+        "With `model` and `prompt` as in the [cheat sheet](../cheat_sheet.md):",
+        f"```python\n{texts['call'].strip()}\n```",
+        "## What does it compute?",
+        *formulas,
+        texts["symbols"],
+        "## When should I use it?",
+        _quote(texts["when"]),
+        "## When not?",
+        _quote(texts["when_not"]),
+        "## Facts",
         _table(*_facts_of(name, method, described)),
-        "## Formula and parameters",
-        write_directive(
-            f"lens_mix.methods.{method.__name__}", 3, show_bases=False, members=_own_members(method) or False
-        ),
-        "## Paper",
-        _paper(name),
-        "## Engines",
-        _engines(method),
-        "## Scores",
-        scores.write_table(name),
     ]
-    links = _links(method)
-    if links:
-        parts += ["## See also", "\n".join(f"- {link}" for link in links)]
-    return "\n\n".join(parts) + "\n"
+    parameters = _parameters_of(method)
+    if parameters:
+        parts += [f"## Parameters of `lm.methods.{method.__name__}`"]
+        parts += [_table(("parameter", "default", "meaning"), parameters)]
+    parts += ["## Scores", scores.write_table(name), "## Paper", _paper(name), " · ".join(_links(texts))]
+    return "\n\n".join(_wrap(part) for part in parts) + "\n"
 
 
-def _own_members(method: type[Method]) -> list[str]:
-    """Return the functions of a method that are its own, and not what every method defines for the runner."""
-    shared = {name for name in vars(Method) if name not in ("hooks", "interventions")}
-    functions = [name for name, member in vars(method).items() if inspect.isfunction(member)]
-    return [name for name in functions if name[0] != "_" and name not in shared]
+def _wrap(part: str) -> str:
+    """Return a paragraph in lines of at most 120 characters; tables, code and lists as they are."""
+    if re.match(r"[|`#\-!]", part) or "\n" in part:
+        return part
+    # Code and formulas are not broken.
+    whole = re.sub(r"`[^`]+`|\[[^\]]+\]\([^)]+\)", lambda found: found[0].replace(" ", "\0"), part)
+    return textwrap.fill(whole, 120, break_long_words=False, break_on_hyphens=False).replace("\0", " ")
+
+
+def _quote(text: str) -> str:
+    """Return a text with each name of a fact replaced by its figure, with the interval if it has one."""
+
+    def replace(found: re.Match[str]) -> str:
+        name = found[1]
+        fact = facts.look_up(name.removesuffix(" [n]"))
+        if name.endswith(" [n]"):
+            return str(fact["n"])
+        value, *ends = (each.replace("-", "−") for each in fact["texts"])
+        return f"{value} [{', '.join(ends)}]" if ends else value
+
+    return _FIGURE.sub(replace, text)
 
 
 def _facts_of(
     name: str, method: type[Method], described: Description
 ) -> tuple[tuple[str, str], list[tuple[str, ...]]]:
-    """Return the header and the rows of the table at the head of a page."""
+    """Return the header and the rows of the table of facts."""
     fields = {field.name for field in dataclasses.fields(method)}
     shape = _SHAPES[method.reads]
     if "per_head" in fields:
         shape += ", or `[layer, head, query, key]` with `per_head=True`"
-    conditions = [text for need, text in _CONDITIONS.items() if need in method.needs]
-    header = ("Pass to `lm.run`", f'`"{name}"` or `lm.methods.{method.__name__}(...)`')
-    rows = [
-        ("Group", described.group),
-        ("Map", shape),
-        ("Rows", "sum to 1" if method.has_unit_rows else "need not sum to 1; `m.normalized()` scales them"),
-        ("Residual stream", "on the diagonal" if method.includes_residual else "not on the diagonal"),
-        ("Residual weight in `lm.rollout`", f"{method.residual:g}, unless you pass `residual=`"),
-        ("Target", "needs one: `target=`, by default the prediction" if "target" in fields else "needs none"),
-        ("Needs", ", ".join(conditions) or "nothing beyond the verification below"),
-        (
-            "Parts of an encoder-decoder",
-            ", ".join(f'`part="{part}"`' for part in _PARTS if part in method.parts),
-        ),
+    rows = "rows sum to 1" if method.has_unit_rows else "rows need not sum to 1"
+    residual = "on the diagonal" if method.includes_residual else "not on the diagonal"
+    engines = [f"`{engine}` ({_ENGINES[engine]})" for engine in method.engines]
+    facts_of = [
+        ("Map", f"{shape}; {rows}"),
+        ("Residual stream", f"{residual}; its weight in `lm.rollout` is {method.residual:g} by default"),
+        ("Target", "by default the prediction" if "target" in fields or name == "alti_logit" else "none"),
+        ("Computed by", ", else ".join(engines)),
+        ("Parts of an encoder-decoder", ", ".join(f"`{part}`" for part in _PARTS if part in method.parts)),
         ("Cost", described.cost_in_words),
     ]
     if method.reads in ("below", "model"):
-        rows = [row for row in rows if not row[0].startswith("Residual")]
-    return header, rows
+        facts_of = [row for row in facts_of if row[0] != "Residual stream"]
+    return ("Pass to `lm.run`", f'`"{name}"` or `lm.methods.{method.__name__}(...)`'), facts_of
 
 
+def _parameters_of(method: type[Method]) -> list[tuple[str, ...]]:
+    """Return a row for each parameter: its name, its default, and what the docstring of the class says."""
+    documented = dict(_ARGUMENT.findall(_section(method, "Args")))
+    rows = []
+    for field in dataclasses.fields(method):
+        default = "the prediction" if field.default is dataclasses.MISSING else _in_code(field.default)
+        rows.append((f"`{field.name}`", default, _flatten(documented[field.name])))
+    return rows
+
+
+def _section(method: type[Method], title: str) -> str:
+    documented = inspect.getdoc(method) or ""
+    found = re.search(rf"^{title}:\n(.*?)(?=^\w+:\n|\Z)", documented, re.MULTILINE | re.DOTALL)
+    return found[1] if found else ""
+
+
+def _flatten(text: str) -> str:
+    """Return the text of a parameter in one line, with links to the methods that it names."""
+    text = " ".join(re.sub(r"^ +- ", "", text, flags=re.MULTILINE).split())
+    by_class = {method.__name__: name for name, method in lm.METHODS.items()}
+    return re.sub(
+        r"`(\w+)`",
+        lambda found: f"[`{by_class[found[1]]}`]({by_class[found[1]]}.md)" if found[1] in by_class else found[0],
+        text,
+    )
+
+
+def _in_code(value: object) -> str:
+    return f"`{json.dumps(value)}`" if isinstance(value, str) else f"`{value!r}`"
+
+
+@functools.cache
 def _list_built_in() -> list[str]:
     """Return the names of the library's methods, in the order of lists."""
     return [name for name in list_names() if name in lm.METHODS]
-
-
-def _engines(method: type[Method]) -> str:
-    """Return the table of engines: which compute the method, and which components they need verified."""
-    rows = []
-    for engine, does in _ENGINES.items():
-        if engine not in method.engines:
-            rows.append((f"`{engine}`", does, "no", ""))
-            continue
-        place = method.engines.index(engine)
-        chosen = (
-            "yes" if len(method.engines) == 1 else "yes, first choice" if place == 0 else "yes, otherwise"
-        )
-        names = ", ".join(f"`{each}`" for each in _verified_for(method, engine))
-        rows.append((f"`{engine}`", does, chosen, names))
-    components = {each for engine in method.engines for each in _verified_for(method, engine)}
-    formulas = [
-        f"- `{each.name}`: {each.formula}, against {each.recorded}"
-        for each in (*COMPONENTS, LOGITS)
-        if each.name in components
-    ]
-    sentence = (
-        "Before the first run, these components are rebuilt on your model and compared with its tensors:"
-    )
-    support = "`lm.support(model)` shows which engine your model gets, and `lm.check(model)` the errors."
-    if method.unsupported_block is not Method.unsupported_block:
-        instead = "`hooks` is used" if len(method.engines) > 1 else "the run raises an error"
-        support = f"The method has no formula for some kinds of blocks. For these, {instead}. {support}"
-    header = ("engine", "what it does", "computes this method", "verified first")
-    return "\n\n".join([_table(header, rows), sentence, "\n".join(formulas), support])
-
-
-def _verified_for(method: type[Method], engine: str) -> list[str]:
-    """Return the components that have to be verified before an engine computes a method."""
-    needed = set(names_needed_for("hooks"))
-    if engine == "algebra":
-        needed |= method.needs & {*names_needed_for("algebra"), VALUE, UNEMBEDDING}
-    return [each.name for each in (*COMPONENTS, LOGITS) if each.name in needed]
 
 
 def _paper(name: str) -> str:
@@ -199,8 +194,10 @@ def _paper(name: str) -> str:
         where = where or f"arXiv:{fields['eprint']}"
     title = f"[{fields['title']}]({fields['url']})" if "url" in fields else fields["title"]
     authors = fields["author"].replace(" and ", "; ")
-    line = f"{authors} ({fields['year']}). {title}.{f' {where}.' if where else ''}"
-    return f'{line}\n\n`lm.citation("{name}")` returns:\n\n```bibtex\n{entry}\n```'
+    return (
+        f"{authors} ({fields['year']}). {title}.{f' {where}.' if where else ''} "
+        f'`print(lm.citation("{name}"))` prints its BibTeX.'
+    )
 
 
 def _bibtex_fields(entry: str) -> dict[str, str]:
@@ -225,27 +222,20 @@ def _plain(latex: str) -> str:
     return re.sub(r"[{}]", "", text).replace("--", "–")
 
 
-def _links(method: type[Method]) -> list[str]:
-    module = method.__module__.rpartition(".")[2]
-    links = []
-    if module in _COURSES:
-        course = _COURSES[module]
-        links.append(f"[Course: {course.replace('_', ' ')}](../../courses/{course}.md)")
-    links += [
-        f"[Evidence: {page.replace('_', ' ')}](../../evidence/{page}.md)"
-        for page in _EVIDENCE.get(module, ())
-    ]
-    links += ["[All scores of the leaderboard](../../evidence/leaderboard.md)"]
-    links += ["[How to choose a method](../../guides/choose_a_method.md)"]
-    return links
+def _links(texts: dict[str, Any]) -> list[str]:
+    course = texts.get("course", "")
+    links = [f"[Course: {course.replace('_', ' ')}](../courses/{course}.ipynb)"] if course else []
+    links += [f"[Evidence: {page.replace('_', ' ')}](../evidence/{page}.md)" for page in texts["evidence"]]
+    return [*links, "[All methods](index.md)", "[Which method?](../guides/choose_a_method.md)"]
 
 
-def _write_index() -> str:
+def _make_index() -> str:
     parts = [
         "# Methods",
-        "Every method, by what its map shows. Pass the name to `lm.run`. The page of a method has its "
-        "formula, parameters, engines and scores. The cost is an estimate, in forward passes of the same "
+        "Every method, by what its map shows. Pass the name to `lm.run`. A method's page has its picture, formula, "
+        "parameters and scores, and says when to use it. The cost is an estimate, in forward passes of the same "
         "prompt. If it grows with the number of positions, the prompt has 64 tokens.",
+        "Which one do you need? [Choose a method](../guides/choose_a_method.md).",
     ]
     groups: dict[str, list[tuple[str, ...]]] = {}
     for name in _list_built_in():
@@ -255,10 +245,18 @@ def _write_index() -> str:
         groups.setdefault(described.group, []).append(row)
     for group, rows in groups.items():
         parts += [f"## {group}", _table(("name", "class", "what a score is", "cost"), rows)]
-    parts += ["## All methods by name", write_directive("lens_mix.METHODS", 3, show_attribute_values=False)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(_wrap(part) for part in parts) + "\n"
+
+
+def _join(words: list[Any]) -> str:
+    *most, last = map(str, words)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [header, tuple("---" for _ in header), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    write_pages()

@@ -7,42 +7,43 @@ import functools
 import lens_mix as lm
 from benchmarks import facts
 
-# The keys of `facts.TABLES` are a model and a task. What the score of each task is:
+# The tables of a page, and their tasks. The keys are those of `facts.TABLES`: a model and a task.
+_KEYS = (
+    "smollm2-importance",
+    "gemma3-importance",
+    "rxnfp-importance",
+    "smollm2-planted",
+    "gemma3-planted",
+    "smollm2-cells",
+)
 _TASKS = {
-    "importance": "rank agreement with measured token replacement, controlled for position, −1 to 1",
-    "planted": "reciprocal rank of the token that decides, in prompts with one planted fact, up to 1",
-    "removals": "how soon the target falls if tokens are removed in the map's order, 0 (worst order) to 1",
-    "cells": "minus the distance in nats to the whole model's log probability, if only the highest cells of "
-    "the layer maps are kept; 0 is the best",
+    "importance": "rank agreement with measured token replacement, controlled for position",
+    "planted": "reciprocal rank of the one token that decides; 1 is best",
+    "cells": "minus the distance in nats to the whole model, if only the highest cells of the layer maps are "
+    "kept; 0 is best",
 }
 _MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
     "gemma3": "Gemma 3 270M",
     "rxnfp": "rxnfp (an encoder of reactions)",
-    "minilm": "all-MiniLM-L6-v2 (an encoder)",
 }
 
 
 def write_table(name: str) -> str:
     """Return a table with the method's best row of every task; a sentence if the leaderboard has no row."""
-    rows, found = [], []
-    for task, meaning in _TASKS.items():
-        keys = [f"{model}-{task}" for model in _MODELS if f"{model}-{task}" in facts.TABLES]
-        rows_of_task = [row for key in keys for row in _find_best(key, name)]
-        found += [f"- {task}: {meaning}" for _ in rows_of_task[:1]]
-        rows += rows_of_task
+    rows = [row for key in _KEYS for row in _find_best(key, name)]
     if not rows:
         return "The leaderboard has no row for this method."
+    tasks = [f"- {task}: {meaning}" for task, meaning in _TASKS.items() if any(f"| {task} |" in r for r in rows)]
     sentence = (
-        "Each row is the best form or aggregation on one task, chosen on the same cases. A higher score is "
-        "better. The last column is the score of the best method on this task. Differences within the "
-        "intervals are not established. The tasks are:"
+        "Each row is the method's best form or aggregation, chosen on the same cases, and the last column that of "
+        "the best method. Higher is better, and scores within each other's intervals are not different."
     )
     header = [
         "| task | model | form and aggregation | score [95 % interval] | cases | best method |",
         "|---|---|---|---|---|---|",
     ]
-    return "\n\n".join(["\n".join([*header, *rows]), sentence, "\n".join(found)])
+    return "\n\n".join(["\n".join([*header, *rows]), sentence, "\n".join(tasks)])
 
 
 def _find_best(key: str, name: str) -> list[str]:

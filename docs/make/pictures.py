@@ -1,0 +1,68 @@
+"""Record the pictures on the pages of the methods: `python -m docs.make.pictures [NAME ...]`.
+
+Each is the library's own figure of one prompt on SmolLM2-135M-Instruct. git keeps the pictures, and in
+`seen.json` what they show, because it takes the model to draw them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+import lens_mix as lm
+from docs.make.markdown import DOCS
+
+IMAGES = DOCS / "methods" / "images"
+SEEN = IMAGES / "seen.json"
+PROMPT = (
+    "My grandmother was born in Italy. She left the country with her three children after the war, "
+    "but all her life she cooked the food of her home and sang to us in"
+)
+# Wide enough for 36 tokens, and few colours, so that a picture has about 30 kB.
+WIDTH, HEIGHT, ONE_ROW, DPI, COLOURS = 10.7, 6.4, 1.75, 100, 48
+
+
+def record(name: str, model: Any) -> None:
+    """Draw the map of one method at the last position, and write down its strongest cells."""
+    m = lm.run(model, PROMPT, name, queries=[-1])
+    height = HEIGHT if len(m.layers) > 1 else ONE_ROW
+    figure = lm.show_position(m, figsize=(WIDTH, height))
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=DPI)
+    picture = Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    picture.save(IMAGES / f"{name}.png", optimize=True)
+    seen = json.loads(SEEN.read_text(encoding="utf-8")) if SEEN.exists() else {}
+    seen[name] = find_strongest(m)
+    SEEN.write_text(json.dumps(dict(sorted(seen.items())), indent=1, ensure_ascii=False) + "\n")
+
+
+def find_strongest(m: lm.MixingMap, count: int = 3) -> dict[str, Any]:
+    """Return the number of layers that a figure has, and its darkest cells: layer and token.
+
+    As in the figure, rows without negative scores sum to 1, and the first token and the position itself are
+    left out.
+    """
+    scores = m.scores[:, -1, 1:-1] if (m.scores < 0).any() else m.normalized().scores[:, -1, 1:-1]
+    darkest = scores.abs().flatten().argsort(descending=True)[:count].tolist()
+    places = [divmod(index, scores.shape[1]) for index in darkest]
+    cells = [[layer, m.tokens[key + 1], "−" if scores[layer, key] < 0 else "+"] for layer, key in places]
+    return {"layers": len(scores), "cells": cells}
+
+
+def main() -> None:
+    """Record the pictures of all methods, or of those that the command line names."""
+    from demos import models
+
+    model = models.smollm2()
+    for name in sys.argv[1:] or lm.METHODS:
+        record(name, model)
+        print(f"{name}: {(IMAGES / f'{name}.png').stat().st_size // 1000} kB", flush=True)
+
+
+if __name__ == "__main__":
+    main()
