@@ -56,15 +56,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "lens_mix" / "measured.json"
 QUOTED = ROOT / "docs" / "figures.toml"
 RECORD = ROOT / "benchmarks" / "LEADERBOARD.md"
-# Generated pages, which may be of an earlier state.
-_GENERATED = re.compile(r"docs/(reference/|courses/(?!index\.md))")
+# The pages of the methods are generated, with their figures (`docs/make/methods.py`).
 PAGES = (
     ROOT / "README.md",
-    *(
-        page
-        for page in sorted((ROOT / "docs").rglob("*.md"))
-        if not _GENERATED.match(page.relative_to(ROOT).as_posix())
-    ),
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "methods"),
 )
 
 _NUMBER = r"[-−+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?"

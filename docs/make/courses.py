@@ -221,11 +221,8 @@ def write_page(source: Path, notebook: NotebookNode, into: Path) -> Path:
     files = into / f"{source.stem}_files"
     shutil.rmtree(files, ignore_errors=True)
     into.mkdir(parents=True, exist_ok=True)
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            cell.source = convert(cell.source, source, f"courses/{page.name}")
     first, *rest = notebook.cells
-    heading, _, text = first.source.partition("\n")
+    heading, _, text = convert(first.source, source, f"courses/{page.name}").partition("\n")
     links = [f"[Download the notebook]({source.stem}.ipynb)"]
     colab = colab_link(source, read_repository(ROOT))
     if colab:
@@ -234,22 +231,21 @@ def write_page(source: Path, notebook: NotebookNode, into: Path) -> Path:
     for number, cell in enumerate(rest, 1):
         if cell.cell_type == "markdown":
             heading = (_HEADING.findall(cell.source) or [heading])[-1]
+            blocks.append(convert(cell.source, source, f"courses/{page.name}"))
+            continue
         blocks += render_cell(cell, files / f"cell_{number}", f"Figure: {heading.strip('# ')}")
     page.write_text("\n\n".join(block for block in blocks if block) + "\n", encoding="utf-8")
     return page
 
 
 def render_cell(cell: NotebookNode, picture: Path, alt: str) -> Iterator[str]:
-    """Yield the Markdown of a cell: its text, or its code and its outputs.
+    """Yield the Markdown of a cell of code and its outputs.
 
     Args:
         cell: The cell.
         picture: The beginning of the paths of its pictures.
         alt: A text for readers who do not see the pictures.
     """
-    if cell.cell_type != "code":
-        yield cell.source
-        return
     if cell.source:
         yield fence(cell.source, "python")
     for number, output in enumerate(cell.outputs):

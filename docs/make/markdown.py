@@ -77,7 +77,9 @@ def place_of(path: Path) -> str | None:
     if path in _MOVED:
         return _MOVED[path]
     if path.is_relative_to(DOCS):
-        return path.relative_to(DOCS).with_suffix(".md" if path.suffix == ".ipynb" else path.suffix).as_posix()
+        return (
+            path.relative_to(DOCS).with_suffix(".md" if path.suffix == ".ipynb" else path.suffix).as_posix()
+        )
     return f"records/{path.relative_to(ROOT).as_posix()}" if path.suffix == ".md" else None
 
 
@@ -110,7 +112,7 @@ def _write_formula(latex: str, display: str) -> str:
     mathml = convert_latex(latex.strip(), display=display)
     # Python-Markdown would read these signs as marks of emphasis, of code or of a table.
     escaped = re.sub(r"(?<=>)[*_`|\\](?=<)", lambda sign: f"&#{ord(sign[0])};", mathml)
-    return f"\n{escaped}\n" if display == "block" else f"<span>{escaped}</span>"
+    return f'<div class="formula">{escaped}</div>' if display == "block" else f"<span>{escaped}</span>"
 
 
 def plain_text(text: str) -> str:

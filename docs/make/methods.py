@@ -171,7 +171,9 @@ def _flatten(text: str) -> str:
     by_class = {method.__name__: name for name, method in lm.METHODS.items()}
     return re.sub(
         r"`(\w+)`",
-        lambda found: f"[`{by_class[found[1]]}`]({by_class[found[1]]}.md)" if found[1] in by_class else found[0],
+        lambda found: (
+            f"[`{by_class[found[1]]}`]({by_class[found[1]]}.md)" if found[1] in by_class else found[0]
+        ),
         text,
     )
 

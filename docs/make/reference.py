@@ -189,6 +189,7 @@ PAGES = (
         "methods",
         "Classes of the methods",
         "Create a method with parameters. Formula, picture, scores and advice are on the page of each method.",
+        ("METHODS",),
         modules=("methods",),
         links={"All methods": "methods/index"},
     ),
@@ -264,17 +265,18 @@ def first_line(path: str) -> str:
 def _docstring_of_constant(path: str) -> str:
     """Return the string that follows the assignment of a constant, in the module that assigns it."""
     module, _, name = path.rpartition(".")
-    source = inspect.getfile(importlib.import_module(module))
+    source = Path(inspect.getfile(importlib.import_module(module)))
     # A package that imports its names when they are first used lists them in a stub.
-    stub = Path(source).with_suffix(".pyi")
-    body = ast.parse((stub if stub.exists() else Path(source)).read_text(encoding="utf-8")).body
-    for node in body:
-        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
-            return _docstring_of_constant(f"{module if node.level else ''}.{node.module}.{name}".lstrip("."))
-    for node, after in itertools.pairwise(body):
-        is_string = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        if is_string and isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-            return str(after.value.value)
+    for file in (source.with_suffix(".pyi"), source):
+        body = ast.parse(file.read_text(encoding="utf-8")).body if file.exists() else []
+        for node in body:
+            if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+                place = f"{module if node.level else ''}.{node.module}.{name}".lstrip(".")
+                return _docstring_of_constant(place)
+        for node, after in itertools.pairwise(body):
+            is_string = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if is_string and isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+                return str(after.value.value)
     return ""
 
 
@@ -301,7 +303,6 @@ def _sections_of(module: ModuleType, described: set[int]) -> Iterator[tuple[str,
 def _check_complete() -> None:
     """Raise a LookupError if a public name of lens_mix is on no page."""
     listed = {name for page in PAGES for name in (*page.names, *page.modules)}
-    listed |= {"METHODS"}
     missing = sorted(set(lm.__all__) - listed)
     if missing:
         raise LookupError(
@@ -327,7 +328,7 @@ def _write_directive(path: str, level: int) -> str:
     # A function with the name of its module: mkdocstrings would describe the module.
     place = f"{thing.__module__}.{thing.__name__}" if path in sys.modules else path
     options: dict[str, object] = {"heading": path} if place != path else {}
-    if path == "lens_mix.methods.METHODS":
+    if path == "lens_mix.METHODS":
         options["show_attribute_values"] = False
     elif inspect.isclass(thing) and issubclass(thing, lm.Method) and thing is not lm.Method:
         options |= {"show_bases": False, "members": _own_members(thing) or False}

@@ -34,7 +34,9 @@ def write_table(name: str) -> str:
     rows = [row for key in _KEYS for row in _find_best(key, name)]
     if not rows:
         return "The leaderboard has no row for this method."
-    tasks = [f"- {task}: {meaning}" for task, meaning in _TASKS.items() if any(f"| {task} |" in r for r in rows)]
+    tasks = [
+        f"- {task}: {meaning}" for task, meaning in _TASKS.items() if any(f"| {task} |" in r for r in rows)
+    ]
     sentence = (
         "Each row is the method's best form or aggregation, chosen on the same cases, and the last column that of "
         "the best method. Higher is better, and scores within each other's intervals are not different."

@@ -69,7 +69,7 @@ def output(data: dict[str, str]) -> nbformat.NotebookNode:
 def test_a_source_becomes_a_notebook_with_outputs_and_a_page(tmp_path: Path) -> None:
     write_source(tmp_path, TOY)
     courses.record_courses(tmp_path)
-    (page,) = courses.render_courses(tmp_path)
+    (page,) = courses.render_courses(tmp_path, into=tmp_path)
     text = page.read_text(encoding="utf-8")
     assert text.startswith("# A toy\n\n[Download the notebook](toy.ipynb)")
     assert "```python\nimport os" in text
@@ -149,18 +149,18 @@ def test_a_page_is_written_from_the_record_without_a_run(tmp_path: Path, runs: l
     # They run side by side, in any order.
     assert sorted(runs) == ["toy", "toy_two"]
     courses.record_courses(tmp_path, ["toy_two"])
-    assert [page.name for page in courses.render_courses(tmp_path)] == ["toy.md", "toy_two.md"]
+    assert [page.name for page in courses.render_courses(tmp_path, into=tmp_path)] == ["toy.md", "toy_two.md"]
     assert runs[2:] == ["toy_two"]
 
 
 def test_a_course_without_a_record_of_its_cells_is_refused(tmp_path: Path, runs: list[str]) -> None:
     source = write_source(tmp_path, TOY)
     with pytest.raises(CourseError, match=r"expected a record in toy\.ipynb; run `make courses`"):
-        courses.render_courses(tmp_path)
+        courses.render_courses(tmp_path, into=tmp_path)
     courses.record_courses(tmp_path)
     source.write_text(source.read_text() + "# %%\nprint(2)\n")
     with pytest.raises(CourseError, match=r"expected the cells of toy\.py, got others; run `make courses`"):
-        courses.render_courses(tmp_path)
+        courses.render_courses(tmp_path, into=tmp_path)
 
 
 def test_a_record_without_a_source_is_an_error(tmp_path: Path, runs: list[str]) -> None:
@@ -168,7 +168,7 @@ def test_a_record_without_a_source_is_an_error(tmp_path: Path, runs: list[str]) 
     courses.record_courses(tmp_path)
     gone.unlink()
     with pytest.raises(CourseError, match=r"gone\.ipynb: expected a source gone\.py beside it"):
-        courses.render_courses(tmp_path)
+        courses.render_courses(tmp_path, into=tmp_path)
 
 
 # ---------------------------------------------------------------------- outputs
@@ -216,7 +216,7 @@ def test_old_pictures_are_removed(tmp_path: Path, runs: list[str]) -> None:
     (tmp_path / "toy_files").mkdir()
     (tmp_path / "toy_files" / "old.png").write_text("old")
     courses.record_courses(tmp_path)
-    courses.render_courses(tmp_path)
+    courses.render_courses(tmp_path, into=tmp_path)
     assert not (tmp_path / "toy_files" / "old.png").exists()
 
 
@@ -237,7 +237,7 @@ def test_colab_is_linked_once_the_address_is_known(
 ) -> None:
     monkeypatch.setattr(courses, "read_repository", lambda root: address)
     source = write_source(tmp_path, TOY)
-    text = courses.write_page(source, jupytext.read(source)).read_text(encoding="utf-8")
+    text = courses.write_page(source, jupytext.read(source), tmp_path).read_text(encoding="utf-8")
     assert courses.colab_link(source, address) == link
     assert ("Open in Colab" in text) == (link is not None)
     assert link is None or f"]({link})" in text
@@ -278,7 +278,7 @@ def test_the_text_of_a_course_has_no_measured_figure(source: Path) -> None:
 def test_a_course_is_recorded_without_a_warning(source: Path, tmp_path: Path) -> None:
     notebook = courses.read_record(source)
     assert_has_no_warning(source, notebook)
-    page = courses.write_page(tmp_path / source.name, notebook)
+    page = courses.write_page(source, notebook, tmp_path)
     text = page.read_text(encoding="utf-8")
     for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
         assert (page.parent / picture).stat().st_size > 500
