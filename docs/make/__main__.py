@@ -1,7 +1,7 @@
 """Write the folder from which the site is built: `python -m docs.make`.
 
-`outputs/pages` gets a copy of the pages and pictures of docs/, the pages of the recorded courses, the reference,
-and the records outside docs/ that a page links to. docs/ itself has only what git has.
+`outputs/pages` gets a copy of the pages and pictures of docs/, the pages of the recorded courses, the
+reference, and the records outside docs/ that a page links to. docs/ itself has only what git has.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def list_sources() -> list[Path]:
 
 
 def _copy(source: Path, page: Path, head: str = "") -> set[Path]:
-    """Copy a file, with the links and formulas of the site if it is a page. Return the records it links to."""
+    """Copy a file, with the site's links and formulas if it is a page. Return the records it links to."""
     page.parent.mkdir(parents=True, exist_ok=True)
     if source.suffix != ".md":
         shutil.copy(source, page)

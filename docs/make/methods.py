@@ -168,14 +168,9 @@ def _section(method: type[Method], title: str) -> str:
 def _flatten(text: str) -> str:
     """Return the text of a parameter in one line, with links to the methods that it names."""
     text = " ".join(re.sub(r"^ +- ", "", text, flags=re.MULTILINE).split())
-    by_class = {method.__name__: name for name, method in lm.METHODS.items()}
-    return re.sub(
-        r"`(\w+)`",
-        lambda found: (
-            f"[`{by_class[found[1]]}`]({by_class[found[1]]}.md)" if found[1] in by_class else found[0]
-        ),
-        text,
-    )
+    for name, method in lm.METHODS.items():
+        text = text.replace(f"`{method.__name__}`", f"[`{name}`]({name}.md)")
+    return text
 
 
 def _in_code(value: object) -> str:
@@ -234,9 +229,9 @@ def _links(texts: dict[str, Any]) -> list[str]:
 def _make_index() -> str:
     parts = [
         "# Methods",
-        "Every method, by what its map shows. Pass the name to `lm.run`. A method's page has its picture, formula, "
-        "parameters and scores, and says when to use it. The cost is an estimate, in forward passes of the same "
-        "prompt. If it grows with the number of positions, the prompt has 64 tokens.",
+        "Every method, by what its map shows. Pass the name to `lm.run`. A method's page has its picture, "
+        "formula, parameters and scores, and says when to use it. The cost is an estimate, in forward passes of "
+        "the same prompt. If it grows with the number of positions, the prompt has 64 tokens.",
         "Which one do you need? [Choose a method](../guides/choose_a_method.md).",
     ]
     groups: dict[str, list[tuple[str, ...]]] = {}

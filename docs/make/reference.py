@@ -188,7 +188,7 @@ PAGES = (
     Page(
         "methods",
         "Classes of the methods",
-        "Create a method with parameters. Formula, picture, scores and advice are on the page of each method.",
+        "Create a method with parameters. The page of each method has its formula, picture and scores.",
         ("METHODS",),
         modules=("methods",),
         links={"All methods": "methods/index"},
