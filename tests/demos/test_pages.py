@@ -67,7 +67,7 @@ SELF_CONTAINED = {
     "corpus.md",
     "encoders.md",
     "choose_a_method.md",
-        "graphs.md",
+    "graphs.md",
     ),
     "gallery.md",
     "many_prompts.md",
