@@ -16,6 +16,8 @@ PAGES = markdown.ROOT / "outputs" / "pages"
 _COPIED = {".css", ".ipynb", ".md", ".png", ".svg"}
 # A record can be found from the page that quotes it. The search would show its tables first.
 _NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+# Who searches for the name of a method wants its page before those that mention it.
+_METHOD = "---\nsearch:\n  boost: 3\n---\n\n"
 
 
 def main(folder: Path = PAGES) -> None:
@@ -27,7 +29,8 @@ def main(folder: Path = PAGES) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     records: set[Path] = set()
     for source in list_sources():
-        records |= _copy(source, folder / source.relative_to(markdown.DOCS))
+        head = _METHOD if source.parent.name == "methods" else ""
+        records |= _copy(source, folder / source.relative_to(markdown.DOCS), head)
     reference.write(folder / "reference")
     courses.render_courses(into=folder / "courses")
     written: set[Path] = set()

@@ -230,8 +230,8 @@ def _make_index() -> str:
     parts = [
         "# Methods",
         "Every method, by what its map shows. Pass the name to `lm.run`. A method's page has its picture, "
-        "formula, parameters and scores, and says when to use it. The cost is an estimate, in forward passes of "
-        "the same prompt. If it grows with the number of positions, the prompt has 64 tokens.",
+        "formula, parameters and scores, and says when to use it. The cost is an estimate, in forward passes "
+        "of the same prompt. If it grows with the number of positions, the prompt has 64 tokens.",
         "Which one do you need? [Choose a method](../guides/choose_a_method.md).",
     ]
     groups: dict[str, list[tuple[str, ...]]] = {}

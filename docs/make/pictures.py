@@ -1,7 +1,8 @@
-"""Record the pictures on the pages of the methods: `python -m docs.make.pictures [NAME ...]`.
+"""Record the pictures of the methods' pages and of the gallery: `python -m docs.make.pictures [NAME ...]`.
 
-Each is the library's own figure of one prompt on SmolLM2-135M-Instruct. git keeps the pictures, and in
-`seen.json` what they show, because it takes the model to draw them.
+The names are those of methods, or "gallery". Each picture is the library's own figure of one prompt on
+SmolLM2-135M-Instruct. git keeps the pictures, and in `seen.json` what those of the methods show, because it
+takes the model to draw them.
 """
 
 from __future__ import annotations
@@ -22,22 +23,35 @@ PROMPT = (
     "My grandmother was born in Italy. She left the country with her three children after the war, "
     "but all her life she cooked the food of her home and sang to us in"
 )
-# Wide enough for 36 tokens, and few colours, so that a picture has about 30 kB.
-WIDTH, HEIGHT, ONE_ROW, DPI, COLOURS = 10.7, 6.4, 1.75, 100, 48
+# Wide enough for 36 tokens, and few colors, so that a picture has about 30 kB.
+WIDTH, HEIGHT, ONE_ROW, DPI, COLORS = 10.7, 6.4, 1.75, 100, 256
 
 
 def record(name: str, model: Any) -> None:
     """Draw the map of one method at the last position, and write down its strongest cells."""
     m = lm.run(model, PROMPT, name, queries=[-1])
     height = HEIGHT if len(m.layers) > 1 else ONE_ROW
-    figure = lm.show_position(m, figsize=(WIDTH, height))
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=DPI)
-    picture = Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-    picture.save(IMAGES / f"{name}.png", optimize=True)
+    save(lm.show_position(m, figsize=(WIDTH, height)), IMAGES / f"{name}.png")
     seen = json.loads(SEEN.read_text(encoding="utf-8")) if SEEN.exists() else {}
     seen[name] = find_strongest(m)
     SEEN.write_text(json.dumps(dict(sorted(seen.items())), indent=1, ensure_ascii=False) + "\n")
+
+
+def record_gallery(model: Any) -> None:
+    """Draw the pictures of the gallery that are on no other page."""
+    prompt = "The Eiffel Tower is in the city of"
+    m = lm.run(model, prompt, "value_zeroing")
+    save(m.show(kind="layers", layers=[0, 1]), DOCS / "images" / "layers.png")
+    tree = lm.attribution_tree(lm.run(model, prompt, "attention_attribution"), threshold=0.4)
+    save(lm.view.information_flow(tree), DOCS / "images" / "tree.png")
+
+
+def save(figure: Any, file: Path) -> None:
+    """Write a figure in few colors."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=DPI)
+    picture = Image.open(drawn).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
+    picture.save(file, optimize=True)
 
 
 def find_strongest(m: lm.MixingMap, count: int = 3) -> dict[str, Any]:
@@ -58,9 +72,12 @@ def main() -> None:
     from demos import models
 
     model = models.smollm2()
-    for name in sys.argv[1:] or lm.METHODS:
-        record(name, model)
-        print(f"{name}: {(IMAGES / f'{name}.png').stat().st_size // 1000} kB", flush=True)
+    for name in sys.argv[1:] or [*lm.METHODS, "gallery"]:
+        if name == "gallery":
+            record_gallery(model)
+        else:
+            record(name, model)
+        print(name, flush=True)
 
 
 if __name__ == "__main__":

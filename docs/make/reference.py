@@ -33,6 +33,8 @@ class Page:
         modules: The public modules of `lens_mix` of which it describes every name.
         others: Names that a user meets but does not import from `lens_mix`, with their full path.
         links: The pages on how and when to use these names, from `docs`, by their titles.
+        boost: By how much the search prefers the page. Who searches for the name of a function wants its
+            description before the pages that use it.
     """
 
     file: str
@@ -42,6 +44,7 @@ class Page:
     modules: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     links: dict[str, str] = dataclasses.field(default_factory=dict)
+    boost: float = 2
 
 
 PAGES = (
@@ -121,8 +124,8 @@ PAGES = (
     ),
     Page(
         "aggregation",
-        "Aggregate layer maps",
-        "Compute input maps, from each position down to the input tokens, from the maps of single layers.",
+        "Aggregate layers: rollout, flow, mean",
+        "Compute input maps from the maps of single layers, for example by attention rollout.",
         ("rollout", "flow", "gradient_rollout", "layer_mean", "attribution_tree"),
         ("aggregation",),
         links={
@@ -130,6 +133,7 @@ PAGES = (
             "Which aggregation to use": "guides/choose_a_method",
             "Evidence for aggregations": "evidence/aggregation",
         },
+        boost=4,
     ),
     Page(
         "targets",
@@ -192,6 +196,7 @@ PAGES = (
         ("METHODS",),
         modules=("methods",),
         links={"All methods": "methods/index"},
+        boost=1,
     ),
 )
 
@@ -312,7 +317,8 @@ def _check_complete() -> None:
 
 def _write_page(page: Page) -> str:
     links = " · ".join(f"[{title}](../{path}.md)" for title, path in page.links.items())
-    parts = [f"# {page.title}", page.line, f"See also: {links}"]
+    head = f"---\nsearch:\n  boost: {page.boost:g}\n---"
+    parts = [head, f"# {page.title}", page.line, f"See also: {links}"]
     for title, paths in list_directives(page):
         if title:
             parts.append(title)

@@ -38,8 +38,8 @@ def write_table(name: str) -> str:
         f"- {task}: {meaning}" for task, meaning in _TASKS.items() if any(f"| {task} |" in r for r in rows)
     ]
     sentence = (
-        "Each row is the method's best form or aggregation, chosen on the same cases. Higher is better, and a\n"
-        "difference within the intervals is not a difference. The last column has the best method of all."
+        "Each row is the method's best form or aggregation, chosen on the same cases. Higher is better, and\n"
+        "a difference within the intervals is not a difference. The last column has the best method of all."
     )
     header = [
         "| task | model | form and aggregation | score [95 % interval] | cases | best method |",
