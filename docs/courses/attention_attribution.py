@@ -263,7 +263,7 @@ for trigger, label, _, before, after in sorted(report.rows, key=lambda row: row[
 #   the last layer does not name a word of the input.
 # - The baseline is a layer without attention, which no trained model has seen.
 # - Check `completeness_gap` before you read a layer. On deep models the first layers often need more points.
-#   [The evidence](../evidence/attention_attribution.md) has figures for several models.
+#   [The evidence](../evidence/layers.md) has figures for several models.
 #
 # ## Exercises
 #

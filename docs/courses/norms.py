@@ -331,13 +331,13 @@ norm_figures.mixing_by_layer(mixing_ratio.mixing_ratios(decoder, prompt), "Mixin
 # norms are before attention and feed-forward, so its lines for `attn_res` and `attn_res_ln` are the same.
 #
 # This is why the rollout of attention weights, with a residual weight of one half, mixes too much: see [the
-# course on rollout and flow](rollout_and_flow.md).
+# course on rollout and flow](rollout_and_flow.ipynb).
 #
 # ## What the lengths leave out
 #
 # A length has no direction. Two long vectors can cancel each other in the sum, and a vector can be long in a
 # direction that no later layer reads. `alti` compares each vector with the sum, and Value Zeroing measures
-# the change of the block's output. [The course on Value Zeroing](value_zeroing.md) begins there.
+# the change of the block's output. [The course on Value Zeroing](value_zeroing.ipynb) begins there.
 
 # %% [markdown]
 # ## Exercises

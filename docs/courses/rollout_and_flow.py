@@ -302,7 +302,7 @@ plt.show()
 # - In the last layer, rollout with a weight of one half falls far below the attention. The weight is
 #   the cause: with the measured weights, the same maps have the best agreement in nearly every layer.
 # - `attn_res_ln` is a map that contains the residual stream as it is in this model. Its rollout needs no
-#   weight, and has a high agreement in the last layer too. [The course on norms](norms.md) explains it.
+#   weight, and has a high agreement in the last layer too. [The course on norms](norms.ipynb) explains it.
 
 # %% [markdown]
 # ## Thirty layers and a causal mask
@@ -360,7 +360,7 @@ print("note of the rollout:", rolled.notes[-1])
 # ## What helps less: division by the receptive field
 #
 # `receptive_field=True` divides by the rollout of even attention under the same mask. Even attention then has
-# an even result. [The page on the receptive field](../evidence/receptive_field.md) derives the formula.
+# an even result. [The evidence](../evidence/aggregation.md) shows whether that helps.
 
 # %%
 zeroing = maps["value_zeroing"]

@@ -257,8 +257,8 @@ for name, curve in curves.items():
 #   attention is better than Value Zeroing with one share of the cells, and worse with another.
 # - The score already counts the residual stream, so a rollout of Value Zeroing adds no identity matrix.
 # - The cosine ignores changes of length. `lm.methods.ValueZeroing(metric="euclidean")` counts them.
-# - Means over few sentences have wide intervals. [The leaderboard](../evidence/leaderboard.md) has more
-#   sentences and models, and [the evidence on this method](../evidence/value_zeroing.md) its conventions.
+# - Means over few sentences have wide intervals. [The evidence](../evidence/index.md) has more
+#   sentences and models, and [one page of it](../evidence/layers.md) the conventions.
 #
 # ## Exercises
 #

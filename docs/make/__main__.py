@@ -12,8 +12,6 @@ from pathlib import Path
 from docs.make import courses, markdown, reference
 
 PAGES = markdown.ROOT / "outputs" / "pages"
-# What a page can consist of. Sources of generated pages are of other kinds.
-_COPIED = {".css", ".ipynb", ".md", ".png", ".svg"}
 # A record can be found from the page that quotes it. The search would show its tables first.
 _NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 # Who searches for the name of a method wants its page before those that mention it.
@@ -42,7 +40,7 @@ def main(folder: Path = PAGES) -> None:
 
 def list_sources() -> list[Path]:
     """Return the pages, pictures and styles of docs/."""
-    files = [path for path in sorted(markdown.DOCS.rglob("*")) if path.suffix in _COPIED]
+    files = [path for path in sorted(markdown.DOCS.rglob("*")) if path.suffix in markdown.COPIED]
     return [path for path in files if not path.is_relative_to(markdown.DOCS / "make")]
 
 

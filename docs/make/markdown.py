@@ -16,6 +16,8 @@ from tests.release import read_repository
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+# What the site has of docs/, apart from docs/make. Sources of generated pages are of other kinds.
+COPIED = {".css", ".ipynb", ".md", ".png", ".svg"}
 # Pages that the site has under another name.
 _MOVED = {ROOT / "README.md": "index.md", ROOT / "CHANGELOG.md": "reference/changelog.md"}
 
@@ -77,9 +79,10 @@ def place_of(path: Path) -> str | None:
     if path in _MOVED:
         return _MOVED[path]
     if path.is_relative_to(DOCS):
-        return (
-            path.relative_to(DOCS).with_suffix(".md" if path.suffix == ".ipynb" else path.suffix).as_posix()
-        )
+        place = path.relative_to(DOCS)
+        if place.parts[0] == "courses" and path.suffix in (".ipynb", ".py"):
+            place = place.with_suffix(".md")
+        return place.as_posix() if place.suffix in COPIED and place.parts[0] != "make" else None
     return f"records/{path.relative_to(ROOT).as_posix()}" if path.suffix == ".md" else None
 
 
