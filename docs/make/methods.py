@@ -36,7 +36,7 @@ _SHAPES = {
 }
 _PARTS = ("encoder", "decoder", "cross", "joint")
 _ENGINES = {"recorded": "read off the clean pass", "algebra": "closed form", "hooks": "interventions"}
-_FIGURE = re.compile(r"\{([\w#./-]+: [^{}]+)\}")
+_FIGURE = re.compile(r"\{([^{}:]+: [^{}]+)\}")
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.+?)(?=^ {4}\w+: |\Z)", re.MULTILINE | re.DOTALL)
 
 

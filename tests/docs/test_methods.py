@@ -106,12 +106,14 @@ def test_the_call_of_a_page_runs(name, pages, model, capsys):
 
 
 def test_the_scores_are_those_of_the_recorded_tables(pages):
-    recorded = (ROOT / "benchmarks" / "LEADERBOARD.md").read_text(encoding="utf-8").replace("-", "−")
+    results = ROOT / "benchmarks" / "input_map" / "results"
+    tables = [ROOT / "benchmarks" / "LEADERBOARD.md", *results.glob("*.md")]
+    recorded = "".join(table.read_text(encoding="utf-8") for table in tables).replace("-", "−")
+    recorded = re.sub(r"\(([−\d.]+) to ([−\d.]+)\)", r"[\1, \2]", recorded)
     text = "".join(pages.values())
     quoted = re.findall(r"([−\d.]+ \[[−\d.]+, [−\d.]+\])", text)
     assert len(quoted) > 150
     assert [figure for figure in quoted if figure not in recorded] == []
-    # The caption of the tables explains each task that they have.
     assert "The leaderboard has no row" in pages["attention_attribution.md"]
 
 
