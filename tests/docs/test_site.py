@@ -159,6 +159,8 @@ def list_tracked() -> frozenset[Path]:
         files = [path for path in files if path.exists()]
     else:
         files = [path for path in ROOT.rglob("*") if path.is_file()]
+        # A source distribution has the courses without their records.
+        files += [source.with_suffix(".ipynb") for source in (ROOT / "docs" / "courses").glob("*.py")]
     return frozenset(files) | {folder for path in files for folder in path.parents}
 
 
