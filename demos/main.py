@@ -133,7 +133,7 @@ def print_sources(rows: dict[str, lm.MixingMap], count: int = 5) -> None:
 
 
 def print_largest_by_layer(layers: dict[str, lm.MixingMap]) -> None:
-    """Print the largest source of the last position in every layer, with one entry for equal neighbours."""
+    """Print the largest source of the last position in every layer, with one entry for equal neighbors."""
     print("\n  its largest source, layer by layer")
     for method, mixing_map in layers.items():
         sources = [(label, mixing_map.top(1, layer=label)[0]) for label in mixing_map.layer_labels]

@@ -20,7 +20,7 @@ import lens_mix.maps
 from demos.models import dinov2
 
 SIZE = 224
-# DINOv2's processor subtracts the mean colour of ImageNet and divides by its standard deviation.
+# DINOv2's processor subtracts the mean color of ImageNet and divides by its standard deviation.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -49,23 +49,23 @@ def draw_picture(size: int = SIZE) -> np.ndarray:
 
 
 def draw_shapes(seed: int, size: int = SIZE) -> np.ndarray:
-    """Return a picture of four discs and boxes of random colours on a flat ground, [size, size, 3]."""
+    """Return a picture of four discs and boxes of random colors on a flat ground, [size, size, 3]."""
     from PIL import Image, ImageDraw
 
     random, side = np.random.default_rng(seed), 4 * size
-    ground, *colours = (tuple(map(int, colour)) for colour in random.integers(40, 230, (5, 3)))
+    ground, *colors = (tuple(map(int, color)) for color in random.integers(40, 230, (5, 3)))
     image = Image.new("RGB", (side, side), ground)
     pencil = ImageDraw.Draw(image)
-    for colour in colours:
+    for color in colors:
         left, top = random.uniform(0, 0.75, 2) * side
         width, height = random.uniform(0.12, 0.3, 2) * side
         shape = pencil.ellipse if random.random() < 0.5 else pencil.rectangle
-        shape([left, top, left + width, top + height], fill=colour)
+        shape([left, top, left + width, top + height], fill=color)
     return np.asarray(image.resize((size, size), Image.Resampling.LANCZOS))
 
 
 def is_flat(picture: np.ndarray, grid: lm.maps.Grid) -> list[bool]:
-    """Return, for each cell of a grid, whether the picture has one colour there."""
+    """Return, for each cell of a grid, whether the picture has one color there."""
     boxes = (grid.box(position) or (0, 0, 1, 1) for position in grid.positions)
     cells = (picture[top:bottom, left:right].reshape(-1, 3) for top, left, bottom, right in boxes)
     return [bool(np.ptp(cell, axis=0).max() <= 2) for cell in cells]
@@ -90,8 +90,8 @@ def name_parts(grid: lm.maps.Grid) -> list[str]:
 
 def as_pixels(picture: np.ndarray) -> torch.Tensor:
     """Return a picture as the pixels [channel, height, width] that DINOv2 reads."""
-    colours = torch.from_numpy(picture.astype(np.float32) / 255)
-    pixels = (colours - torch.tensor(MEAN)) / torch.tensor(DEVIATION)
+    colors = torch.from_numpy(picture.astype(np.float32) / 255)
+    pixels = (colors - torch.tensor(MEAN)) / torch.tensor(DEVIATION)
     return pixels.permute(2, 0, 1).contiguous()
 
 

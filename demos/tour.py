@@ -90,7 +90,7 @@ maps = lm.run(model, prompt, ["attention", "value_zeroing"])
 lm.show_position(maps)
 
 # %% [markdown]
-# Which source is the strongest, apart from the first token and the neighbours?
+# Which source is the strongest, apart from the first token and the neighbors?
 
 # %%
 shares = maps["value_zeroing"].normalized().scores[:, -1]

@@ -271,7 +271,7 @@ def _trace_text(
     """Print which sentences of a prompt, or documents, a written text came from.
 
     The prompt is TEXT, or documents with a question. The result is text, or JSON with --json. With --out or
-    --open it is also one self-contained page: click a written sentence, and its sources are coloured.
+    --open it is also one self-contained page: click a written sentence, and its sources are colored.
     """
     from lens_mix import report
     from lens_mix.arguments import check_choice

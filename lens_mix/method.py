@@ -66,7 +66,7 @@ class Method:
         reads: What it reads for a map. "block": a layer map, from the records of its own block alone, by the
             call. "above": layer maps, from further passes of the block or from the block up to a target.
             "below": input maps, from a block down to the tokens. "model": one input map of all blocks, which
-            is labelled as the last layer. All except "block" are computed by `of_blocks`.
+            is labeled as the last layer. All except "block" are computed by `of_blocks`.
         parts: The parts of an encoder-decoder for which it is defined: "encoder", "decoder", "cross" and
             "joint". A method for "encoder" or "decoder" is also defined for models with one stack.
         layers_add_up: Whether the layers of an input map are shares of one number, so that their sum is the

@@ -201,7 +201,7 @@ class PassPlan:
             f"clean pass of {_count(len(self.batch), 'prompt')}, {_count(positions, 'token')}; asked: "
             f"{'all rows' if asked is None else _name_rows(asked)}"
         ]
-        # Neighbouring layers with equal plans are one entry, because most layers of a model have the same
+        # Neighboring layers with equal plans are one entry, because most layers of a model have the same
         # plan.
         ranges: list[tuple[int, int, LayerPlan]] = []
         for layer, planned in sorted(self.layers.items()):

@@ -98,7 +98,7 @@ def input_map(
             probabilities of the target's token and of this one is explained. None: the target alone.
         options: As in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
             part="decoder" excludes the source. `layers` is for `decompx`, which has a map of each layer. Its
-            default is the last layer, which was measured. The other recipes have one map, which is labelled
+            default is the last layer, which was measured. The other recipes have one map, which is labeled
             as the last layer.
 
     Returns:

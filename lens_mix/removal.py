@@ -302,7 +302,7 @@ def replacement(tokens: Sequence[str | int] | None, samples: int, seed: int) -> 
 class FillPatches(Removal):
     """Fill removed patches of a picture, or frames of sound, with other content before the model reads it.
 
-    A group of positions is filled at once. If cells of the grid overlap (AST, HuBERT), a neighbour loses the
+    A group of positions is filled at once. If cells of the grid overlap (AST, HuBERT), a neighbor loses the
     part that it has in common with a removed cell. Positions without a place, such as [CLS], have nothing to
     fill.
 

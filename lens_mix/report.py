@@ -13,7 +13,7 @@ from lens_mix import registry
 from lens_mix.aggregation.candidates import AS_IT_IS, candidate_rows
 from lens_mix.arguments import write_count
 from lens_mix.maps import MixingMap
-from lens_mix.maps.arithmetic import normalise_by_magnitude
+from lens_mix.maps.arithmetic import normalize_by_magnitude
 from lens_mix.maps.explained import as_records
 from lens_mix.traces.spans import WrittenSpan
 from lens_mix.traces.trace import Trace
@@ -99,8 +99,8 @@ def _row_shares(m: MixingMap, query: int) -> Float[Tensor, "layer key"]:
     An input map has one row of all layers together.
     """
     if m.kind == "input":
-        return normalise_by_magnitude(candidate_rows(m, query, {})[AS_IT_IS][None])
-    return normalise_by_magnitude(m.merge_heads().scores[:, m.row_index(query)].double())
+        return normalize_by_magnitude(candidate_rows(m, query, {})[AS_IT_IS][None])
+    return normalize_by_magnitude(m.merge_heads().scores[:, m.row_index(query)].double())
 
 
 def to_records(maps: Mapping[str, MixingMap], every_row: bool) -> dict[str, Any]:

@@ -425,12 +425,12 @@ def _make_session(
         with LibraryErrors(model):
             # A `Lens` raises this error too, but does not name "all", which only `run` and `run_many` take.
             choose_stack(cast(Any, model), part, others=("all",))
-    labelled, is_single = read_methods(methods)
+    labeled, is_single = read_methods(methods)
     # The measured residual has an engine of its own, whatever engine is asked for.
-    selection["engine"] = dict.fromkeys(labelled, selection["engine"])
+    selection["engine"] = dict.fromkeys(labeled, selection["engine"])
     # In cross-attention no key is the query's own position, so that a row has no share of its own residual.
-    labelled |= find_measuring_method(labelled) if residual_shares and part != "cross" else {}
-    return Session(model, labelled, part=part, **selection), is_single
+    labeled |= find_measuring_method(labeled) if residual_shares and part != "cross" else {}
+    return Session(model, labeled, part=part, **selection), is_single
 
 
 def _run_all_parts(

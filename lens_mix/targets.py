@@ -906,7 +906,7 @@ def next_token(position: int | str | None = None) -> Target:
 
 
 def span(start: int, stop: int | None = None) -> Target:
-    """Return the target for several neighbouring tokens of the prompt, as their log probability in nats.
+    """Return the target for several neighboring tokens of the prompt, as their log probability in nats.
 
         >>> method = lm.methods.InputGradients(target=lm.targets.span(-2))
         >>> lm.run(model, "The Eiffel Tower is in the city of Paris", method, queries=[-1]).top(3)

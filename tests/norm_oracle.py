@@ -83,10 +83,10 @@ def through_norm(norm: Norm | None, vectors: Tensor, state: Tensor) -> Tensor:
     """Return vectors [query, column, d_model] after a norm, linearised at the given state, without β."""
     if norm is None:
         return vectors
-    centre = norm.kind == "layer"
-    spread = state - state.mean(-1, keepdim=True) if centre else state
+    center = norm.kind == "layer"
+    spread = state - state.mean(-1, keepdim=True) if center else state
     size = (spread.pow(2).mean(-1) + norm.eps).sqrt()
-    moved = vectors - vectors.mean(-1, keepdim=True) if centre else vectors
+    moved = vectors - vectors.mean(-1, keepdim=True) if center else vectors
     moved = moved / size[:, None, None]
     return moved if norm.weight is None else moved * norm.weight.double()
 

@@ -235,7 +235,7 @@ def picture_prompt(name: str, pictures: int = 1, dtype: torch.dtype = torch.floa
         return torch.randn(*shape, generator=generator).to(dtype)
 
     if name in ("qwen2_5_vl", "qwen3_vl", "glm4v"):
-        # Four patches of one group are neighbours, and each has two equal times.
+        # Four patches of one group are neighbors, and each has two equal times.
         grid = torch.tensor([[1, 4, 4]] * pictures)
         pixels = draw(16 * pictures, 3 * 2 * 4 * 4)
         return {**inputs, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types.int()}

@@ -27,7 +27,7 @@ SPEED = re.compile(rf"{MANY} times (?:as (?:fast|long)|slower|faster)")
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of every docstring, and of all neighbouring comments, of the library."""
+    """Yield the place and the text of every docstring, and of all neighboring comments, of the library."""
     for path in sorted(LIBRARY.rglob("*.py")):
         source, name = path.read_text(), path.relative_to(LIBRARY).as_posix()
         for node in ast.walk(ast.parse(source)):

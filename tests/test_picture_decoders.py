@@ -162,7 +162,7 @@ def test_the_methods_that_run_on_text_run_on_pictures_or_say_why_not(name):
 
 @pytest.mark.parametrize("pictures", [1, 2])
 @pytest.mark.parametrize("name", EVERY)
-def test_patches_are_labelled_by_their_place(name, pictures):
+def test_patches_are_labeled_by_their_place(name, pictures):
     m = lm.run(model_of(name), picture_prompt(name, pictures), "attention", layers=[0])
     labels = [m.tokens[position] for position in image_positions(name, pictures)]
     if GRIDS[name] is None:
@@ -467,7 +467,7 @@ def test_the_text_between_pictures_cannot_be_deleted_if_they_would_be_read_as_on
         pytest.skip("no such model")
     t = lm.trace(with_tokenizer(name), picture_prompt(name, 2), answer=[11, 12])
     between = next(source for source in t.sources() if source.text == "w41 w40")
-    with pytest.raises(lm.UnsupportedModelError, match="pictures 1 and 2 would be neighbours"):
+    with pytest.raises(lm.UnsupportedModelError, match="pictures 1 and 2 would be neighbors"):
         t.reading.without(between.positions)
 
 

@@ -591,20 +591,20 @@ def _norm_in_double(model: torch.nn.Module) -> None:
             continue
         weight = getattr(module, "weight", None)
         x = torch.randn(3, 24 if weight is None else weight.shape[-1], dtype=torch.float64)
-        # The norm is measured, because its name does not say whether it centres or multiplies by 1 + weight.
-        for centred, offset in itertools.product((False, True), (False, True)):
+        # The norm is measured, because its name does not say whether it centers or multiplies by 1 + weight.
+        for centered, offset in itertools.product((False, True), (False, True)):
             try:
-                difference = module(x) - _normed(module, x, centred=centred, offset=offset)
+                difference = module(x) - _normed(module, x, centered=centered, offset=offset)
             except (TypeError, RuntimeError, IndexError):  # It takes more than a vector, or is not a norm.
                 break
             if difference.abs().max() < 1e-4:
-                module.forward = functools.partial(_normed, module, centred=centred, offset=offset)
+                module.forward = functools.partial(_normed, module, centered=centered, offset=offset)
                 break
 
 
-def _normed(module: torch.nn.Module, x: torch.Tensor, *, centred: bool, offset: bool) -> torch.Tensor:
+def _normed(module: torch.nn.Module, x: torch.Tensor, *, centered: bool, offset: bool) -> torch.Tensor:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", 1e-5))
-    x = x - x.mean(-1, keepdim=True) if centred else x
+    x = x - x.mean(-1, keepdim=True) if centered else x
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     weight = getattr(module, "weight", None)
     return x if weight is None else x * (1 + weight if offset else weight)

@@ -172,7 +172,7 @@ def run_cells(source: Path) -> NotebookNode:
 
 
 def join_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """Return outputs with neighbouring texts of one stream joined; the kernel sends them in pieces."""
+    """Return outputs with neighboring texts of one stream joined; the kernel sends them in pieces."""
     joined: list[NotebookNode] = []
     for output in outputs:
         above = joined[-1] if joined else None

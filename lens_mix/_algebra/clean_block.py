@@ -37,34 +37,34 @@ class _NormChange:
 
     Attributes:
         norm: The norm.
-        clean: n, the centred input divided by its scale.
+        clean: n, the centered input divided by its scale.
     """
 
     def __init__(self, norm: Norm, clean: Float[Tensor, "prompt row d_model"]) -> None:
         self.norm = norm
         self._weight = None if norm.weight is None else norm.weight.to(clean.dtype)
-        centred = self._centre(clean)
-        self._square = centred.square().mean(-1, keepdim=True) + norm.eps
+        centered = self._centre(clean)
+        self._square = centered.square().mean(-1, keepdim=True) + norm.eps
         self._size = self._square.sqrt()
-        self.clean: Float[Tensor, "prompt row d_model"] = centred / self._size
+        self.clean: Float[Tensor, "prompt row d_model"] = centered / self._size
 
     def sizes(self, rows: RowSlices, change: Float[Tensor, "key prompt row d_model"]) -> _NormChanged:
         """Return C c, 1/s' and s/s' - 1 for changes of some rows' inputs."""
-        centred, size = self._centre(change), self._size[rows]
-        square_change = torch.linalg.vecdot(centred, self.clean[rows])[..., None].mul_(2 * size)
-        square_change += torch.linalg.vector_norm(centred, dim=-1, keepdim=True) ** 2
-        square_change /= centred.shape[-1]
+        centered, size = self._centre(change), self._size[rows]
+        square_change = torch.linalg.vecdot(centered, self.clean[rows])[..., None].mul_(2 * size)
+        square_change += torch.linalg.vector_norm(centered, dim=-1, keepdim=True) ** 2
+        square_change /= centered.shape[-1]
         # If a change removes the whole input, eps is left. Without eps, rounding could make this negative.
         smallest = max(self.norm.eps, torch.finfo(square_change.dtype).tiny)
         changed = (self._square[rows] + square_change).clamp_min_(smallest).sqrt_()
         # The formula s/s' - 1 = -(s'² - s²) / (s' (s + s')) subtracts no almost equal numbers.
         factor = square_change.neg_().div_((size + changed).mul_(changed))
-        return centred, changed.reciprocal_(), factor
+        return centered, changed.reciprocal_(), factor
 
     def output(self, rows: RowSlices, changed: _NormChanged) -> Float[Tensor, "key prompt row d_model"]:
         """Return the change of some rows' outputs."""
-        centred, inverse, factor = changed
-        out = torch.addcmul(centred * inverse, self.clean[rows], factor)
+        centered, inverse, factor = changed
+        out = torch.addcmul(centered * inverse, self.clean[rows], factor)
         return out if self._weight is None else out.mul_(self._weight)
 
     def _centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:

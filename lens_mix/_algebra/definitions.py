@@ -73,7 +73,7 @@ def through_norm(
 ) -> Float[Tensor, "batch query key d_model"]:
     """Return γ ⊙ (F_ij - mean F_ij) / s_i, with the scale s_i of the norm's input and without β.
 
-    RMSNorm does not centre.
+    RMSNorm does not center.
 
     Args:
         norm: The norm; None for the identity.
@@ -82,12 +82,12 @@ def through_norm(
     """
     if norm is None:
         return vectors
-    centred, true = vectors, state
+    centered, true = vectors, state
     if norm.kind == "layer":
-        centred = vectors - vectors.mean(-1, keepdim=True)
+        centered = vectors - vectors.mean(-1, keepdim=True)
         true = state - state.mean(-1, keepdim=True)
     scale = (true.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-    normed = centred / scale[:, :, None]
+    normed = centered / scale[:, :, None]
     return normed if norm.weight is None else normed * norm.weight
 
 

@@ -1,7 +1,7 @@
 """The pairs of a zeroed group of keys and a query, and the chunks in which they are computed.
 
 Zeroing a value changes only the queries that attend to its key, so a causal map needs half of the pairs.
-The same key of neighbouring prompts, and neighbouring keys, share a rectangle of pairs if few of them
+The same key of neighboring prompts, and neighboring keys, share a rectangle of pairs if few of them
 (`Sizes.spare`) have no weight. Several rectangles are one chunk, the pairs of one product with W_out.
 `max_memory` bounds the sizes of both.
 """
@@ -73,7 +73,7 @@ class ZeroedGroup(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """Pairs of some rows and neighbouring zeroed groups, which neighbouring prompts have in common.
+    """Pairs of some rows and neighboring zeroed groups, which neighboring prompts have in common.
 
     Attributes:
         prompts: The prompts.
@@ -149,8 +149,8 @@ def _rectangles(zeroed: Sequence[ZeroedGroup], sizes: Sizes) -> Iterator[Rectang
     while begin < len(zeroed):
         prompt, key, _, first, last = zeroed[begin]
         whole = Rectangle(slice(prompt, prompt + 1), key, slice(begin, begin + 1), slice(first, last))
-        for find_neighbours in (_in_next_prompt, _of_next_key):
-            while new := find_neighbours(zeroed, whole):
+        for find_neighbors in (_in_next_prompt, _of_next_key):
+            while new := find_neighbors(zeroed, whole):
                 larger, weighted = _joined(whole, new), sum(each.last - each.first for each in new)
                 if larger.pairs > min(sizes.rectangle, whole.pairs + weighted + sizes.spare):
                     break

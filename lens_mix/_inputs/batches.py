@@ -83,11 +83,11 @@ class Prompt:
         """
         pictures, picture_inputs = self.pictures, self.picture_inputs
         if pictures:
-            from lens_mix._inputs.picture_inputs import check_neighbours, drop_pictures
+            from lens_mix._inputs.picture_inputs import check_neighbors, drop_pictures
 
             pictures, picture_inputs = drop_pictures(self.pictures, self.picture_inputs, keeps)
             if any(name.endswith("token_type_ids") for name in self.inputs):
-                check_neighbours(self.pictures, pictures)
+                check_neighbors(self.pictures, pictures)
         return dataclasses.replace(
             self,
             tokens=self.tokens[keeps],

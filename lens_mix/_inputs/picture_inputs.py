@@ -82,7 +82,7 @@ def find_pictures(
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the runs of neighbouring positions."""
+    """Return the runs of neighboring positions."""
     runs: list[list[int]] = []
     for position in positions:
         if not runs or runs[-1][-1] != position - 1:
@@ -227,8 +227,8 @@ def drop_pictures(
     return moved, _select_inputs(inputs, [count > 0 for count in counts]) if moved else {}
 
 
-def check_neighbours(before: Sequence[Picture], pictures: Sequence[Picture]) -> None:
-    """Raise an UnsupportedModelError if pictures become neighbours, for models that read the types of tokens.
+def check_neighbors(before: Sequence[Picture], pictures: Sequence[Picture]) -> None:
+    """Raise an UnsupportedModelError if pictures become neighbors, for models that read the types of tokens.
 
     Such a model takes a run of image tokens for one picture.
 
@@ -238,10 +238,10 @@ def check_neighbours(before: Sequence[Picture], pictures: Sequence[Picture]) -> 
     """
     ends = {picture.number: (picture.positions[0], picture.positions[-1]) for picture in before}
     for one, next_one in itertools.pairwise(pictures):
-        were_neighbours = ends[one.number][1] + 1 == ends[next_one.number][0]
-        if one.positions[-1] + 1 == next_one.positions[0] and not were_neighbours:
+        were_neighbors = ends[one.number][1] + 1 == ends[next_one.number][0]
+        if one.positions[-1] + 1 == next_one.positions[0] and not were_neighbors:
             raise UnsupportedModelError(
-                f"pictures {one.number} and {next_one.number} would be neighbours, which the model reads as "
+                f"pictures {one.number} and {next_one.number} would be neighbors, which the model reads as "
                 "one picture: expected some text to remain between them"
             )
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-# Grey of 16 bits. PIL's own conversion to 8 bits may make everything above 255 white.
+# Gray of 16 bits. PIL's own conversion to 8 bits may make everything above 255 white.
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _NUMBERS_WITHOUT_RANGE = ("I", "F")
 # The largest distance of a place from the straight line through all places: this share of the picture, and
-# half a pixel. Ramps have 256 steps, and a resize mixes the outermost pixels with their neighbours.
+# half a pixel. Ramps have 256 steps, and a resize mixes the outermost pixels with their neighbors.
 _MOST_OFF_LINE = 0.03
 # An edge that is this close to the picture's own, as a share of the picture, is the picture's own.
 _SAME_EDGE = 0.006
@@ -33,11 +33,11 @@ def is_pil_picture(value: Any) -> bool:
 
 
 def convert_picture(name: str, picture: Any, channels: int = 3) -> tuple[Any, tuple[str, ...]]:
-    """Return a PIL picture as RGB, or as 8-bit grey for a model of one channel, and notes.
+    """Return a PIL picture as RGB, or as 8-bit gray for a model of one channel, and notes.
 
     Args:
         name: The name of the argument, for errors.
-        picture: The picture: grey, with a palette, with or without transparency, of 1, 8 or 16 bits, or CMYK.
+        picture: The picture: gray, with a palette, with or without transparency, of 1, 8 or 16 bits, or CMYK.
         channels: How many channels the model reads, 1 or 3.
 
     Raises:
@@ -135,9 +135,9 @@ def _find_window(processor: Any, picture: Any) -> Window | None:
         _draw_ramp(width, height).T,
     )
     read = []
-    for grey in drawn:
+    for gray in drawn:
         probe = picture.convert("L")
-        probe.frombytes(grey.tobytes())
+        probe.frombytes(gray.tobytes())
         probe = probe.convert(picture.mode)
         try:
             numbers = np.asarray(processor(images=probe, return_tensors="pt")["pixel_values"], np.float64)

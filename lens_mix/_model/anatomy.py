@@ -74,14 +74,14 @@ class Norm:
     eps: float
 
     def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
-        """Return the number that the (centred) vector is divided by."""
+        """Return the number that the (centered) vector is divided by."""
         # The vector norm needs no tensor of squares, whose sum could overflow float16.
-        length: Tensor = torch.linalg.vector_norm(self._centred(x), dim=-1, keepdim=True)
+        length: Tensor = torch.linalg.vector_norm(self._centered(x), dim=-1, keepdim=True)
         return ((length / math.sqrt(x.shape[-1])).square() + self.eps).sqrt()
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """Return the output of the norm."""
-        out = self._centred(x) / self.scale(x)
+        out = self._centered(x) / self.scale(x)
         return _plus(out if self.weight is None else out * self.weight.to(x.dtype), self.bias)
 
     def linear_at(self, state: Float[Tensor, "*batch d_model"]) -> LinearNorm:
@@ -89,14 +89,14 @@ class Norm:
         return LinearNorm(self, state)
 
     def linear_part(self, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """Return the vectors, centred (LayerNorm) and times the weight, but not divided by a scale."""
+        """Return the vectors, centered (LayerNorm) and times the weight, but not divided by a scale."""
         weight = None if self.weight is None else self.weight.detach().to(vectors.dtype)
         if self.kind == "layer":
-            centred = self._centred(vectors)
-            return centred if weight is None else centred.mul_(weight)
+            centered = self._centered(vectors)
+            return centered if weight is None else centered.mul_(weight)
         return vectors if weight is None else vectors * weight
 
-    def _centred(self, x: Tensor) -> Tensor:
+    def _centered(self, x: Tensor) -> Tensor:
         return x - x.mean(-1, keepdim=True) if self.kind == "layer" else x
 
 
@@ -135,7 +135,7 @@ class LinearNorm:
     def __call__(
         self, vectors: Float[Tensor, "*batch d_model"], rows: slice = slice(None)
     ) -> Float[Tensor, "*batch d_model"]:
-        """Return γ ⊙ (v - mean v) / scale (RMSNorm does not centre).
+        """Return γ ⊙ (v - mean v) / scale (RMSNorm does not center).
 
         Args:
             vectors: The state, or shares or changes of it; an additional axis has several vectors per row.
@@ -169,7 +169,7 @@ class ValuePath:
     b_O: Float[Tensor, " d_model"] | None
 
     def values(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch value_head d_head"]:
-        """Return the value vectors of normalised inputs."""
+        """Return the value vectors of normalized inputs."""
         axes = "... d_model, head d_model d_head -> ... head d_head"
         return _plus(einsum(x, self.W_V.to(x.dtype), axes), self.b_V)
 
@@ -383,7 +383,7 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
 def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
     """Return a norm of Hugging Face as measured on four vectors, with its stored numbers if they agree.
 
-    The names and weights of norms are not reliable: T5LayerNorm does not centre, and Gemma and Nemotron add 1
+    The names and weights of norms are not reliable: T5LayerNorm does not center, and Gemma and Nemotron add 1
     to the weight. `forward` is called directly, so that no hook receives the vectors.
     """
     own = (tensor for tensor in (stored.weight, stored.bias, *module.parameters()) if tensor is not None)
@@ -411,10 +411,10 @@ def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
     offset = None if stored.weight is None else 1 + stored.weight.to(wide)
     weight = _nearest(multiplier, [stored.weight, offset], torch.ones_like(multiplier), accepted)
     shift = _nearest(bias, [stored.bias], torch.zeros_like(bias), accepted)
-    # A norm that centres has the same output for signs and for signs + 1.
-    uncentred = (signs + 1) * multiplier / math.sqrt(square + 1 + eps) + bias
-    centres = torch.dist(raised, up) < torch.dist(raised, uncentred)
-    return Norm("layer" if centres else "rms", weight, shift, eps)
+    # A norm that centers has the same output for signs and for signs + 1.
+    uncentered = (signs + 1) * multiplier / math.sqrt(square + 1 + eps) + bias
+    centers = torch.dist(raised, up) < torch.dist(raised, uncentered)
+    return Norm("layer" if centers else "rms", weight, shift, eps)
 
 
 def _nearest(

@@ -38,7 +38,7 @@ class Mixing:
     def at(self, places: Int[Tensor, " pos"]) -> Mixing:
         """Return some positions of the only prompt, without the batch axis."""
         first, count = int(places[0]), len(places)
-        # Neighbouring positions are a view. A copy of a long prompt's pattern would take much time.
+        # Neighboring positions are a view. A copy of a long prompt's pattern would take much time.
         chosen = slice(first, first + count) if int(places[-1]) == first + count - 1 else places
         rows = (each[0, chosen] for each in (self.values, self.mixed, self.gradient))
         return Mixing(self.pattern[0][:, chosen][..., chosen], *rows)
@@ -118,7 +118,7 @@ class AutogradGraph:
         Args:
             values: The values, of a single prompt, computed from `resid_post`.
             numbers: After how many blocks each stream is read; 0 for the input of the first block.
-            at_once: Whether one vectorised backward pass may compute the gradients of all values.
+            at_once: Whether one vectorized backward pass may compute the gradients of all values.
             reads_logits: Whether the values are computed from the logits, and so through the final norm.
 
         Raises:
@@ -295,14 +295,14 @@ def _gradients_of_each(
         output: A tensor from which the numbers are computed.
         inputs: The inputs.
         gradients: The gradient of each number with respect to `output`, [value, *the shape of `output`].
-        at_once: Whether one vectorised backward pass may compute all of them.
+        at_once: Whether one vectorized backward pass may compute all of them.
         keep: Whether the graph is kept after the last number.
 
     Returns:
         For each input, the gradients [value, *its shape].
     """
     if at_once and len(gradients) > 1:
-        # Some operations have no vectorised gradient. Their error is raised before any result is used.
+        # Some operations have no vectorized gradient. Their error is raised before any result is used.
         with contextlib.suppress(RuntimeError):
             return list(
                 torch.autograd.grad(output, inputs, gradients, retain_graph=True, is_grads_batched=True)

@@ -66,7 +66,7 @@ class CleanPass:
         calls: Layer -> the block's arguments and output, at all positions.
         recorded: Hook name -> tensor, for the requested hooks.
         attended: Watched layer -> the mask of the keys that got weight from any head. Equal masks of
-            neighbouring layers are one tensor.
+            neighboring layers are one tensor.
         rows: The rows of the recorded patterns and z, and of `attended`; None for all positions.
         replays: Layer -> the block's replay.
         cache: Layer -> results that the methods of one run share, until the block has been mapped.

@@ -187,7 +187,7 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
     layers = {}
     complete: Tensor | None = None
     for layer, attended in clean.attended.items():
-        # Neighbouring layers with equal masks have one tensor in common.
+        # Neighboring layers with equal masks have one tensor in common.
         if attended is not complete:
             attended_pairs = attended & real_pairs
             if attended_pairs.equal(real_pairs) or attended_pairs.equal(real_pairs & triangle):

@@ -50,9 +50,9 @@ def _mixing(attention: nn.Module, pattern: Tensor) -> Iterator[str]:
         if "gate" in name or name == "g_proj":
             yield f"the mixed values are gated ({name}) {_BEFORE}: gated attention is not supported"
         if "sub_norm" in name:
-            yield f"the mixed values are normalised ({name}) {_BEFORE}: not supported"
+            yield f"the mixed values are normalized ({name}) {_BEFORE}: not supported"
         if "v_norm" in name:
-            yield f"the values are normalised ({name}) after their hook: not supported"
+            yield f"the values are normalized ({name}) after their hook: not supported"
     query, out = _width(inner, "q_proj", 0), _width(inner, "o_proj", 1)
     if query is not None and out is not None and query == 2 * out:
         yield f"the mixed values are gated (by half of q_proj) {_BEFORE}: gated attention is not supported"

@@ -30,7 +30,7 @@ from lens_mix.aggregation.rollout import (
 )
 from lens_mix.arguments import check_choice, check_flags, check_whole_number
 from lens_mix.maps import MixingMap
-from lens_mix.maps.arithmetic import normalise_rows
+from lens_mix.maps.arithmetic import normalize_rows
 from lens_mix.maps.spans import Span, find_positions
 
 # Rounding to whole numbers changes a flow by less than this, so closer flows count as equal.
@@ -113,9 +113,9 @@ def flow(
             null = row_weights.cpu().mean(-1, keepdim=True).expand(null.shape)
         if includes_residual(stack):
             null = estimate_residual(stack.scores.cpu(), visible.cpu(), weight)
-        scores = _normalise_by_null(scores, visible.cpu(), null, levels, chosen, work)
+        scores = _normalize_by_null(scores, visible.cpu(), null, levels, chosen, work)
     if normalize:
-        scores, _ = normalise_rows(scores, "refuse")
+        scores, _ = normalize_rows(scores, "refuse")
     options = {"receptive_field": receptive_field, "drop_bos": drop_bos, "solver": solver}
     aggregation = {"name": "flow", "residual": weight, "normalize": normalize, "layer": layer, **options}
     depths = [level - 1 for level in levels]
@@ -181,7 +181,7 @@ def _compute_bound_share(
     return float((np.abs(flows - bound) < _TOLERANCE)[has_flow].mean()) if has_flow.any() else None
 
 
-def _normalise_by_null(
+def _normalize_by_null(
     flows: Float[Tensor, "level asked key"],
     visible: Bool[Tensor, "layer query key"],
     weights: Float[Tensor, "layer query"],

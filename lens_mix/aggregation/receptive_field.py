@@ -1,4 +1,4 @@
-"""Normalise a rollout by the receptive field of attention.
+"""Normalize a rollout by the receptive field of attention.
 
 Abnar & Zuidema (ACL 2020) write that rollout in causal decoders is biased to the first tokens, and that one
 should "first normalize based on the receptive field of attention". They give no formula; this one is ours
@@ -35,7 +35,7 @@ from lens_mix.aggregation.products import Product, Residual, add_residual, compo
 from lens_mix.arguments import check_choice
 
 
-def normalise_rollout(
+def normalize_rollout(
     maps: Float[Tensor, "layer query key"],
     visible: Bool[Tensor, "layer query key"],
     residual: Residual,
@@ -43,7 +43,7 @@ def normalise_rollout(
     arithmetic: str = "auto",
     product: Product = torch.matmul,
 ) -> Float[Tensor, "layer *head query key"]:
-    """Return the cumulative rollout of `maps`, with each layer normalised by the null model of its depth.
+    """Return the cumulative rollout of `maps`, with each layer normalized by the null model of its depth.
 
     The result is float64. Each row has the same sum as in the plain rollout: 1, or less below all-zero rows.
 
@@ -65,9 +65,9 @@ def normalise_rollout(
     largest = float(torch.as_tensor(residual, dtype=torch.float64, device="cpu").max())
     targets = _make_targets(reachable(visible, largest), residual)
     if arithmetic == "float64" or (arithmetic == "auto" and _float64_suffices(null, residual)):
-        return _normalise_in_float64(cumulative(maps, heads, product), null, targets, product)
+        return _normalize_in_float64(cumulative(maps, heads, product), null, targets, product)
     rolled = cumulative(maps.log(), None if heads is None else heads.log(), log_matmul)
-    return _normalise_logarithms(rolled, null.log(), targets)
+    return _normalize_logarithms(rolled, null.log(), targets)
 
 
 def _make_uniform(visible: Bool[Tensor, "*axes query key"]) -> Float[Tensor, "*axes query key"]:
@@ -167,10 +167,10 @@ def _float64_suffices(null: Float[Tensor, "layer query key"], residual: Residual
     return smallest > bound - math.log1p(-largest)
 
 
-def _normalise_in_float64(
+def _normalize_in_float64(
     rolled: Tensor, null: Tensor, targets: Iterator[Tensor], product: Product
 ) -> Tensor:
-    """Return the normalised rollout, computed in place.
+    """Return the normalized rollout, computed in place.
 
     Args:
         rolled: The plain rollout at each depth, which is overwritten.
@@ -188,8 +188,8 @@ def _normalise_in_float64(
     return rolled
 
 
-def _normalise_logarithms(rolled: Tensor, null: Tensor, targets: Iterator[Tensor]) -> Tensor:
-    """Return the normalised rollout, not its logarithm, from the logarithms of `rolled` and `null`."""
+def _normalize_logarithms(rolled: Tensor, null: Tensor, targets: Iterator[Tensor]) -> Tensor:
+    """Return the normalized rollout, not its logarithm, from the logarithms of `rolled` and `null`."""
     expected: Tensor | None = None
     for plain, matrix, target in zip(rolled, null, targets, strict=True):
         expected = matrix if expected is None else log_matmul(matrix, expected)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lens_mix.aggregation.collapse import collapse_notes
 from lens_mix.aggregation.products import Residual, add_residual, cumulative, lower_product
-from lens_mix.aggregation.receptive_field import estimate_residual, normalise_rollout, reachable
+from lens_mix.aggregation.receptive_field import estimate_residual, normalize_rollout, reachable
 from lens_mix.arguments import check_flags, check_instance, check_number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import add_empty_rows_note, require_no_negative
@@ -58,7 +58,7 @@ def rollout(
         total_mixing: The mixing over all layers together, instead of `residual`: w = 1 − total / L for L
             layers, at least 0. With a fixed w, the mixing grows with the depth until tokens are no longer
             distinguished. The documentation compares values.
-        receptive_field: Whether to normalise by the rollout of uniform attention, so that a key has no
+        receptive_field: Whether to normalize by the rollout of uniform attention, so that a key has no
             advantage because many paths reach it (in causal maps: because it is early). Uniform attention has
             the same residual as the map. The paper gives no formula. Ours is R · B0 / R0, where R0 is the
             rollout of uniform attention, and B0 is what it should be: uniform over the keys in reach.
@@ -101,7 +101,7 @@ def rollout(
         visible = chosen.visible().to(maps.device)
         contains_residual = has_one_weight and includes_residual(chosen)
         null = estimate_residual(maps, visible, largest) if contains_residual else row_weights
-        scores = normalise_rollout(maps, visible, null, heads, product=product)
+        scores = normalize_rollout(maps, visible, null, heads, product=product)
     else:
         scores = cumulative(maps, heads, product)
     options: dict[str, object] = {"residual": largest if has_one_weight else "measured"}
@@ -229,10 +229,10 @@ def _mix_heads(
 ) -> tuple[Float[Tensor, "layer head query key"], tuple[str, ...]]:
     """Return Â_l of every head, each with its own row sums, and the notes about its rows."""
     raw = chosen.replace(scores=to_float64(chosen.scores))
-    normalised = raw.normalized()
-    for layer, scores in enumerate(normalised.scores):
+    normalized = raw.normalized()
+    for layer, scores in enumerate(normalized.scores):
         add_residual(scores, _compute_row_weights(chosen, weight, raw.scores[layer].sum(-1), layer))
-    return normalised.scores, normalised.notes
+    return normalized.scores, normalized.notes
 
 
 def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:

@@ -38,7 +38,7 @@ def attribution_tree(
         >>> tree = lm.attribution_tree(m, threshold=0.2)
         >>> print(lm.aggregation.tree_text(tree))
 
-    The objective is to maximise Σ_(i,j) a_ij - cost · (number of edges). An edge of layer l needs
+    The objective is to maximize Σ_(i,j) a_ij - cost · (number of edges). An edge of layer l needs
     a_ij / max(a of layer l) > threshold. Heads are summed, and each token is added once.
 
     As in the paper, the tree grows from the top layer to the lowest: a token of the tree adds tokens that are

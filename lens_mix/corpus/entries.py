@@ -50,7 +50,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Neighbouring prompts of a corpus, whose results are one file.
+    """Neighboring prompts of a corpus, whose results are one file.
 
     Attributes:
         number: The number of the shard, from 0.

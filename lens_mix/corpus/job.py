@@ -379,10 +379,10 @@ def _make_job(
         raise ValueError("part: expected one part of the model, because a shard has one, got 'all'")
     if not keep_maps and not reductions:
         raise ValueError("keep_maps: expected True without reduce=, because nothing would be computed")
-    labelled, _ = read_methods(methods)
+    labeled, _ = read_methods(methods)
     work = Work(
         model_factory,
-        labelled,
+        labeled,
         reductions,
         os.fspath(folder),
         keep_maps=keep_maps,
@@ -393,7 +393,7 @@ def _make_job(
         options={**options, "max_memory": max_memory},
     )
     manifest = {
-        "methods": {label: identity(method) for label, method in labelled.items()},
+        "methods": {label: identity(method) for label, method in labeled.items()},
         "reduce": {name: identity(reduction) for name, reduction in reductions.items()},
         "options": {
             **{name: identity(value) for name, value in options.items() if value is not None},

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lens_mix.arguments import check_choice, check_instance, check_items, describe_value
 from lens_mix.maps import MixingMap
-from lens_mix.maps.arithmetic import normalise_by_magnitude
+from lens_mix.maps.arithmetic import normalize_by_magnitude
 from lens_mix.maps.exchange import to_numpy
 from lens_mix.maps.spans import find_positions
 from lens_mix.maps.token_kinds import token_kind
@@ -139,7 +139,7 @@ class Mean:
                 values = to_numpy(found.detach())
                 return values, np.ones(values.shape, bool), found.ndim
         else:
-            found = normalise_by_magnitude(mixing.scores) if self.of == "share" else mixing.scores
+            found = normalize_by_magnitude(mixing.scores) if self.of == "share" else mixing.scores
         visible = mixing.visible()
         visible = visible[:, None].expand_as(found) if mixing.has_heads else visible
         return to_numpy(found.detach()), visible.cpu().numpy(), 3
@@ -236,8 +236,8 @@ def merge_moments(tables: Sequence[pandas.DataFrame], by: Sequence[str]) -> pand
     groups = table.groupby(list(by), sort=True, dropna=False)
     sums = groups[["count", "total"]].sum()
     mean = sums["total"] / sums["count"]
-    centre = mean.loc[pd.MultiIndex.from_frame(table[list(by)]) if len(by) > 1 else table[by[0]]]
-    table["m2"] = table["m2"] + table["count"] * (table["mean"] - centre.to_numpy()) ** 2
+    center = mean.loc[pd.MultiIndex.from_frame(table[list(by)]) if len(by) > 1 else table[by[0]]]
+    table["m2"] = table["m2"] + table["count"] * (table["mean"] - center.to_numpy()) ** 2
     merged = table.groupby(list(by), sort=True, dropna=False)["m2"].sum()
     return pd.DataFrame({"count": sums["count"], "mean": mean, "m2": merged})[_MOMENTS].reset_index()
 

@@ -71,7 +71,7 @@ class CellFaithfulness:
 
     @property
     def area(self) -> float:
-        """Return ∫₀¹ F(k) dk, in the target's unit: `cpr` without normalisation, for intervals over prompts.
+        """Return ∫₀¹ F(k) dk, in the target's unit: `cpr` without normalization, for intervals over prompts.
 
         The ends F(0) and F(1) belong to the prompt and are the same for every map. So paired differences of
         two maps' areas compare the maps without dividing by a number that may be almost 0.
@@ -80,7 +80,7 @@ class CellFaithfulness:
 
     @property
     def distance(self) -> float:
-        """Return ∫₀¹ abs(F(1) − F(k)) dk, in the target's unit: `cmd` without normalisation."""
+        """Return ∫₀¹ abs(F(1) − F(k)) dk, in the target's unit: `cmd` without normalization."""
         return _area([abs(self.values[-1] - value) for value in self.values], self.shares)
 
     @property

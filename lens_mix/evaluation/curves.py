@@ -1,4 +1,4 @@
-"""Compute deletion and insertion curves of a row of an input map, and their area normalised per prompt."""
+"""Compute deletion and insertion curves of a row of an input map, and their area normalized per prompt."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RemovalCurves:
         (1 / N) Σ_{i=1..N} (F(x) − F(x without i positions)). The most important positions are removed first
         (comprehensiveness), or last for "insertion" (sufficiency). The range of the AOPC depends on the model
         and the prompt. So it ranks neither models nor prompts (Edin et al., ACL 2025), and the prompts that
-        react most dominate its mean. `comprehensiveness` and `sufficiency` are normalised instead.
+        react most dominate its mean. `comprehensiveness` and `sufficiency` are normalized instead.
 
         Args:
             curve: "deletion" or "insertion".
@@ -70,13 +70,13 @@ class RemovalCurves:
 
     @property
     def comprehensiveness(self) -> float:
-        """Return the normalised AOPC of the deletion curve, 0 to 1. Higher is better."""
-        return self._normalise(self.aopc("deletion"))
+        """Return the normalized AOPC of the deletion curve, 0 to 1. Higher is better."""
+        return self._normalize(self.aopc("deletion"))
 
     @property
     def sufficiency(self) -> float:
-        """Return the normalised AOPC of the insertion curve, 0 to 1. LOWER is better: little is lost."""
-        return self._normalise(self.aopc("insertion"))
+        """Return the normalized AOPC of the insertion curve, 0 to 1. LOWER is better: little is lost."""
+        return self._normalize(self.aopc("insertion"))
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Return a table with the columns row, count, deletion and insertion, one row per count."""
@@ -88,7 +88,7 @@ class RemovalCurves:
             columns=["row", "count", "deletion", "insertion"],
         )
 
-    def _normalise(self, aopc: float) -> float:
+    def _normalize(self, aopc: float) -> float:
         scale = max(1e-12, *map(abs, self.deletion))
         # If a bound is NaN, the comparison is false and the result is NaN.
         if not self.upper - self.lower > FLAT * scale:
@@ -115,13 +115,13 @@ def removal_curves(
     seed: int = 0,
     **options: Any,
 ) -> RemovalCurves | dict[str, RemovalCurves]:
-    """Compute deletion and insertion curves of rows of input maps, normalised per prompt.
+    """Compute deletion and insertion curves of rows of input maps, normalized per prompt.
 
         >>> prompt = "The Eiffel Tower is in"
         >>> row = lm.rollout(lm.run(model, prompt, "attention")).scores[-1, -1]
         >>> lm.evaluation.removal_curves(model, prompt, row, removal="mask")
 
-    The normalised AOPC (Edin et al., "Normalized AOPC", ACL 2025) is (AOPC − lower) / (upper − lower), where
+    The normalized AOPC (Edin et al., "Normalized AOPC", ACL 2025) is (AOPC − lower) / (upper − lower), where
     lower and upper are the smallest and the largest AOPC of all orders of the prompt's positions. For up to
     `exact` positions all 2^N sets are run and the bounds are true. For more, a beam search in each direction
     adds one position at a time and keeps the `beam` best sets. It runs at most beam × N (N + 1) sets, each of
@@ -140,12 +140,12 @@ def removal_curves(
         positions: The positions that are ranked and removed, or texts. None: all that the target's position
             can see, and for "drop" without that position itself.
         exact: The largest number of positions for exact bounds.
-        beam: The width of the search. 0: no bounds, and normalised values are NaN.
+        beam: The width of the search. 0: no bounds, and normalized values are NaN.
         seed: The seed that orders the ties of a row, the same for every row.
         **options: Part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
 
     Returns:
-        A `RemovalCurves`, or a dict of them by name if `rows` has names. Normalised values are NaN for one
+        A `RemovalCurves`, or a dict of them by name if `rows` has names. Normalized values are NaN for one
         position, or if removing positions does not change the target.
 
     Raises:

@@ -93,7 +93,7 @@ class Leaderboard:
             row: dict[str, Any] = {"method": method, "aggregation": aggregation, "cases": len(group)}
             scores = group.set_index("case")
             for metric in self.metrics:
-                row |= _summarise(metric, scores[metric], None if base is None else base[metric])
+                row |= _summarize(metric, scores[metric], None if base is None else base[metric])
             rows.append(row)
         table = Table(rows)
         return table.sort_values(self.metrics[0], ascending=False, ignore_index=True)
@@ -315,7 +315,7 @@ def _find_rows(case: Case, method: Method) -> list[int]:
     return [-1] if explains_prompt and len(case.queries) > 1 else case.queries
 
 
-def _summarise(metric: str, scores: pandas.Series, base: pandas.Series | None) -> dict[str, float]:
+def _summarize(metric: str, scores: pandas.Series, base: pandas.Series | None) -> dict[str, float]:
     """Return mean and interval of a metric, and of its paired difference from another method's."""
     intervals = {metric: bootstrap(scores)}
     if base is not None:

@@ -76,7 +76,7 @@ def soft_faithfulness(
     seed: int = 0,
     **options: Any,
 ) -> SoftFaithfulness | dict[str, SoftFaithfulness]:
-    """Compute soft normalised comprehensiveness and sufficiency, with matched retention.
+    """Compute soft normalized comprehensiveness and sufficiency, with matched retention.
 
         >>> prompt = "The Eiffel Tower is in"
         >>> row = lm.rollout(lm.run(model, prompt, "attention")).scores[-1, -1]

@@ -1,4 +1,4 @@
-"""Score maps over sources (sentences, documents): the linear datamodelling score, and the top-k drop."""
+"""Score maps over sources (sentences, documents): the linear datamodeling score, and the top-k drop."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SourceAblations:
     clean: float
 
     def lds(self, scores: Float[Tensor, " source"]) -> float:
-        """Return the linear datamodelling score of one score per source, as the function `lds` does.
+        """Return the linear datamodeling score of one score per source, as the function `lds` does.
 
         Args:
             scores: One score per source.
@@ -150,7 +150,7 @@ def lds(
     seed: int = 0,
     **options: Any,
 ) -> float | dict[str, float]:
-    """Compute the linear datamodelling score (LDS): whether scores of sources add up to measured effects.
+    """Compute the linear datamodeling score (LDS): whether scores of sources add up to measured effects.
 
         >>> prompt = "Anna lives in Rome. Ben lives in Oslo. Anna lives in"
         >>> sources = ["Anna lives in Rome.", " Ben lives in Oslo."]

@@ -278,7 +278,7 @@ class Removals(_PromptTask):
         >>> task = lm.evaluation.Removals(["The Eiffel Tower is in"], removal="zero_values")
         >>> print(lm.evaluate(model, task, ["attention", "value_zeroing"], ["mean"]))
 
-    deletion is the normalised AOPC of the deletion curve, and insertion is 1 − that of the insertion curve
+    deletion is the normalized AOPC of the deletion curve, and insertion is 1 − that of the insertion curve
     (`removal_curves`), so that higher is better for both.
 
     Args:
@@ -320,7 +320,7 @@ class Sources(Task):
         >>> case = lm.evaluation.Case(text, sources=["Anna lives in Rome.", " Ben lives in Oslo."])
         >>> print(lm.evaluate(model, lm.evaluation.Sources([case]), ["input_gradients"]))
 
-    The score of a source is the sum of the row over its positions. lds is the linear datamodelling score
+    The score of a source is the sum of the row over its positions. lds is the linear datamodeling score
     (`lds`). top_1_drop, top_3_drop and top_5_drop are what the target loses without the 1, 3 or 5 strongest
     sources (`top_k_drop`), in its unit; they are not defined for fewer sources.
 

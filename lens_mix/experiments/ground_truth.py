@@ -147,27 +147,27 @@ def score_constructed(
         ValueError: A method is unknown, or a number is out of range.
     """
     check_flags(progress=progress)
-    labelled, _ = read_methods(list(METHODS) if methods is None else methods)
+    labeled, _ = read_methods(list(METHODS) if methods is None else methods)
     chosen = list(constructed_models().values()) if models is None else models
     chosen = check_items("models", chosen, "constructed models", 1, ConstructedModel)
     from lens_mix.tables import Table
 
     rows: list[dict[str, Any]] = []
-    with tqdm(total=len(chosen) * len(labelled), disable=not progress) as bar:
+    with tqdm(total=len(chosen) * len(labeled), disable=not progress) as bar:
         for built in chosen:
             model, prompts = built.model(), built.prompts(seed, count)
             controls = [(_make_position_map(built, len(prompt)), built.routes(prompt)) for prompt in prompts]
             rows.append(
-                _summarise(
+                _summarize(
                     built, "position", "layers", list(itertools.starmap(_compute_layer_area, controls))
                 )
             )
             rows.append(
-                _summarise(built, "position", "input", list(itertools.starmap(_compute_input_area, controls)))
+                _summarize(built, "position", "input", list(itertools.starmap(_compute_input_area, controls)))
             )
-            for label, method in labelled.items():
+            for label, method in labeled.items():
                 areas, note = _compute_areas(built, model, prompts, method, aggregations)
-                rows += [_summarise(built, label, name, values, note) for name, values in areas.items()]
+                rows += [_summarize(built, label, name, values, note) for name, values in areas.items()]
                 bar.update()
     return Table(rows)
 
@@ -226,7 +226,7 @@ def _make_position_map(built: ConstructedModel, length: int) -> MixingMap:
     return MixingMap(scores=scores, tokens=["?"] * length, method="position", causal=weights.causal)
 
 
-def _summarise(
+def _summarize(
     built: ConstructedModel, method: str, aggregation: str, areas: list[float], note: str = ""
 ) -> dict[str, Any]:
     """Return the mean and its bootstrap interval over the prompts, as a row of the table."""

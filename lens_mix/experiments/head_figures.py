@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lens_mix.experiments import HeadImportance, PruningCurves
 
-# Curves differ in hue, in lightness and in their marks, so that they can be distinguished without colours.
+# Curves differ in hue, in lightness and in their marks, so that they can be distinguished without colors.
 _HUES = ("#1c75ad", "#d1662c", "#3f8f5b", "#8a4fa3", "#b3902f", "#a33b52")
 _MARKS = "osD^vP"
 
@@ -35,11 +35,11 @@ def head_map(
     Args:
         importance: A result of `lens_mix.experiments.head_importance`.
         title: The title above the figure; None: how the importance was measured.
-        vmax: The end of the colour scale, above 0. Larger scores have its last colour, and the colour bar
+        vmax: The end of the color scale, above 0. Larger scores have its last color, and the color bar
             then ends in a point. None: the largest score.
         ax: matplotlib axes to draw in; None: a new figure.
         figsize: The width and height of the figure in inches; None: as the content needs.
-        cmap: A matplotlib colour map or its name; None: blues, and orange to purple for negative scores.
+        cmap: A matplotlib color map or its name; None: blues, and orange to purple for negative scores.
 
     Raises:
         TypeError: `importance` is not a HeadImportance.
@@ -61,7 +61,7 @@ def head_map(
         importance.scores.numpy(),
         origin="lower",
         aspect="auto",
-        cmap=canvas.choose_colour_map(norm.vmin < 0, cmap),
+        cmap=canvas.choose_color_map(norm.vmin < 0, cmap),
         norm=norm,
         interpolation="nearest",
     )
@@ -71,7 +71,7 @@ def head_map(
     axes.set_xlabel("head", size=FONT + 1, color=QUIET)
     axes.set_ylabel("layer", size=FONT + 1, color=QUIET)
     canvas.draw_thin_frame(axes, ticks=2)
-    panel.add_colour_bar(image)
+    panel.add_color_bar(image)
     figure: Figure = panel.finish()
     return figure
 

@@ -55,13 +55,13 @@ def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer
     means = by_layer(table).drop(index="mean")
     axes = _make_axes(7.0, 3.6, title, "layer", "share from other positions", **look)
     for stages in _group_equal_stages(means):
-        _, colour, mark = _STAGES[stages[0]]
+        _, color, mark = _STAGES[stages[0]]
         axes.plot(
             means.index.astype(int),
             means[stages[0]],
             marker=mark,
             markersize=3.5,
-            color=colour,
+            color=color,
             linestyle="--" if stages[0].endswith("_w") else "-",
             label="\n= ".join(_STAGES[stage][0] for stage in stages),
         )
@@ -99,9 +99,9 @@ def mixing_by_kind(
     axes = _make_axes(7.0, 3.6, title, "", "share from other positions", **look)
     width = 0.8 / len(stages)
     for index, stage in enumerate(stages):
-        centres = [group - 0.4 + (index + 0.5) * width for group in range(len(means))]
-        name, colour, _ = _STAGES[stage]
-        axes.bar(centres, means[stage], width, color=colour, label=name)
+        centers = [group - 0.4 + (index + 0.5) * width for group in range(len(means))]
+        name, color, _ = _STAGES[stage]
+        axes.bar(centers, means[stage], width, color=color, label=name)
     names = [f"{name} ({count})" for name, count in zip(means.index, means["tokens"], strict=True)]
     axes.set_xticks(range(len(means)), labels=names)
     _draw_legend(axes)
@@ -117,7 +117,7 @@ def weights_against_norms(
 ) -> Figure:
     """Return a figure of the cancel effect: mean attention weight against mean ‖f(x)‖.
 
-    There is one dot per token and layer, coloured by the kind of token.
+    There is one dot per token and layer, colored by the kind of token.
 
     Args:
         table: A table of `weights_and_norms`.
@@ -162,9 +162,9 @@ def expansion_rates(
     check_columns("table", table, ("layer", "head", "rate"))
     grid = table[table["head"] != "all"].pivot(index="layer", columns="head", values="rate")
     layers, heads = grid.shape
-    colours = load_canvas().choose_colour_map(False, look.pop("cmap", None))
+    colors = load_canvas().choose_color_map(False, look.pop("cmap", None))
     axes = _make_axes(1.6 + 0.3 * heads, 1.2 + 0.22 * layers, title, "head", "layer", **look)
-    image = axes.imshow(grid.to_numpy(dtype=float), cmap=colours, aspect="auto", vmin=0)
+    image = axes.imshow(grid.to_numpy(dtype=float), cmap=colors, aspect="auto", vmin=0)
     axes.locator_params(axis="y", integer=True)
     axes.figure.colorbar(image, ax=axes).ax.tick_params(labelsize=FONT)
     return _finish(axes)
@@ -182,8 +182,8 @@ def contextualisation(
     """
     check_columns("table", table, ("feed_forward", "residual", "norm", "whole"))
     axes = _make_axes(6.4, 3.4, title, "layer", "1 − Spearman", **look)
-    for component, colour in zip(table.columns, ("#d94801", "#2171b5", "#6a3d9a", "#333333"), strict=False):
-        axes.plot(table.index, table[component], marker="o", markersize=3, color=colour, label=component)
+    for component, color in zip(table.columns, ("#d94801", "#2171b5", "#6a3d9a", "#333333"), strict=False):
+        axes.plot(table.index, table[component], marker="o", markersize=3, color=color, label=component)
     axes.set_ylim(bottom=0)
     _draw_legend(axes)
     return _finish(axes)

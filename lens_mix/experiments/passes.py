@@ -74,8 +74,8 @@ def run_prompt(
         UnsupportedModelError: The model, or one of the methods on it, is not verified.
     """
     listed = [methods] if isinstance(methods, Method) else list(methods)
-    labelled = {method.name: method for method in listed}
-    session = Session(model, labelled, part=part, queries=queries, layers=layers)
+    labeled = {method.name: method for method in listed}
+    session = Session(model, labeled, part=part, queries=queries, layers=layers)
     if session.lens.stack.is_cross and not cross:
         raise UnsupportedModelError(
             "statistics: expected part 'encoder' or 'decoder', got 'cross', whose keys are another sequence "

@@ -136,8 +136,8 @@ def probe_layers(
         >>> states = lm.experiments.residuals_at(model, [f"{subject} that Anna saw" for subject in subjects])
         >>> lm.experiments.probe_layers(states, values=[0, 1] * 3, types=subjects)
 
-    A probe is a logistic regression on standardised features. It is fitted to the prompts that are not held
-    out, and minimises Σ cross-entropy + penalty/2 · ‖weights‖² (as scikit-learn does with C = 1/penalty).
+    A probe is a logistic regression on standardized features. It is fitted to the prompts that are not held
+    out, and minimizes Σ cross-entropy + penalty/2 · ‖weights‖² (as scikit-learn does with C = 1/penalty).
 
     Args:
         states: The representations to probe, as `residuals_at` returns them.
@@ -241,7 +241,7 @@ def _number_values(name: str, values: Sequence[Hashable], count: int) -> Int[Ten
 
 
 class _Probe(NamedTuple):
-    """A classifier: log softmax(standardised features · weights + bias)."""
+    """A classifier: log softmax(standardized features · weights + bias)."""
 
     mean: Float[Tensor, " d_model"]
     scale: Float[Tensor, " d_model"]

@@ -37,7 +37,7 @@ Predict = Callable[[Sequence["Example"]], Sequence[Hashable]]
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One labelled prompt.
+    """One labeled prompt.
 
         >>> example = lm.experiments.Example.read(model, "A fine film.", label="positive")
         >>> example.tokens

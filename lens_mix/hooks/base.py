@@ -273,7 +273,7 @@ def _move_positions_first(tensor: Tensor, hook: HookPointLike) -> Float[Tensor, 
             f"{hook.name}: expected a tensor [batch position head d_head]; got shape {tuple(tensor.shape)} "
             "(remove_batch_dim=True is not supported)"
         )
-    # TransformerLens 3 shows the layout of latent attention without marking it. It can be recognised by its
+    # TransformerLens 3 shows the layout of latent attention without marking it. It can be recognized by its
     # strides: it is a slice of a wider, transposed tensor.
     is_slice = tensor.storage_offset() > 0 and tensor.shape[3] < tensor.stride(1) < tensor.stride(2)
     if is_slice and not hasattr(hook, "pos_dim") and getattr(hook, "hook_conversion", None) is None:

@@ -206,7 +206,7 @@ def _compute_pattern_gradient(
     sums = powers.sum(-1, keepdim=True) + to_no_key.pow(1 / temperature)
     sums = torch.where(sums > 0, sums, 1)
     weighted_sum = torch.linalg.vecdot(powers, gradient_of_weights)[..., None] / sums
-    # g' is P_T / P ⊙ (g − Σ P_T g). It is computed in place, because a pattern has many entries. A vectorised
+    # g' is P_T / P ⊙ (g − Σ P_T g). It is computed in place, because a pattern has many entries. A vectorized
     # backward pass has several gradients for one pattern, so the last product is written into the gradients.
     ratios = powers.div_(weights).nan_to_num_(nan=0, posinf=0).mul_(factor / sums)
     changed: Tensor = gradient_of_weights - weighted_sum

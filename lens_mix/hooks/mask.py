@@ -115,7 +115,7 @@ class _MaskAttention(OneArgumentHook):
         left = weights.sum(-1, keepdim=True, dtype=to_no_key.dtype) + to_no_key
         if scores is not None:
             weights, left = _recompute_from_scores(weights, left, scores, hidden)
-        self._changed = self._normalise(pattern, weights, left).to(pattern.dtype)
+        self._changed = self._normalize(pattern, weights, left).to(pattern.dtype)
         return self._changed
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> None:
@@ -142,7 +142,7 @@ class _MaskAttention(OneArgumentHook):
             )
         return ~allowed
 
-    def _normalise(self, pattern: Tensor, weights: Tensor, left: Tensor) -> Tensor:
+    def _normalize(self, pattern: Tensor, weights: Tensor, left: Tensor) -> Tensor:
         # A comparison with NaN is False, so rows of padding that are NaN raise no error.
         if bool((left <= 0).any()):
             raise RuntimeError(
@@ -158,7 +158,7 @@ class _MaskKeys(_MaskAttention):
     def _find_hidden(self, pattern: Tensor, values: Tensor) -> Bool[Tensor, "#batch #head #query key"]:
         return make_position_mask(self._argument, values)[:, None, None]
 
-    def _normalise(self, pattern: Tensor, weights: Tensor, left: Tensor) -> Tensor:
+    def _normalize(self, pattern: Tensor, weights: Tensor, left: Tensor) -> Tensor:
         # No division by 0 is computed, because its gradient would be NaN even in rows that are not selected.
         return torch.where(left > 0, weights / torch.where(left > 0, left, 1), pattern)
 

@@ -51,7 +51,7 @@ def sink(
             head.
     """
     # Each weight is rounded, so the sum of a row is wrong by up to half an epsilon, and by a whole one if the
-    # row was normalised twice. In a float64 model, transformers' float32 softmax leaves errors up to 1e-6.
+    # row was normalized twice. In a float64 model, transformers' float32 softmax leaves errors up to 1e-6.
     rounding = max(1e-6, 2 * torch.finfo(pattern.dtype).eps)
     wide = torch.promote_types(pattern.dtype, torch.float32)
     missing = 1 - pattern.sum(-1, keepdim=True, dtype=wide)
@@ -83,7 +83,7 @@ def visible(scores: Float[Tensor, "*axes query key"]) -> Bool[Tensor, "*axes que
 def mix(
     pattern: Float[Tensor, "batch head query key"], values: Float[Tensor, "batch key value_head d_head"]
 ) -> Float[Tensor, "batch query head d_head"]:
-    """Return `pattern @ values` in the dtype of the values; neighbouring query heads share a value head."""
+    """Return `pattern @ values` in the dtype of the values; neighboring query heads share a value head."""
     repeats = pattern.shape[1] // values.shape[2]
     values = repeat(values, "batch key value_head d_head -> batch key (value_head n) d_head", n=repeats)
     axes = "batch head query key, batch key head d_head -> batch query head d_head"

@@ -16,7 +16,7 @@ def at_least_float32(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]
     return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
 
 
-def normalise_rows(
+def normalize_rows(
     scores: Float[Tensor, "layer *head query key"], negative: str
 ) -> tuple[Float[Tensor, "layer *head query key"], Bool[Tensor, "layer *head query"]]:
     """Return each row divided by its sum, and whether each row is all zero.
@@ -42,7 +42,7 @@ def normalise_rows(
     return shares, empty
 
 
-def normalise_by_magnitude(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
+def normalize_by_magnitude(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
     """Return each row divided by the sum of its magnitudes. Signs are kept; an all-zero row stays zero."""
     scores = at_least_float32(scores)
     total = scores.abs().sum(-1, keepdim=True)
@@ -55,7 +55,7 @@ def require_no_negative(scores: Float[Tensor, "*axes query key"]) -> None:
     if smallest < 0:
         raise ValueError(
             f"scores: expected none below 0 to make rows sum to 1, got {smallest:.6g}; "
-            "normalise first with .normalized(negative='clip') or .normalized(negative='absolute')"
+            "normalize first with .normalized(negative='clip') or .normalized(negative='absolute')"
         )
 
 

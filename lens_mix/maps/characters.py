@@ -20,7 +20,7 @@ _LONE_BYTE = re.compile("[\udc80-\udcff]")
 
 
 def find_character_runs(tokens: Sequence[bytes], alone: Collection[int] = ()) -> list[list[int]]:
-    """Return the smallest runs of neighbouring tokens that start and end at a boundary between characters.
+    """Return the smallest runs of neighboring tokens that start and end at a boundary between characters.
 
     A character is a grapheme cluster of Unicode: an emoji with its skin tone, a flag, a letter with its
     accents.
@@ -59,7 +59,7 @@ def spell_tokens(tokens: Sequence[str | bytes], alone: Collection[int] = ()) -> 
 
     Args:
         tokens: The tokens. A token that is not text on its own is given as `bytes`.
-        alone: The positions of tokens that share no character with their neighbours.
+        alone: The positions of tokens that share no character with their neighbors.
     """
     if all(isinstance(token, str) for token in tokens):
         return [str(token) for token in tokens]
@@ -111,5 +111,5 @@ def split_number(token: str) -> tuple[str, str]:
 
 
 def join_tokens(tokens: Sequence[str]) -> str:
-    """Return the text that neighbouring tokens spell."""
+    """Return the text that neighboring tokens spell."""
     return "".join(text for _, text in join_characters(tokens))

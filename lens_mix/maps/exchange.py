@@ -1,4 +1,4 @@
-"""Convert a `MixingMap` to a file, a table, a labelled array, a graph or a line of text.
+"""Convert a `MixingMap` to a file, a table, a labeled array, a graph or a line of text.
 
 `MixingMap` imports this file when one of its methods needs it.
 """
@@ -226,7 +226,7 @@ def _convert_names(value: Any) -> Any:
 
 
 def to_xarray(mixing_map: MixingMap) -> xarray.DataArray:
-    """Return a map as a labelled array, as `MixingMap.to_xarray`."""
+    """Return a map as a labeled array, as `MixingMap.to_xarray`."""
     try:
         import xarray
     except ImportError as error:

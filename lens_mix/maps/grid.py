@@ -28,7 +28,7 @@ class Grid:
         size: The height and width of what the cells cover: pixels of a picture, (1, samples) of a waveform,
             or (bands, frames) of a spectrogram.
         patch: The height and width of a cell, in the unit of `size`.
-        step: The distance of neighbouring cells, down and to the right. It is smaller than `patch` if cells
+        step: The distance of neighboring cells, down and to the right. It is smaller than `patch` if cells
             overlap.
         seconds: The time of one unit of the width. None: it is a picture.
         picture_size: The height and width of the picture that was given, before the model's processor resized

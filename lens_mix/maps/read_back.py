@@ -1,4 +1,4 @@
-"""Convert a table or a labelled array back to a `MixingMap`, for two of its methods."""
+"""Convert a table or a labeled array back to a `MixingMap`, for two of its methods."""
 
 from __future__ import annotations
 

@@ -525,7 +525,7 @@ class MixingMap:
         Raises:
             ValueError: If a score is below 0 and `negative` is "refuse".
         """
-        shares, empty = arithmetic.normalise_rows(self.scores, negative)
+        shares, empty = arithmetic.normalize_rows(self.scores, negative)
         notes = arithmetic.add_empty_rows_note(self.notes, empty, self.layer_labels, self.query_positions)
         return self.replace(scores=shares, notes=notes)
 
@@ -720,7 +720,7 @@ class MixingMap:
         check_choice("unit", unit, ("raw", "share"))
         index, row = self.layer_index(layer), self.row_index(query)
         scores = (self.merge_heads() if head is None else self.head(head)).scores[index, row]
-        scores = arithmetic.normalise_by_magnitude(scores) if unit == "share" else scores
+        scores = arithmetic.normalize_by_magnitude(scores) if unit == "share" else scores
         visible = self.visible()[index, row].nonzero().flatten()
         # A stable sort puts the first of equal keys first.
         best = visible[torch.sort(scores[visible].abs(), descending=True, stable=True).indices[:k]].tolist()
@@ -779,7 +779,7 @@ class MixingMap:
         rows = self.scores[:, :, row]
         raw, shares = (
             scores[..., keys].sum(-1).flatten().tolist()
-            for scores in (arithmetic.at_least_float32(rows), arithmetic.normalise_by_magnitude(rows))
+            for scores in (arithmetic.at_least_float32(rows), arithmetic.normalize_by_magnitude(rows))
         )
         places = itertools.product(self.layer_labels, range(self.scores.shape[1]))
         heads = [HeadScore(*place, *values) for place, *values in zip(places, raw, shares, strict=True)]
@@ -809,7 +809,7 @@ class MixingMap:
         return exchange.to_dataframe(self)
 
     def to_xarray(self) -> xarray.DataArray:
-        """Return the map as a labelled array with dimensions layer, (head,) query, key.
+        """Return the map as a labeled array with dimensions layer, (head,) query, key.
 
         Tokens are coordinates, and the other fields are in `attrs`. Scores are raw, and NaN if the query
         could not see the key.

@@ -15,7 +15,7 @@ from lens_mix.maps.characters import join_tokens
 from lens_mix.maps.positions import Dropped, as_position, as_positions, shorten
 from lens_mix.maps.words import resolve_groups, simplify, spell
 
-# One position (negative: from the end), a text of neighbouring tokens, a slice, or several of these.
+# One position (negative: from the end), a text of neighboring tokens, a slice, or several of these.
 Span = int | str | slice | Iterable[int | str | slice]
 
 # Groups of positions, with names or without; each is a text, a slice, or a list of positions and texts.
@@ -202,7 +202,7 @@ def resolve_words(tokens: Sequence[str], groups: Words, argument: str) -> tuple[
 
 
 def _find_text(tokens: Sequence[str], text: str, argument: str = "spans") -> list[int]:
-    """Return the positions of the neighbouring tokens that spell a text.
+    """Return the positions of the neighboring tokens that spell a text.
 
     - A text is whole tokens, one or several: " Eiffel Tower". An argument for several positions takes all of
       them. An argument for one position takes the last (`find_query`).
@@ -250,7 +250,7 @@ def _find_text(tokens: Sequence[str], text: str, argument: str = "spans") -> lis
 
 
 def _find_pieces(texts: Sequence[str], wanted: str) -> list[tuple[int, int]]:
-    """Return the first and the last of the neighbouring texts that spell `wanted`, wherever they do."""
+    """Return the first and the last of the neighboring texts that spell `wanted`, wherever they do."""
     found = []
     for first, text in enumerate(texts):
         # White space becomes an empty text, with which no span starts.

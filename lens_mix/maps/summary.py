@@ -1,4 +1,4 @@
-"""Summarise the maps of many prompts in one table, with means and intervals over the prompts."""
+"""Summarize the maps of many prompts in one table, with means and intervals over the prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.arguments import check_choice, check_number, describe_value
-from lens_mix.maps.arithmetic import at_least_float32, normalise_by_magnitude
+from lens_mix.maps.arithmetic import at_least_float32, normalize_by_magnitude
 from lens_mix.maps.checks import require_visible_keys
 from lens_mix.maps.record import MixingMap
 from lens_mix.maps.spans import Span, find_positions
@@ -97,7 +97,7 @@ def table(
     places = [
         {"method": label or None, **place}
         for label, values in results.items()
-        for place in values.summarise(confidence)
+        for place in values.summarize(confidence)
     ]
     summary: Table = Table(places, columns=_COLUMNS)
     # One method, maps without heads and keys without a name need no column.
@@ -146,7 +146,7 @@ class _MethodValues:
     names: list[str]
     by_prompt: list[Any]
 
-    def summarise(self, confidence: float) -> Iterator[dict[str, Any]]:
+    def summarize(self, confidence: float) -> Iterator[dict[str, Any]]:
         """Yield the row of the table for each layer, head and name of keys."""
         from scipy.special import stdtrit
 
@@ -176,14 +176,14 @@ def _list_prompts(maps: Any) -> Iterator[Mapping[str, MixingMap]]:
     if not is_one_prompt and (isinstance(maps, str) or not isinstance(maps, Iterable)):
         raise TypeError(f"{expected}, got {describe_value(maps)}")
     for index, of_prompt in enumerate([maps] if is_one_prompt else maps):
-        labelled = of_prompt if isinstance(of_prompt, Mapping) else {"": of_prompt}
-        if not labelled:
+        labeled = of_prompt if isinstance(of_prompt, Mapping) else {"": of_prompt}
+        if not labeled:
             raise ValueError(f"{expected}, got an empty dict for prompt {index}")
-        for one in labelled.values():
+        for one in labeled.values():
             if not isinstance(one, MixingMap):
                 where = "a dict of " if isinstance(of_prompt, Mapping) else ""
                 raise TypeError(f"{expected}, got {where}{describe_value(one)} for prompt {index}")
-        yield labelled
+        yield labeled
 
 
 def _read(
@@ -193,7 +193,7 @@ def _read(
     try:
         row = mixing_map.row_index(query(mixing_map) if callable(query) else query)
         scores = mixing_map.scores[..., row, :]
-        scores = at_least_float32(scores) if unit == "raw" else normalise_by_magnitude(scores)
+        scores = at_least_float32(scores) if unit == "raw" else normalize_by_magnitude(scores)
         values = [_sum_keys(mixing_map, row, scores, name, span) for name, span in spans.items()]
     except (TypeError, ValueError) as problem:
         raise type(problem)(f"prompt {index}: {problem}") from problem

@@ -91,7 +91,7 @@ def frozen_attention(
 
 
 def frozen_norm(
-    x: Float[Tensor, "pos d_model"], eps: float, centred: bool = True
+    x: Float[Tensor, "pos d_model"], eps: float, centered: bool = True
 ) -> Float[Tensor, "pos d_model"]:
     """Return y = (x − E[x]) / [√(ε + Var[x])], where the bracket is constant (LN-rule, section 4).
 
@@ -100,7 +100,7 @@ def frozen_norm(
     Args:
         x: The input.
         eps: ε.
-        centred: Whether the mean is subtracted: True for LayerNorm, False for RMSNorm.
+        centered: Whether the mean is subtracted: True for LayerNorm, False for RMSNorm.
     """
-    x = x - reduce(x, "pos d_model -> pos 1", "mean") if centred else x
+    x = x - reduce(x, "pos d_model -> pos 1", "mean") if centered else x
     return x / (eps + reduce(x.square(), "pos d_model -> pos 1", "mean")).sqrt().detach()

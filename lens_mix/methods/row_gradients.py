@@ -40,7 +40,7 @@ def score_rows(
 ) -> Float[Tensor, "row key"]:
     """Compute the scores of all rows of a single prompt from gradients of its residual streams.
 
-    In a causal model, rows need the autograd graph of the positions up to their own only. So neighbouring
+    In a causal model, rows need the autograd graph of the positions up to their own only. So neighboring
     rows share the graph of a prefix of the prompt.
 
     Args:

@@ -187,7 +187,7 @@ class Explainer:
         return torch.cat(found)
 
     def _explain_rows(self, start: int, rows: list[int]) -> Float[Tensor, "row key"]:
-        """Return the scores of neighbouring written tokens, the first of which is token `start`."""
+        """Return the scores of neighboring written tokens, the first of which is token `start`."""
         if self.method.reads != "model":
             return torch.stack(
                 [self.explain_span(start + each, start + each + 1) for each in range(len(rows))]

@@ -72,7 +72,7 @@ class SourceScores(list[SourceScore]):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class WrittenSpan:
-    """Neighbouring tokens that were written after a prompt.
+    """Neighboring tokens that were written after a prompt.
 
     Attributes:
         trace: The trace that the span belongs to.

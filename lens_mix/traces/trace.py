@@ -197,7 +197,7 @@ class Trace:
         if isinstance(place, slice):
             numbers = range(count)[check_slice("span", place)]
             if not numbers or numbers.step != 1:
-                raise ValueError(f"span: expected neighbouring tokens of 0..{count - 1}, got {place}")
+                raise ValueError(f"span: expected neighboring tokens of 0..{count - 1}, got {place}")
             return WrittenSpan(self, numbers[0], numbers[-1] + 1)
         index = (
             check_whole_number("span", place, -count, count - 1, what="a text, a number or a slice") % count
@@ -452,7 +452,7 @@ class Trace:
     # ------------------------------------------------------------------ showing it
 
     def show(self) -> Page:
-        """Return a page on which a click on a written sentence colours its sources in the prompt.
+        """Return a page on which a click on a written sentence colors its sources in the prompt.
 
         A notebook shows the page; `.open()` opens it in a browser, and `.save(path)` writes it. It needs no
         network and computes nothing. So the scores of each written sentence are computed here, with a
@@ -464,7 +464,7 @@ class Trace:
         return trace_page(self)
 
     def _repr_html_(self) -> str:
-        """Return the sources of everything that was written, as text with colours and without a script."""
+        """Return the sources of everything that was written, as text with colors and without a script."""
         from lens_mix.view.notebook import describe_trace_html
 
         return describe_trace_html(self)

@@ -81,8 +81,8 @@ def draw_bars(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> No
     low, high = min(known.min().item(), 0.0), max(known.max().item(), 0.0)
     span = (high - low) or 1.0
     numbered = _find_largest([values])
-    colours = [_LARGEST_BAR if key in numbered else _BAR for key in range(len(labels))]
-    axes.bar(range(len(labels)), known.tolist(), width=0.72, color=colours)
+    colors = [_LARGEST_BAR if key in numbered else _BAR for key in range(len(labels))]
+    axes.bar(range(len(labels)), known.tolist(), width=0.72, color=colors)
     axes.set_xlim(-0.6, len(labels) - 0.4)
     axes.set_ylim(low - (0.3 * span if low < 0 else 0), high + 0.3 * span)
     width = axes.get_position().width * axes.figure.get_size_inches()[0] / len(labels)

@@ -1,4 +1,4 @@
-"""Define the figure class, the fonts and the colours.
+"""Define the figure class, the fonts and the colors.
 
 This file imports matplotlib, so other files must import it inside functions only (`lazy.load_canvas`).
 """
@@ -21,7 +21,7 @@ from matplotlib.textpath import TextPath
 
 from lens_mix.arguments import check_instance, check_items, check_number
 from lens_mix.files import replacing
-from lens_mix.view.colours import BLUES, HIDDEN, SIGNED
+from lens_mix.view.colors import BLUES, HIDDEN, SIGNED
 from lens_mix.view.fonts import list_families, make_readable
 from lens_mix.view.labels import (
     FONT,
@@ -66,7 +66,7 @@ class DrawnPicture(Figure):
         return self.text(left / whole_width, bottom / whole_height, text, parse_math=False, **options)
 
     def write_title(self, title: str | None, subtitle: str = "", size: float = TITLE_FONT) -> None:
-        """Write the title in the upper left corner, and a grey line below it, if they are not empty."""
+        """Write the title in the upper left corner, and a gray line below it, if they are not empty."""
         top = self.get_size_inches()[1] - 0.12
         if title:
             self.write(0.12, top, title, size=size, color=INK, va="top", weight="bold", linespacing=1.3)
@@ -74,8 +74,8 @@ class DrawnPicture(Figure):
             below = top if title is None else top - 0.2 * (title.count("\n") + 1)
             self.write(0.12, below, subtitle, size=FONT, color=QUIET, va="top", linespacing=1.3)
 
-    def add_colour_bar(self, image: Any, left: float, bottom: float, height: float) -> Any:
-        """Return a new narrow colour bar at a place in inches; it ends in points as its scale says."""
+    def add_color_bar(self, image: Any, left: float, bottom: float, height: float) -> Any:
+        """Return a new narrow color bar at a place in inches; it ends in points as its scale says."""
         box = self.add_box(left, bottom, 0.1, height)
         bar = self.colorbar(image, cax=box, extendfrac=0.06)
         style_bar(bar)
@@ -127,8 +127,8 @@ class Panel:
     def __init__(self, axes: Any, picture: DrawnPicture | None) -> None:
         self.axes, self._picture = axes, picture
 
-    def add_colour_bar(self, image: Any) -> Any:
-        """Return a new colour bar at the right of the panel."""
+    def add_color_bar(self, image: Any) -> Any:
+        """Return a new color bar at the right of the panel."""
         if self._picture is None:
             bar = self.axes.figure.colorbar(image, ax=self.axes, pad=0.02, aspect=30)
             style_bar(bar)
@@ -136,7 +136,7 @@ class Panel:
         box = self.axes.get_position()
         width, height = self._picture.get_size_inches()
         left, bottom = box.x1 * width + 0.1, box.y0 * height
-        return self._picture.add_colour_bar(image, left, bottom, box.height * height)
+        return self._picture.add_color_bar(image, left, bottom, box.height * height)
 
     def finish(self) -> Figure:
         """Return the figure, after its texts have a font for every character."""
@@ -188,41 +188,41 @@ def open_panel(
 
 
 def draw_thin_frame(axes: Any, ticks: float) -> None:
-    """Draw thin grey spines, and ticks of this length in points."""
+    """Draw thin gray spines, and ticks of this length in points."""
     axes.spines[:].set(color=_LINE, linewidth=0.6)
     axes.tick_params(length=ticks, width=0.5, color=QUIET)
 
 
 def style_bar(bar: Any) -> None:
-    """Draw a colour bar with thin grey lines and small numbers."""
+    """Draw a color bar with thin gray lines and small numbers."""
     bar.outline.set(edgecolor=_LINE, linewidth=0.6)
     bar.ax.tick_params(labelsize=FONT, length=1.5, width=0.5, color=QUIET, labelcolor=INK)
 
 
-def _make_colour_map(signed: bool) -> Colormap:
-    """Return the colour map for scores from 0 up, or for signed scores; masked entries are grey."""
+def _make_color_map(signed: bool) -> Colormap:
+    """Return the color map for scores from 0 up, or for signed scores; masked entries are gray."""
     steps = SIGNED if signed else BLUES
     return LinearSegmentedColormap.from_list("lens_mix", steps).with_extremes(bad=HIDDEN)
 
 
-def choose_colour_map(signed: bool, cmap: str | Colormap | None) -> Colormap:
-    """Return the colour map that a user chose, or the one that fits the scores; masked entries are grey.
+def choose_color_map(signed: bool, cmap: str | Colormap | None) -> Colormap:
+    """Return the color map that a user chose, or the one that fits the scores; masked entries are gray.
 
     Raises:
-        TypeError: If `cmap` is neither a name nor a colour map.
-        ValueError: If there is no colour map of this name.
+        TypeError: If `cmap` is neither a name nor a color map.
+        ValueError: If there is no color map of this name.
     """
     if cmap is None:
-        return _make_colour_map(signed)
+        return _make_color_map(signed)
     check_instance("cmap", cmap, (str, Colormap), "a color map of matplotlib or its name")
     if isinstance(cmap, str) and cmap not in colormaps:
         raise ValueError(f"cmap: expected a name in matplotlib.colormaps, such as 'viridis', got {cmap!r}")
     return colormaps.get_cmap(cmap).with_extremes(bad=HIDDEN)
 
 
-def is_dark(colour: Sequence[float]) -> bool:
-    """Return whether white text on this colour has more contrast than dark text."""
-    red, green, blue = (float(share) ** 2.2 for share in colour[:3])
+def is_dark(color: Sequence[float]) -> bool:
+    """Return whether white text on this color has more contrast than dark text."""
+    red, green, blue = (float(share) ** 2.2 for share in color[:3])
     luminance: float = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return luminance < 0.22
 
@@ -338,7 +338,7 @@ def label_ticks(
     axis: Any,
     labels: Sequence[str],
     limit: int | None = None,
-    colour: str = INK,
+    color: str = INK,
     rotation: int = 0,
     strongest: Sequence[int] = (),
 ) -> None:
@@ -348,7 +348,7 @@ def label_ticks(
         axis: The axis.
         labels: One label per position.
         limit: The largest number of labels; None: all.
-        colour: The colour of the labels.
+        color: The color of the labels.
         rotation: The angle of the labels, in degrees.
         strongest: If there are too many labels, the positions from the strongest to the weakest: each has a
             label if there is space beside the labels before it. Empty: the labels are evenly spaced.
@@ -356,4 +356,4 @@ def label_ticks(
     chosen = place_labels(len(labels), len(labels) if limit is None else limit, strongest)
     axis.set_ticks(chosen, labels=[make_readable(labels[position]) for position in chosen])
     for label in axis.get_ticklabels():
-        label.set(parse_math=False, size=FONT, color=colour, rotation=rotation)
+        label.set(parse_math=False, size=FONT, color=color, rotation=rotation)

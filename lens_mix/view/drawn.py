@@ -19,7 +19,7 @@ class DrawnMap:
 
     Attributes:
         scores: The scores.
-        visible: Which scores are drawn; the others are grey.
+        visible: Which scores are drawn; the others are gray.
         rows: The labels of the rows.
         keys: The labels of the keys.
     """

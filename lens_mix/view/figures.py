@@ -82,13 +82,13 @@ def layer_maps(
     vmax: float | None = None,
     style: Style = "screen",
 ) -> Figure:
-    """Return a figure with one heat map per layer, query × key, on a common colour scale.
+    """Return a figure with one heat map per layer, query × key, on a common color scale.
 
         >>> m = lm.run(model, "The Eiffel Tower is in the city of", "value_zeroing")
         >>> lm.view.layer_maps(m, layers=[0, 1]).savefig("layers.png")
 
-    Keys that a query cannot see are grey. Tokens are labels on the left and at the bottom; on the left also
-    with the model's prediction, `, → which`. If there are too many, rows are labelled at equal distances, and
+    Keys that a query cannot see are gray. Tokens are labels on the left and at the bottom; on the left also
+    with the model's prediction, `, → which`. If there are too many, rows are labeled at equal distances, and
     columns from the strongest to the weakest, each if there is space. Below the title are the model, the
     prompt and the unit, as far as the map's record contains them.
 
@@ -104,16 +104,16 @@ def layer_maps(
         layer: One layer, instead of `layers`.
         words: Whether pieces are merged into words (`MixingMap.merge_words`).
         scale: "linear", or "log" for a logarithmic scale from 1/10,000 of the largest score.
-        diagonal: Whether each position's share of itself is drawn. Hidden shares do not count for the colour
+        diagonal: Whether each position's share of itself is drawn. Hidden shares do not count for the color
             scale.
         queries: The positions of the rows to draw (of words, if merged), or a text, as in `lm.run`; None: all
             rows of the map.
         keys: The positions of the columns to draw (of words, if merged), or a text; None: all.
         ax: matplotlib axes to draw in, for a single heat map (`layer=`); None: a new figure.
         figsize: The width and height of the figure in inches; None: as the content needs.
-        cmap: A matplotlib colour map or its name; None: blues, and orange to purple for negative scores.
-        vmax: The end of the colour scale, above 0, so that several figures have the same scale:
-            `layer_maps(m, vmax=0.5)`. Larger scores have its last colour, and the colour bar then ends in a
+        cmap: A matplotlib color map or its name; None: blues, and orange to purple for negative scores.
+        vmax: The end of the color scale, above 0, so that several figures have the same scale:
+            `layer_maps(m, vmax=0.5)`. Larger scores have its last color, and the color bar then ends in a
             point. A scale with negative scores begins at -vmax. None: the largest score.
         style: "paper" is for a column of a printed page: 3.3 inches wide with text of 8 points, without a
             title, and in greys, so that nothing depends on hue: a scale with negative scores goes from white
@@ -169,7 +169,7 @@ def layer_maps(
 
 
 def _draw_in_axes(axes: Any, drawn: DrawnMap, image: Any, unit: str, strongest: list[int]) -> None:
-    """Write the labels and the colour bar of a heat map in axes of a user's figure."""
+    """Write the labels and the color bar of a heat map in axes of a user's figure."""
     canvas = load_canvas()
     bar = axes.figure.colorbar(image, ax=axes, pad=0.02, aspect=30)
     canvas.style_bar(bar)

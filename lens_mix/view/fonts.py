@@ -27,14 +27,14 @@ _OTHERS = (
     *("Noto Sans Arabic", "Noto Sans Devanagari", "Noto Sans Thai", "Noto Sans", "Arial Unicode MS"),
     *("Noto Emoji", "Symbola", "Segoe UI Symbol", "Segoe UI Emoji", "Unifont"),
 )
-# matplotlib cannot draw coloured emoji, and the others of these fonts have a box for every character.
+# matplotlib cannot draw colored emoji, and the others of these fonts have a box for every character.
 _UNUSABLE = regex.compile(r"Color ?Emoji|Apple Emoji|Last ?Resort|Adobe Blank|\.LastResort")
 _IS_JAPANESE = regex.compile(r"[\p{Hiragana}\p{Katakana}]")
 _IS_KOREAN = regex.compile(r"\p{Hangul}")
 
 # Joiners, marks of direction and selectors of a variant change other characters, and are not drawn.
 _IS_INVISIBLE = regex.compile(r"\p{Cf}|[\uFE00-\uFE0F]")
-_MOST_NUMBERS = 2  # how many numbers are written for neighbouring characters without a font
+_MOST_NUMBERS = 2  # how many numbers are written for neighboring characters without a font
 
 _warned: set[str] = set()
 
@@ -136,7 +136,7 @@ def _add_new_fonts() -> bool:
     new = [file for file in font_manager.findSystemFonts() if file not in known]
     _tried.update(new)
     for file in new:
-        # matplotlib cannot read fonts of coloured bitmaps, among others.
+        # matplotlib cannot read fonts of colored bitmaps, among others.
         with contextlib.suppress(Exception):
             font_manager.fontManager.addfont(file)
     return bool(new)

@@ -40,7 +40,7 @@ def information_flow(
         >>> lm.view.information_flow(lm.graphs.information_flow_routes(m)).savefig("routes.png")
 
     Edges between two positions are blue, and their width shows their weight. Edges that stay at their
-    position are thin and grey. The explained position is red, and feed-forwards are orange squares. The area
+    position are thin and gray. The explained position is red, and feed-forwards are orange squares. The area
     of a node shows its `share`, if it has one. A legend explains these, and says how many edges were pruned.
 
     Args:
@@ -155,7 +155,7 @@ def _draw_in_axes(ax: Axes, graph: networkx.DiGraph, plan: _Plan, name: str, tit
 
 def _draw_graph(axes: Any, graph: networkx.DiGraph, plan: _Plan, width: float, height: float) -> None:
     _draw_edges(axes, plan, graph)
-    # Nodes of neighbouring levels do not overlap.
+    # Nodes of neighboring levels do not overlap.
     room = min(72 * height / len(plan.lines), 72 * width / len(plan.columns))
     _draw_nodes(axes, plan, graph, min(1.0, (0.9 * room) ** 2 / _LARGEST))
     axes.set_xlim(-0.6, len(plan.columns) - 0.4)
@@ -181,7 +181,7 @@ def _write_legend(artist: Any, handles: list[Any], columns: int, **place: Any) -
 
 
 def _make_legend(graph: networkx.DiGraph, plan: _Plan, name: str, width: float = float("inf")) -> list[Any]:
-    """Return the lines of the legend: the meaning of colours, widths and sizes, and what was left out.
+    """Return the lines of the legend: the meaning of colors, widths and sizes, and what was left out.
 
     Args:
         graph: The graph.
@@ -214,7 +214,7 @@ def _make_legend(graph: networkx.DiGraph, plan: _Plan, name: str, width: float =
     if plan.leaves_out:
         handles.append(Line2D([], [], lw=0, label="tokens without a node are left out"))
     if plan.is_turned(width) and len(plan.columns) > count_labels(width, FONT):
-        text = "labelled: tokens with wide edges, as far as there is space"
+        text = "labeled: tokens with wide edges, as far as there is space"
         handles.append(Line2D([], [], lw=0, label=text))
     return handles
 
@@ -281,14 +281,14 @@ def _draw_edges(axes: Any, plan: _Plan, graph: networkx.DiGraph) -> None:
     # What stays at a position is often most of it, so it has no width; the widest edges are on top.
     ordered = sorted(plan.widths, key=lambda edge: moves.get(edge, -1.0))
     ends = [[_shift(plan.find_place(node), graph.nodes[node]) for node in edge] for edge in ordered]
-    colours = [
+    colors = [
         to_rgba(_MOVES, 0.35 + 0.65 * moves[edge] / widest) if edge in moves else _STAYS for edge in ordered
     ]
     widths = [
         THINNEST + (THICKEST - THINNEST) * moves[edge] / widest if edge in moves else STAYS
         for edge in ordered
     ]
-    look: Any = {"linewidths": widths, "colors": colours, "capstyle": "round", "zorder": 1}
+    look: Any = {"linewidths": widths, "colors": colors, "capstyle": "round", "zorder": 1}
     axes.add_collection(LineCollection(ends, **look))
 
 
@@ -306,8 +306,8 @@ def _draw_nodes(axes: Any, plan: _Plan, graph: networkx.DiGraph, scale: float) -
         across, up = zip(*(_shift(plan.find_place(node), graph.nodes[node]) for node in nodes), strict=True)
         sizes = [scale * _find_area(graph.nodes[node], node in targets) for node in nodes]
         plain = INK if marker == "o" else _FEED_FORWARD
-        colours = [_TARGET if node in targets else plain for node in nodes]
-        axes.scatter(across, up, s=sizes, c=colours, marker=marker, linewidths=0, zorder=2)
+        colors = [_TARGET if node in targets else plain for node in nodes]
+        axes.scatter(across, up, s=sizes, c=colors, marker=marker, linewidths=0, zorder=2)
 
 
 def _find_area(values: Any, is_target: bool) -> float:

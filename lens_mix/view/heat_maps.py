@@ -1,4 +1,4 @@
-"""Draw heat maps, and a grid of them on one colour scale for `figures.layer_maps`."""
+"""Draw heat maps, and a grid of them on one color scale for `figures.layer_maps`."""
 
 from __future__ import annotations
 
@@ -101,17 +101,17 @@ def draw_grid(
     cmap: Any = None,
     vmax: float | None = None,
 ) -> DrawnPicture:
-    """Return a figure of heat maps on one colour scale.
+    """Return a figure of heat maps on one color scale.
 
     Args:
         grid: The places and texts.
         panels: For each heat map its scores, and which of them are visible.
         rows: The meaning of the rows, "query" or "layer"; it is written once.
-        unit: The unit of the scores, written at the colour bar.
-        logarithmic: Whether the colour scale is logarithmic.
-        strongest: The keys, the strongest first, which are labelled in this order.
-        cmap: A colour map of the user.
-        vmax: The end of the colour scale; None: the largest score.
+        unit: The unit of the scores, written at the color bar.
+        logarithmic: Whether the color scale is logarithmic.
+        strongest: The keys, the strongest first, which are labeled in this order.
+        cmap: A color map of the user.
+        vmax: The end of the color scale; None: the largest score.
     """
     canvas = load_canvas()
     picture: DrawnPicture = canvas.DrawnPicture(grid.width, grid.height)
@@ -131,7 +131,7 @@ def draw_grid(
     picture.write((grid.left + grid.right) / 2, 0.08, "key", ha="center", va="bottom", **look)
     height = min(up, 2.6)
     left = grid.right + grid.gap + 0.06
-    bar = picture.add_colour_bar(image, left, grid.ceiling - height, height)
+    bar = picture.add_color_bar(image, left, grid.ceiling - height, height)
     finish_bar(bar, norm, unit)
     picture.write_title(grid.title, grid.subtitle)
     return picture
@@ -140,13 +140,13 @@ def draw_grid(
 def draw_cells(
     axes: Any, scores: Float[Tensor, "row key"], visible: Bool[Tensor, "row key"], norm: Any, cmap: Any = None
 ) -> Any:
-    """Return the image of one heat map, drawn in axes; entries that are not visible are grey."""
+    """Return the image of one heat map, drawn in axes; entries that are not visible are gray."""
     canvas = load_canvas()
     # A logarithmic scale starts above 0, so smaller scores are raised to its start.
     drawn = scores.detach().to("cpu", torch.float64).clamp_min(norm.vmin)
     image = axes.imshow(
         np.ma.masked_array(drawn.numpy(), ~visible.cpu().numpy()),
-        cmap=canvas.choose_colour_map(norm.vmin < 0, cmap),
+        cmap=canvas.choose_color_map(norm.vmin < 0, cmap),
         norm=norm,
         aspect="auto",
         interpolation="nearest",
@@ -158,9 +158,9 @@ def draw_cells(
 
 
 def make_norm(scores: Iterable[Tensor], logarithmic: bool, vmax: float | None = None) -> Any:
-    """Return a colour scale from 0 to the largest score, symmetric around 0 if there are negative scores.
+    """Return a color scale from 0 to the largest score, symmetric around 0 if there are negative scores.
 
-    Its attribute `extend` says at which ends scores are beyond it, which the colour bar draws as points.
+    Its attribute `extend` says at which ends scores are beyond it, which the color bar draws as points.
 
     Args:
         scores: The scores of one or several heat maps.
@@ -187,12 +187,12 @@ def make_norm(scores: Iterable[Tensor], logarithmic: bool, vmax: float | None = 
 
 
 def check_vmax(vmax: float | None) -> float | None:
-    """Return the end of a colour scale that a user chose; raise an error unless it is above 0, or None."""
+    """Return the end of a color scale that a user chose; raise an error unless it is above 0, or None."""
     return None if vmax is None else check_number("vmax", vmax, 0, above=True)
 
 
 def finish_bar(bar: Any, norm: Any, unit: str) -> None:
-    """Write the unit at a colour bar, and the start of a logarithmic scale."""
+    """Write the unit at a color bar, and the start of a logarithmic scale."""
     from matplotlib import colors
 
     is_logarithmic = isinstance(norm, (colors.LogNorm, colors.SymLogNorm))

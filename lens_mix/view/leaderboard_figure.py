@@ -41,8 +41,8 @@ def leaderboard_figure(
     axes = panel.axes
     means = table[metric].to_numpy()
     spread = [means - table[f"{metric}_low"].to_numpy(), table[f"{metric}_high"].to_numpy() - means]
-    colours = [QUIET if method in ("random", "position") else "#2985bc" for method in table["method"]]
-    axes.barh(range(len(names)), means, xerr=spread, color=colours, error_kw={"lw": 0.8, "ecolor": INK})
+    colors = [QUIET if method in ("random", "position") else "#2985bc" for method in table["method"]]
+    axes.barh(range(len(names)), means, xerr=spread, color=colors, error_kw={"lw": 0.8, "ecolor": INK})
     axes.set_yticks(range(len(names)), names, fontsize=FONT, color=INK)
     axes.set_ylim(-0.6, len(names) - 0.4)
     axes.axvline(0, color=INK, lw=0.8)

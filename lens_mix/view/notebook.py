@@ -63,10 +63,10 @@ def describe_maps_html(maps: Mapping[str, MixingMap]) -> str:
 
 
 def describe_trace_html(trace: Trace) -> str:
-    """Return the sources of everything that a trace's model wrote, coloured by their shares.
+    """Return the sources of everything that a trace's model wrote, colored by their shares.
 
     Nothing is computed but the scores of everything that was written, which a trace has. It has no script,
-    so that a notebook shows it before it is trusted. The colours are transparent, so that they suit a light
+    so that a notebook shows it before it is trusted. The colors are transparent, so that they suit a light
     and a dark notebook.
     """
     line, span = repr(trace).splitlines()[0], trace[:]
@@ -80,7 +80,7 @@ def describe_trace_html(trace: Trace) -> str:
     space = "" if trace.unit in ("token", "word") else " "
     parts = []
     for name, sources in itertools.groupby(shown, lambda each: each.source.name):
-        pieces = space.join(_colour_source(each, most) for each in sources)
+        pieces = space.join(_color_source(each, most) for each in sources)
         parts.append(f"<div><strong>{html.escape(name)}</strong> {pieces}</div>")
     listed = "".join(f"<li>{each.share:.0%} {html.escape(str(each.source))}</li>" for each in span.top(5))
     return (
@@ -91,9 +91,9 @@ def describe_trace_html(trace: Trace) -> str:
     )
 
 
-def _colour_source(scored: SourceScore, most: float) -> str:
+def _color_source(scored: SourceScore, most: float) -> str:
     """Return the text of a source on a ground that is blue, or orange for a negative score."""
-    colour = "11,92,173" if scored.score >= 0 else "217,95,2"
+    color = "11,92,173" if scored.score >= 0 else "217,95,2"
     title = html.escape(f"{scored.source.name}: {scored.share:.0%}")
-    style = f"background:rgba({colour},{0.55 * (abs(scored.share) / most) ** 0.5:.2f})"
+    style = f"background:rgba({color},{0.55 * (abs(scored.share) / most) ** 0.5:.2f})"
     return f'<span title="{title}" style="{style}">{html.escape(scored.source.text)}</span>'

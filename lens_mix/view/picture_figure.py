@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lens_mix.arguments import check_choice, check_instance, check_whole_number
 from lens_mix.maps import MixingMap
-from lens_mix.maps.arithmetic import normalise_by_magnitude
+from lens_mix.maps.arithmetic import normalize_by_magnitude
 from lens_mix.maps.grid import Grid
-from lens_mix.view.colours import MARK
+from lens_mix.view.colors import MARK
 from lens_mix.view.heat_maps import check_vmax, finish_bar, make_norm
 from lens_mix.view.images import check_picture, read_image, require_grid
 from lens_mix.view.labels import (
@@ -45,7 +45,7 @@ _LARGE, _SMALL = 3.4, 1.65  # the width in inches of a picture, alone and among 
 _HEADING, _BESIDE = 0.36, 0.85
 _DARKEST = 0.9  # how opaque the largest score is over a picture
 _MOST_OUTSIDE = 2  # so many positions outside of the grid are written one by one: [CLS] and [DIST]
-_LIGHTER = 0.55  # how much of its contrast the grey picture keeps
+_LIGHTER = 0.55  # how much of its contrast the gray picture keeps
 
 
 def show_picture(
@@ -69,7 +69,7 @@ def show_picture(
         >>> m = lm.run(model, pixels, method, queries=[0])
         >>> lm.view.show_picture(m).savefig("picture.png")
 
-    The picture is grey, and the more a patch has of the row, the stronger its colour. Each layer has its own
+    The picture is gray, and the more a patch has of the row, the stronger its color. Each layer has its own
     scale, up to the largest score of a patch, which is written above the picture with what the positions
     without a place ([CLS], [DIST]) have. A frame marks the position itself. The scores of a waveform
     are drawn below it, layers x time, on one scale.
@@ -86,9 +86,9 @@ def show_picture(
         columns: The largest number of pictures side by side, 1 or more.
         normalize: True: the row is divided by its sum. False: raw scores. None: True without negative scores.
         title: The title; None: what is explained.
-        cmap: A matplotlib colour map or its name; None: blues, and orange to purple for negative scores.
-        vmax: The score of the strongest colour, above 0, on one scale for all layers and figures:
-            `m.show(vmax=0.1)`. Larger scores have the same colour, and the colour bar then ends in a point.
+        cmap: A matplotlib color map or its name; None: blues, and orange to purple for negative scores.
+        vmax: The score of the strongest color, above 0, on one scale for all layers and figures:
+            `m.show(vmax=0.1)`. Larger scores have the same color, and the color bar then ends in a point.
             None: the largest score of a patch, in each layer.
         style: "paper" is for a column of a printed page: 3.3 inches wide with text of 8 points, two pictures
             side by side, without a title, and in greys, in which negative scores are white.
@@ -115,7 +115,7 @@ def show_picture(
     if normalize and is_signed:
         raise ValueError("normalize: expected a row without negative scores for True, got some")
     is_share = not is_signed if normalize is None else normalize
-    scores = normalise_by_magnitude(scores) if is_share else scores
+    scores = normalize_by_magnitude(scores) if is_share else scores
     position = chosen.query_positions[row]
     check_choice("style", style, get_args(Style))
     is_paper = style == "paper"
@@ -146,11 +146,11 @@ class _View:
     Attributes:
         cells: The scores at the places of the grid, [layer, row, column]: as they are on a common scale, as a
             waveform has, else as shares of the layer's largest.
-        scale: What the ends of the colour scale are of, as the colour bar says.
+        scale: What the ends of the color scale are of, as the color bar says.
         largest: The largest magnitude of a cell, by layer.
-        noise: For pictures, whether a layer has no colours (`lens_mix.view.strongest.find_noise`).
-        norm: The colour scale.
-        mark: The colour of the frame around the position itself.
+        noise: For pictures, whether a layer has no colors (`lens_mix.view.strongest.find_noise`).
+        norm: The color scale.
+        mark: The color of the frame around the position itself.
     """
 
     mark = MARK
@@ -180,7 +180,7 @@ class _View:
             ends = torch.where(self.noise, scores.abs().sum(-1), self.largest)
             self.cells = self.cells / ends.clamp_min(1e-300)[:, None, None]
         self.norm = make_norm([self.cells], logarithmic=False, vmax=vmax)
-        self.colours = load_canvas().choose_colour_map(self.norm.vmin < 0, cmap)
+        self.colors = load_canvas().choose_color_map(self.norm.vmin < 0, cmap)
         parts = (name_map(mixing_map), name_model(mixing_map.provenance), unit)
         self.subtitle = " · ".join(filter(None, parts))
 
@@ -226,13 +226,13 @@ def _draw_pictures(view: _View, image: np.ndarray, columns: int, whole: float | 
     title, subtitle = _wrap(view, size[0])
     head = _measure_head(title, subtitle)
     drawn: DrawnPicture = canvas.DrawnPicture(size[0], size[1] + head)
-    grey = 255 - _LIGHTER * (255 - image.mean(-1, keepdims=True))
-    grey = np.repeat(grey.astype(np.uint8), 3, axis=-1)
+    gray = 255 - _LIGHTER * (255 - image.mean(-1, keepdims=True))
+    gray = np.repeat(gray.astype(np.uint8), 3, axis=-1)
     for place, (name, cells) in enumerate(zip(view.names, view.cells, strict=True)):
         row, column = divmod(place, columns)
         left, bottom = 0.14 + column * (width + 0.12), 0.1 + (rows - 1 - row) * (height + heading)
         axes = drawn.add_box(left, bottom, height / ratio, height)
-        axes.imshow(grey, extent=(0, view.grid.size[1], view.grid.size[0], 0), aspect="auto")
+        axes.imshow(gray, extent=(0, view.grid.size[1], view.grid.size[0], 0), aspect="auto")
         shown = _draw_cells(axes, view, cells)
         axes.set(xticks=[], yticks=[])
         canvas.draw_thin_frame(axes, ticks=0)
@@ -249,22 +249,22 @@ def _draw_pictures(view: _View, image: np.ndarray, columns: int, whole: float | 
         axes.annotate(outside, (0, 1), **above, **look)
     bar_height = min(height, 1.8)
     bottom = 0.1 + (rows - 1) * (height + heading) + height - bar_height
-    bar = drawn.add_colour_bar(shown, 0.14 + columns * (width + 0.12), bottom, bar_height)
+    bar = drawn.add_color_bar(shown, 0.14 + columns * (width + 0.12), bottom, bar_height)
     finish_bar(bar, view.norm, view.scale)
     drawn.write_title(title, subtitle)
     return drawn
 
 
 def _draw_cells(axes: Any, view: _View, cells: Float[Tensor, "row column"]) -> Any:
-    """Draw the scores of the cells over a picture, and return what a colour bar needs."""
+    """Draw the scores of the cells over a picture, and return what a color bar needs."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.patches import Rectangle
 
     numbers = cells.numpy()
-    colours = view.colours(view.norm(numbers))
+    colors = view.colors(view.norm(numbers))
     strength = np.minimum(np.abs(numbers) / max(view.norm.vmax, 1e-300), 1)
     # The square root keeps weak scores visible over a picture.
-    colours[..., -1] = _DARKEST * np.sqrt(strength)
+    colors[..., -1] = _DARKEST * np.sqrt(strength)
     grid = view.grid
     down, right = (
         min((count - 1) * step + patch, size)
@@ -275,14 +275,14 @@ def _draw_cells(axes: Any, view: _View, cells: Float[Tensor, "row column"]) -> A
     # The lowest band of a spectrogram is at the bottom.
     edges = (grid.size[0], grid.size[0] - down) if grid.is_sound else (down, 0)
     origin = "lower" if grid.is_sound else "upper"
-    axes.imshow(colours, extent=(0, right, *edges), origin=origin, aspect="auto", interpolation="nearest")
+    axes.imshow(colors, extent=(0, right, *edges), origin=origin, aspect="auto", interpolation="nearest")
     axes.set(xlim=(0, grid.size[1]), ylim=(grid.size[0], 0))
     box = grid.box(view.position)
     if box is not None and view.map.keys_are_tokens:
         top, left, bottom, edge = box
         corner = (left, grid.size[0] - bottom if grid.is_sound else top)
         axes.add_patch(Rectangle(corner, edge - left, bottom - top, fill=False, ec=view.mark, lw=1.4))
-    return ScalarMappable(view.norm, view.colours)
+    return ScalarMappable(view.norm, view.colors)
 
 
 def _draw_waveform(view: _View, whole: float | None) -> DrawnPicture:
@@ -307,7 +307,7 @@ def _draw_waveform(view: _View, whole: float | None) -> DrawnPicture:
     end = ((grid.columns - 1) * grid.step[1] + grid.step[1]) * (grid.seconds or 0)
     image = below.imshow(
         view.cells[:, 0].numpy(),
-        cmap=view.colours,
+        cmap=view.colors,
         norm=view.norm,
         extent=(0, min(end, seconds), layers - 0.5, -0.5),
         aspect="auto",
@@ -323,7 +323,7 @@ def _draw_waveform(view: _View, whole: float | None) -> DrawnPicture:
         if box is not None:
             for edge in (box[1], box[1] + grid.step[1]):
                 axes.axvline(edge * (grid.seconds or 0), color=view.mark, lw=0.7)
-    bar = drawn.add_colour_bar(image, left + width + 0.12, 0.42, max(height, 0.8))
+    bar = drawn.add_color_bar(image, left + width + 0.12, 0.42, max(height, 0.8))
     finish_bar(bar, view.norm, view.unit)
     drawn.write_title(title, subtitle)
     return drawn

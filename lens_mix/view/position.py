@@ -157,7 +157,7 @@ class PositionView:
         return panel.scores[:, self.columns], panel.visible[:, self.columns]
 
     def is_noise(self, panel: LayerRow) -> bool:
-        """Return whether the keys that are coloured have next to nothing in any layer; see `find_noise`."""
+        """Return whether the keys that are colored have next to nothing in any layer; see `find_noise`."""
         return bool(find_noise(panel.scores, self.number_keys).all())
 
     def read_scaled(self, panels: Sequence[LayerRow]) -> list[Float[Tensor, "layer column"]]:
@@ -169,7 +169,7 @@ class PositionView:
         ]
 
     def describe_noise(self, panel: LayerRow) -> str:
-        """Return why a map has no colours; "" if it has."""
+        """Return why a map has no colors; "" if it has."""
         if not self.is_noise(panel):
             return ""
         others = [key for key in range(len(self.keys)) if key not in self.number_keys]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from lens_mix.arguments import check_choice, check_flags, check_instance, check_whole_number
 from lens_mix.maps.spans import Span
-from lens_mix.view.coloured_text import TextBlock
-from lens_mix.view.colours import MARK
+from lens_mix.view.colored_text import TextBlock
+from lens_mix.view.colors import MARK
 from lens_mix.view.heat_maps import Scale, check_vmax, draw_cells, finish_bar, make_norm
 from lens_mix.view.labels import (
     FONT,
@@ -41,7 +41,7 @@ _ROW = 0.13  # the height of a layer
 _WIDEST, _WIDEST_OF_TWO = 7.6, 8.7
 _NUMBER = 0.29  # the smallest width of a column of numbers
 _NUMBER_FONT = 5.5
-_BAR = 0.6  # the width of a small colour bar above a heat map
+_BAR = 0.6  # the width of a small color bar above a heat map
 _SENTENCE_FONT = 8.5
 
 
@@ -70,12 +70,12 @@ def show_position(
 
     The title says what is explained, if the maps contain it: "After ' in': ' Italian' 0.66". The sentence
     below names the largest score, which has an orange frame. A map with one layer, such as an input map, is
-    drawn above the others as coloured text. For a map with heads, the mean over heads is drawn.
+    drawn above the others as colored text. For a map with heads, the mean over heads is drawn.
 
     The first token of a decoder, and the special tokens of an encoder, often have most of a row, because they
     are sinks of attention. Many methods also give the position itself a large share. These are numbers beside
-    each layer, and the colours are for the others. If these numbers are more than 90 % of every row and no
-    other token has 1 %, nothing is coloured. Tokens are labelled from the strongest to the weakest, each if
+    each layer, and the colors are for the others. If these numbers are more than 90 % of every row and no
+    other token has 1 %, nothing is colored. Tokens are labeled from the strongest to the weakest, each if
     there is space beside the labels before it, and the same ones in every heat map. Keys that the position
     cannot see are left out.
 
@@ -93,17 +93,17 @@ def show_position(
         keys: The positions of the columns to draw (of words, if merged), or a text; None: all that the
             position sees.
         scale: "linear", or "log" for a logarithmic scale from 1/10,000 of the largest score.
-        common_scale: Whether all heat maps have one colour scale. None: True if all are shares of a row, and
+        common_scale: Whether all heat maps have one color scale. None: True if all are shares of a row, and
             the largest share of each is at least a third of the largest of all; smaller ones would be too
-            pale to see. With `vmax=`, True if all have one unit. A coloured text always has its own scale,
+            pale to see. With `vmax=`, True if all have one unit. A colored text always has its own scale,
             and its heading names the largest score.
         as_numbers: Whether the first token (in an encoder, the special tokens) and the position itself are
             numbers instead of columns.
         ax: matplotlib axes to draw in, for a single map; None: a new figure.
         figsize: The width and height of the figure in inches; None: as the content needs.
-        cmap: A matplotlib colour map or its name; None: blues, and orange to purple for negative scores.
-        vmax: The end of every colour scale, above 0, so that several figures have the same scale:
-            `lm.show_position(m, vmax=0.5)`. Larger scores have its last colour, and the colour bar then ends
+        cmap: A matplotlib color map or its name; None: blues, and orange to purple for negative scores.
+        vmax: The end of every color scale, above 0, so that several figures have the same scale:
+            `lm.show_position(m, vmax=0.5)`. Larger scores have its last color, and the color bar then ends
             in a point. A scale with negative scores begins at -vmax. None: the largest score.
         style: "paper" is for a column of a printed page: 3.3 inches wide with text of 8 points, heat maps
             below each other, without a title and a frame, and in greys, so that nothing depends on hue: a
@@ -148,23 +148,23 @@ def show_position(
     picture.write_title(frame.title)
     lines = ((frame.sentence, _SENTENCE_FONT, INK), (frame.subtitle, FONT, QUIET))
     top = frame.size[1] - frame.title_height
-    for text, size, colour in lines:
+    for text, size, color in lines:
         if text:
-            picture.write(0.12, top, text, size=size, color=colour, va="top", linespacing=1.3)
+            picture.write(0.12, top, text, size=size, color=color, va="top", linespacing=1.3)
             top -= frame.measure_height(text, size)
     finished: Figure = canvas.finish_style(picture, style)
     return finished
 
 
 def _are_comparable(view: PositionView) -> bool:
-    """Return whether one colour scale is good for all heat maps."""
+    """Return whether one color scale is good for all heat maps."""
     panels = [panel for panel in view.panels if not panel.has_one_layer]
     largest = [view.read_columns(panel)[0].abs().max().item() for panel in panels]
     return all(panel.is_share for panel in panels) and min(largest, default=0) >= max(largest, default=0) / 3
 
 
 def _make_norms(view: PositionView, common_scale: bool, logarithmic: bool, vmax: float | None) -> list[Any]:
-    """Return the colour scale of each map."""
+    """Return the color scale of each map."""
     grid = [panel for panel in view.panels if not panel.has_one_layer]
     return [
         make_norm(
@@ -180,7 +180,7 @@ class _Frame:
     """Compute the places of the figure, in inches from the top left corner.
 
     Attributes:
-        blocks: The maps with one layer, which are drawn as coloured text.
+        blocks: The maps with one layer, which are drawn as colored text.
         grid: The indices of the other maps.
         size: The width and height of the figure.
         panel: The width and height of a heat map.
@@ -235,7 +235,7 @@ class _Frame:
         if not self.grid:
             return 6.6, 0.0
         names = [self.view.panels[index].name for index in self.grid]
-        # A small colour bar is beside the name of each heat map that has its own scale.
+        # A small color bar is beside the name of each heat map that has its own scale.
         longest = load_canvas().measure_longest(names, NAME_FONT) * 1.15 + 0.1
         longest += 0 if self.common else _BAR + 0.5
         widest = _WIDEST_OF_TWO if self.columns == 2 else _WIDEST
@@ -314,7 +314,7 @@ def _explain_numbers(view: PositionView) -> str:
 
 
 def _draw_blocks(picture: Any, frame: _Frame, norms: Sequence[Any], cmap: Any) -> None:
-    """Draw the maps with one layer as coloured text, from the top down."""
+    """Draw the maps with one layer as colored text, from the top down."""
     top = frame.size[1] - frame.head
     for block, index in zip(frame.blocks, frame.texts, strict=True):
         block.draw(picture, 0.12, top, norms[index], cmap)
@@ -345,12 +345,12 @@ def _draw_panels(picture: Any, frame: _Frame, norms: Sequence[Any], cmap: Any) -
         left, bottom = frame.find_corner(frame.columns - 1)
         size = min(height, 2.4)
         left += width + frame.numbers + 0.14
-        bar = picture.add_colour_bar(image, left, bottom + height - size, size)
+        bar = picture.add_color_bar(image, left, bottom + height - size, size)
         finish_bar(bar, image.norm, view.panels[frame.grid[0]].unit)
 
 
 def _add_small_bar(picture: Any, image: Any, right: float, bottom: float) -> None:
-    """Draw the colour bar of one heat map above its right corner, with the ends of the scale."""
+    """Draw the color bar of one heat map above its right corner, with the ends of the scale."""
     norm = image.norm
     high = f"{'≥ ' * (norm.extend in ('max', 'both'))}{norm.vmax:.2g}"
     end = load_canvas().measure_longest([high], _NUMBER_FONT)
@@ -405,7 +405,7 @@ def _mark_best(axes: Any, view: PositionView, index: int) -> None:
 
 
 def _draw_in_axes(axes: Any, view: PositionView, norm: Any, cmap: Any, title: str) -> None:
-    """Draw the only map in axes of a user's figure, with its colour bar beside them."""
+    """Draw the only map in axes of a user's figure, with its color bar beside them."""
     canvas, panel = load_canvas(), view.panels[0]
     image = draw_cells(axes, *view.read_columns(panel), norm, cmap)
     bar = axes.figure.colorbar(image, ax=axes, pad=0.02 + 0.06 * len(view.numbers), aspect=30)

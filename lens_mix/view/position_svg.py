@@ -10,25 +10,25 @@ import itertools
 import unicodedata
 from collections.abc import Sequence
 
-from lens_mix.view.colours import BLUES, HIDDEN, MARK, SIGNED, colour_step
+from lens_mix.view.colors import BLUES, HIDDEN, MARK, SIGNED, color_step
 from lens_mix.view.labels import INK, QUIET, make_visible, place_labels, space_evenly
 from lens_mix.view.position import LayerRow, PositionView
 
 _WIDTH = 700.0
 _MARGIN = 10.0
 _FONT = "system-ui,-apple-system,'Segoe UI','Noto Sans',sans-serif"
-_LINE = 24.0  # the height of a line of coloured text
+_LINE = 24.0  # the height of a line of colored text
 _TEXT = 13.0  # the size of its letters
 _LABEL = 9.5
 _NUMBER = 30.0  # the width of a column of numbers
 
 
 def draw_svg(view: PositionView) -> str:
-    """Return the first map of a view as SVG: layers × tokens, or a coloured text for a map with one layer."""
+    """Return the first map of a view as SVG: layers × tokens, or a colored text for a map with one layer."""
     panel = view.panels[0]
     draw = _draw_text if panel.has_one_layer else _draw_cells
     body, width, height = draw(view, panel)
-    # The card is white in every theme, so that the colours of the scores have the same meaning.
+    # The card is white in every theme, so that the colors of the scores have the same meaning.
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="{html.escape(_FONT)}" font-size="{_LABEL}" '
@@ -56,10 +56,10 @@ def _draw_cells(view: PositionView, panel: LayerRow) -> tuple[str, float, float]
     top, width, height = 40.0, across * columns, up * layers
     share = (scores / high).tolist()
     steps = [
-        [colour_step(value, low < 0) if seen else -1 for value, seen in zip(row, seen_row, strict=True)]
+        [color_step(value, low < 0) if seen else -1 for value, seen in zip(row, seen_row, strict=True)]
         for row, seen_row in zip(share, visible.tolist(), strict=True)
     ]
-    colours = SIGNED if low < 0 else BLUES
+    colors = SIGNED if low < 0 else BLUES
     ranked = view.rank_columns([panel])
     labels = [make_visible(view.keys[key]) for key in view.columns]
     chosen = place_labels(columns, max(int(width / (_LABEL * 1.15)), 1), ranked)
@@ -68,11 +68,11 @@ def _draw_cells(view: PositionView, panel: LayerRow) -> tuple[str, float, float]
     longest = max(_estimate(labels[column], _LABEL) for column in chosen)
     parts = [
         _text(_MARGIN, 15, panel.name, 'font-size="11" font-weight="600"'),
-        _draw_scale(whole - _MARGIN, 15, low, high, colours, panel.unit),
+        _draw_scale(whole - _MARGIN, 15, low, high, colors, panel.unit),
         f'<g transform="translate({left:.1f} {top:.1f}) scale({across:.3f} {up:.3f})" '
-        f'shape-rendering="crispEdges"><path fill="{colours[colour_step(0, low < 0)]}" '
+        f'shape-rendering="crispEdges"><path fill="{colors[color_step(0, low < 0)]}" '
         f'd="M0 0h{columns}v{layers}h-{columns}z"/>',
-        *_draw_runs(steps, colours, colour_step(0, low < 0)),
+        *_draw_runs(steps, colors, color_step(0, low < 0)),
         "</g>",
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" fill="none" '
         'stroke="#ccc"/>',
@@ -99,8 +99,8 @@ def _draw_cells(view: PositionView, panel: LayerRow) -> tuple[str, float, float]
     return "".join(parts), whole, top + height + 8 + longest + _MARGIN
 
 
-def _draw_runs(steps: Sequence[Sequence[int]], colours: Sequence[str], background: int) -> list[str]:
-    """Return one path per colour, of all neighbouring cells with this colour; -1 is hidden."""
+def _draw_runs(steps: Sequence[Sequence[int]], colors: Sequence[str], background: int) -> list[str]:
+    """Return one path per color, of all neighboring cells with this color; -1 is hidden."""
     paths: dict[int, list[str]] = {}
     for row, line in enumerate(steps):
         start = 0
@@ -110,23 +110,23 @@ def _draw_runs(steps: Sequence[Sequence[int]], colours: Sequence[str], backgroun
                 paths.setdefault(step, []).append(f"M{start} {row}h{length}v1h-{length}z")
             start += length
     return [
-        f'<path fill="{HIDDEN if step < 0 else colours[step]}" d="{"".join(path)}"/>'
+        f'<path fill="{HIDDEN if step < 0 else colors[step]}" d="{"".join(path)}"/>'
         for step, path in sorted(paths.items())
     ]
 
 
 def _draw_text(view: PositionView, panel: LayerRow) -> tuple[str, float, float]:
-    """Return the tokens in boxes with their colours, the width and the height."""
+    """Return the tokens in boxes with their colors, the width and the height."""
     scores = panel.scores[0]
     low, high = _find_scale(view, panel)
-    colours = SIGNED if low < 0 else BLUES
+    colors = SIGNED if low < 0 else BLUES
     numbers = [
         f"{name} {panel.write_score(panel.total(keys)[0].item())}" for name, keys in view.numbers.items()
     ]
     heading = f"{panel.name}: {', '.join(numbers)}" if numbers else panel.name
     parts = [
         _text(_MARGIN, 15, heading, 'font-size="11" font-weight="600"'),
-        _draw_scale(_WIDTH - _MARGIN, 15, low, high, colours, panel.unit),
+        _draw_scale(_WIDTH - _MARGIN, 15, low, high, colors, panel.unit),
         f'<g font-size="{_TEXT}">',
     ]
     x, y = _MARGIN, 28.0
@@ -143,9 +143,9 @@ def _draw_text(view: PositionView, panel: LayerRow) -> tuple[str, float, float]:
         if key is None:
             look, ink = f'fill="none" stroke="{BLUES[10]}" stroke-dasharray="4 3"', BLUES[10]
         else:
-            step = colour_step(scores[key].item() / high, low < 0)
-            is_dark = abs(step - len(colours) // 2) > 3 if low < 0 else step >= 9
-            look, ink = f'fill="{colours[step]}"', "#fff" if is_dark else INK
+            step = color_step(scores[key].item() / high, low < 0)
+            is_dark = abs(step - len(colors) // 2) > 3 if low < 0 else step >= 9
+            look, ink = f'fill="{colors[step]}"', "#fff" if is_dark else INK
             if key in view.number_keys:
                 # Its score is a number in the heading.
                 look, ink = f'fill="#fff" stroke="{INK}"', INK
@@ -158,14 +158,14 @@ def _draw_text(view: PositionView, panel: LayerRow) -> tuple[str, float, float]:
     return "".join([*parts, "</g>"]), _WIDTH, y + _LINE + _MARGIN
 
 
-def _draw_scale(right: float, base: float, low: float, high: float, colours: Sequence[str], unit: str) -> str:
-    """Return the colours of the scale with their ends and their unit, on one line that ends at `right`."""
+def _draw_scale(right: float, base: float, low: float, high: float, colors: Sequence[str], unit: str) -> str:
+    """Return the colors of the scale with their ends and their unit, on one line that ends at `right`."""
     text = f"{high:.2g} {unit}"
     end = right - _estimate(text, _LABEL)
-    start = end - 4 - 5 * len(colours)
+    start = end - 4 - 5 * len(colors)
     boxes = "".join(
-        f'<rect x="{start + 5 * index:.1f}" y="{base - 8:.1f}" width="5" height="8" fill="{colour}"/>'
-        for index, colour in enumerate(colours)
+        f'<rect x="{start + 5 * index:.1f}" y="{base - 8:.1f}" width="5" height="8" fill="{color}"/>'
+        for index, color in enumerate(colors)
     )
     low_end = _text(start - 4, base, f"{low:.2g}", f'text-anchor="end" fill="{QUIET}"')
     return boxes + low_end + _text(end, base, text, f'fill="{QUIET}"')

@@ -41,14 +41,14 @@ def find_sinks(mixing_map: MixingMap) -> list[int]:
 
 
 def find_noise(scores: Float[Tensor, "layer key"], left_out: Collection[int]) -> Bool[Tensor, " layer"]:
-    """Return which rows have next to nothing for the keys that are coloured.
+    """Return which rows have next to nothing for the keys that are colored.
 
     The keys that are left out have more than 90 % of such a row, and no other key has 1 %. On a scale up to
     its largest other score, noise would be as dark as a finding, so its scale ends at the sum of the row.
 
     Args:
         scores: The scores of one position in each layer.
-        left_out: The keys that have numbers instead of colours.
+        left_out: The keys that have numbers instead of colors.
     """
     sizes = scores.abs()
     total, left = sizes.sum(-1), sizes[:, list(left_out)].sum(-1)

@@ -64,7 +64,7 @@ def tree_figure(
     names = {level: values["layer"] for (level, _), values in tree.nodes(data=True)}
     rows = [f"after layer {names[level]}" if level else "input" for level in levels]
     width, height = canvas.measure_axes(axes)
-    canvas.label_ticks(axes.yaxis, rows, count_labels(height, FONT), colour=QUIET)
+    canvas.label_ticks(axes.yaxis, rows, count_labels(height, FONT), color=QUIET)
     used = list(dict.fromkeys(position for _, position in tree.nodes))
     canvas.label_ticks(axes.xaxis, tokens, count_labels(width, FONT), rotation=90, strongest=used)
     canvas.draw_thin_frame(axes, ticks=0)

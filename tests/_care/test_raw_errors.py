@@ -40,7 +40,7 @@ def built(name):
 @pytest.mark.parametrize("method", METHODS)
 def test_heads_of_two_sizes_are_refused_for_what_is_done_to_values(method):
     model = built("gemma4_two_sizes")
-    with pytest.raises(lm.UnsupportedModelError, match=r"the values are normalised \(v_norm\)"):
+    with pytest.raises(lm.UnsupportedModelError, match=r"the values are normalized \(v_norm\)"):
         lm.run(model, tokens(model, 1, 7), method)
     assert "v_norm" in lm.support(model)[method]
 

@@ -9,7 +9,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix._inputs.batches import Prompt
-from lens_mix._inputs.picture_inputs import check_neighbours, drop_pictures, find_pictures, join_inputs
+from lens_mix._inputs.picture_inputs import check_neighbors, drop_pictures, find_pictures, join_inputs
 from lens_mix._inputs.pictures import Picture
 from lens_mix.maps import Grid
 
@@ -23,7 +23,7 @@ def vision(**config):
     return types.SimpleNamespace(**config)
 
 
-def test_neighbouring_pictures_are_divided_by_their_numbers_of_patches():
+def test_neighboring_pictures_are_divided_by_their_numbers_of_patches():
     model = fake(model_type="llava", vision_config=vision(patch_size=4))
     tokens = torch.tensor([1, *[9] * 12, 2])
     pictures, notes = find_pictures(model, tokens, {"pixel_values": torch.ones(2, 3, 8, 12)})
@@ -104,12 +104,12 @@ def test_a_part_of_a_picture_cannot_be_dropped():
         prompt().keep(torch.tensor([False, True, True, True, True, True]))
 
 
-def test_pictures_that_become_neighbours_are_refused():
+def test_pictures_that_become_neighbors_are_refused():
     before = prompt().pictures
     after, _ = drop_pictures(before, {}, torch.tensor([True, True, False, True, True, True]))
-    with pytest.raises(lm.UnsupportedModelError, match="pictures 1 and 2 would be neighbours"):
-        check_neighbours(before, after)
-    check_neighbours(before, before)
+    with pytest.raises(lm.UnsupportedModelError, match="pictures 1 and 2 would be neighbors"):
+        check_neighbors(before, after)
+    check_neighbors(before, before)
 
 
 def test_a_pass_needs_pictures_for_every_example():

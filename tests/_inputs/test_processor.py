@@ -111,12 +111,12 @@ def test_a_map_knows_what_its_processor_did(tmp_path):
 def test_pictures_of_every_mode_are_converted(mode):
     model = bridge("vit")
     model.processor = stretching(16)
-    grey = Image.fromarray(np.where(np.arange(400).reshape(20, 20) % 20 < 10, 0, 255).astype(np.uint8))
+    gray = Image.fromarray(np.where(np.arange(400).reshape(20, 20) % 20 < 10, 0, 255).astype(np.uint8))
     if mode == "I;16":
-        picture = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+        picture = Image.fromarray(np.asarray(gray).astype(np.uint16) * 257)
     else:
-        picture = grey.convert("RGB").convert(mode)
-    expected = lm.run(model, grey.convert("RGB"), "attention")
+        picture = gray.convert("RGB").convert(mode)
+    expected = lm.run(model, gray.convert("RGB"), "attention")
     found = lm.run(model, picture, "attention")
     torch.testing.assert_close(found.features, expected.features, atol=0.03, rtol=0)
 

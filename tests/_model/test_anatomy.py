@@ -1,4 +1,4 @@
-"""Test that a norm is read by its behaviour, and not by the name of its class."""
+"""Test that a norm is read by its behavior, and not by the name of its class."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.b
 class Odd(nn.Module):
     """A norm with an unknown class name, and parameters of given names."""
 
-    def __init__(self, width, *, centred, offset=0.0, weight="weight", bias=None, eps=1e-5, stored_eps=None):
+    def __init__(self, width, *, centered, offset=0.0, weight="weight", bias=None, eps=1e-5, stored_eps=None):
         super().__init__()
         generator = torch.Generator().manual_seed(width)
         for name, mean in ((weight, 1 - offset), (bias, 0.0)):
             if name is not None:
                 numbers = mean + 0.25 * torch.randn(width, generator=generator)
                 self.register_parameter(name, nn.Parameter(numbers))
-        self.names, self.centred, self.offset = (weight, bias), centred, offset
+        self.names, self.centered, self.offset = (weight, bias), centered, offset
         self.true_eps, self.eps = eps, eps if stored_eps is None else stored_eps
 
     def forward(self, x):
         weight, bias = (None if name is None else getattr(self, name) for name in self.names)
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        wide = wide - wide.mean(-1, keepdim=True) if self.centred else wide
+        wide = wide - wide.mean(-1, keepdim=True) if self.centered else wide
         out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.true_eps)
         out = out if weight is None else out * (self.offset + weight)
         return (out if bias is None else out + bias).to(x.dtype)
@@ -48,7 +48,7 @@ def read(module, width):
 
 
 @DTYPES
-@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize("width", [24, 25])
 @pytest.mark.parametrize(
     "options",
@@ -64,10 +64,10 @@ def read(module, width):
         {"eps": 1e-12, "stored_eps": 1e-2, "bias": "bias"},
     ],
 )
-def test_a_norm_is_what_it_does(options, width, centred, dtype):
-    module = Odd(width, centred=centred, **options).to(dtype)
+def test_a_norm_is_what_it_does(options, width, centered, dtype):
+    module = Odd(width, centered=centered, **options).to(dtype)
     norm = read(module, width)
-    assert norm.kind == ("layer" if centred else "rms")
+    assert norm.kind == ("layer" if centered else "rms")
     assert (norm.weight is None) == (options.get("weight", "") is None)
     assert (norm.bias is None) == ("bias" not in options)
     sizes = torch.tensor([[30.0], [1.0], [1e-2], [1e-3]], dtype=dtype)

@@ -17,7 +17,7 @@ from tests.shared_models import decoder
 
 PROMPT = torch.tensor([1, *range(4, 27)])
 EXPENSIVE = [
-    # The first three have one vectorised backward pass, which no count of passes describes.
+    # The first three have one vectorized backward pass, which no count of passes describes.
     lm.methods.Gim(),
     lm.methods.FrozenGradients(),
     lm.methods.InputGradients(),

@@ -1,4 +1,4 @@
-"""Test the normalisation by the receptive field: its reference, its properties and its arithmetic."""
+"""Test the normalization by the receptive field: its reference, its properties and its arithmetic."""
 
 import math
 import warnings
@@ -57,7 +57,7 @@ def make(scores, mask=None, causal=False):
     return MixingMap(scores, tokens, "attention", causal=causal, mask=mask)
 
 
-def normalised(mixing_map, residual=0.5, **options):
+def normalized(mixing_map, residual=0.5, **options):
     return rollout(mixing_map, residual=residual, receptive_field=True, **options).scores
 
 
@@ -86,10 +86,10 @@ def test_equals_the_candidate_with_residual(stack):
     layers, size = maps.shape[:2]
     mixing_map = make(maps, causal=True)
     assert np.abs(rollout(mixing_map).scores[-1].numpy() - plain).max() < 1e-12
-    assert np.abs(normalised(mixing_map)[-1].numpy() - expected).max() < 1e-10
+    assert np.abs(normalized(mixing_map)[-1].numpy() - expected).max() < 1e-10
     even = receptive_field._make_uniform(triangle(size)).expand(layers, size, size)
     assert np.abs(rollout(make(even, causal=True)).scores[-1].numpy() - null).max() < 1e-12
-    assert np.abs(normalised(make(even, causal=True))[-1].numpy() - target).max() < 1e-12
+    assert np.abs(normalized(make(even, causal=True))[-1].numpy() - target).max() < 1e-12
     # The candidate without residual differs, which shows that the comparison can fail.
     with np.load(REFERENCE) as file:
         assert np.abs(file[f"{stack}_null_ratio"] - expected).max() > 1e-4
@@ -138,7 +138,7 @@ def test_equals_the_definition_in_fractions(name, weight, arithmetic):
     exact = [[[Fraction(int(x), int(row.sum())) for x in row] for row in layer] for layer in counts]
     scores = counts.double() / counts.sum(-1, keepdim=True)
     maps = receptive_field.add_residual(scores.clone(), weight)
-    result = receptive_field.normalise_rollout(maps, masks, weight, arithmetic=arithmetic)[-1]
+    result = receptive_field.normalize_rollout(maps, masks, weight, arithmetic=arithmetic)[-1]
     expected = by_fractions(exact, masks.int().tolist(), weight)
     assert torch.allclose(result, expected, rtol=1e-12, atol=1e-14)
 
@@ -152,7 +152,7 @@ def test_bidirectional_maps_are_unchanged(weight):
         for heads in (None, 2):
             mixing_map = make(attention(mask, heads=heads), mask=mask)
             plain = rollout(mixing_map, residual=weight).scores
-            assert torch.allclose(normalised(mixing_map, weight), plain, rtol=0, atol=1e-14)
+            assert torch.allclose(normalized(mixing_map, weight), plain, rtol=0, atol=1e-14)
 
 
 def test_bidirectional_maps_with_an_empty_row_are_unchanged():
@@ -161,13 +161,13 @@ def test_bidirectional_maps_with_an_empty_row_are_unchanged():
     mixing_map = make(scores)
     plain = rollout(mixing_map, residual=0).scores
     assert plain[-1].sum() < 6.99
-    assert torch.allclose(normalised(mixing_map, 0.0), plain, rtol=0, atol=1e-14)
+    assert torch.allclose(normalized(mixing_map, 0.0), plain, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_even_attention_without_residual_comes_out_even(name):
     masks = MASKS[name].expand(4, 7, 7)
-    result = normalised(make(receptive_field._make_uniform(masks), mask=masks), 0.0)
+    result = normalized(make(receptive_field._make_uniform(masks), mask=masks), 0.0)
     for place in range(4):
         reached = masks[0].double()
         for mask in masks[1 : place + 1]:
@@ -179,7 +179,7 @@ def test_even_attention_without_residual_comes_out_even(name):
 
 
 def test_even_attention_with_residual_is_even_but_for_the_diagonal():
-    result = normalised(make(receptive_field._make_uniform(triangle(8).expand(12, 8, 8)), causal=True))
+    result = normalized(make(receptive_field._make_uniform(triangle(8).expand(12, 8, 8)), causal=True))
     for place, rows in enumerate(result):
         share = 0.5 ** (place + 1)
         for query, row in enumerate(rows):
@@ -201,7 +201,7 @@ def test_rows_keep_their_mass_and_their_support(name, heads, weight, layers, see
     mask = mask[:layers] if mask.ndim == 3 else mask
     mixing_map = make(attention(mask, layers, heads, seed), mask=mask)
     plain = rollout(mixing_map, residual=weight, per_head=heads is not None).scores
-    result = normalised(mixing_map, weight, per_head=heads is not None)
+    result = normalized(mixing_map, weight, per_head=heads is not None)
     assert torch.isfinite(result).all()
     assert torch.equal(result > 0, plain > 0)
     assert torch.allclose(result.sum(-1), plain.sum(-1), rtol=0, atol=1e-13)
@@ -217,8 +217,8 @@ def test_later_tokens_change_nothing(name, weight):
     mixing_map = make(attention(mask), mask=mask)
     shorter = mixing_map.drop([5, 6])
     assert torch.equal(shorter.scores, mixing_map.scores[:, :5, :5])
-    whole = normalised(mixing_map, weight)
-    assert torch.allclose(normalised(shorter, weight), whole[:, :5, :5], rtol=0, atol=1e-15)
+    whole = normalized(mixing_map, weight)
+    assert torch.allclose(normalized(shorter, weight), whole[:, :5, :5], rtol=0, atol=1e-15)
     assert whole[:, :5, 5:].abs().sum() == 0
 
 
@@ -228,8 +228,8 @@ def test_padding_changes_nothing(weight):
     for mask in (padding(7, 5), triangle(7) & padding(7, 5)):
         mixing_map = make(attention(mask), mask=mask)
         alone = make(mixing_map.scores[:, :5, :5], mask=mask[:5, :5])
-        padded = normalised(mixing_map, weight)[:, :5, :5]
-        assert torch.allclose(padded, normalised(alone, weight), rtol=0, atol=1e-14)
+        padded = normalized(mixing_map, weight)[:, :5, :5]
+        assert torch.allclose(padded, normalized(alone, weight), rtol=0, atol=1e-14)
 
 
 def test_left_padding_changes_nothing():
@@ -237,22 +237,22 @@ def test_left_padding_changes_nothing():
     for weight in (0.0, 0.5):
         mixing_map = make(attention(mask), mask=mask)
         alone = make(mixing_map.scores[:, 2:, 2:], causal=True)
-        padded = normalised(mixing_map, weight)
-        assert torch.allclose(padded[:, 2:, 2:], normalised(alone, weight), rtol=0, atol=1e-14)
+        padded = normalized(mixing_map, weight)
+        assert torch.allclose(padded[:, 2:, 2:], normalized(alone, weight), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("layers", [4, 300, 500])
 def test_a_position_that_sees_nothing_keeps_itself_at_every_depth(layers):
     mask = MASKS["causal, left padding"]
-    result = normalised(make(attention(mask, layers), mask=mask), 0.01)[-1]
+    result = normalized(make(attention(mask, layers), mask=mask), 0.01)[-1]
     assert torch.allclose(result[:2], torch.eye(7, dtype=torch.float64)[:2])
 
 
 def test_a_flag_and_a_mask_are_the_same():
     scores = attention(triangle(7))
-    flag = normalised(make(scores, causal=True))
-    assert torch.equal(flag, normalised(make(scores, mask=triangle(7))))
-    assert torch.equal(flag, normalised(make(scores, mask=triangle(7).expand(4, 7, 7), causal=True)))
+    flag = normalized(make(scores, causal=True))
+    assert torch.equal(flag, normalized(make(scores, mask=triangle(7))))
+    assert torch.equal(flag, normalized(make(scores, mask=triangle(7).expand(4, 7, 7), causal=True)))
     with pytest.warns(UserWarning, match="causal=True"):
         without = rollout(make(scores), receptive_field=True)
     assert torch.allclose(without.scores, rollout(make(scores)).scores)
@@ -262,34 +262,34 @@ def test_a_flag_and_a_mask_are_the_same():
         rollout(make(attention(torch.ones(7, 7, dtype=torch.bool))), receptive_field=True)
 
 
-def test_every_depth_is_normalised_at_its_own_depth():
+def test_every_depth_is_normalized_at_its_own_depth():
     scores = attention(triangle(7), layers=5)
-    whole = normalised(make(scores, causal=True))
+    whole = normalized(make(scores, causal=True))
     for depth in range(1, 6):
-        assert torch.allclose(whole[depth - 1], normalised(make(scores[:depth], causal=True))[-1], atol=1e-15)
-    upper = normalised(make(scores, causal=True), from_layer=2)
-    assert torch.allclose(upper, normalised(make(scores[2:], causal=True)), rtol=0, atol=1e-15)
+        assert torch.allclose(whole[depth - 1], normalized(make(scores[:depth], causal=True))[-1], atol=1e-15)
+    upper = normalized(make(scores, causal=True), from_layer=2)
+    assert torch.allclose(upper, normalized(make(scores[2:], causal=True)), rtol=0, atol=1e-15)
 
 
 def test_one_layer_without_residual_is_unchanged():
     scores = attention(triangle(7), layers=1)
-    assert torch.allclose(normalised(make(scores, causal=True), 0.0), scores, rtol=0, atol=1e-15)
+    assert torch.allclose(normalized(make(scores, causal=True), 0.0), scores, rtol=0, atol=1e-15)
 
 
 def test_drop_bos_comes_first():
     scores = attention(triangle(7))
     dropped = scores[:, 1:, 1:].clone()
     dropped[:, 0, 0] = 1
-    expected = normalised(make(dropped / dropped.sum(-1, keepdim=True), causal=True))
-    result = normalised(make(scores, causal=True), drop_bos=True)
+    expected = normalized(make(dropped / dropped.sum(-1, keepdim=True), causal=True))
+    result = normalized(make(scores, causal=True), drop_bos=True)
     assert torch.allclose(result, expected, rtol=0, atol=1e-14)
 
 
 def test_per_head():
     mixing_map = make(attention(triangle(7), heads=3), causal=True)
-    result = normalised(mixing_map, per_head=True)
+    result = normalized(mixing_map, per_head=True)
     plain = rollout(mixing_map, per_head=True).scores
-    merged, merged_plain = normalised(mixing_map), rollout(mixing_map).scores
+    merged, merged_plain = normalized(mixing_map), rollout(mixing_map).scores
     # Each head has the same factors as the merged heads, except for the scale of each row.
     factor = torch.where(plain > 0, result / plain, 0.0)
     expected = torch.where(merged_plain > 0, merged / merged_plain, 0.0)[:, None]
@@ -331,9 +331,9 @@ def test_both_ways_agree_at_depth_48_and_96_tokens(weight):
     masks = triangle(96).expand(48, 96, 96)
     maps = receptive_field.add_residual(attention(triangle(96), layers=48), weight)
     assert receptive_field._float64_suffices(receptive_field.null_maps(masks, weight), weight)
-    numbers = receptive_field.normalise_rollout(maps, masks, weight, arithmetic="float64")
-    logs = receptive_field.normalise_rollout(maps, masks, weight, arithmetic="log")
-    assert torch.equal(receptive_field.normalise_rollout(maps, masks, weight), numbers)
+    numbers = receptive_field.normalize_rollout(maps, masks, weight, arithmetic="float64")
+    logs = receptive_field.normalize_rollout(maps, masks, weight, arithmetic="log")
+    assert torch.equal(receptive_field.normalize_rollout(maps, masks, weight), numbers)
     assert torch.allclose(logs, numbers, rtol=1e-10, atol=1e-13)
 
 
@@ -346,8 +346,8 @@ def test_both_ways_agree_on_every_mask(name, weight, heads):
     masks = mask.expand(4, 7, 7)
     maps = receptive_field.add_residual(scores.clone() if heads is None else scores.mean(1), weight)
     separate = None if heads is None else receptive_field.add_residual(scores.clone(), weight)
-    numbers = receptive_field.normalise_rollout(maps, masks, weight, separate, arithmetic="float64")
-    logs = receptive_field.normalise_rollout(maps, masks, weight, separate, arithmetic="log")
+    numbers = receptive_field.normalize_rollout(maps, masks, weight, separate, arithmetic="float64")
+    logs = receptive_field.normalize_rollout(maps, masks, weight, separate, arithmetic="log")
     assert torch.allclose(logs, numbers, rtol=1e-12, atol=1e-14)
 
 
@@ -356,9 +356,9 @@ def test_logarithms_where_float64_fails():
     masks = triangle(64).expand(400, 64, 64)
     null = receptive_field.null_maps(masks, 0.0)
     assert not receptive_field._float64_suffices(null, 0.0)
-    broken = receptive_field.normalise_rollout(null, masks, 0.0, arithmetic="float64")[-1]
+    broken = receptive_field.normalize_rollout(null, masks, 0.0, arithmetic="float64")[-1]
     assert not torch.allclose(broken, receptive_field._make_uniform(triangle(64)))
-    result = receptive_field.normalise_rollout(null, masks, 0.0)[-1]
+    result = receptive_field.normalize_rollout(null, masks, 0.0)[-1]
     assert torch.allclose(result, receptive_field._make_uniform(triangle(64)), rtol=1e-9, atol=0)
 
 
@@ -381,7 +381,7 @@ def test_the_bound_holds(name, layers, weight):
 @pytest.mark.parametrize("weight", [1e-12, 1 - 1e-12])
 def test_extreme_residuals_stay_finite(weight):
     for name in MASKS:
-        result = normalised(make(attention(MASKS[name]), mask=MASKS[name]), weight)
+        result = normalized(make(attention(MASKS[name]), mask=MASKS[name]), weight)
         assert torch.isfinite(result).all()
         assert torch.allclose(result.sum(-1), torch.ones(4, 7, dtype=torch.float64))
 
@@ -389,7 +389,7 @@ def test_extreme_residuals_stay_finite(weight):
 def test_unknown_arithmetic_is_refused():
     masks = triangle(3).expand(1, 3, 3)
     with pytest.raises(ValueError, match="arithmetic: expected 'auto', 'float64' or 'log', got 'float32'"):
-        receptive_field.normalise_rollout(masks.double(), masks, 0.5, arithmetic="float32")
+        receptive_field.normalize_rollout(masks.double(), masks, 0.5, arithmetic="float32")
 
 
 def test_reachable():
@@ -475,7 +475,7 @@ def test_a_deep_map_that_holds_the_residual_is_not_the_position():
         scores = logits.masked_fill(~triangle(32), -torch.inf).softmax(-1)
         mixing_map = holding(scores, [0.95] * 30)
         row = rollout(mixing_map, receptive_field=True).scores[-1, -1, :-1]
-        moving = receptive_field.normalise_rollout(
+        moving = receptive_field.normalize_rollout(
             mixing_map.scores.clone(), triangle(32).expand(30, 32, 32), 0.0
         )[-1, -1, :-1]
         ordered += int(bool((moving.diff() > 0).all()))
@@ -511,9 +511,9 @@ def test_measured_shares_in_logarithms_agree():
     masks = triangle(7).expand(5, 7, 7)
     shares = torch.rand(5, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     maps = receptive_field.add_residual(attention(triangle(7), layers=5), shares)
-    numbers = receptive_field.normalise_rollout(maps.clone(), masks, shares, arithmetic="float64")
-    logs = receptive_field.normalise_rollout(maps.clone(), masks, shares, arithmetic="log")
+    numbers = receptive_field.normalize_rollout(maps.clone(), masks, shares, arithmetic="float64")
+    logs = receptive_field.normalize_rollout(maps.clone(), masks, shares, arithmetic="log")
     assert torch.allclose(numbers, logs, rtol=1e-10)
     shares[2, 3] = 1.0
     assert not receptive_field._float64_suffices(receptive_field.null_maps(masks, shares), shares)
-    assert torch.isfinite(receptive_field.normalise_rollout(maps, masks, shares)).all()
+    assert torch.isfinite(receptive_field.normalize_rollout(maps, masks, shares)).all()

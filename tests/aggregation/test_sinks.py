@@ -116,7 +116,7 @@ def test_each_head_has_its_own_sums():
 
 
 def test_the_receptive_field_keeps_as_much_of_the_residual():
-    """Check that uniform attention with a sink has the same normalised rollout as without a sink."""
+    """Check that uniform attention with a sink has the same normalized rollout as without a sink."""
     even = torch.ones(SIZE, SIZE, dtype=torch.float64).tril()
     even = even / even.sum(-1, keepdim=True)
     kept = 0.6

@@ -44,13 +44,13 @@ def test_the_demo_writes_figures_and_a_page(pictures: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("size", [140, 224])
-def test_parts_are_where_their_colours_are(pictures: Any, size: int) -> None:
+def test_parts_are_where_their_colors_are(pictures: Any, size: int) -> None:
     picture, count = pictures.draw_picture(size), size // 14
     grid = lm.maps.Grid(count, count, tuple(range(count**2)), (size, size), (14, 14), (14, 14))
     names = np.array(pictures.name_parts(grid))
     assert set(names) == {"sun", "house", "ball", "sky", "meadow"}
-    colours = [picture[b - 7, r - 7] for _, _, b, r in map(grid.box, grid.positions)]
-    red = np.array([int(r) > 150 > int(g) + 60 for r, g, _ in colours])
+    colors = [picture[b - 7, r - 7] for _, _, b, r in map(grid.box, grid.positions)]
+    red = np.array([int(r) > 150 > int(g) + 60 for r, g, _ in colors])
     assert set(names[red]) <= {"ball", "house"}
     assert red[names == "ball"].mean() > 0.7
 

@@ -63,17 +63,17 @@ def save_sentiment_classifier(bert: Path, folder: Path) -> Path:
         model.bert.pooler.dense.bias.zero_()
     features, weight = states.tanh().double(), torch.zeros(states.shape[1], dtype=torch.float64)
     bias = torch.zeros((), dtype=torch.float64)
-    optimiser = torch.optim.LBFGS([weight.requires_grad_(), bias.requires_grad_()], max_iter=500)
+    optimizer = torch.optim.LBFGS([weight.requires_grad_(), bias.requires_grad_()], max_iter=500)
 
     def loss() -> torch.Tensor:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         logits = features @ weight + bias
         fit = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
         value = fit + 1e-3 * weight.square().sum()
         value.backward()
         return value
 
-    optimiser.step(loss)
+    optimizer.step(loss)
     with torch.no_grad():
         # The difference of the two logits is the logistic regression's logit.
         model.classifier.weight.copy_(torch.stack([-weight / 2, weight / 2]).float())

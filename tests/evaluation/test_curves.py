@@ -202,7 +202,7 @@ def test_a_permuted_row_scores_as_a_random_one():
     assert bootstrap(found["effects"], found["permuted"]).low > 0
 
 
-def test_normalised_by_hand():
+def test_normalized_by_hand():
     curve = RemovalCurves("row", (0, 1), (4.0, 2.0, 0.0), (0.0, 1.0, 4.0), 2.5, 3.5, True)
     assert curve.aopc() == 3
     assert curve.comprehensiveness == 0.5

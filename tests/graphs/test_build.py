@@ -167,7 +167,7 @@ def tree():
     return graph
 
 
-def test_a_tree_is_pruned_and_renormalised():
+def test_a_tree_is_pruned_and_renormalized():
     graph = prune_graph(tree(), (3, 4), 0.3)
     assert set(graph.edges) == {((2, 1), (3, 4)), ((1, 0), (2, 1))}
     assert graph.edges[(2, 1), (3, 4)]["weight"] == 1

@@ -40,7 +40,7 @@ def test_a_row_in_words():
     assert explained_map(explained=None).explanation() == ""
 
 
-def test_rows_of_a_causal_map_are_labelled_with_the_next_token():
+def test_rows_of_a_causal_map_are_labeled_with_the_next_token():
     assert explained_map().row_labels == ["The → city", " city", ", → which", "in → Italy"]
     assert explained_map(causal=False).row_labels == TOKENS
     assert explained_map(explained=None).row_labels == TOKENS

@@ -140,7 +140,7 @@ def test_hidden_weight_is_named_by_its_layer_label():
         make(scores=scores, layers=[6, 7])
 
 
-# ---------------------------------------------------------------------- normalised rows
+# ---------------------------------------------------------------------- normalized rows
 
 
 @settings(deadline=None, max_examples=50)

@@ -216,7 +216,7 @@ def test_permuting_heads_permutes_the_map():
 
 
 def test_the_authors_floor_is_all_that_differs_where_there_is_no_value_bias():
-    """Their code gives each component at least 1e-5, also for hidden keys, and then normalises."""
+    """Their code gives each component at least 1e-5, also for hidden keys, and then normalizes."""
     model = build_or_skip(bridge, "llama", torch.float64)
     method = lm.methods.InformationFlowRoutes()
     for block in run_prompt(model, tokens(model, 1, 7, 1), method).blocks:

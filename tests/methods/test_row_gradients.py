@@ -124,7 +124,7 @@ def test_a_model_that_reads_the_length_has_whole_prompts_alone(monkeypatch, leng
     assert set(lengths) == {2, 7}
 
 
-def test_operations_without_a_vectorised_gradient_run_row_by_row(monkeypatch):
+def test_operations_without_a_vectorized_gradient_run_row_by_row(monkeypatch):
     model = build_or_skip(bridge, "gpt2", torch.float64)
     prompt, differentiate, refused = prompt_of(model), torch.autograd.grad, []
 

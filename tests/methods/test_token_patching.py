@@ -67,7 +67,7 @@ def test_without_tokens_between_it_is_occlusion(case):
     torch.testing.assert_close(found[..., -2:], expected[..., -2:], atol=1e-5, rtol=0)
 
 
-def test_terms_add_up_and_neighbours_have_nothing_between():
+def test_terms_add_up_and_neighbors_have_nothing_between():
     model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
     direct, between, both = (last_row(model, prompt, paths=paths) for paths in ("direct", "between", "all"))
     torch.testing.assert_close(both, direct + between)

@@ -1,4 +1,4 @@
-"""Test what every figure function shares: axes of a user, a size, a colour map, and the style sheet."""
+"""Test what every figure function shares: axes of a user, a size, a color map, and the style sheet."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_figure_has_the_size_that_was_asked_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_COLOURS)
-def test_a_figure_has_the_colours_that_were_asked_for(name: str) -> None:
+def test_a_figure_has_the_colors_that_were_asked_for(name: str) -> None:
     for cmap in ("viridis", matplotlib.colormaps["viridis"]):
         (image, *_) = [image for axes in FIGURES[name](cmap=cmap).axes for image in axes.images]
         assert image.get_cmap()(0.7) == matplotlib.colormaps["viridis"](0.7)

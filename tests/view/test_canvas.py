@@ -4,15 +4,15 @@ import pytest
 canvas = pytest.importorskip("lens_mix.view.canvas")
 
 
-def lightness(colours: numpy.ndarray) -> numpy.ndarray:
-    """Return CIELAB L* of sRGB colours `[colour, rgb]`, 0 to 100 (IEC 61966-2-1, CIE 15)."""
-    linear = numpy.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
+def lightness(colors: numpy.ndarray) -> numpy.ndarray:
+    """Return CIELAB L* of sRGB colors `[color, rgb]`, 0 to 100 (IEC 61966-2-1, CIE 15)."""
+    linear = numpy.where(colors <= 0.04045, colors / 12.92, ((colors + 0.055) / 1.055) ** 2.4)
     luminance = linear @ numpy.array([0.2126, 0.7152, 0.0722])
     return numpy.where(luminance > 0.008856, 116 * numpy.cbrt(luminance) - 16, 903.3 * luminance)
 
 
-def test_the_colours_keep_their_order_in_grey() -> None:
-    steps = numpy.array(canvas._make_colour_map(signed=False)(numpy.linspace(0, 1, 101)))[:, :3]
+def test_the_colors_keep_their_order_in_grey() -> None:
+    steps = numpy.array(canvas._make_color_map(signed=False)(numpy.linspace(0, 1, 101)))[:, :3]
     fall = -numpy.diff(lightness(steps))
     assert lightness(steps)[0] > 95
     assert lightness(steps)[-1] < 20
@@ -22,10 +22,10 @@ def test_the_colours_keep_their_order_in_grey() -> None:
 
 
 @pytest.mark.parametrize("signed", [False, True])
-def test_masked_entries_have_a_colour_that_no_score_has(signed: bool) -> None:
-    colours = canvas._make_colour_map(signed)
-    masked = colours(numpy.ma.masked_array([0.5], [True]))[0][:3]
-    scores = numpy.array(colours(numpy.linspace(0, 1, 256)))[:, :3]
+def test_masked_entries_have_a_color_that_no_score_has(signed: bool) -> None:
+    colors = canvas._make_color_map(signed)
+    masked = colors(numpy.ma.masked_array([0.5], [True]))[0][:3]
+    scores = numpy.array(colors(numpy.linspace(0, 1, 256)))[:, :3]
     assert numpy.abs(scores - masked).max(1).min() > 0.02
 
 

@@ -20,7 +20,7 @@ RECORD = {"model": "someone/SomeModel", "prompt": "Once upon a time"}
 
 
 def long_map(size: int = 400, layers: int = 2) -> lm.MixingMap:
-    """Return a flat map with three strong columns, two of them neighbours."""
+    """Return a flat map with three strong columns, two of them neighbors."""
     scores = torch.full((layers, size, size), 1e-4).tril()
     for column in (57, 58, 333):
         scores[1, column:, column] = 0.3
@@ -54,10 +54,10 @@ def test_all_have_labels_where_there_is_room() -> None:
 
 
 @pytest.mark.slow
-def test_strong_columns_are_labelled_at_400_tokens() -> None:
+def test_strong_columns_are_labeled_at_400_tokens() -> None:
     figure = layer_maps(long_map(), columns=1)
     shown = tick_labels(heat_maps(figure)[-1].xaxis)
-    # Of the two neighbours one has a label.
+    # Of the two neighbors one has a label.
     assert "·t333" in shown
     assert len({"·t57", "·t58"} & set(shown)) == 1
     figure.canvas.draw()
@@ -115,7 +115,7 @@ def test_a_crop_of_shares_of_whole_rows() -> None:
         layer_maps(mixing_map, keys=[6])
 
 
-def test_a_hidden_diagonal_leaves_the_colours_to_the_others() -> None:
+def test_a_hidden_diagonal_leaves_the_colors_to_the_others() -> None:
     scores = torch.eye(4)[None] * 100 + torch.ones(1, 4, 4).tril()
     mixing_map = lm.MixingMap(scores=scores, tokens=list("abcd"), causal=True)
     (axes,) = heat_maps(layer_maps(mixing_map, normalize=False, diagonal=False))

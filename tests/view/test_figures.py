@@ -29,12 +29,12 @@ SHOWN = ["<bos>", "The", "·cat", "⏎", "·$at$"]
 def raw_map(
     layers: int = 3, heads: int | None = None, tokens: list[str] = TOKENS, **fields: Any
 ) -> MixingMap:
-    """Return a map with rows that sum to 2, which shows whether they were normalised."""
+    """Return a map with rows that sum to 2, which shows whether they were normalized."""
     return map_of(2 * random_attention(layers, heads, len(tokens)), tokens=tokens, **fields)
 
 
 def heat_maps(figure: Any) -> list[Any]:
-    """Return the axes with heat maps, in order, without the colour bar."""
+    """Return the axes with heat maps, in order, without the color bar."""
     return [axes for axes in figure.axes if axes.images]
 
 
@@ -73,7 +73,7 @@ class TestLayerMaps:
             mask = numpy.ma.getmaskarray(axes.images[0].get_array())
             assert (mask == ~numpy.tril(numpy.ones((5, 5), dtype=bool))).all()
 
-    def test_all_panels_share_one_colour_scale_that_reaches_the_largest(self) -> None:
+    def test_all_panels_share_one_color_scale_that_reaches_the_largest(self) -> None:
         mixing_map = raw_map()
         panels = heat_maps(layer_maps(mixing_map, normalize=False))
         limits = {axes.images[0].get_clim() for axes in panels}
@@ -226,7 +226,7 @@ class TestLayerMaps:
         assert layer_maps(signed).axes[0].images[0].get_clim() == (-3, 3)
 
     def test_refuses_to_call_negative_scores_shares(self) -> None:
-        with pytest.raises(ValueError, match="normalise first"):
+        with pytest.raises(ValueError, match="normalize first"):
             layer_maps(MixingMap(scores=-torch.rand(1, 2, 2), tokens=["a", "b"]), normalize=True)
 
 

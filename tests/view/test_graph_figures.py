@@ -66,18 +66,18 @@ def test_the_width_of_a_move_is_its_share_and_what_stays_is_thin():
     }
     most = max(share for (start, end), share in shares.items() if start[0] != end[0])
     looks = zip(lines.get_segments(), lines.get_linewidths(), lines.get_colors(), strict=True)
-    for line, width, colour in looks:
+    for line, width, color in looks:
         ends = tuple(map(tuple, line.astype(int)))
         moves = ends[0][0] != ends[1][0]
         expected = THINNEST + (THICKEST - THINNEST) * shares[ends] / most if moves else STAYS
         assert width == pytest.approx(expected)
-        assert to_hex(colour) == (_MOVES if moves else _STAYS)
+        assert to_hex(color) == (_MOVES if moves else _STAYS)
     assert max(lines.get_linewidths()) == THICKEST
-    colours = {
-        tuple(place): to_hex(colour)
-        for place, colour in zip(dots.get_offsets(), dots.get_facecolors(), strict=True)
+    colors = {
+        tuple(place): to_hex(color)
+        for place, color in zip(dots.get_offsets(), dots.get_facecolors(), strict=True)
     }
-    assert [place for place, colour in colours.items() if colour == _TARGET] == [(4, 3)]
+    assert [place for place, color in colors.items() if color == _TARGET] == [(4, 3)]
     areas = {tuple(place): size for place, size in zip(dots.get_offsets(), dots.get_sizes(), strict=True)}
     for (level, position), share in graph.nodes(data="share"):
         assert areas[position, level] / areas[4, 3] == pytest.approx((4 + 40 * share) / 44)
@@ -101,7 +101,7 @@ def test_routes_fit_on_a_page_and_name_each_layer_once(layers):
     boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
     assert all(low.y1 <= high.y0 for low, high in itertools.pairwise(boxes))
     squares = axes.collections[2]
-    assert {to_hex(colour) for colour in squares.get_facecolors()} == {_FEED_FORWARD}
+    assert {to_hex(color) for color in squares.get_facecolors()} == {_FEED_FORWARD}
     assert len(squares.get_offsets()) == [kinds for _, kinds in graph.nodes(data="kind")].count("mlp_out")
     assert "feed-forward" in legend_of(figure)
 
@@ -151,10 +151,10 @@ def test_axes_and_sizes_of_the_users():
             information_flow(graph, **wrong)
 
 
-def test_too_many_tokens_are_labelled_by_their_edges():
+def test_too_many_tokens_are_labeled_by_their_edges():
     graph = layered_graph(make(2, 120), threshold=0.001)
     figure = information_flow(graph)
-    assert "labelled: tokens with wide edges, as far as there is space" in legend_of(figure)
+    assert "labeled: tokens with wide edges, as far as there is space" in legend_of(figure)
     figure.canvas.draw()
     labels = figure.axes[0].get_xticklabels()
     assert 20 < len(labels) < 120

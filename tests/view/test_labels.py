@@ -72,7 +72,7 @@ def test_a_map_without_a_model_has_no_name() -> None:
     assert name_model({}) == ""
 
 
-def test_a_row_is_labelled_with_its_prediction() -> None:
+def test_a_row_is_labeled_with_its_prediction() -> None:
     assert make_row_visible(", → which") == ", → which"
     assert make_row_visible(" in") == "·in"
 

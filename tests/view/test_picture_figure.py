@@ -51,7 +51,7 @@ def wave_map(**changes):
 
 
 def overlays(figure):
-    """Return the images with scores, which are drawn over the grey pictures."""
+    """Return the images with scores, which are drawn over the gray pictures."""
     return [axes.images[1].get_array() for axes in figure.axes if len(axes.images) == 2]
 
 
@@ -60,7 +60,7 @@ def texts(figure):
     return [artist.get_text().replace("\n", " ") for artist in found if artist.get_text()]
 
 
-def test_the_colour_of_a_patch_is_strongest_where_the_score_is_largest():
+def test_the_color_of_a_patch_is_strongest_where_the_score_is_largest():
     first, second = overlays(picture_map().show(picture=True))
     # Positions 2 and 5 are the second of the first row, and the second of the second row.
     assert np.unravel_index(first[..., 3].argmax(), (2, 3)) == (1, 1)
@@ -102,7 +102,7 @@ def test_a_row_is_chosen_and_framed():
     assert np.unravel_index(overlays(figure)[0][..., 3].argmax(), (2, 3)) == (0, 1)
 
 
-def test_negative_scores_have_another_colour():
+def test_negative_scores_have_another_color():
     scores = torch.zeros(1, 7, 7)
     scores[0, 0, 1], scores[0, 0, 2] = -1, 1
     (overlay,) = overlays(picture_map(scores=scores).show(picture=True))
@@ -178,8 +178,8 @@ def test_the_grid_covers_what_the_processor_kept_of_a_picture(scale):
     assert (image.pixels[:, : 5 * scale] == 255).all()
     figure = m.show(picture=numbered(scale))
     assert "over the part of the picture that the model read" in " ".join(texts(figure))
-    grey = next(axes.images[0] for axes in figure.axes if len(axes.images) == 2)
-    assert grey.get_array().shape == image.pixels.shape
+    gray = next(axes.images[0] for axes in figure.axes if len(axes.images) == 2)
+    assert gray.get_array().shape == image.pixels.shape
     assert data_of(lm.page(m, picture=numbered(scale)))["pictures"] == [encode_png(image.pixels)]
 
 
@@ -347,13 +347,13 @@ def test_headings_say_patch_or_frame():
     assert "token" not in " ".join(texts(picture_map().show("position")))
 
 
-def test_a_colour_map_of_the_user_is_used():
+def test_a_color_map_of_the_user_is_used():
     red = colors.ListedColormap(["#ff0000"])
     first, _ = overlays(picture_map().show(picture=True, cmap=red))
     assert (first[..., :3] == (1, 0, 0)).all()
 
 
-def test_a_layer_whose_patches_are_noise_is_not_coloured():
+def test_a_layer_whose_patches_are_noise_is_not_colored():
     scores = torch.zeros(2, 7, 7)
     scores[:, :, 0] = 1
     scores[0, 0, :3] = torch.tensor([0.9990, 0.0006, 0.0004])
@@ -370,7 +370,7 @@ def test_a_layer_whose_patches_are_noise_is_not_coloured():
     assert "layer 0, a patch ≤ 6 %" in short
 
 
-def test_titles_of_neighbouring_pictures_do_not_overlap():
+def test_titles_of_neighboring_pictures_do_not_overlap():
     scores = torch.zeros(4, 7, 7)
     scores[:, :, 0] = 1
     scores[:, 0, :3] = torch.tensor([0.9990, 0.0006, 0.0004])

@@ -78,7 +78,7 @@ def test_the_title_says_what_is_explained_and_the_sentence_names_the_largest_sco
     assert PositionView.from_maps(m, 0).sentence == ""
 
 
-def test_a_map_with_one_layer_is_a_coloured_text_above_the_others() -> None:
+def test_a_map_with_one_layer_is_a_colored_text_above_the_others() -> None:
     layers = explained_map()
     whole = layers.layer(-1).replace(kind="input", method="gim", provenance={"whole_model": True})
     figure = show_position({"layers": layers, "input": whole})
@@ -88,7 +88,7 @@ def test_a_map_with_one_layer_is_a_coloured_text_above_the_others() -> None:
     shares = whole.normalized().scores[0, -1, 1:4]
     faces = torch.tensor([patch.get_facecolor()[:3] for patch in text.patches[1:4]]).sum(1)
     assert faces.argsort().tolist() == shares.argsort(descending=True).tolist()
-    # The first token and the position itself are numbers in the heading, so they have no colour.
+    # The first token and the position itself are numbers in the heading, so they have no color.
     assert [text.patches[place].get_facecolor()[:3] for place in (0, 4)] == [(1, 1, 1)] * 2
     heading = next(line for line in written(figure) if line.startswith("input, share of the row"))
     row = whole.normalized().scores[0, -1]
@@ -122,7 +122,7 @@ def test_signed_scores_are_drawn_around_zero() -> None:
     (axes,) = heat_maps(show_position({"signed": signed}))
     assert axes.images[0].get_clim() == (-3, 3)
     assert numbers(axes, "own") == ["2", "2"]
-    with pytest.raises(ValueError, match="normalise first"):
+    with pytest.raises(ValueError, match="normalize first"):
         show_position(signed, normalize=True)
 
 
@@ -230,7 +230,7 @@ def test_nothing_leaves_the_figure_and_no_labels_overlap(size: int, count: int) 
     assert all(inside(figure, text) for axes in blocks for text in axes.texts)
 
 
-def test_axes_of_a_user_a_size_and_a_colour_map() -> None:
+def test_axes_of_a_user_a_size_and_a_color_map() -> None:
     from matplotlib.figure import Figure
 
     theirs = Figure()
@@ -309,7 +309,7 @@ def sink_map(share: float, layers: int = 2, name: str = "attention") -> lm.Mixin
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_noise_beside_a_first_token_with_nearly_everything_is_not_coloured(layers: int) -> None:
+def test_noise_beside_a_first_token_with_nearly_everything_is_not_colored(layers: int) -> None:
     def drawn(share: float) -> tuple[float, str]:
         figure = show_position(sink_map(share, layers))
         text = " ".join(written(figure)).replace("\n", " ")
@@ -373,11 +373,11 @@ def test_a_figure_for_a_column_of_a_paper() -> None:
     assert not first.patches, "no frame"
     assert not [text for text in figure.texts if "After" in text.get_text()]
     for axes in (first, second):
-        colours = axes.images[0].get_cmap()(torch.linspace(0, 1, 9).numpy())
-        # A printer without colours loses nothing: each colour is grey, and no two are the same.
-        assert (colours[:, 0] == colours[:, 1]).all()
-        assert (colours[:, 1] == colours[:, 2]).all()
-        assert (colours[1:, 0] < colours[:-1, 0]).all()
+        colors = axes.images[0].get_cmap()(torch.linspace(0, 1, 9).numpy())
+        # A printer without colors loses nothing: each color is gray, and no two are the same.
+        assert (colors[:, 0] == colors[:, 1]).all()
+        assert (colors[:, 1] == colors[:, 2]).all()
+        assert (colors[1:, 0] < colors[:-1, 0]).all()
         assert {label.get_fontsize() for label in axes.get_yticklabels()} == {8}
     assert show_position(m, style="paper", title="mine").texts[0].get_text() == "mine"
     assert tuple(show_position(m, style="paper", figsize=(5, 3)).get_size_inches()) == pytest.approx((5, 3))

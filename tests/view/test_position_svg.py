@@ -18,7 +18,7 @@ from PIL import Image
 
 import lens_mix as lm
 from lens_mix.maps.explained import Explained
-from lens_mix.view.colours import BLUES, SIGNED, colour_step
+from lens_mix.view.colors import BLUES, SIGNED, color_step
 from lens_mix.view.position import PositionView
 from lens_mix.view.position_svg import draw_svg
 from tests.browser import NEEDS_CHROMIUM, chromium  # noqa: F401
@@ -37,7 +37,7 @@ def texts(picture: Any) -> list[str]:
 
 
 def read_cells(picture: Any) -> dict[tuple[int, int], str]:
-    """Return the colour of each cell (layer, column) from the paths; the later path covers the earlier."""
+    """Return the color of each cell (layer, column) from the paths; the later path covers the earlier."""
     cells = {}
     for path in picture.iter(f"{SVG}path"):
         for x, y, width, height in re.findall(r"M(\d+) (\d+)h(\d+)v(\d+)", path.get("d")):
@@ -53,17 +53,17 @@ def read_image(html: str) -> str:
 
 
 @pytest.mark.parametrize("is_signed", [False, True])
-def test_each_cell_has_the_colour_of_its_share(is_signed: bool) -> None:
+def test_each_cell_has_the_color_of_its_share(is_signed: bool) -> None:
     scores = random_attention(layers=5, heads=None, size=9)
     scores = scores * torch.linspace(-1, 1, 9) if is_signed else scores
     m = map_of(scores)
     shares = (m if is_signed else m.normalized()).scores[:, -1, 1:-1]
     high = float(shares.abs().max())
-    colours = SIGNED if is_signed else BLUES
+    colors = SIGNED if is_signed else BLUES
     cells = read_cells(draw(m))
     assert len(cells) == shares.numel()
-    for (layer, column), colour in cells.items():
-        assert colour == colours[colour_step(float(shares[layer, column]) / high, is_signed)]
+    for (layer, column), color in cells.items():
+        assert color == colors[color_step(float(shares[layer, column]) / high, is_signed)]
 
 
 def test_keys_that_one_layer_cannot_see_are_grey() -> None:
@@ -71,7 +71,7 @@ def test_keys_that_one_layer_cannot_see_are_grey() -> None:
     mask[0, 3, 1] = False
     m = map_of(torch.rand(2, 4, 4) * mask, causal=False, mask=mask)
     cells = read_cells(draw(m))
-    assert [place for place, colour in cells.items() if colour == "#e9e9e9"] == [(0, 1)]
+    assert [place for place, color in cells.items() if color == "#e9e9e9"] == [(0, 1)]
 
 
 def test_labels_and_numbers() -> None:
@@ -84,7 +84,7 @@ def test_labels_and_numbers() -> None:
     assert not any(element.get("id") for element in draw(m).iter())
 
 
-def test_a_map_with_one_layer_is_a_coloured_text_with_the_prediction() -> None:
+def test_a_map_with_one_layer_is_a_colored_text_with_the_prediction() -> None:
     m = map_of(random_attention(layers=1), kind="input", explained=[Explained(" next", 0.5)] * 6)
     picture = draw(m)
     assert texts(picture)[-7:] == ["t0", "t1", "t2", "t3", "t4", "t5", "next"]
@@ -177,7 +177,7 @@ def test_a_sandboxed_frame_with_a_strict_policy_shows_it(browser, tmp_path, poli
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_noise_beside_the_first_token_is_not_coloured_and_says_so(layers: int) -> None:
+def test_noise_beside_the_first_token_is_not_colored_and_says_so(layers: int) -> None:
     row = torch.tensor([0.9985, 0.0005, 0.0005, 0.0003, 0.0002])
     m = lm.MixingMap(scores=row.expand(layers, 5, 5).tril(), tokens=list("abcde"), causal=True)
     image = read_image(m._repr_html_())

@@ -64,7 +64,7 @@ def use_plots(model: Any, folder: Path) -> None:
 
 
 def use_xarray(model: Any, _: Path) -> None:
-    """Convert a map to a labelled array and back."""
+    """Convert a map to a labeled array and back."""
     mixing_map = lm.run(model, PROMPT, "attention")
     array = mixing_map.to_xarray()
     assert array.dims == ("layer", "query", "key")

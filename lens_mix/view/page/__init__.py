@@ -109,7 +109,7 @@ def page(
         >>> maps = lm.run(model, "The Eiffel Tower is in the city of", ["attention", "value_zeroing"])
         >>> lm.page(maps, "page.html")
 
-    It opens on the prediction, the text coloured by the recommended input map, and the layer maps of one
+    It opens on the prediction, the text colored by the recommended input map, and the layer maps of one
     position side by side. Other views show all positions, the flow through the layers, the agreement of the
     maps, and trees. The file needs no server, no network and no library.
 
@@ -145,7 +145,7 @@ def page(
         "version": __version__,
         "scores": {name: fact.value for name, fact in best.items()},
         "scored": f"{scored.score}; {scored.model}, {scored.n} {scored.cases}",
-        "prompts": [[pack(m, label, numbers) for label, m in labelled.items()] for labelled in prompts],
+        "prompts": [[pack(m, label, numbers) for label, m in labeled.items()] for labeled in prompts],
         "trees": pack_trees(prompts, trees),
         **pack_pictures(prompts, picture),
     }

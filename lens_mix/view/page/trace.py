@@ -1,4 +1,4 @@
-"""Make the page of a trace: click a written sentence or token, and its sources in the prompt are coloured."""
+"""Make the page of a trace: click a written sentence or token, and its sources in the prompt are colored."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _to_ranges(positions: Iterable[int]) -> list[list[int]]:
 
 
 def _find_boxes(trace: Trace) -> list[list[Any]]:
-    """Return the text as boxes of neighbouring tokens: [first, after the last, text, whether it is a mark].
+    """Return the text as boxes of neighboring tokens: [first, after the last, text, whether it is a mark].
 
     A box has one token, or all tokens that spell one character. A token that spells nothing is a mark, such
     as <s>. The texts of the other boxes, joined, are the whole text, unless it is unknown.

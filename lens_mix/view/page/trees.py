@@ -36,7 +36,7 @@ def pack_trees(
             edge without a weight.
     """
     if trees is None:
-        return [_make_graphs(labelled) for labelled in maps]
+        return [_make_graphs(labeled) for labeled in maps]
     listed = [trees] if isinstance(trees, (nx.DiGraph, Mapping)) else trees
     check_instance(
         "trees", listed, Sequence, "a graph, several by name, or a list with one of these per prompt"

@@ -1,4 +1,4 @@
-"""Test the first view of the page in a browser: the prediction, the coloured text, and layers by tokens."""
+"""Test the first view of the page in a browser: the prediction, the colored text, and layers by tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.browser import NEEDS_CHROMIUM, chromium  # noqa: F401
 from tests.random_maps import map_of, random_attention
 from tests.view.page.test_in_a_browser import (
     all_of,
-    colour_at,
+    color_at,
     doing,
     exported,
     geometry,
@@ -90,7 +90,7 @@ def test_it_opens_on_the_prediction_and_the_target(opened, maps):
     assert browser.execute_script(order) == "next"
 
 
-def test_the_text_has_the_colours_of_the_recommended_map(opened, maps):
+def test_the_text_has_the_colors_of_the_recommended_map(opened, maps):
     browser = opened(maps, "")
     share = maps["recommended"].normalized().scores[0, 0]
     boxes = all_of(browser, "#tokens .token")
@@ -108,8 +108,8 @@ def test_the_text_has_the_colours_of_the_recommended_map(opened, maps):
 
 
 def background(browser, box):
-    colour = browser.execute_script("return getComputedStyle(arguments[0]).backgroundColor", box)
-    return [int(channel) for channel in colour[4:-1].split(",")]
+    color = browser.execute_script("return getComputedStyle(arguments[0]).backgroundColor", box)
+    return [int(channel) for channel in color[4:-1].split(",")]
 
 
 def test_another_position_is_explained_by_a_click(opened, maps):
@@ -118,7 +118,7 @@ def test_another_position_is_explained_by_a_click(opened, maps):
     assert text(browser, "#asked") == "After “ t3” (token 3) the model continues with"
     assert text(browser, "#prediction") == "“ next3” 40 %"
     assert "explained:" not in text(browser, "#others")
-    # The recommended map has no such row, and a rollout has no score, so that a layer map colours the text.
+    # The recommended map has no such row, and a rollout has no score, so that a layer map colors the text.
     mean = maps["value_zeroing"].normalized().scores[:, 3].mean(0)
     legend = text(browser, "#text-legend")
     assert "Value Zeroing, mean of the layers" in legend
@@ -130,7 +130,7 @@ def test_another_position_is_explained_by_a_click(opened, maps):
     assert_shares(browser, mean, 3)
     chosen = [box.get_attribute("aria-selected") for box in boxes]
     assert chosen == ["true" if key == 3 else "false" for key in range(6)]
-    # Attention colours the text only if there is no other layer map.
+    # Attention colors the text only if there is no other layer map.
     alti = map_of(random_attention(seed=2), method="alti", residual=0.0)
     for name, others in (("ALTI", {"alti": alti}), ("Attention", {})):
         browser = opened({"attention": maps["attention"], **others}, "query=3")
@@ -200,7 +200,7 @@ def test_panels_have_the_values_of_the_maps(opened, maps):
                 whole = 100 * share[layer, key].item()
                 assert number_in(said, "% share") == pytest.approx(whole, abs=0.06 if whole < 9.9 else 0.51)
                 inside = left + (column + 0.25) * across
-                assert colour_at(browser, panel, inside, y) == ramp(browser, share[layer, key] / largest)
+                assert color_at(browser, panel, inside, y) == ramp(browser, share[layer, key] / largest)
         written = json.loads(panel.get_attribute("data-numbers"))
         assert written == [[whole_percent(row[0]), whole_percent(row[5])] for row in share]
     table = rows_of(browser)
@@ -231,7 +231,7 @@ def test_switches_draw_the_first_token_and_the_position_itself(opened, maps):
     left, top, across, down = geometry(panel)
     raw = maps["value_zeroing"].scores[:, 4]
     for layer in range(4):
-        found = colour_at(browser, panel, left + 0.25 * across, top + (layer + 0.5) * down)
+        found = color_at(browser, panel, left + 0.25 * across, top + (layer + 0.5) * down)
         assert found == ramp(browser, raw[layer, 0] / raw.max())
 
 
@@ -308,7 +308,7 @@ def test_no_column_stays_marked_after_another_position_is_chosen(opened, maps):
 @pytest.mark.parametrize(
     ("scale", "parts"), [("root", (0, 0.25)), ("linear", (0, 0.5)), ("log", (1e-4, 0.01))]
 )
-def test_the_legend_has_the_numbers_of_its_colours(opened, maps, scale, parts):
+def test_the_legend_has_the_numbers_of_its_colors(opened, maps, scale, parts):
     only = {"value_zeroing": maps["value_zeroing"]}
     browser = opened(only, f"query=5&scale={scale}")
     largest = maps["value_zeroing"].normalized().scores[:, 5, 1:5].max()
@@ -382,7 +382,7 @@ def test_an_encoder_is_explained_at_a_position(opened):
     assert [gap > 3 for gap in gaps] == [True, True, True, False, True]
 
 
-def test_cross_attention_colours_the_other_text(opened):
+def test_cross_attention_colors_the_other_text(opened):
     scores = torch.rand(3, 2, 4, generator=torch.Generator().manual_seed(1))
     cross = lm.MixingMap(
         scores, ["<s>", " le"], key_tokens=[" the", " cat", " sat", "</s>"], method="attention"
@@ -417,7 +417,7 @@ def test_several_texts_of_one_prompt_are_listed(opened):
     ]
 
 
-def test_signed_maps_have_two_colours_and_a_negative_sign(opened):
+def test_signed_maps_have_two_colors_and_a_negative_sign(opened):
     m = map_of(random_attention() - 0.3 * torch.ones(6, 6).tril(), method="attention_attribution")
     browser = opened(m, "query=5", trees={})
     rows = m.scores[:, 5] / m.scores[:, 5].abs().sum(-1, keepdim=True)
@@ -431,7 +431,7 @@ def test_signed_maps_have_two_colours_and_a_negative_sign(opened):
     left, top, across, down = geometry(panel)
     for place in range(4):
         for column in range(4):
-            red, _, blue = colour_at(
+            red, _, blue = color_at(
                 browser, panel, left + (column + 0.25) * across, top + (place + 0.5) * down
             )
             assert (blue > red) == (cells[place, column] > 0)

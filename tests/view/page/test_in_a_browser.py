@@ -252,7 +252,7 @@ def test_units_of_two_sequences_and_the_first_token_on_its_own(opened):
         assert said == pytest.approx(expected[sentence].sum().item(), abs=2e-3)
 
 
-def test_the_first_token_is_not_coloured_and_leaves_its_word(opened):
+def test_the_first_token_is_not_colored_and_leaves_its_word(opened):
     m = map_of(random_attention(size=4), tokens=["a", "b", " c", "d"])
     browser = opened(m, "view=text&by=word&query=3&layer=0&diagonal=1")
     tokens, share = all_of(browser, "[data-map] .token"), m.normalized().scores[0, 3]
@@ -269,7 +269,7 @@ def test_the_first_token_is_not_coloured_and_leaves_its_word(opened):
 
 
 @pytest.mark.parametrize(("query", "itself", "others"), [(7, [7], [3, 4, 5]), (5, [3, 4, 5], [1, 2])])
-def test_the_sentence_of_the_position_is_not_coloured(opened, query, itself, others):
+def test_the_sentence_of_the_position_is_not_colored(opened, query, itself, others):
     """As for a single token: the caption has its share, and the scale ends at another sentence."""
     m = map_of(random_attention(size=8) + 3 * torch.eye(8), tokens=SENTENCES)
     browser = opened(m, f"view=text&by=sentence&query={query}&layer=0")
@@ -331,13 +331,13 @@ def test_the_grid_names_every_cell_and_enlarges_what_is_clicked(opened, maps):
         [f"{round(100 * float(x))}%" if x >= 0.005 else "<1%" for x in (row[0], row[query])]
         for query, row in enumerate(share)
     ]
-    # Everything is drawn, so that the largest number of the map ends the scale of the colours.
+    # Everything is drawn, so that the largest number of the map ends the scale of the colors.
     for option in ("first", "diagonal"):
         doing(browser, browser.find_element("css selector", f"button[data-option={option}]").click)
     doing(browser, browser.find_element("css selector", "button[data-value=raw]").click)
     large = browser.find_element("css selector", "canvas[data-grid=one]")
     left, top, side, _ = geometry(large)
-    assert colour_at(browser, large, left + 0.5 * side, top + 5.5 * side) == ramp(
+    assert color_at(browser, large, left + 0.5 * side, top + 5.5 * side) == ramp(
         browser, scores[5, 0] / scores.max()
     )
 
@@ -360,8 +360,8 @@ def test_the_enlarged_map_stays_in_sight(opened, browser, width):
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def colour_at(browser, canvas, x, y):
-    """Return the colour of a canvas at a place in pixels of the page."""
+def color_at(browser, canvas, x, y):
+    """Return the color of a canvas at a place in pixels of the page."""
     return browser.execute_script(
         "const [canvas, x, y] = arguments, sharp = canvas.width / canvas.getBoundingClientRect().width;"
         "const copy = document.createElement('canvas').getContext('2d', { willReadFrequently: true });"
@@ -374,7 +374,7 @@ def colour_at(browser, canvas, x, y):
 
 
 def ramp(browser, strength):
-    """Return the colour of a share of the largest number: the square root is the place on the ramp."""
+    """Return the color of a share of the largest number: the square root is the place on the ramp."""
     stops = browser.execute_script(
         "return ['--heat-0', '--heat-1', '--heat-2'].map(name => "
         "getComputedStyle(document.documentElement).getPropertyValue(name).split(',').map(Number))"
@@ -693,14 +693,14 @@ def noise_map(largest, layers=2, **fields):
 
 
 BOXES = """
-const colours = [...document.querySelectorAll(arguments[0])]
+const colors = [...document.querySelectorAll(arguments[0])]
   .map(box => getComputedStyle(box).backgroundColor.match(/[\\d.]+/g).map(Number));
-return Math.max(...colours.filter(([r, g, b, a]) => a !== 0).map(([r, g, b]) => b - r), 0);
+return Math.max(...colors.filter(([r, g, b, a]) => a !== 0).map(([r, g, b]) => b - r), 0);
 """
 
 
 @pytest.mark.parametrize("view", ["layers", "text", "grid", "methods"])
-def test_noise_is_not_coloured_and_the_page_says_so(opened, view):
+def test_noise_is_not_colored_and_the_page_says_so(opened, view):
     maps = {"noise": noise_map(0.0005), "again": noise_map(0.0004)}
     browser = opened(maps, f"view={view}&range=row&layer=1")
     text = browser.find_element("css selector", "body").text
@@ -710,7 +710,7 @@ def test_noise_is_not_coloured_and_the_page_says_so(opened, view):
     if view in ("layers", "grid"):
         canvas = all_of(browser, "#view canvas[data-geometry]")[0]
         edge, rows = json.loads(canvas.get_attribute("data-geometry")), 2 if view == "layers" else 8
-        colours = browser.execute_script(
+        colors = browser.execute_script(
             "const [canvas, g, rows] = arguments, k = canvas.width / parseFloat(canvas.style.width);"
             "const y = Math.floor((g.top + (rows - .5) * g.down) * k), x = Math.floor(g.left * k) + 3;"
             "const { data } = canvas.getContext('2d').getImageData(x, y, Math.floor(3 * g.across * k), 1);"
@@ -720,10 +720,10 @@ def test_noise_is_not_coloured_and_the_page_says_so(opened, view):
             edge,
             rows,
         )
-        assert colours < 60
+        assert colors < 60
 
 
-def test_a_finding_beside_the_first_token_is_coloured(opened):
+def test_a_finding_beside_the_first_token_is_colored(opened):
     browser = opened({"finding": noise_map(0.05)}, "view=text&layer=1")
     assert "none is colored" not in browser.find_element("css selector", "body").text
     assert browser.execute_script(BOXES, "#tokens .token") > 80

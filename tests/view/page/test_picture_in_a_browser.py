@@ -51,9 +51,9 @@ def test_the_row_lies_over_the_picture(opened):
             tip_of(browser, canvas, *place)
             == f"{position} “{m.tokens[position]}”\n{percent(share)} of the row"
         )
-    colours = browser.execute_script(COLOURS, canvas, places)
-    strength = [max(colour) - min(colour) for colour in colours]
-    assert colours[2] == colours[3] == colours[5]
+    colors = browser.execute_script(COLOURS, canvas, places)
+    strength = [max(color) - min(color) for color in colors]
+    assert colors[2] == colors[3] == colors[5]
     assert strength[4] > strength[1] > strength[0] > strength[2] > 0
 
 

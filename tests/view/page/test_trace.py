@@ -170,7 +170,7 @@ def test_text_stays_text_and_nothing_else_runs():
     assert not re.search(pattern, script + style)
 
 
-def test_a_notebook_shows_a_trace_as_coloured_text_without_a_script():
+def test_a_notebook_shows_a_trace_as_colored_text_without_a_script():
     t = make_trace(Documents({"n<b>": "One <i>. Two."}, question="?"), signed=True)
     shown = t._repr_html_()
     assert "<script" not in shown

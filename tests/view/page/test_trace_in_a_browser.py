@@ -76,7 +76,7 @@ def background(piece):
     return piece.value_of_css_property("background-color")
 
 
-def test_a_click_on_a_sentence_colours_its_sources(opened, t):
+def test_a_click_on_a_sentence_colors_its_sources(opened, t):
     browser = opened(t)
     check_list(browser, t.spans[0])
     clicked(browser, "#sentence-1")
@@ -84,20 +84,20 @@ def test_a_click_on_a_sentence_colours_its_sources(opened, t):
     assert chosen(browser) == t.spans[1].text
     assert browser.find_element("id", "sentence-1").get_attribute("aria-selected") == "true"
     pieces = all_of(browser, "#prompt-text .piece")
-    # All tokens of a source have one colour, and that of the strongest source has the end of the scale.
+    # All tokens of a source have one color, and that of the strongest source has the end of the scale.
     strongest = max(
         (each for each in t.spans[1].top(99, everything=True) if each.source.kind != "template"),
         key=lambda each: each.share,
     )
     for source in t.sources():
         if source.is_content:
-            colours = {
+            colors = {
                 background(piece)
                 for piece, (start, *_) in zip(pieces, _prompt_boxes(browser), strict=True)
                 if start in source.positions
             }
-            assert len(colours) == 1, source
-            assert (colours == {"rgba(8, 72, 140, 1)"}) == (source == strongest.source)
+            assert len(colors) == 1, source
+            assert (colors == {"rgba(8, 72, 140, 1)"}) == (source == strongest.source)
     kinds = browser.find_element("id", "kinds").text
     shares: dict[str, float] = {}
     for each in t.spans[1].top(99, everything=True):

@@ -1,4 +1,4 @@
-"""Draw a text whose tokens are coloured by their scores."""
+"""Draw a text whose tokens are colored by their scores."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SPACE = 0.03  # the space around a token in its box
 
 
 class TextBlock:
-    """Compute the lines of a coloured text, and draw them.
+    """Compute the lines of a colored text, and draw them.
 
-    A token's box is coloured by its score and contains the space before it. The first token and the position
-    itself have an outline and no colour, because their scores are numbers in the heading. The predicted next
+    A token's box is colored by its score and contains the space before it. The first token and the position
+    itself have an outline and no color, because their scores are numbers in the heading. The predicted next
     token comes last, in a dashed box.
 
     Attributes:
@@ -66,7 +66,7 @@ class TextBlock:
         axes = picture.add_axes((0, 0, 1, 1), zorder=-1)
         axes.set(xlim=(0, whole_width), ylim=(0, whole_height))
         axes.set_axis_off()
-        colours = canvas.choose_colour_map(norm.vmin < 0, cmap)
+        colors = canvas.choose_color_map(norm.vmin < 0, cmap)
         for index, (place, line, width, text) in enumerate(self.boxes):
             bottom = top - self.top - line * _LINE - _BOX
             look: dict[str, Any] = {"lw": 0, "fc": "white", "ec": QUIET}
@@ -77,7 +77,7 @@ class TextBlock:
             elif index in self.outlined:
                 look |= {"lw": 0.9}
             else:
-                look["fc"] = colours(norm(self.scores[index]))
+                look["fc"] = colors(norm(self.scores[index]))
                 ink = "white" if canvas.is_dark(look["fc"]) else INK
             corner = (left + place + 0.008, bottom)
             shape = "round,pad=0,rounding_size=0.025"
