@@ -283,10 +283,10 @@ def test_recovery_counts_gold_tokens_in_the_top_tenth_without_the_first_token() 
 def test_lds_is_the_rank_correlation_with_random_removals() -> None:
     masks = [[True, False, False], [False, True, False], [True, True, True], [False, False, False]]
     record = make_record(masks=masks, mask_log_p=[-3.0, -2.0, -1.0, -4.0])
-    assert scores.data_modeling(record, torch.arange(12.0)) == pytest.approx(1)
-    assert scores.data_modeling(record, -torch.arange(12.0)) == pytest.approx(-1)
-    assert scores.data_modeling(record, torch.zeros(12)) == 0
-    assert math.isnan(scores.data_modeling(make_record(), torch.zeros(12)))
+    assert scores.data_modelling(record, torch.arange(12.0)) == pytest.approx(1)
+    assert scores.data_modelling(record, -torch.arange(12.0)) == pytest.approx(-1)
+    assert scores.data_modelling(record, torch.zeros(12)) == 0
+    assert math.isnan(scores.data_modelling(make_record(), torch.zeros(12)))
 
 
 def test_what_the_strongest_sentences_explain_is_compared_with_the_best_ones() -> None:
