@@ -103,7 +103,7 @@ def test_tabs_are_chosen_by_arrow_keys(opened, prompts):
     doing(browser, lambda: tab.send_keys(Keys.ARROW_RIGHT))
     assert browser.switch_to.active_element.get_attribute("id") == "tab-text"
     assert browser.find_element("id", "tab-text").get_attribute("aria-selected") == "true"
-    assert browser.find_element("id", "panel").get_attribute("aria-labeledby") == "tab-text"
+    assert browser.find_element("id", "panel").get_attribute("aria-labelledby") == "tab-text"
     # The query is as before, although the arrow keys choose tokens elsewhere.
     assert "query=5" in browser.current_url
 
