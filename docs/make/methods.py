@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import re
 import textwrap
@@ -35,7 +36,7 @@ _SHAPES = {
     "model": "one input map of the whole model, `[1, query, key]`",
 }
 _PARTS = ("encoder", "decoder", "cross", "joint")
-_ENGINES = {"recorded": "read off the clean pass", "algebra": "closed form", "hooks": "interventions"}
+_ENGINES = {"recorded": "read from the model's own pass", "algebra": "closed form", "hooks": "interventions"}
 _FIGURE = re.compile(r"\{([^{}:]+: [^{}]+)\}")
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.+?)(?=^ {4}\w+: |\Z)", re.MULTILINE | re.DOTALL)
 
@@ -67,11 +68,16 @@ def describe_picture(name: str) -> str:
     seen = SEEN[name]
     places: dict[str, list[int]] = {}
     for layer, token, sign in seen["cells"]:
-        word = f"“{token.strip()}”{' (negative)' if sign == '−' else ''}"
-        places.setdefault(word, []).append(layer)
+        word = "the comma" if token.strip() == "," else f"“{token.strip()}”"
+        places.setdefault(f"{word}{' (negative)' if sign == '−' else ''}", []).append(layer)
     if seen["layers"] == 1:
         return f"The prompt as colored text. The strongest tokens are {_join(list(places))}."
-    cells = [f"{word} in layer{'s'[: len(at) > 1]} {_join(sorted(at))}" for word, at in places.items()]
+    # The words of neighboring cells with the same layers are named together.
+    named = itertools.groupby(places.items(), key=lambda item: sorted(item[1]))
+    cells = [
+        f"{_join([word for word, _ in words])} in layer{'s'[: len(at) > 1]} {_join(at)}"
+        for at, words in named
+    ]
     return f"Heat map of layer by token for the last position. The darkest cells are {_join(cells)}."
 
 
@@ -80,23 +86,24 @@ def _make_page(name: str, method: type[Method]) -> str:
     formulas = [f"```math\n{formula}\n```" for formula in texts["formula"]]
     parts = [
         f"# {name}",
-        f"{described.line[0].upper()}{described.line[1:]}.",
-        f"![{describe_picture(name)}](images/{name}.png)",
+        f"{described.line[0].upper()}{described.line[1:]}. {texts['plain']}",
         "With `model` and `prompt` as in the [cheat sheet](../cheat_sheet.md):",
         f"```python\n{texts['call'].strip()}\n```",
-        "## What does it compute?",
-        *formulas,
-        texts["symbols"],
+        f"![{describe_picture(name)}](images/{name}.png)",
+        "[How to read this picture](../read_a_map.md)",
         "## When should I use it?",
         _quote(texts["when"]),
         "## When not?",
         _quote(texts["when_not"]),
+        "## What does it compute?",
+        *formulas,
+        texts["symbols"],
         "## Facts",
         _table(*_facts_of(name, method, described)),
     ]
     parameters = _parameters_of(method)
     if parameters:
-        parts += [f"## Parameters of `lm.methods.{method.__name__}`"]
+        parts += ["## Parameters"]
         parts += [_table(("parameter", "default", "meaning"), parameters)]
     parts += ["## Scores", scores.write_table(name), "## Paper", _paper(name), " · ".join(_links(texts))]
     return "\n\n".join(_wrap(part) for part in parts) + "\n"
@@ -134,11 +141,12 @@ def _facts_of(
     if "per_head" in fields:
         shape += ", or `[layer, head, query, key]` with `per_head=True`"
     rows = "rows sum to 1" if method.has_unit_rows else "rows need not sum to 1"
-    residual = "on the diagonal" if method.includes_residual else "not on the diagonal"
-    engines = [f"`{engine}` ({_ENGINES[engine]})" for engine in method.engines]
+    residual = "in the map, on the diagonal" if method.includes_residual else "not in the map"
+    added = f"adds it with weight {method.residual:g}" if method.residual else "adds none"
+    engines = [f"{_ENGINES[engine]} (`{engine}`)" for engine in method.engines]
     facts_of = [
         ("Map", f"{shape}; {rows}"),
-        ("Residual stream", f"{residual}; its weight in `lm.rollout` is {method.residual:g} by default"),
+        ("Residual stream", f"{residual}; `lm.rollout` {added} by default"),
         ("Target", "by default the prediction" if "target" in fields or name == "alti_logit" else "none"),
         ("Computed by", ", else ".join(engines)),
         ("Parts of an encoder-decoder", ", ".join(f"`{part}`" for part in _PARTS if part in method.parts)),
@@ -193,7 +201,7 @@ def _paper(name: str) -> str:
     authors = fields["author"].replace(" and ", "; ")
     return (
         f"{authors} ({fields['year']}). {title}.{f' {where}.' if where else ''} "
-        f'`print(lm.citation("{name}"))` prints its BibTeX.'
+        f'BibTeX: `lm.citation("{name}")`.'
     )
 
 
@@ -229,9 +237,9 @@ def _links(texts: dict[str, Any]) -> list[str]:
 def _make_index() -> str:
     parts = [
         "# Methods",
-        "Every method, by what its map shows. Pass the name to `lm.run`. A method's page has its picture, "
-        "formula, parameters and scores, and says when to use it. The cost is an estimate, in forward passes "
-        "of the same prompt. If it grows with the number of positions, the prompt has 64 tokens.",
+        "Every method, grouped by what its map shows. Pass its name to `lm.run`. A method's page has a picture, "
+        "the formula, parameters and scores, and says when to use it. The cost is an estimate, in forward "
+        "passes of the same prompt. If it depends on the number of positions, it is for 64 tokens.",
         "Which one do you need? [Choose a method](../guides/choose_a_method.md).",
     ]
     groups: dict[str, list[tuple[str, ...]]] = {}

@@ -19,12 +19,9 @@ from docs.make.markdown import DOCS
 
 IMAGES = DOCS / "methods" / "images"
 SEEN = IMAGES / "seen.json"
-PROMPT = (
-    "My grandmother was born in Italy. She left the country with her three children after the war, "
-    "but all her life she cooked the food of her home and sang to us in"
-)
-# Wide enough for 36 tokens, and few colors, so that a picture has about 30 kB.
-WIDTH, HEIGHT, ONE_ROW, DPI, COLORS = 10.7, 6.4, 1.75, 100, 256
+PROMPT = "My grandmother was born in Italy, so she sang to us in"  # of read_a_map.md
+# At the width of a page, 690 pixels, the text is as large as the page's small text.
+WIDTH, HEIGHT, ONE_ROW, DPI, COLORS = 6.4, 5.6, 1.75, 150, 256
 
 
 def record(name: str, model: Any) -> None:
@@ -47,10 +44,14 @@ def record_gallery(model: Any) -> None:
 
 
 def save(figure: Any, file: Path) -> None:
-    """Write a figure in few colors."""
+    """Write a figure in few colors, and rare ones such as the orange of a frame among them."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=DPI)
-    picture = Image.open(drawn).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
+    picture = (
+        Image.open(drawn)
+        .convert("RGB")
+        .quantize(COLORS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    )
     picture.save(file, optimize=True)
 
 

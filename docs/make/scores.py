@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 
 import lens_mix as lm
 from benchmarks import facts
@@ -17,35 +18,42 @@ _KEYS = (
     "smollm2-cells",
 )
 _TASKS = {
-    "importance": "rank agreement with measured token replacement, controlled for position",
-    "planted": "reciprocal rank of the one token that decides; 1 is best",
-    "cells": "minus the distance in nats to the whole model, if only the highest cells of the layer maps are "
-    "kept; 0 is best",
+    "importance": "rank correlation of a map with how much the answer changes when each token is replaced, "
+    "controlled for position (a guess by position has 0)",
+    "planted": "one of four sentences has the answer: the mean reciprocal rank of its deciding token "
+    "(1: always first)",
+    "cells": "minus the absolute change of the answer's log probability, in nats, if only the strongest "
+    "scores (layer, query, key) stay in effect (0 is best)",
 }
 _MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
     "gemma3": "Gemma 3 270M",
-    "rxnfp": "rxnfp (an encoder of reactions)",
+    "rxnfp": "rxnfp (chemical reactions)",
 }
 
 
 def write_table(name: str) -> str:
-    """Return a table with the method's best row of every task; a sentence if the leaderboard has no row."""
+    """Return the tasks, and a table with the method's best row of each; a sentence if it has no row."""
     rows = [row for key in _KEYS for row in _find_best(key, name)]
     if not rows:
-        return "The leaderboard has no row for this method."
+        return "The [table of all scores](../../benchmarks/LEADERBOARD.md) has no row for this method."
     tasks = [
-        f"- {task}: {meaning}" for task, meaning in _TASKS.items() if any(f"| {task} |" in r for r in rows)
+        textwrap.fill(f"- *{task}*: {meaning}", 120, subsequent_indent="  ", break_on_hyphens=False)
+        for task, meaning in _TASKS.items()
+        if any(f"| {task} |" in r for r in rows)
     ]
-    sentence = (
-        "Each row is the method's best form or aggregation, chosen on the same cases. Higher is better, and\n"
-        "a difference within the intervals is not a difference. The last column has the best method of all."
-    )
     header = [
-        "| task | model | form and aggregation | score [95 % interval] | cases | best method |",
+        "| task | model | form | score [95 % interval] | prompts | best method |",
         "|---|---|---|---|---|---|",
     ]
-    return "\n\n".join(["\n".join([*header, *rows]), sentence, "\n".join(tasks)])
+    sentence = (
+        "Higher is better. Each row is the method's best form on these prompts. "
+        "Differences within intervals are none."
+    )
+    if any("`mean`" in row or "rollout" in row for row in rows):
+        sentence += " `mean` and [`rollout`](../evidence/aggregation.md) make one map of all layers."
+    sentence = textwrap.fill(sentence, 120, break_on_hyphens=False)
+    return "\n\n".join(["\n".join(tasks), "\n".join([*header, *rows]), sentence])
 
 
 def _find_best(key: str, name: str) -> list[str]:
@@ -55,7 +63,10 @@ def _find_best(key: str, name: str) -> list[str]:
     fact = facts.look_up(f"{key}: best of {name}")
     value, *ends = (text.replace("-", "−") for text in fact["texts"])
     model, _, task = key.partition("-")
-    row = f"| {task} | {_MODELS[model]} | `{fact['row']}` | {value} [{', '.join(ends)}] | {fact['n']} |"
+    # "value_zeroing, mean" and "gim(readout='absolute')" without the name of the method.
+    form = fact["row"].removeprefix(name).lstrip("(, ").removesuffix(")")
+    named = f"`{form}`" if form else "default"
+    row = f"| {task} | {_MODELS[model]} | {named} | {value} [{', '.join(ends)}] | {fact['n']} |"
     return [f"{row} {_find_leader(key)} |"]
 
 

@@ -112,7 +112,7 @@ def test_the_scores_are_those_of_the_recorded_tables(pages):
     recorded = re.sub(r"\(([−\d.]+) to ([−\d.]+)\)", r"[\1, \2]", recorded)
     text = "".join(pages.values())
     quoted = re.findall(r"([−\d.]+ \[[−\d.]+, [−\d.]+\])", text)
-    assert len(quoted) > 150
+    assert len(quoted) > 120
     assert [figure for figure in quoted if figure not in recorded] == []
     assert "The leaderboard has no row" in pages["attention_attribution.md"]
 
