@@ -237,9 +237,9 @@ def _links(texts: dict[str, Any]) -> list[str]:
 def _make_index() -> str:
     parts = [
         "# Methods",
-        "Every method, grouped by what its map shows. Pass its name to `lm.run`. A method's page has a picture, "
-        "the formula, parameters and scores, and says when to use it. The cost is an estimate, in forward "
-        "passes of the same prompt. If it depends on the number of positions, it is for 64 tokens.",
+        "Every method, grouped by what its map shows. Pass its name to `lm.run`. A method's page has a "
+        "picture, the formula, parameters and scores, and says when to use it. The cost is an estimate, in "
+        "forward passes of the same prompt. If it depends on the number of positions, it is for 64 tokens.",
         "Which one do you need? [Choose a method](../guides/choose_a_method.md).",
     ]
     groups: dict[str, list[tuple[str, ...]]] = {}
