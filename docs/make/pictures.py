@@ -37,8 +37,11 @@ def record(name: str, model: Any) -> None:
 def record_gallery(model: Any) -> None:
     """Draw the pictures of the gallery that are on no other page."""
     prompt = "The Eiffel Tower is in the city of"
-    m = lm.run(model, prompt, "value_zeroing")
+    m, tokens = lm.run(model, prompt, "value_zeroing"), lm.input_map(model, prompt)
+    save(m.show(), DOCS / "images" / "position.png")
     save(m.show(kind="layers", layers=[0, 1]), DOCS / "images" / "layers.png")
+    save(lm.Maps({"input map": tokens, "value_zeroing": m}).show(), DOCS / "images" / "compare.png")
+    save(tokens.show(title="next word"), DOCS / "images" / "text.png")
     tree = lm.attribution_tree(lm.run(model, prompt, "attention_attribution"), threshold=0.4)
     save(lm.view.information_flow(tree), DOCS / "images" / "tree.png")
 
