@@ -231,7 +231,7 @@ def _links(texts: dict[str, Any]) -> list[str]:
     course = texts.get("course", "")
     links = [f"[Course: {course.replace('_', ' ')}](../courses/{course}.ipynb)"] if course else []
     links += [f"[Evidence: {page.replace('_', ' ')}](../evidence/{page}.md)" for page in texts["evidence"]]
-    return [*links, "[All methods](index.md)", "[Which method?](../guides/choose_a_method.md)"]
+    return [*links, "[Which method?](../guides/choose_a_method.md)"]
 
 
 def _make_index() -> str:

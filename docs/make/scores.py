@@ -18,7 +18,7 @@ _KEYS = (
     "smollm2-cells",
 )
 _TASKS = {
-    "importance": "rank correlation of a map with how much the answer changes when each token is replaced, "
+    "importance": "rank correlation with how much the answer changes when each token is replaced, "
     "controlled for position (a guess by position has 0)",
     "planted": "one of four sentences has the answer: the mean reciprocal rank of its deciding token "
     "(1: always first)",
