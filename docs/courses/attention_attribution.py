@@ -152,7 +152,7 @@ lm.view.layer_maps(m, normalize=False, title=f"Attribution of P(plural verb) = {
 # %% [markdown]
 # ## A tree
 #
-# The paper summarises the maps as a tree. It starts at a root in the top layer, and goes down layer by layer.
+# The paper summarizes the maps as a tree. It starts at a root in the top layer, and goes down layer by layer.
 # Through each layer, a token of the tree adds the tokens whose score is above a share of the layer's largest
 # score, here 0.4. Each token is added once. The answer is read at [CLS], so [CLS] is the root.
 

@@ -170,7 +170,7 @@ page.save("pictures.html")
 # %% [markdown]
 # ## What to keep in mind
 #
-# - One picture with flat colours shows how a comparison works. It does not show which method is better.
+# - One picture with flat colors shows how a comparison works. It does not show which method is better.
 # - A picture with a blurred patch is one that the model has never seen. Compare
 #   `by="blur"`, `by="mean"` and `by="values"`, which change different things.
 # - A patch's position is where it was at the input. In higher layers its representation also contains other

@@ -111,7 +111,7 @@ token_bars(
 #
 # - **The residual stream.** Each block adds to a vector and does not replace it. A position keeps what it
 #   had, whatever its attention weights are. The map of attention leaves this out.
-# - **The layers below.** Layer by layer, other positions change too, first the neighbours, at last most of
+# - **The layers below.** Layer by layer, other positions change too, first the neighbors, at last most of
 #   the sentence. A head that reads the position of "to" in a late layer also reads "sara". The map of the
 #   late layer shows the position, and not what has been mixed into it.
 #
@@ -346,7 +346,7 @@ print("note of the rollout:", rolled.notes[-1])
 
 # %% [markdown]
 # The first token is visible to every position, and the last token to one. Many more paths end at the early
-# tokens, and rollout counts paths. The paper remarks that for causal models the result should be normalised
+# tokens, and rollout counts paths. The paper remarks that for causal models the result should be normalized
 # by the receptive field, and gives no formula. Two repairs follow.
 
 # %% [markdown]

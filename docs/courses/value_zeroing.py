@@ -170,7 +170,7 @@ board.show("mass_accuracy")
 #
 # If a map says that the subject was mixed into a position, a probe should find its number there. A probe is a
 # linear classifier that reads the residual stream after a layer. The control task gives each noun a number at
-# random, so its accuracy shows what a probe can memorise (Hewitt and Liang, EMNLP 2019). The paper correlates
+# random, so its accuracy shows what a probe can memorize (Hewitt and Liang, EMNLP 2019). The paper correlates
 # the probe's accuracy with the subject's score over layers: near 1, they rise together. We probe the last
 # position of "The cups near the door", which has another noun after the subject.
 
