@@ -43,10 +43,11 @@ _ARGUMENT = re.compile(r"^ {4}(\w+): (.+?)(?=^ {4}\w+: |\Z)", re.MULTILINE | re.
 
 def write_pages(folder: Path = FOLDER) -> None:
     """Write the page of every method and their index, and delete the pages of methods that are gone."""
+    pages = make_pages()
     folder.mkdir(parents=True, exist_ok=True)
     for page in folder.glob("*.md"):
         page.unlink()
-    for name, text in make_pages().items():
+    for name, text in pages.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
