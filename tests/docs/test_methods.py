@@ -106,8 +106,9 @@ def test_the_call_of_a_page_runs(name, pages, model, capsys):
 
 
 def test_the_scores_are_those_of_the_recorded_tables(pages):
-    results = ROOT / "benchmarks" / "input_map" / "results"
-    tables = [ROOT / "benchmarks" / "LEADERBOARD.md", *results.glob("*.md")]
+    tables = [ROOT / "benchmarks" / "LEADERBOARD.md"]
+    for name in ("input_map", "traces"):
+        tables += (ROOT / "benchmarks" / name / "results").glob("*.md")
     recorded = "".join(table.read_text(encoding="utf-8") for table in tables).replace("-", "−")
     recorded = re.sub(r"\(([−\d.]+) to ([−\d.]+)\)", r"[\1, \2]", recorded)
     text = "".join(pages.values())
