@@ -148,7 +148,7 @@ def _facts_of(
     facts_of = [
         ("Map", f"{shape}; {rows}"),
         ("Residual stream", f"{residual}; `lm.rollout` {added} by default"),
-        ("Target", "by default the prediction" if "target" in fields or name == "alti_logit" else "none"),
+        ("Target", "by default the prediction" if fields & {"target", "token"} else "none"),
         ("Computed by", ", else ".join(engines)),
         ("Parts of an encoder-decoder", ", ".join(f"`{part}`" for part in _PARTS if part in method.parts)),
         ("Cost", described.cost_in_words),

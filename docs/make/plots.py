@@ -132,7 +132,7 @@ def draw(declared: dict[str, Any]) -> str:
             count = "" if shared or dot.n is None else f" (n = {dot.n})"
             parts += _row(axis, dot, top + _HEAD + _LINE * (number + 0.5), count)
         top = below + 14
-    parts += _foot(axis, declared, top, {dot.kind for dot in dots})
+    parts += _foot(axis, declared, top, dots)
     height = top + _FOOT
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
@@ -199,17 +199,18 @@ def _row(axis: _Axis, dot: Dot, middle: float, count: str) -> Iterator[str]:
     yield _text(_RIGHT + 14, middle + 5, dot.text, "quiet")
 
 
-def _foot(axis: _Axis, declared: dict[str, Any], top: float, kinds: set[str]) -> Iterator[str]:
+def _foot(axis: _Axis, declared: dict[str, Any], top: float, dots: Sequence[Dot]) -> Iterator[str]:
     for tick in axis.ticks:
         yield _text(axis.place(tick), top + 4, f"{tick:g}".replace("-", "−"), "quiet middle")
     better = "better →" if declared["better"] == "right" else "← better"
     yield _text(_WIDTH - 12, top + 26, f"{declared['axis']} ({better})", "quiet end")
     left = 18.0
+    kinds = {dot.kind for dot in dots}
     for kind in (kind for kind in _KINDS.values() if kind in kinds):
         yield _mark(kind, left, top + 46)
         yield _text(left + 10, top + 51, kind, "quiet")
         left += 95
-    if any(True for panel in declared["panel"] for dot in read_dots(panel) if dot.ends):
+    if any(dot.ends for dot in dots):
         interval = declared.get("interval", "95 % interval over the cases")
         yield _text(_WIDTH - 12, top + 51, f"bars: {interval}", "quiet end")
 

@@ -48,7 +48,7 @@ def write_table(name: str) -> str:
     ]
     sentence = (
         "Higher is better. Each row is the method's best form on these prompts. "
-        "Differences within intervals are none."
+        "Differences within intervals may be chance."
     )
     if any("`mean`" in row or "rollout" in row for row in rows):
         sentence += " `mean` and [`rollout`](../evidence/aggregation.md) make one map of all layers."

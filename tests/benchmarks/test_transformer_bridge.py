@@ -80,4 +80,4 @@ def test_the_code_of_the_entry_for_the_gallery_runs(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("transformer_lens.model_bridge.TransformerBridge", loader)
     names: dict[str, object] = {}
     exec(compile(read_block(FOLDER / "gallery.md", "python"), "gallery.md", "exec"), names)
-    assert set(names["maps"]) == {"attention", "value_zeroing", "alti"}  # type: ignore[call-overload]
+    assert set(names["maps"]) == {"attention", "value_zeroing"}  # type: ignore[call-overload]
