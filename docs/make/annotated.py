@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import lens_mix as lm
+from docs.make.pictures import PROMPT
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "images" / "read_a_map.png"
-PROMPT = "My grandmother was born in Italy, so she sang to us in"
 # All text stays legible on a telephone, because the figure is small in inches.
 SIZE, LAYERS, DPI = (4.4, 4.9), range(16, 30), 220
 _MARK, _RADIUS = "#b3400b", 0.078  # the color of a mark, and its radius in inches
