@@ -289,19 +289,34 @@ def read_written(model: TransformerLensModel, reading: Reading, prompt: Prompt |
         prompt: Another prompt with the same written tokens. None: that of the reading.
     """
     prompt = reading.prompt if prompt is None else prompt
+    logits = read_logits(model, prompt, reading.n_written, reading.part)
+    return describe_written(model, reading.ids[reading.n_prompt :], logits)
+
+
+def read_logits(
+    model: TransformerLensModel, prompt: Prompt, count: int, part: str | None
+) -> Float[Tensor, "written d_vocab"]:
+    """Return the logits that predict each of the last `count` tokens, from one forward pass.
+
+    Args:
+        model: The model.
+        prompt: The prompt and, as its last tokens, what was written.
+        count: The number of written tokens.
+        part: "joint" for an encoder-decoder.
+    """
     own = prompt.tokens if prompt.target is None else prompt.target
-    written = reading.ids[reading.n_prompt :]
-    first = len(own) - len(written) - 1
-    rows = torch.arange(first, first + len(written), device="cpu")[None]
+    first = len(own) - count - 1
+    rows = torch.arange(first, first + count, device="cpu")[None]
     with LibraryErrors(model):
-        lens = Lens(model, reading.part)
+        lens = Lens(model, part)
         batch = pad([prompt], pad_token(lens.model), "right")
         # Gradients are off in this mode. After torch's own `no_grad`, a signal could leave them off.
         with lens.evaluation_mode():
             with unembedding_at(lens.model, rows) as narrowed:
                 output = lens.forward(batch)
             logits = output if torch.is_tensor(output) else output.logits
-            return describe_written(model, written, logits[0] if narrowed else row_at(logits, rows)[0])
+            found: Tensor = logits[0] if narrowed else row_at(logits, rows)[0]
+            return found
 
 
 def describe_written(

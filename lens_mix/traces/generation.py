@@ -168,6 +168,24 @@ def write(
     )
 
 
+def continue_prompt(
+    model: TransformerLensModel, prompt: Prompt, count: int
+) -> Int[Tensor, " written"] | None:
+    """Return the most probable tokens after a prompt; None if the model writes none, or cannot.
+
+    Args:
+        model: The model.
+        prompt: The prompt, or the source of an encoder-decoder.
+        count: The largest number of tokens.
+    """
+    part = "joint" if is_encoder_decoder(model, model_class_of(model)) else None
+    try:
+        most = _limit_count(model, prompt, count, part)
+        return _generate_tokens(model, prompt, most, part=part, seed=0, options={})
+    except (UnsupportedModelError, ValueError):
+        return None
+
+
 def _find_other_prediction(written: Written, allowed: float) -> str | None:
     """Return which written token is less probable than the prediction of the pass; None if none is.
 
