@@ -32,6 +32,8 @@ from .recommended import input_map
 from .registry import register
 from .runner import run, run_many
 from .supported_methods import support
+from .traces.audit import Audit
+from .traces.audit_answer import audit
 from .traces.documents import Documents
 from .traces.many import trace_many
 from .traces.trace import Trace, trace
@@ -42,6 +44,7 @@ __version__: str
 
 __all__ = [
     "METHODS",
+    "Audit",
     "Documents",
     "Lens",
     "Maps",
@@ -51,6 +54,7 @@ __all__ = [
     "UnsupportedModelError",
     "aggregation",
     "attribution_tree",
+    "audit",
     "check",
     "citation",
     "compare",

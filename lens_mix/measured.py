@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import json
+import re
 from typing import Any
 
 
@@ -75,6 +76,11 @@ def sentence(*names: str) -> str:
     first = facts[names[0]]
     figures = (f"{facts[name].n} {facts[name].cases}: {facts[name]}" for name in names)
     return f"{first.score}; {first.model}; {'; '.join(figures)}"
+
+
+def precision_of(verdict: str) -> list[Fact]:
+    """Return how often a verdict of an audit is right, on the planted claims of each model and group."""
+    return [fact for name, fact in _read_facts().items() if re.fullmatch(rf"\w+-audit-\w+: {verdict}", name)]
 
 
 def best_of_methods() -> dict[str, Fact]:

@@ -157,6 +157,7 @@ def test_traces():
     written = lm.trace(model, "A fine film.", generate=2, sources="token")
     assert isinstance(written, lm.Trace)
     assert len(list(lm.trace_many(model, ["A film.", "The end."], answers=[" It was.", " No."]))) == 2
+    assert isinstance(lm.audit(model, documents, answer=" It was."), lm.Audit)
 
 
 def test_corpora(model, tmp_path):

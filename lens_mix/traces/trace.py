@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     import networkx
 
     from lens_mix.tables import Table
+    from lens_mix.traces.audit import Audit
     from lens_mix.view.page import Page
 
 
@@ -362,6 +363,53 @@ class Trace:
         """
         return self[:].verify(k)
 
+    def audit(
+        self,
+        spans: Sequence[str | int | slice | WrittenSpan] | None = None,
+        *,
+        keep: Sequence[str] | None = None,
+        passes: int | None = None,
+    ) -> Audit:
+        """Return for each claim what it rests on, by measured removals: an `Audit`.
+
+        A claim is *supported* if there is one source that it needs, *redundant* if several sources contain it
+        and each of them is enough, *conflicting* if another source says something else, and *from memory* if
+        it loses little without any source. It is *unclear* if the budget is too small, if more than four
+        sources would be enough, or if it lies between two verdicts. What is compared is the log probability
+        of the claim's decisive tokens: those that lose the most without the sources.
+
+        Sources are removed by deleting their tokens, as in `verify`. What a reader asks stays: questions,
+        instructions and messages of the system, or what `keep` says. Each set of sources takes one forward
+        pass, for all claims together; the sets are found in the order of the scores, so that their number
+        grows with the logarithm of the number of sources.
+
+            >>> t.audit()[0].verdict
+
+        Args:
+            spans: The claims, each as in `t[...]`. None: the written sentences.
+            keep: Texts of the prompt whose sources are never removed. None: what is asked, as above; in a
+                plain text, sentences that end with a question mark or start with "Question:" or "Answer:", an
+                unfinished last sentence, and without all of these, the last sentence. With groups of your
+                own as sources, all other text stays.
+            passes: The largest number of forward passes, 2 or more. None: 24 for each claim.
+
+        Raises:
+            ValueError: If there are no sources, a span or text is not in the text, or the trace has no model.
+            UnsupportedModelError: If a source cannot be removed, such as a part of a picture.
+        """
+        from lens_mix.traces.audit import audit_trace
+
+        return audit_trace(self, spans, keep, passes)
+
+    @property
+    def computed_audit(self) -> Audit | None:
+        """Return the last audit of the trace; None if there is none."""
+        return self._computed.get("audit")
+
+    def keep_audit(self, audit: Audit) -> None:
+        """Keep an audit of the trace, as `computed_audit` returns it."""
+        self._computed["audit"] = audit
+
     def top(self, k: int = 5, everything: bool = False) -> SourceScores:
         """Return the `k` strongest sources of everything that was written; see `WrittenSpan.top`."""
         return self[:].top(k, everything)
@@ -457,7 +505,7 @@ class Trace:
         A notebook shows the page; `.open()` opens it in a browser, and `.save(path)` writes it. It needs no
         network and computes nothing. So the scores of each written sentence are computed here, with a
         backward pass for each if the method has a target. The page also has what was computed before: other
-        spans, the scores of single tokens if `steps` was read, and what `verify` measured.
+        spans, the scores of single tokens if `steps` was read, what `verify` measured, and the last audit.
         """
         from lens_mix.view.page.trace import trace_page
 

@@ -27,6 +27,7 @@ from lens_mix._algebra.sketch import random_vectors
 from lens_mix._care.state import all_modules
 from lens_mix._verification import kept
 from lens_mix.experiments import pruned, pruning_curves
+from lens_mix.traces.removals import Passes
 from tests import tiny_models
 from tests.matrix import case_of
 
@@ -75,6 +76,12 @@ def _trace(model: Any, tokens: torch.Tensor) -> Any:
     return t.verify(2)
 
 
+def _audit(model: Any, tokens: torch.Tensor) -> Any:
+    audit = lm.audit(model, tokens[0, :5], answer=tokens[0, 5:], sources=[[1, 2], [3]], passes=9)
+    # Most tiny models depend on no source, and so write nothing instead.
+    return Passes(audit.trace, audit.trace.sources()[1:], 9).write_instead(1, [0], 2)
+
+
 CALLS: dict[str, Call] = {
     "first_run": _first_run,
     "context_length": lambda model, tokens: lm.run(model, tokens, "context_length", max_memory=60_000),
@@ -85,6 +92,7 @@ CALLS: dict[str, Call] = {
     "attention_attribution": _attention_attribution,
     "pruning_curves": _pruning_curves,
     "trace": _trace,
+    "audit": _audit,
 }
 
 
