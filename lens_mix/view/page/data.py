@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -251,3 +252,19 @@ def _pack_layer(
 
 def _as_bits(visible: Bool[Tensor, "query key"]) -> bytes:
     return np.packbits(visible.numpy(), axis=None, bitorder="little").tobytes()
+
+
+def to_ranges(positions: Iterable[int]) -> list[list[int]]:
+    """Return ascending positions as pairs of the first one and the one after the last."""
+    ranges: list[list[int]] = []
+    for position in positions:
+        if ranges and ranges[-1][1] == position:
+            ranges[-1][1] = position + 1
+        else:
+            ranges.append([position, position + 1])
+    return ranges
+
+
+def round_number(number: float) -> float | None:
+    """Return a number with six digits; None if it is not finite, which JSON cannot represent."""
+    return float(f"{number:.6g}") if math.isfinite(number) else None

@@ -109,6 +109,7 @@ function buildWritten() {
     }
   }
   const had = document.activeElement && document.activeElement.id === "written-list";
+  markClaims();
   $("written").replaceChildren(line);
   if (had) line.focus();
   listenTo(line);
@@ -196,7 +197,7 @@ function writeList(scored) {
     const parts = [make("span", { class: "share", text: percent(source.share) }),
       make("span", {}, isNamed || !source.isContent ? make("span", { class: "name", text: name }) : "", isNamed || !source.isContent ? " " : "", quoted(source.text, 140)), bar];
     if (source.loss !== undefined && source.loss !== null) parts.push(make("span", { class: "loss",
-      text: `loss without it: ${source.loss < 0 ? "−" : "+"}${Math.abs(source.loss).toFixed(2)} nats` }));
+      text: `loss without it: ${nats(source.loss)}` }));
     return make("li", {}, make("button", { type: "button", "data-source": source.index, title: "show it in the text", onclick: () => goTo(source) }, ...parts));
   }));
   if (!listed.length) $("strongest").append(make("li", { class: "caption", text: "No source is before the span." }));
@@ -207,6 +208,7 @@ function writeList(scored) {
   $("measured").textContent = listed.some(source => source.loss !== undefined && source.loss !== null)
     ? "Loss: the log probability that the span loses without the source, measured in a forward pass whose prompt has the source's tokens deleted."
     : span ? `Shares are those of the map. ${place}.verify() measures what the span loses without its strongest sources; t.show() then has it.` : "Shares are those of the map.";
+  if (!DATA.audit) $("measured").append(" t.audit() measures what each claim rests on.");
 }
 const isStill = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 // Scroll to a source, and mark it for a moment.
@@ -232,6 +234,7 @@ async function render() {
   colorText(scored);
   writeSpan(scored);
   writeList(scored);
+  writeAudit();
   for (const control of controls) control.sync();
   const options = optionsShown();
   options.forEach(option => option.node.setAttribute("aria-selected", String(option.start >= state.start && option.stop <= state.stop)));
@@ -278,7 +281,8 @@ function listenTo(line) {
     pieces.forEach((piece, index) => piece.classList.toggle("dragged", low < high && index >= low && index <= high));
   });
   line.addEventListener("click", event => {
-    const box = boxAt(event.target);
+    const box = boxAt(event.target), claim = claims[event.target.closest(".verdict")?.dataset.claim];
+    if (claim) return set({ start: claim.start, stop: claim.stop });
     if (box === undefined) return;
     if (state.pick === "token") {
       const [start, stop] = ends(+box, +box);
@@ -334,9 +338,10 @@ function start() {
   $("written-title").textContent = DATA.generated ? "What the model wrote" : "What was written";
   const others = DATA.spans.filter(span => span.kind !== "sentence");
   for (const span of others) {
-    const text = span.kind === "everything" ? "everything" : quoted(textBetween(span.start, span.stop), 40);
-    $("parts").append(make("button", { type: "button", "data-part": `${span.start}:${span.stop}`, text, onclick: () => set({ start: span.start, stop: span.stop }) }));
+    const text = span.kind === "everything" ? "everything" : quoted(textBetween(span.start, span.stop), 40), claim = claimAt(span.start, span.stop);
+    $("parts").append(make("button", { type: "button", "data-part": `${span.start}:${span.stop}`, onclick: () => set({ start: span.start, stop: span.stop }) }, ...(claim ? [badge(claim.verdict), " "] : []), text));
   }
+  $("tour-audit").hidden = !DATA.audit;
   $("token-hint").textContent = DATA.steps ? "" : "Single tokens cannot be chosen: they are computed by t.steps. Read it, and call t.show() again.";
   $("model").textContent = [DATA.model, writeCount(DATA.n_prompt, "prompt token"), `${count} written`].filter(Boolean).join(" · ");
   const keys = [sentences.length > 1 || DATA.steps ? "← → another sentence or token" : "", DATA.steps ? "Shift+← → several" : "", others.some(span => span.kind === "everything") ? "e everything" : "", UNITS.length > 1 ? `1–${UNITS.length} unit of the sources` : ""];

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +13,15 @@ from lens_mix.registry import describe
 from lens_mix.version import __version__
 from lens_mix.view.labels import name_model
 from lens_mix.view.page import Page, make_document
-from lens_mix.view.page.data import Numbers, make_plain
+from lens_mix.view.page.audits import pack_audit
+from lens_mix.view.page.data import Numbers, make_plain, round_number, to_ranges
 
 if TYPE_CHECKING:
     from lens_mix.traces.sources import PlacedText, TextSource
     from lens_mix.traces.spans import WrittenSpan
     from lens_mix.traces.trace import Trace
 
-_SCRIPTS = ("common.js", "drawing.js", "trace.js")
+_SCRIPTS = ("common.js", "drawing.js", "audit.js", "trace.js")
 _STYLES = ("page.css", "trace.css")
 # The units that the page can switch between, the first one that exists being shown if the trace has another.
 _UNITS = ("sentence", "document", "message", "word", "token", "given")
@@ -31,7 +31,7 @@ def trace_page(trace: Trace) -> Page:
     """Return the page of a trace; see `lens_mix.traces.trace.Trace.show`.
 
     The scores of the written sentences are computed if they were not before. The scores of single tokens are
-    in the page if `Trace.steps` was read.
+    in the page if `Trace.steps` was read, and the verdicts on the claims if `Trace.audit` was called.
     """
     numbers = Numbers()
     spans = _find_spans(trace)
@@ -52,8 +52,9 @@ def trace_page(trace: Trace) -> Page:
         "sources": _pack_sources(trace),
         "spans": [_pack_span(trace, kind, span, numbers) for kind, span in spans],
         "steps": _pack_steps(trace, numbers),
-        "log_probabilities": [_round(number) for number in trace.log_probabilities.tolist()],
+        "log_probabilities": [round_number(number) for number in trace.log_probabilities.tolist()],
         "predictions": [[entry.prediction, entry.probability] for entry in trace.explained],
+        "audit": None if trace.computed_audit is None else pack_audit(trace.computed_audit),
     }
     document = make_document(data, numbers, "trace.html", _STYLES, _SCRIPTS)
     return Page(document, "the sources of a text")
@@ -85,9 +86,9 @@ def _pack_span(trace: Trace, kind: str, span: WrittenSpan, numbers: Numbers) -> 
         "kind": kind,
         "start": span.start,
         "stop": span.stop,
-        "log_probability": _round(span.log_probability),
+        "log_probability": round_number(span.log_probability),
         "scores": _pack_row(span.scores, numbers),
-        "losses": [[_to_ranges(positions), _round(loss)] for positions, loss in losses.items()],
+        "losses": [[to_ranges(positions), round_number(loss)] for positions, loss in losses.items()],
     }
 
 
@@ -112,7 +113,7 @@ def _pack_sources(trace: Trace) -> dict[str, list[list[Any]]]:
         except ValueError:
             # Tokens have no sentences, and most traces have no sources of their own.
             continue
-        packed[unit] = [[each.kind, each.name, _to_ranges(each.positions)] for each in sources]
+        packed[unit] = [[each.kind, each.name, to_ranges(each.positions)] for each in sources]
     places = {unit: [ranges for *_, ranges in sources] for unit, sources in packed.items()}
     if "message" in places and places["message"] == places["document"]:
         # A prompt without documents, or without messages, has the same sources by both units.
@@ -120,17 +121,6 @@ def _pack_sources(trace: Trace) -> dict[str, list[list[Any]]]:
         same = ["document", "message"] if has_messages else ["message", "document"]
         packed.pop(next(unit for unit in same if unit != trace.unit))
     return packed
-
-
-def _to_ranges(positions: Iterable[int]) -> list[list[int]]:
-    """Return ascending positions as pairs of the first one and the one after the last."""
-    ranges: list[list[int]] = []
-    for position in positions:
-        if ranges and ranges[-1][1] == position:
-            ranges[-1][1] = position + 1
-        else:
-            ranges.append([position, position + 1])
-    return ranges
 
 
 def _find_boxes(trace: Trace) -> list[list[Any]]:
@@ -199,8 +189,3 @@ def _find_blocks(trace: Trace) -> list[list[Any]]:
     if end < count:
         blocks.append(["template", "template", None, end, count])
     return blocks
-
-
-def _round(number: float) -> float | None:
-    """Return a number with six digits; None if it is not finite, which JSON cannot represent."""
-    return float(f"{number:.6g}") if math.isfinite(number) else None
