@@ -33,6 +33,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.named_maps import DEFAULT_METHODS, INPUT_MAP, compute_maps
 from lens_mix.recommended import recommended_method
 from lens_mix.session import Session
+from lens_mix.traces.audit import PASSES_PER_CLAIM, audit_in_steps
 from lens_mix.traces.documents import Documents
 from lens_mix.traces.reading import add_answer, read_prompt_alone, read_prompt_text
 from lens_mix.traces.trace import trace
@@ -251,9 +252,20 @@ def _make_trace_tab(model: TransformerLensModel, limit: int) -> None:
         label="Measure what each sentence of the answer loses without its strongest sources",
         info=f"One forward pass for each source, {_SOURCES} for each sentence",
     )
+    is_audited = gr.Checkbox(
+        False,
+        label="Audit each sentence of the answer: what it rests on, or whether it is from memory",
+        info=f"At most {PASSES_PER_CLAIM} forward passes for each sentence",
+    )
 
     def make_trace(
-        document_1: str, document_2: str, document_3: str, question: str, answer: str, is_measured: bool
+        document_1: str,
+        document_2: str,
+        document_3: str,
+        question: str,
+        answer: str,
+        is_measured: bool,
+        is_audited: bool,
     ) -> Iterator[tuple[str, str]]:
         texts = {"document 1": document_1, "document 2": document_2, "document 3": document_3}
         given = {name: text.strip() for name, text in texts.items() if text.strip()}
@@ -267,10 +279,16 @@ def _make_trace_tab(model: TransformerLensModel, limit: int) -> None:
         for number, span in enumerate(traced.spans if is_measured else [], 1):
             yield _busy(f"sentence {number} of {len(traced.spans)} without its sources")
             span.verify(_SOURCES)
+        for found in audit_in_steps(traced) if is_audited else []:
+            if len(found) < len(traced.spans):
+                yield _busy(f"audit of sentence {len(found) + 1} of {len(traced.spans)}")
         yield _busy("the sources of each sentence")
-        yield _frame(traced.show()), report.describe_trace(traced, traced.spans, _SOURCES)
+        text = report.describe_trace(traced, traced.spans, _SOURCES)
+        if traced.computed_audit is not None:
+            text = f"{text}\n\n{report.describe_verdicts(traced.computed_audit)}"
+        yield _frame(traced.show()), text
 
-    fields = [*documents, question, answer, is_measured]
+    fields = [*documents, question, answer, is_measured, is_audited]
     _add_result("Trace the answer", "trace", make_trace, fields, [question])
 
 

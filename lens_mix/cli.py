@@ -1,9 +1,9 @@
-"""Define the command line: `lens-mix map MODEL TEXT`, `trace`, `methods`, `support`, `evaluate` and others.
+"""Define the command line: `lens-mix map MODEL TEXT`, `trace`, `audit`, `methods`, `evaluate` and others.
 
 It needs the extra `cli` (typer). MODEL is the name or the folder of a model that transformers can load. An
-error is one line on the standard error. The exit code is 2 for a wrong argument or file and for a model that
-cannot be used, 3 for a corpus with failed prompts, and 1 for any other error. LENS_MIX_DEBUG=1 in the
-environment shows the traceback.
+error is one line on the standard error. The exit code is 1 for an audit in which a claim fails, 2 for a wrong
+argument or file and for a model that cannot be used, 3 for a corpus with failed prompts, 130 after Ctrl-C,
+and 4 for any other error. LENS_MIX_DEBUG=1 in the environment shows the traceback.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ except ImportError as problem:
 # Errors of the library that start with these name an argument that is an option here.
 _NAMED_AS_OPTIONS = tuple(
     f"{name}: "
-    for name in ("queries", "layers", "span", "answer", "generate", "sources", "aggregation", "column", "out")
+    for name in (
+        *("queries", "layers", "span", "answer", "generate", "sources", "keep", "passes"),
+        *("aggregation", "column", "out"),
+    )
 )
 _LONGEST_LINE = 600  # the most characters of an error; some libraries list all valid values in their errors
+# A pipeline distinguishes them: 1 says that the audit ran.
+_FAILED_CLAIM, _WRONG, _FAILED_PROMPT, _OTHER_ERROR, _INTERRUPTED = 1, 2, 3, 4, 130
 
 
 class _Commands(TyperGroup):
@@ -57,13 +62,14 @@ def _describe(problem: Exception) -> tuple[str, int]:
     if hasattr(problem, "format_message"):  # true of typer's own errors about arguments
         context = getattr(problem, "ctx", None)
         advice = f" ({context.command_path} --help lists the arguments)" if context else ""
-        return f"{problem.format_message()}{advice}", 2
+        return f"{problem.format_message()}{advice}", _WRONG
     if isinstance(problem, typer.Abort):
-        return "interrupted", 1
+        return "interrupted", _INTERRUPTED
     if isinstance(problem, (ValueError, OSError, ImportError)):
         text = str(problem) or type(problem).__name__
-        return f"--{text}" if text.startswith(_NAMED_AS_OPTIONS) else text, 2
-    return f"{type(problem).__name__}: {problem} (LENS_MIX_DEBUG=1 in the environment shows where)", 1
+        return f"--{text}" if text.startswith(_NAMED_AS_OPTIONS) else text, _WRONG
+    shown = f"{type(problem).__name__}: {problem} (LENS_MIX_DEBUG=1 in the environment shows where)"
+    return shown, _OTHER_ERROR
 
 
 app = typer.Typer(
@@ -84,6 +90,9 @@ _Model = Annotated[
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 _DEFAULT_GENERATED = 64
+# Other files in a folder of documents are not read.
+_DOCUMENT_ENDINGS = (".txt", ".md")
+_DEFAULT_FAILING = ("from memory", "unclear")
 _DEFAULT_EVALUATED = (
     *("attention", "value_zeroing", "attn_res_ln", "alti", "decompx"),
     *("gradient_attention", "input_gradients"),
@@ -93,6 +102,34 @@ _DEFAULT_EVALUATED = (
 def _option(help_text: str, metavar: str, **settings: Any) -> Any:
     """Return an option whose default the text of its help names."""
     return typer.Option(help=help_text, metavar=metavar, show_default=False, **settings)
+
+
+# The options that `trace` and `audit` have in common.
+_Question = Annotated[str, _option("The question about the documents.", "TEXT")]
+_Instruction = Annotated[str, _option("The instruction to the model, before the documents.", "TEXT")]
+_Answer = Annotated[
+    str | None,
+    _option(
+        "What was written after the prompt, with its first space if it needs one. Default: what the model "
+        "writes.",
+        "TEXT",
+    ),
+]
+_AnswerFile = Annotated[
+    Path | None, _option("A text file with what was written; blanks at its end are removed.", "FILE")
+]
+_Generate = Annotated[
+    int | None,
+    _option(
+        f"The largest number of tokens that the model writes. Default: {_DEFAULT_GENERATED}.", "NUMBER", min=1
+    ),
+]
+_Sources = Annotated[
+    str,
+    _option("What the sources are: token, word, sentence, message or document. Default: sentence.", "UNIT"),
+]
+_TraceOut = Annotated[Path | None, _option("Write the page of the trace to this file.", "FILE")]
+_TraceOpen = Annotated[bool, typer.Option("--open", help="Open the page of the trace in the browser.")]
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -207,34 +244,16 @@ def _trace_text(
         list[str] | None,
         _option(
             "A document of the prompt: a text file, as NAME=FILE or as FILE, whose name without ending is "
-            "then the document's name; repeat it for several.",
+            "then the document's name, or a folder with such files (.txt, .md); repeat it for several.",
             "NAME=FILE",
         ),
     ] = None,
-    question: Annotated[str, _option("The question about the documents.", "TEXT")] = "",
-    instruction: Annotated[str, _option("The instruction to the model, before the documents.", "TEXT")] = "",
-    answer: Annotated[
-        str | None,
-        _option(
-            "What was written after the prompt, with its first space if it needs one. Default: what the "
-            "model writes.",
-            "TEXT",
-        ),
-    ] = None,
-    generate: Annotated[
-        int | None,
-        _option(
-            f"The largest number of tokens that the model writes. Default: {_DEFAULT_GENERATED}.",
-            "NUMBER",
-            min=1,
-        ),
-    ] = None,
-    sources: Annotated[
-        str,
-        _option(
-            "What the sources are: token, word, sentence, message or document. Default: sentence.", "UNIT"
-        ),
-    ] = "sentence",
+    question: _Question = "",
+    instruction: _Instruction = "",
+    answer: _Answer = None,
+    answer_file: _AnswerFile = None,
+    generate: _Generate = None,
+    sources: _Sources = "sentence",
     span: Annotated[
         list[str] | None,
         _option(
@@ -264,8 +283,8 @@ def _trace_text(
             "NAME",
         ),
     ] = None,
-    out: Annotated[Path | None, _option("Write the page of the trace to this file.", "FILE")] = None,
-    show: Annotated[bool, typer.Option("--open", help="Open the page of the trace in the browser.")] = False,
+    out: _TraceOut = None,
+    show: _TraceOpen = False,
     as_json: _Json = False,
 ) -> None:
     """Print which sentences of a prompt, or documents, a written text came from.
@@ -274,33 +293,17 @@ def _trace_text(
     --open it is also one self-contained page: click a written sentence, and its sources are colored.
     """
     from lens_mix import report
-    from lens_mix.arguments import check_choice
     from lens_mix.traces.attribution import find_aggregation
-    from lens_mix.traces.sources import UNITS
-    from lens_mix.traces.trace import trace
 
     # The arguments are checked first, because loading a model takes long.
     prompt = _read_traced(text, document or [], question, instruction)
-    if answer is not None and generate is not None:
-        raise ValueError("--answer, --generate: expected one of the two, got both")
-    if answer is not None and not answer.strip():
-        raise ValueError(f"--answer: expected what was written, got {answer!r}")
-    if out is not None:
-        _check_writable("--out", out)
-    check_choice("sources", sources, [unit for unit in UNITS if unit != "given"])
+    written = _read_written(answer, answer_file, generate)
+    _check_trace(sources, out)
     if method is not None:
         _check_methods([method], allow_input_map=False)
     find_aggregation(aggregation)
-    traced = trace(
-        _load_for_text(model),
-        prompt,
-        answer=answer,
-        generate=(generate or _DEFAULT_GENERATED) if answer is None else None,
-        sources=sources,
-        method=method,
-        aggregation=aggregation,
-        progress=_progress(),
-    )
+    options = {"sources": sources, "method": method, "aggregation": aggregation}
+    traced = _make_trace(model, prompt, written, generate, **options)
     parts = [traced[part] for part in span] if span else traced.spans
     if verify:
         for part in parts:
@@ -309,13 +312,95 @@ def _trace_text(
         _print_json(report.trace_record(traced, parts, top))
     else:
         typer.echo(report.describe_trace(traced, parts, top))
-    page = traced.show() if out is not None or show else None
-    written = page.save(out) if page is not None and out is not None else None
-    opened = page.open() if page is not None and show else None
-    for path in filter(None, (written, opened)):
-        typer.echo(f"\nwrote the page of the trace: {path}", err=as_json)
-    if not (out or show or as_json):
-        typer.echo("\n--open shows the page of the trace, --out page.html writes it")
+    _show_page(traced, out, show, is_text=not as_json)
+
+
+@app.command("audit")
+def _audit_answer(
+    model: _Model,
+    documents: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DOCUMENTS",
+            help="The documents: folders, whose files that end in .txt or .md are documents named like the "
+            "files; single text files; or files with a name, as NAME=FILE.",
+            show_default=False,
+        ),
+    ],
+    question: _Question = "",
+    instruction: _Instruction = "",
+    answer: _Answer = None,
+    answer_file: _AnswerFile = None,
+    generate: _Generate = None,
+    sources: _Sources = "sentence",
+    span: Annotated[
+        list[str] | None,
+        _option(
+            "A part of what was written that is a claim; repeat it for several. Default: each sentence.",
+            "TEXT",
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        _option(
+            "A text of the prompt that no pass removes, because it is no evidence; repeat it. Default: the "
+            "question and the instruction.",
+            "TEXT",
+        ),
+    ] = None,
+    passes: Annotated[
+        int | None,
+        _option(
+            "The largest number of forward passes for all claims together. Default: 24 for each claim.",
+            "NUMBER",
+            min=2,
+        ),
+    ] = None,
+    fail_on: Annotated[
+        list[str] | None,
+        _option(
+            "The verdicts with which a claim fails, with commas between them: supported, redundant, "
+            "conflicting, from-memory or unclear; or none. Default: from-memory,unclear.",
+            "VERDICTS",
+        ),
+    ] = None,
+    out: _TraceOut = None,
+    show: _TraceOpen = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the result as Markdown.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Print what each claim of an answer about documents rests on.
+
+    The claims are read again without some of the sources, and get a verdict. A claim is supported if it needs
+    one source, redundant if each of several is enough, conflicting if another source says something else, and
+    from memory if it hardly needs any. It is unclear if the measurements do not decide.
+
+    The exit code is 0 if no claim fails, and 1 if one has a verdict of --fail-on. Otherwise the audit did not
+    run: 2 for a wrong argument, file or model, 130 after Ctrl-C and 4 for any other error.
+    """
+    from lens_mix import report
+    from lens_mix.traces.documents import Documents
+
+    # The arguments are checked first, because loading a model takes long.
+    texts = _read_documents("DOCUMENTS", documents)
+    written = _read_written(answer, answer_file, generate)
+    _check_trace(sources, out)
+    failing = _read_verdicts(fail_on)
+    if as_json and as_markdown:
+        raise ValueError("--json, --markdown: expected one of the two, got both")
+    prompt = Documents(texts, question=question, instruction=instruction)
+    traced = _make_trace(model, prompt, written, generate, sources=sources)
+    found = traced.audit(span, keep=keep, passes=passes)
+    if as_json:
+        _print_json(json.loads(found.to_json()))
+    else:
+        typer.echo(found.to_markdown() if as_markdown else report.describe_audit(found))
+    _show_page(traced, out, show, is_text=not (as_json or as_markdown))
+    failed = [claim for claim in found if claim.verdict in failing]
+    if failed:
+        count = f"{len(failed)} of {len(found)} claims"
+        typer.echo(f"lens-mix: {count} failed (--fail-on): {report.count_verdicts(failed)}", err=True)
+        raise typer.Exit(_FAILED_CLAIM)
 
 
 @app.command()
@@ -624,7 +709,7 @@ def corpus(
         reused = f", {done.reused} of them finished before" if done.reused else ""
         typer.echo(f"{done.prompts} prompts{reused}, {done.failed} of them failed; {state}: {done.out}")
     if done.failed:
-        raise typer.Exit(3)
+        raise typer.Exit(_FAILED_PROMPT)
 
 
 def _read_rank(text: str | None) -> tuple[int, int] | None:
@@ -731,7 +816,6 @@ def _read_prompts(path: Path) -> list[str]:
 
 def _read_traced(text: str | None, documents: Sequence[str], question: str, instruction: str) -> Any:
     """Return the prompt of a trace: the text, or the documents in the files with what belongs to them."""
-    from lens_mix.plain_text import read_text
     from lens_mix.traces.documents import Documents
 
     if text is not None and documents:
@@ -746,23 +830,114 @@ def _read_traced(text: str | None, documents: Sequence[str], question: str, inst
         if not text.strip():
             raise ValueError(f"TEXT: expected a prompt, got {text!r}")
         return text
+    return Documents(_read_documents("--document", documents), question=question, instruction=instruction)
+
+
+def _read_documents(argument: str, paths: Sequence[str]) -> dict[str, str]:
+    """Return the texts of documents by their names: those of files, named files and folders of files."""
+    from lens_mix.plain_text import read_text
+
     texts: dict[str, str] = {}
-    for given in documents:
-        name, equals, place = given.partition("=")
-        # The name of a file may contain an equals sign itself.
-        is_named = bool(equals) and not Path(given).exists()
-        path = Path(place if is_named else given)
-        name = name if is_named else path.stem
-        content = read_text("--document", path).strip()
+    for name, path in (found for given in paths for found in _find_documents(argument, given)):
+        content = read_text(argument, path).strip()
         if not name.strip() or not content:
-            raise ValueError(f"--document: expected NAME=FILE with a name and a text, got {given!r}")
+            raise ValueError(
+                f"{argument}: expected NAME=FILE with a name and a text, got the name {name!r} and "
+                f"{path}{'' if content else ', which is empty'}"
+            )
         if name in texts:
             raise ValueError(
-                f"--document: expected different names, got {name!r} twice; write another one, as in "
+                f"{argument}: expected different names, got {name!r} twice; write another one, as in "
                 f"'{name} 2={path}'"
             )
         texts[name] = content
-    return Documents(texts, question=question, instruction=instruction)
+    return texts
+
+
+def _find_documents(argument: str, given: str) -> list[tuple[str, Path]]:
+    """Return the names and paths of the documents that FILE, NAME=FILE or a folder is."""
+    path = Path(given)
+    if given and path.is_dir():
+        return [(each.stem, each) for each in _list_documents(argument, path)]
+    name, equals, place = given.partition("=")
+    # The name of a file may contain an equals sign itself.
+    return [(name, Path(place))] if equals and not path.exists() else [(path.stem, path)]
+
+
+def _list_documents(argument: str, folder: Path) -> list[Path]:
+    """Return the text files of a folder in the order of their names, and print which others it has."""
+    entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    found = [each for each in entries if each.suffix.lower() in _DOCUMENT_ENDINGS and each.is_file()]
+    others = [entry.name for entry in entries if entry not in found]
+    shown = textwrap.shorten(", ".join(others), 200, placeholder=" ...") or "nothing"
+    endings = " or ".join(_DOCUMENT_ENDINGS)
+    if not found:
+        raise ValueError(
+            f"{argument}: expected a folder with files that end in {endings}, got {folder} with {shown}"
+        )
+    # A claim that rests on a file that was not read would seem to be from memory.
+    if others:
+        expected = f"expected files that end in {endings}"
+        typer.echo(f"lens-mix: {argument}: not read in {folder}: {shown} ({expected})", err=True)
+    return found
+
+
+def _read_written(answer: str | None, answer_file: Path | None, generate: int | None) -> str | None:
+    """Return what was written after a prompt, from an option or a file; None if the model writes it."""
+    from lens_mix.plain_text import read_text
+
+    options = {"--answer": answer, "--answer-file": answer_file, "--generate": generate}
+    given = [option for option, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{', '.join(given[:2])}: expected one of the two, got both")
+    written = answer if answer_file is None else read_text("--answer-file", answer_file).rstrip()
+    if written is not None and not written.strip():
+        raise ValueError(f"{given[0]}: expected what was written, got {written!r}")
+    return written
+
+
+def _read_verdicts(given: Sequence[str] | None) -> list[str]:
+    """Return the verdicts that --fail-on names, without repetition; the default for None."""
+    from lens_mix.arguments import check_choice
+    from lens_mix.traces.claims import VERDICTS
+
+    parts = [part for text in given or _DEFAULT_FAILING for part in text.split(",")]
+    names = list(dict.fromkeys(" ".join(part.replace("-", " ").split()).lower() for part in parts))
+    for name in names:
+        check_choice("--fail-on", name, [*VERDICTS, "none"])
+    if "none" in names and len(names) > 1:
+        raise ValueError(f"--fail-on: expected none alone, got it with {', '.join(names)}")
+    return [name for name in names if name != "none"]
+
+
+def _check_trace(sources: str, out: Path | None) -> None:
+    """Raise an error for an unknown unit of sources, or a page that cannot be written."""
+    from lens_mix.arguments import check_choice
+    from lens_mix.traces.sources import UNITS
+
+    check_choice("sources", sources, [unit for unit in UNITS if unit != "given"])
+    if out is not None:
+        _check_writable("--out", out)
+
+
+def _make_trace(model: str, prompt: Any, written: str | None, generate: int | None, **options: Any) -> Any:
+    """Load a model, and return the trace of what was written, or of what it writes if that is None."""
+    from lens_mix.traces.trace import trace
+
+    length = None if written is not None else generate or _DEFAULT_GENERATED
+    loaded = _load_for_text(model)
+    return trace(loaded, prompt, answer=written, generate=length, progress=_progress(), **options)
+
+
+def _show_page(traced: Any, out: Path | None, show: bool, is_text: bool) -> None:
+    """Write and open the page of a trace, if wanted, and print its path, or advice about it below text."""
+    page = traced.show() if out is not None or show else None
+    written = page.save(out) if page is not None and out is not None else None
+    opened = page.open() if page is not None and show else None
+    for path in filter(None, (written, opened)):
+        typer.echo(f"\nwrote the page of the trace: {path}", err=not is_text)
+    if is_text and page is None:
+        typer.echo("\n--open shows the page of the trace, --out page.html writes it")
 
 
 def _check_writable(option: str, path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Report maps and traces as text and as JSON, for the command line."""
+"""Report maps, traces and audits as text and as JSON, for the command line and the app."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import collections
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from lens_mix.arguments import write_count
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import normalize_by_magnitude
 from lens_mix.maps.explained import as_records
+from lens_mix.traces.audit import Audit
+from lens_mix.traces.claims import VERDICTS, Claim
 from lens_mix.traces.spans import WrittenSpan
 from lens_mix.traces.trace import Trace
 from lens_mix.view.labels import make_visible, name_model
@@ -149,16 +152,46 @@ def describe_trace(trace: Trace, spans: Sequence[WrittenSpan], k: int) -> str:
         spans: The parts.
         k: The number of sources for each part.
     """
-    count = f"{write_count(trace.n_prompt, 'prompt token')}, {trace.reading.n_written} written"
     listed = [span.top(k) for span in spans]
-    lines = [f"{name_model(trace.provenance)}, {count}: {trace.text.strip()}"]
+    lines = [_describe_written(trace)]
     lines += [f"the strongest sources by {trace.unit}, as shares of the scores of {trace.method_name}"]
     if any(each.loss is not None for scores in listed for each in scores):
         lines += ["nats: the loss, the log probability that the part loses without the source, measured"]
     for scores in listed:
         lines += ["", repr(scores)]
-    lines += ["", *(f"note: {note}" for note in trace.notes)] if trace.notes else []
-    return "\n".join(lines)
+    return "\n".join([*lines, *_describe_notes(trace)])
+
+
+def describe_audit(audit: Audit) -> str:
+    """Return lines of text: what was written, and the verdict on each claim with what it rests on."""
+    sources = audit.trace.sources()
+    names = list(dict.fromkeys(source.name for source in sources if source.kind == "document"))
+    lines = [_describe_written(audit.trace), *([f"documents: {', '.join(names)}"] if names else [])]
+    return "\n".join([*lines, "", describe_verdicts(audit), *_describe_notes(audit.trace)])
+
+
+def describe_verdicts(audit: Audit) -> str:
+    """Return lines of text: how many claims have each verdict, and each claim with what it rests on."""
+    lines = [f"{write_count(len(audit), 'claim')}: {count_verdicts(audit)}"]
+    lines += [
+        "nats: what the log probability of the claim's decisive tokens, which are quoted, loses or gains"
+    ]
+    return "\n".join([*lines, "", repr(audit)])
+
+
+def count_verdicts(claims: Iterable[Claim]) -> str:
+    """Return how many claims have each verdict, such as "2 supported, 1 unclear"."""
+    count = collections.Counter(claim.verdict for claim in claims)
+    return ", ".join(f"{count[verdict]} {verdict}" for verdict in VERDICTS if count[verdict])
+
+
+def _describe_written(trace: Trace) -> str:
+    count = f"{write_count(trace.n_prompt, 'prompt token')}, {trace.reading.n_written} written"
+    return f"{name_model(trace.provenance)}, {count}: {trace.text.strip()}"
+
+
+def _describe_notes(trace: Trace) -> list[str]:
+    return ["", *(f"note: {note}" for note in trace.notes)] if trace.notes else []
 
 
 def trace_record(trace: Trace, spans: Sequence[WrittenSpan], k: int) -> dict[str, Any]:

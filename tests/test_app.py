@@ -24,8 +24,10 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 from selenium.webdriver.support.ui import WebDriverWait
 
+import lens_mix as lm
 from lens_mix import app, registry
 from lens_mix.cli import _load
+from lens_mix.traces.claims import Auditor
 from tests.browser import NEEDS_CHROMIUM, chromium  # noqa: F401
 from tests.demos.tiny_folder import WORDS, save_tiny_bert, save_tiny_llama, save_tiny_t5
 from tests.test_cli import called, error_of
@@ -71,8 +73,10 @@ def ask_for_maps(client, prompt=PROMPT, target="", others=("attention",), all_ro
     return client.predict(prompt, target, list(others), all_rows, api_name="/map")
 
 
-def ask_for_trace(client, documents=DOCUMENTS, question=QUESTION, answer="", is_measured=False):
-    return client.predict(*documents, question, answer, is_measured, api_name="/trace")
+def ask_for_trace(
+    client, documents=DOCUMENTS, question=QUESTION, answer="", is_measured=False, is_audited=False
+):
+    return client.predict(*documents, question, answer, is_measured, is_audited, api_name="/trace")
 
 
 def read_page(frame):
@@ -117,6 +121,38 @@ def test_a_trace_of_an_answer_with_measured_losses(client):
     _, text = ask_for_trace(client, answer=" the country of her life", is_measured=True)
     assert ", 5 written: the country of her life" in text
     assert re.search(r"[+-]\d+\.\d+ nats  document 1: ", text)
+
+
+def test_a_trace_with_the_audit_of_each_sentence(client, folder):
+    answer = " They live in Japan. She left."
+    frame, text = ask_for_trace(client, answer=answer, is_audited=True)
+    assert read_page(frame).startswith("<!DOCTYPE html>")
+    documents = {"document 1": DOCUMENTS[0], "document 2": DOCUMENTS[1]}
+    audit = lm.audit(_load(str(folder)), lm.Documents(documents, QUESTION), answer=answer)
+    assert len(audit) == 2
+    assert text.endswith(repr(audit))
+    assert "\n2 claims: " in text
+    assert " claims: " not in ask_for_trace(client, answer=answer)[1]
+
+
+def test_a_cancelled_audit_ends_after_the_sentence_that_runs(client, monkeypatch):
+    audited, audit = [], Auditor.audit
+
+    def audit_slowly(self, span):
+        audited.append(span.text)
+        time.sleep(0.5)
+        return audit(self, span)
+
+    monkeypatch.setattr(Auditor, "audit", audit_slowly)
+    fields = (*DOCUMENTS, QUESTION, " She left." * 6, False, True)
+    job = client.submit(*fields, api_name="/trace")
+    WebDriverWait(None, 30, poll_frequency=0.1).until(lambda _: audited)
+    shown = [step[0] for step in job.outputs()]
+    assert '<p role="status">Computing: audit of sentence 1 of 6</p>' in shown
+    assert job.cancel()
+    # This request waits only until the sentence that runs is audited.
+    ask_for_maps(client, others=())
+    assert len(audited) < 6
 
 
 def test_a_mistake_is_a_sentence(client):
