@@ -51,6 +51,7 @@ from typing import Any
 from lens_mix import recommended
 from lens_mix.methods import METHODS
 from lens_mix.methods.token_patching import TokenPatching
+from lens_mix.traces.claims import VERDICTS
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "lens_mix" / "measured.json"
@@ -98,6 +99,7 @@ class Table:
 _HELD_OUT = "benchmarks/input_map/results"
 _LEADERBOARD = "benchmarks/LEADERBOARD.md"
 _HANSARDS = "benchmarks/alignment/results/hansards.md"
+_AUDIT = "benchmarks/audit/results/verdicts.md"
 TABLES = {
     "smollm2-importance": Table(_LEADERBOARD, "Importance: 40", "partial_spearman"),
     "gemma3-importance": Table(_LEADERBOARD, "Importance on Gemma 3", "partial_spearman"),
@@ -119,6 +121,11 @@ TABLES = {
     "smollm2-exact-all": Table(f"{_HELD_OUT}/exact.md", "smollm2, held out, all", "partial, 95 %"),
     "gemma3-exact": Table(f"{_HELD_OUT}/exact_gemma3.md", "gemma3, held out, at most", "partial, 95 %"),
     "flan-t5-joint": Table(f"{_HELD_OUT}/joint.md", "Input maps over", "partial (position out)", 30),
+    **{
+        f"{model}-audit-{group}": Table(_AUDIT, f"Verdicts of {name}, {group}", "precision, 95 %")
+        for model, name in (("smollm2", "SmolLM2"), ("gemma3", "Gemma 3"))
+        for group in ("short", "hard")
+    },
     "hansards-layers": Table(_HANSARDS, "By layer, the end of the sentence competes", "layer 2", 447),
     "hansards-floors": Table(_HANSARDS, "Floors and published aligners", "AER", 447),
 }
@@ -151,6 +158,14 @@ _LIBRARY = {
         *(f"{_PARTIAL} by plain words", _SMOLLM2),
         *("held-out prompts of at most 32 tokens", "input_map.exact smollm2"),
     ),
+    **{
+        f"{model}-audit-{group}": (
+            *("share of claims whose planted truth is the verdict", name),
+            *(f"{group} planted claims with it", f"audit {model} held_out 200 214"),
+        )
+        for model, name in (("smollm2", _SMOLLM2), ("gemma3", "Gemma 3 270M"))
+        for group in ("short", "hard")
+    },
     "flan-t5-joint": (
         *(f"{_PARTIAL} by plain words", "flan-t5-small"),
         *("held-out pairs of English and French", "input_map.joint held_out 30"),
@@ -331,7 +346,14 @@ def names_of_the_library() -> list[str]:
         re.match(r"\w+", label(cells))[0] for cells in recorded(TABLES["smollm2-importance"], "method").body
     }
     best = [f"smollm2-importance: best of {method}" for method in METHODS if method in scored]
-    return [*best, *(name for names in recommended.EVIDENCE.values() for name in names)]
+    verdicts = [
+        f"{key}: {label(cells)}"
+        for key, table in TABLES.items()
+        if table.page == _AUDIT
+        for cells in recorded(table, table.column).body
+        if label(cells) in VERDICTS and cells[1] != "0"
+    ]
+    return [*best, *verdicts, *(name for names in recommended.EVIDENCE.values() for name in names)]
 
 
 def measured(name: str) -> tuple[str, str]:
