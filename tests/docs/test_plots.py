@@ -88,3 +88,50 @@ def test_a_logarithmic_axis_keeps_ratios() -> None:
     dots = [plots.Dot(str(value), "baseline", value, None, "", None) for value in (1.0, 10.0, 100.0)]
     places = [plots._Axis.around(dots, is_log=True).place(dot.value) for dot in dots]
     assert places[1] - places[0] == pytest.approx(places[2] - places[1], abs=0.2)
+
+
+AGAINST_COUNTS = DECLARED | {
+    "across": "passes",
+    "panel": [
+        {
+            "title": "A model",
+            "rows": [
+                ["one", "smollm2-importance: decompx", 1],
+                ["another", "smollm2-importance: decompx", 1],
+            ],
+            "rivals": [["a third one", 0.42, 1], ["far", 0.4, 64]],
+            "baselines": [["position alone", 0.0, 0]],
+        }
+    ],
+}
+
+
+def test_dots_with_the_same_count_are_side_by_side() -> None:
+    drawing = ElementTree.fromstring(plots.draw(AGAINST_COUNTS))
+    texts = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"one", "another", "far", "score (better ↑)", "passes (← better)", "0", "50"} <= set(texts)
+    # The last circle is that of the legend.
+    *circles, _ = drawing.iter("{http://www.w3.org/2000/svg}circle")
+    places = [float(circle.get("cx")) for circle in circles]
+    assert places[1] - places[0] == plots._BESIDE
+    assert len({circle.get("cy") for circle in circles}) == 1
+
+
+def test_no_label_covers_a_dot_or_another_label() -> None:
+    area = plots._Box(0, 0, 688, 320)
+    taken = [plots._Box(x - 8, 42, x + 8, 58) for x in (100, 115, 130)]
+    boxes = []
+    for x in (100, 115, 130):
+        box = plots._find_room(x, 50, 120, [*taken, *boxes], area)
+        boxes.append(box)
+    pairs = [(a, b) for i, a in enumerate(boxes) for b in [*taken, *boxes[:i]]]
+    assert not any(a.meets(b) for a, b in pairs)
+    with pytest.raises(ValueError, match="expected room for every label"):
+        plots._find_room(100, 50, 120, [area], area)
+
+
+def test_counts_have_0_on_their_axis_and_grow_by_ratios() -> None:
+    axis = plots._Axis.of_counts([0, 99])
+    places = [axis.place(1 + count) for count in (0, 9, 99)]
+    assert places[1] - places[0] == pytest.approx(places[2] - places[1], abs=0.2)
+    assert [tick - 1 for tick in axis.ticks] == [0, 1, 2, 5, 10, 20, 50]
