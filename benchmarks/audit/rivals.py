@@ -133,7 +133,8 @@ def read_sources(model: Any, case: Case, value: str) -> tuple[Trace, list[TextSo
 def measure_audit(passes: Passes) -> dict[str, Any]:
     """Return which sources the audit of the whole answer names, its verdict and its passes."""
     rules = dataclasses.replace(Rules(), instead=0)
-    claim = Auditor(passes, len(passes.sources), rules).audit(passes.trace[:])
+    auditor = Auditor(passes, len(passes.sources), find_kept(passes.trace, None), rules)
+    claim = auditor.audit(passes.trace[:])
     named = [passes.sources.index(source) for ground in claim.grounds for source in ground.sources]
     return {
         "audit": list(dict.fromkeys(named)),
