@@ -343,8 +343,8 @@ def _audit_answer(
     keep: Annotated[
         list[str] | None,
         _option(
-            "A text of the prompt that no pass removes, because it is no evidence; repeat it. Default: the "
-            "question and the instruction.",
+            "A text of the prompt that stays in every pass, such as a question; repeat it for several. "
+            "Default: the question and the instruction.",
             "TEXT",
         ),
     ] = None,

@@ -27,7 +27,7 @@ from lens_mix.traces.reading import add_answer, read_prompt_alone, read_prompt_t
 from lens_mix.traces.removals import Passes
 from lens_mix.traces.spans import find_span
 
-# What the model would write instead is no part of a verdict.
+# A verdict does not depend on what the model would write instead.
 RULES = Rules(instead=0)
 
 

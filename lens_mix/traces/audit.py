@@ -56,7 +56,7 @@ class Audit(Sequence[Claim]):
         """Return a claim by its number or by a text of it, or several claims by a slice.
 
         Raises:
-            IndexError: If there is no claim of this number.
+            IndexError: If no claim has this number.
             ValueError: If the text does not occur exactly once in what was written, or is in no claim.
         """
         if not isinstance(place, str):

@@ -35,7 +35,7 @@ _MANY_SOURCES = 5
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Describe the thresholds of the verdicts, which were chosen on one half of the planted cases.
+    """Describe the thresholds of the verdicts, which were chosen on planted cases.
 
     Attributes:
         decisive: A word of the claim counts if one of its tokens loses this many nats without the sources,
@@ -122,7 +122,7 @@ class Claim:
         span: The claim.
         verdict: "supported", "redundant", "conflicting", "from memory" or "unclear".
         memory: What it loses without all sources; nan if the budget was used up before.
-        reason: Why it is unclear or from memory, in a few words; else "".
+        reason: Why it is unclear, in a few words; else "".
         decisive: The numbers of the written tokens that depend on the sources.
         grounds: What the decisive tokens rest on. Several, if they rest on different sources.
         alone: What the claim loses without each single source that was measured, the largest loss first.

@@ -126,7 +126,7 @@ class Passes:
         # `generate` is wrong in some models, and then the pass alone is believed.
         if tokenizer is None:
             return name_token(tokenizer, first)
-        # The end of the text is no text.
+        # A special token, such as the end of the text, has no text to show.
         is_end = first in getattr(tokenizer, "all_special_ids", ())
         if is_end or is_own:
             return "" if is_end else str(tokenizer.decode(found))

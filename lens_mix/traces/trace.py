@@ -394,7 +394,8 @@ class Trace:
             passes: The largest number of forward passes, 2 or more. None: 24 for each claim.
 
         Raises:
-            ValueError: If there are no sources, a span or text is not in the text, or the trace has no model.
+            ValueError: If no source can be removed, a span or a text of `keep` does not occur, or there is no
+                model.
             UnsupportedModelError: If a source cannot be removed, such as a part of a picture.
         """
         from lens_mix.traces.audit import audit_trace

@@ -219,7 +219,9 @@ def test_what_the_model_writes_is_audited():
 
 def test_a_hooked_transformer_with_text():
     model = build_or_skip(hooked_transformer, "LN", torch.float64, tokenizer=toy_tokenizer())
-    require_audit(lm.audit(model, "w5 w6 w7 w8", answer=" w9 w10", sources="word", keep=["w8"]))
+    audit = lm.audit(model, "w5 w6 w7 w8", answer=" w9 w10", sources="word", keep=["w8"])
+    require_audit(audit)
+    assert [each.text.strip() for each in audit.kept] == ["w8"]
 
 
 # ------------------------------------------------------------------ arguments

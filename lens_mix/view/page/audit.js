@@ -1,5 +1,5 @@
 // ------------------------------------------------------------------ the audit
-// The claims with their verdicts, and what each of them rests on. Without an audit there are no claims.
+// The claims with their verdicts, and what each of them rests on. Without an audit, the list of claims is empty.
 const claims = DATA.audit ? DATA.audit.claims : [];
 // A source with several roles has the first of them in the prompt. The last one is not shown there.
 const ROLES = ["needed", "one is enough", "against", "other"];

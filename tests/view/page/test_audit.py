@@ -91,7 +91,7 @@ def test_its_numbers_are_those_of_the_audit(is_in_parts):
     if is_in_parts:
         redundant, repeated, remembered, unclear = data["claims"]
         assert redundant["without_all"] == [9.5, 0.002]
-        # Without decisive tokens there is no loss of theirs.
+        # A claim without decisive tokens has no loss to show.
         assert remembered["without_all"] == [None, 0.3]
         assert repeated["follows"] == [redundant["start"], redundant["stop"]]
         # Its sources were measured for the claim that it repeats.
