@@ -1,11 +1,11 @@
 """Audit planted cases and record what was measured.
 
     PYTHONPATH=.:demos python -m benchmarks.audit smollm2 choose 0 6          seeds 0 to 5, all forms
-    PYTHONPATH=.:demos python -m benchmarks.audit gemma3 held_out 0 12 short,long
+    PYTHONPATH=.:demos python -m benchmarks.audit gemma3 report 0 12 short,long
 
 A case counts if the model itself would write the value: then the claim is one that it makes. Of two values
 that contradict each other, the one that the model writes is in the answer. Records are appended to
-`outputs/audit/MODEL/HALF.jsonl`; a case that is there is not measured again.
+`outputs/audit/MODEL/PART.jsonl`; a case that is there is not measured again.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def measure(model: Any, case: Case, value: str) -> dict[str, Any]:
     }
 
 
-def main(model_name: str, half: str, start: str, stop: str, forms: str = "", truths: str = "") -> None:
+def main(model_name: str, part: str, start: str, stop: str, forms: str = "", truths: str = "") -> None:
     """Measure the cases of some seeds."""
     torch.set_num_threads(1)
     model = getattr(models, model_name)()
-    path = Path(f"outputs/audit/{model_name}/{half}.jsonl")
+    path = Path(f"outputs/audit/{model_name}/{part}.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {}
     if path.exists():
@@ -98,7 +98,7 @@ def main(model_name: str, half: str, start: str, stop: str, forms: str = "", tru
             for verdict in truths.split(",") if truths else VERDICTS:
                 if verdict not in TRUTHS.get(form, VERDICTS) or (form, verdict, seed) in done:
                     continue
-                case, began = make_case(half, verdict, form, seed), time.process_time()
+                case, began = make_case(part, verdict, form, seed), time.process_time()
                 entry = {"form": form, "planted": verdict, "seed": seed, "written": find_value(model, case)}
                 if entry["written"]:
                     entry |= measure(model, case, entry["written"])
