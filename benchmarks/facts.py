@@ -161,7 +161,7 @@ _LIBRARY = {
     **{
         f"{model}-audit-{group}": (
             *("share of claims whose planted truth is the verdict", name),
-            *(f"{group} planted claims with it", f"audit {model} held_out 200 214"),
+            *(f"{group} planted claims with it", f"audit {model} report 0 13"),
         )
         for model, name in (("smollm2", _SMOLLM2), ("gemma3", "Gemma 3 270M"))
         for group in ("short", "hard")

@@ -27,7 +27,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 import lens_mix as lm
 from lens_mix import app, registry
 from lens_mix.cli import _load
-from lens_mix.traces.claims import Auditor
+from lens_mix.traces.auditor import Auditor
 from tests.browser import NEEDS_CHROMIUM, chromium  # noqa: F401
 from tests.demos.tiny_folder import WORDS, save_tiny_bert, save_tiny_llama, save_tiny_t5
 from tests.test_cli import called, error_of

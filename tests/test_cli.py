@@ -304,7 +304,7 @@ def test_an_audit_of_what_the_model_writes(folder, texts, tmp_path, monkeypatch)
 
 
 def test_an_interrupted_audit_is_no_failed_claim(folder, texts, monkeypatch):
-    from lens_mix.traces.claims import Auditor
+    from lens_mix.traces.auditor import Auditor
 
     monkeypatch.setattr(Auditor, "audit", raising(KeyboardInterrupt()))
     found = called("audit", folder, texts, "--answer", ANSWER)

@@ -22,7 +22,8 @@ import demos.models as models
 import lens_mix as lm
 from benchmarks.audit.cases import FORMS, TRUTHS, VERDICTS, Case, make_case
 from lens_mix.traces.attribution import read_written
-from lens_mix.traces.claims import Auditor, Rules, find_kept
+from lens_mix.traces.auditor import Auditor, find_kept
+from lens_mix.traces.claims import Rules
 from lens_mix.traces.reading import add_answer, read_prompt_alone, read_prompt_text
 from lens_mix.traces.removals import Passes
 from lens_mix.traces.spans import find_span

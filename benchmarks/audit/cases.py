@@ -312,9 +312,7 @@ NOUNS: dict[str, dict[str, tuple[str, ...]]] = {
         "thing": _words("guitar, camera, blanket, bicycle, helmet, notebook, sofa, piano, tent, carpet"),
     },
     "report": {
-        "place": _words(
-            "forge, theater, vineyard, mint, gallery, warehouse, cafe, prison, barn, college"
-        ),
+        "place": _words("forge, theater, vineyard, mint, gallery, warehouse, cafe, prison, barn, college"),
         "thing": _words("table, suitcase, violin, drum, fence, shovel, cushion, bucket, flag, telescope"),
     },
 }

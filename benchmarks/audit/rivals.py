@@ -1,14 +1,12 @@
 """Measure which source other ways would name first on planted cases, and how many forward passes each takes.
 
     PYTHONPATH=.:demos python -m benchmarks.audit.rivals collect smollm2 choose 0 4
-    PYTHONPATH=.:demos python -m benchmarks.audit.rivals collect smollm2 held_out 0 12 short,paraphrased
-    PYTHONPATH=.:demos python -m benchmarks.audit.rivals audit smollm2
+    PYTHONPATH=.:demos python -m benchmarks.audit.rivals collect smollm2 report 0 10
     PYTHONPATH=.:demos python -m benchmarks.audit.rivals table
 
 "collect" appends what the regressions and tables need to `outputs/audit/rivals_MODEL.jsonl`. A case that is
-there is not measured again; "audit" audits these cases again, with other thresholds. A case counts if the
-model itself would write the value. The strongest head and the learned weights are chosen on the half
-"choose", and all scores are of the half "held_out".
+there is not measured again. A case counts if the model itself would write the value. The strongest head and
+the learned weights are chosen on the part "choose", and all scores are of the part "report".
 
 The sources are those that the audit may remove: the sentences besides the question. All ways rank the same
 sources. Their passes are those of the audited model: one for the whole prompt, and one for each removal.
@@ -40,16 +38,18 @@ from benchmarks.common import markdown_table
 from benchmarks.traces import learned
 from benchmarks.traces.table import NAMES, cell, difference, versions
 from lens_mix.traces.attribution import run_reading
-from lens_mix.traces.claims import Auditor, Rules, find_kept
+from lens_mix.traces.auditor import Auditor, find_kept
+from lens_mix.traces.claims import Rules
 from lens_mix.traces.removals import Passes
 from lens_mix.traces.sources import TextSource
 from lens_mix.traces.trace import Trace
 
-FORMS = ("short", "paraphrased", "distractors", "documents", "long")
+# Long prompts would take hundreds of passes: leave-one-out has one for each sentence.
+FORMS = ("short", "paraphrased", "distractors", "documents")
 TRUTHS = ("supported", "redundant")
 # The budget of the audit, as in `benchmarks.audit`, and the numbers of random removals of ContextCite.
 BUDGET = 64
-ABLATIONS = {"choose": 16, "held_out": 64}
+ABLATIONS = {"choose": 16, "report": 64}
 # A backward pass takes about as long as two forward passes.
 PASSES_OF_GIM = 3
 _QUERIES = ("answer", "question and answer")
@@ -165,7 +165,7 @@ def measure(model: Any, case: Case, value: str, seed: str) -> dict[str, Any]:
         "gim": [abs(float(scores[list(source.positions)].sum())) for source in sources],
     }
     passes = Passes(trace, sources, BUDGET)
-    if case.half == "held_out":
+    if case.part == "report":
         queries = (answer, f"{read_question(case)} {answer}")
         for name, query in zip(_QUERIES, queries, strict=True):
             found[f"BM25, {name}"] = score_words(texts, query)
@@ -179,7 +179,7 @@ def measure(model: Any, case: Case, value: str, seed: str) -> dict[str, Any]:
 
     found["whole"] = log_probability([])
     found["alone"] = [log_probability([number]) for number in range(n)]
-    found["masks"] = draw_masks(seed, n, ABLATIONS[case.half])
+    found["masks"] = draw_masks(seed, n, ABLATIONS[case.part])
     found["random"] = [
         log_probability([number for number in range(n) if mask[number] == "0"]) for mask in found["masks"]
     ]
@@ -197,10 +197,10 @@ def read_entries(model_name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def collect(model_name: str, half: str, start: str, stop: str, forms: str = "") -> None:
+def collect(model_name: str, part: str, start: str, stop: str, forms: str = "") -> None:
     """Measure the cases of some seeds."""
     torch.set_num_threads(1)
-    names = ("half", "form", "planted", "seed")
+    names = ("part", "form", "planted", "seed")
     done = {tuple(entry[name] for name in names) for entry in read_entries(model_name)}
     model = getattr(models, model_name)()
     path = path_of(model_name)
@@ -208,26 +208,15 @@ def collect(model_name: str, half: str, start: str, stop: str, forms: str = "") 
     for seed in range(int(start), int(stop)):
         for form in forms.split(",") if forms else FORMS:
             for truth in TRUTHS:
-                key = (half, form, truth, seed)
+                key = (part, form, truth, seed)
                 if key in done:
                     continue
-                case = make_case(half, truth, form, seed)
+                case = make_case(part, truth, form, seed)
                 entry = dict(zip(names, key, strict=True)) | {"written": find_value(model, case)}
                 if entry["written"]:
                     entry |= measure(model, case, entry["written"], " ".join(map(str, key)))
                 with path.open("a") as file:
                     file.write(json.dumps(entry) + "\n")
-
-
-def audit_again(model_name: str) -> None:
-    """Audit the measured cases with today's thresholds, and replace what the audit found."""
-    torch.set_num_threads(1)
-    model, entries = getattr(models, model_name)(), read_entries(model_name)
-    for entry in entries:
-        if "audit" in entry:
-            case = make_case(*(entry[name] for name in ("half", "planted", "form", "seed")))
-            entry |= measure_audit(Passes(*read_sources(model, case, entry["written"]), BUDGET))
-    path_of(model_name).write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
 
 
 # ------------------------------------------------------------------ scores of each way
@@ -305,7 +294,7 @@ def name_sources(chosen: Sequence[Entry], entries: Sequence[Entry]) -> dict[str,
     """Return for each way and case the sources that it names, the first one first, and its passes.
 
     Args:
-        chosen: The cases of the half "choose".
+        chosen: The cases of the part "choose".
         entries: The cases to score.
     """
     head, weights = choose_head(chosen), learn_weights(chosen)
@@ -394,18 +383,18 @@ def make_page(model_name: str) -> str:
     """Return the page of one model."""
     tried = read_entries(model_name)
     written = [entry for entry in tried if entry["written"]]
-    chosen = [entry for entry in written if entry["half"] == "choose"]
-    held_out = [entry for entry in written if entry["half"] == "held_out"]
-    tried_held_out = sum(entry["half"] == "held_out" for entry in tried)
+    chosen = [entry for entry in written if entry["part"] == "choose"]
+    reported = [entry for entry in written if entry["part"] == "report"]
+    tried_reported = sum(entry["part"] == "report" for entry in tried)
     rivals = ", ".join(f"{name} {metadata.version(name)}" for name in ("bm25s", "scikit-learn"))
-    silent = sum(not entry["audit"] for entry in held_out)
+    silent = sum(not entry["audit"] for entry in reported)
     lines = [
         "# Which source would be named first, and at which cost",
         "",
-        "Written by `PYTHONPATH=.:demos python -m benchmarks.audit.rivals table`. Planted cases of the half "
-        f'"held_out", supported and redundant, which {NAMES[model_name]} would write itself: {len(held_out)} '
-        f"of {tried_held_out} that were tried. The head and the learned weights are chosen on {len(chosen)} "
-        'cases of the half "choose".',
+        "Written by `PYTHONPATH=.:demos python -m benchmarks.audit.rivals table`. Planted cases of the part "
+        f'"report", supported and redundant, which {NAMES[model_name]} would write itself: {len(reported)} '
+        f"of {tried_reported} that were tried. The head and the learned weights are chosen on {len(chosen)} "
+        'cases of the part "choose".',
         "",
         "The sources are the sentences besides the question. First source: the share of cases whose first "
         "named source is a gold one. Recall: the share of gold sources among as many first ones as there are "
@@ -423,14 +412,14 @@ def make_page(model_name: str) -> str:
         f"Measured {date.today().isoformat()} with {versions()}, {rivals}.",
     ]
     groups = {
-        "First source, all cases": held_out,
-        "First source, supported": [each for each in held_out if each["planted"] == "supported"],
-        "First source, redundant": [each for each in held_out if each["planted"] == "redundant"],
+        "First source, all cases": reported,
+        "First source, supported": [each for each in reported if each["planted"] == "supported"],
+        "First source, redundant": [each for each in reported if each["planted"] == "redundant"],
     }
     for heading, entries in groups.items():
         rows = make_rows(entries, name_sources(chosen, entries))
         lines += ["", f"## {heading}", "", markdown_table(rows)]
-    rows = make_form_rows(held_out, name_sources(chosen, held_out))
+    rows = make_form_rows(reported, name_sources(chosen, reported))
     lines += ["", "## Right first source, by form", "", markdown_table(rows)]
     return "\n".join(lines) + "\n"
 
@@ -443,4 +432,4 @@ def table(model_name: str = "smollm2") -> None:
 
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
-    {"collect": collect, "audit": audit_again, "table": table}[command](*arguments)
+    {"collect": collect, "table": table}[command](*arguments)

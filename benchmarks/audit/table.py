@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:demos python -m benchmarks.audit.table          writes benchmarks/audit/results/verdicts.md
 
-It reads `outputs/audit/MODEL/held_out.jsonl`, which `python -m benchmarks.audit MODEL held_out …` writes.
+It reads `outputs/audit/MODEL/report.jsonl`, which `python -m benchmarks.audit MODEL report …` writes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ HARD = tuple(form for form in FORMS if form != "short")
 Entry = dict[str, Any]
 
 
-def read(model_name: str, half: str = "held_out") -> list[Entry]:
-    """Return the measured cases of a model, without those whose value it would not write itself."""
-    path = Path(f"outputs/audit/{model_name}/{half}.jsonl")
-    entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [entry for entry in entries if entry["written"]]
+def read(model_name: str, part: str = "report") -> list[Entry]:
+    """Return the measured cases of a model, those whose value it would not write itself among them."""
+    path = Path(f"outputs/audit/{model_name}/{part}.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def is_right(entry: Entry) -> bool:
@@ -101,15 +100,17 @@ def main() -> None:
     """Write the record."""
     lines = ["# Verdicts of the audit on planted cases", ""]
     lines += [
-        "Written by `PYTHONPATH=.:demos python -m benchmarks.audit.table`. Cases of the held-out half, whose "
-        "topics, words and fillers are not those of the half on which the thresholds were chosen. Precision: "
-        "the share of the claims with this verdict for which it is the planted one. Recall: the share of the "
-        "claims with this planted verdict that get it. Unclear: the share of these that get no verdict. "
-        "Planted sources: the share of claims whose named sources are exactly the planted ones. Passes: "
-        "forward passes without sources, besides the trace. Intervals are 95 % (Wilson).",
+        'Written by `PYTHONPATH=.:demos python -m benchmarks.audit.table`. Cases of the part "report", whose '
+        "topics, words and fillers are not those of the parts on which thresholds were chosen and rules were "
+        "mended. It was measured once. Precision: the share of the claims with this verdict for which it is "
+        "the planted one. Recall: the share of the claims with this truth that get it. Unclear: the share of "
+        "these that get no verdict. Planted sources: the share of claims whose named sources are "
+        "exactly the planted ones. Passes: forward passes without sources, besides the trace. Intervals are "
+        "95 % (Wilson).",
     ]
     for model_name, name in MODELS.items():
-        entries = read(model_name)
+        tried = read(model_name)
+        entries = [entry for entry in tried if entry["written"]]
         groups = {"short": ("short",), "hard": HARD}
         for group, forms in groups.items():
             own = [entry for entry in entries if entry["form"] in forms]
@@ -119,7 +120,11 @@ def main() -> None:
                 lines += [describe_measurement(), ""]
                 lines += describe_verdicts(own)
         if entries:
-            lines += ["", f"## Forms of {name}", "", *describe_forms(entries)]
+            lines += ["", f"## Forms of {name}", ""]
+            lines += [
+                f"{len(entries)} of {len(tried)} cases: the others have a value that it would not write."
+            ]
+            lines += ["", *describe_forms(entries)]
     FILE.parent.mkdir(exist_ok=True)
     FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -12,7 +12,8 @@ from tqdm.auto import tqdm
 
 from lens_mix.arguments import check_choice, check_instance, check_whole_number
 from lens_mix.measured import Fact, precision_of
-from lens_mix.traces.claims import VERDICTS, Auditor, Claim, Rules, find_kept
+from lens_mix.traces.auditor import Auditor, find_kept
+from lens_mix.traces.claims import VERDICTS, Claim, Rules
 from lens_mix.traces.documents import WRITTEN
 from lens_mix.traces.removals import Passes, Removal
 from lens_mix.traces.sources import TextSource

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -197,7 +198,19 @@ class Passes:
             word.append(token)
         return word
 
-    def starts_word(self, place: int) -> bool:
+    def words_of(self, span: WrittenSpan) -> list[tuple[int, int]]:
+        """Return the words of a claim, each by its first token and the one after its last."""
+        tokens = range(span.start, span.stop)
+        starts = [each for each in tokens if each == span.start or self._starts_word(each)]
+        words = itertools.pairwise([*starts, span.stop])
+        return [each for each in words if any(map(str.isalnum, self.trace.text_of(*each)))]
+
+    def name(self, tokens: Sequence[int]) -> str:
+        """Return the text of some tokens of the vocabulary."""
+        tokenizer: Any = getattr(self.model, "tokenizer", None)
+        return name_token(tokenizer, tokens[0]) if len(tokens) == 1 else str(tokenizer.decode(list(tokens)))
+
+    def _starts_word(self, place: int) -> bool:
         """Return whether a written token begins with a space, as far as its text is known."""
         placed = self.trace.reading.written_text
         if placed is None:

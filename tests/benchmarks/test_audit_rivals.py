@@ -14,6 +14,7 @@ if not available(bridge, "llama"):
 
 from benchmarks.audit import rivals
 from benchmarks.audit.cases import Case
+from lens_mix.traces.claims import VERDICTS
 from tests.traces.readers import reader
 
 N_SOURCES, N_HEADS = 7, 5
@@ -128,15 +129,21 @@ def test_each_way_has_its_passes_and_the_audit_may_name_fewer() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_case_is_measured_on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rivals.ABLATIONS, "choose", 64)
+    pytest.importorskip("bm25s")
+    # The encoder is a real one, and its download has tests of its own.
+    monkeypatch.setattr(rivals, "score_embeddings", lambda texts, query: [float(len(each)) for each in texts])
     text = "The plan has a model. Critics liked the new product. Trains run every hour."
     prompt = f"{text}\n\nQuestion: What has a model?\nAnswer:"
     gold = "The plan has a model."
-    case = Case("choose", "supported", "short", prompt, " The plan has.", "plan", (gold,))
+    case = Case("report", "supported", "short", prompt, " The plan has.", "plan", (gold,))
     assert rivals.read_question(case) == "What has a model?"
     entry = rivals.measure(reader(), case, "plan", "seed")
     assert (entry["n"], entry["gold"]) == (3, [0])
     assert np.shape(entry["attention"])[1] == len(entry["gim"]) == len(entry["alone"]) == 3
+    assert entry["BM25, answer"][0] > 0
+    assert entry["audit_verdict"] in VERDICTS
+    assert set(entry["audit"]) <= {0, 1, 2}
+    assert 0 < entry["audit_passes"] <= rivals.BUDGET
     assert len(entry["masks"]) == len(entry["random"]) == 64
     # A random removal of one source is the removal of this source alone.
     values = dict(zip(entry["masks"], entry["random"], strict=True))

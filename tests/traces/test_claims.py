@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.traces.claims import VERDICTS, Rules, find_kept
+from lens_mix.traces.auditor import find_kept
+from lens_mix.traces.claims import VERDICTS, Rules
 from lens_mix.traces.removals import find_blocking
 from tests.traces.planted import (
     QUESTION,
