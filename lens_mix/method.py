@@ -82,6 +82,8 @@ class Method:
             respect to tensors inside the model; "causal", which means a causal model; "position_ids", which
             means a model that takes them.
         records: What the method reads from a layer of the clean pass ("pattern", "value", "z", "resid_pre").
+        reads_graph_alone: Whether a method with `clean_rules` reads nothing but the autograd graph of the
+            clean pass, so that attention may be fused.
         cost_grows_with: What the cost in forward passes grows with: "nothing", the "rows" that are computed,
             the "tokens" of the prompt, whichever rows are computed, or the "layers". It decides how the
             recorded times of a built-in method become its cost.
@@ -108,6 +110,7 @@ class Method:
     parts: ClassVar[frozenset[str]] = frozenset({"encoder", "decoder"})
     needs: ClassVar[frozenset[str]] = frozenset(ALGEBRA_COMPONENTS)
     records: ClassVar[frozenset[str]] = frozenset()
+    reads_graph_alone: ClassVar[bool] = False
     cost_grows_with: ClassVar[Growth] = "nothing"
     citation: ClassVar[str]
     # Without an annotation these are not fields, but a subclass may have fields of these names.

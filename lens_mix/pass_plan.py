@@ -18,13 +18,16 @@ from lens_mix._inputs.rows import Rows
 from lens_mix._model.model import Lens
 from lens_mix._passes.backward_rules import BackwardRules
 from lens_mix._passes.block_outputs import BlockOutputs
+from lens_mix._passes.clean_pass import CleanPass
 from lens_mix._passes.cross import find_name_of_cross, names_before_cross
+from lens_mix._passes.replay import BlockCall
 from lens_mix.hooks.base import HookPair
 from lens_mix.hooks.recording import ATTENTION_ROLES, RESID_PRE, record_all, record_attention
 from lens_mix.method import Method
 
 if TYPE_CHECKING:
     from lens_mix._passes.cached_pass import CachedPass
+    from lens_mix._passes.fused_attention import FusedAttention
 
 # The verification as a visitor.
 VERIFICATION = "verification"
@@ -85,6 +88,7 @@ class PassPlan:
         compared: What the verification compares: engines, and names that methods list in their `needs`.
         has_hooks: Whether user hooks are on the model.
         cached: The user's pass that is read instead of running the model; None for none.
+        is_fused: Whether attention runs by a fused kernel, and the asked rows of the patterns beside it.
     """
 
     lens: Lens
@@ -104,6 +108,7 @@ class PassPlan:
     compared: frozenset[str]
     has_hooks: bool
     cached: CachedPass | None = None
+    is_fused: bool = False
 
     @property
     def predicts_at_end(self) -> bool:
@@ -121,6 +126,9 @@ class PassPlan:
         template, rows = self.lens.stack.attention_template, self.recorded_rows
         positions = None if rows is None else rows.positions
         pairs = record_all(store, names_before_cross(self.lens, list(self.layers)))
+        if self.is_fused:
+            # Fused attention records its tensors itself.
+            return pairs
         for layer, planned in self.layers.items():
             roles = set(planned.records)
             for method in self._methods_at(layer):
@@ -134,6 +142,18 @@ class PassPlan:
         crossed = self._crossed_layers if self.cached is not None else []
         names = (find_name_of_cross(self.lens, layer) for layer in crossed)
         return pairs + record_all(store, filter(None, names))
+
+    def fused_attention(self) -> FusedAttention | None:
+        """Return the fused attention of the pass; None if its attention is eager."""
+        if not self.is_fused:
+            return None
+        from lens_mix._passes.fused_attention import FusedAttention
+
+        roles = {layer: planned.records for layer, planned in self.layers.items()}
+        positions = None if self.recorded_rows is None else self.recorded_rows.positions
+        return FusedAttention(
+            self.lens, roles, positions, None if self.rules is None else self.rules.attention_rule
+        )
 
     @property
     def _crossed_layers(self) -> list[int]:
@@ -185,11 +205,15 @@ class PassPlan:
         by_name = self.cached is not None
         return BlockOutputs(self.lens, layers, self.layers[layers[0]].outputs, by_name=by_name)
 
-    def free(self, recorded: dict[str, Tensor], layer: int) -> None:
-        """Remove the attention's tensors of a visited block that nothing reads later."""
+    def free(self, clean: CleanPass, layer: int) -> None:
+        """Remove the tensors of a visited block that nothing reads later."""
         if layer in self.layers:
             for role in set(ATTENTION_ROLES) - set(self.layers[layer].kept):
-                recorded.pop(self.lens.stack.hook_name(role, layer), None)
+                clean.recorded.pop(self.lens.stack.hook_name(role, layer), None)
+        # A pass with fused attention is only visited, so the streams of a long prompt are not kept.
+        is_over = not self.after_pass and (self.predict_at is None or self.predicts_at_end)
+        if self.is_fused and is_over and layer != self.last:
+            clean.calls[layer] = BlockCall((), {}, None)
 
     def _methods_at(self, layer: int) -> list[Method]:
         return [method for label, method in self.methods.items() if layer in self.method_layers[label]]
@@ -201,6 +225,7 @@ class PassPlan:
             f"clean pass of {_count(len(self.batch), 'prompt')}, {_count(positions, 'token')}; asked: "
             f"{'all rows' if asked is None else _name_rows(asked)}"
         ]
+        lines.append(f"  attention {'fused, the rows beside it' if self.is_fused else 'eager'}")
         # Neighboring layers with equal plans are one entry, because most layers of a model have the same
         # plan.
         ranges: list[tuple[int, int, LayerPlan]] = []

@@ -25,6 +25,7 @@ from lens_mix._care.state import reading
 from lens_mix._care.users_hooks import describe_spliced, has_user_hooks, name_user_hooks
 from lens_mix._classes.known_faults import wrong_logits
 from lens_mix._classes.model_classes import (
+    ModelClass,
     TransformerLensModel,
     UnsupportedModelError,
     transformer_lens_version,
@@ -50,9 +51,12 @@ from lens_mix.pass_plan import VERIFICATION, LayerPlan, PassPlan, takes_rows, vi
 if TYPE_CHECKING:
     from lens_mix._passes.autograd_graph import AutogradGraph
     from lens_mix._passes.cached_pass import CachedPass
+    from lens_mix._passes.fused_attention import FusedAttention
     from lens_mix.maps.spans import Group
 
 _MOST_LOGITS = 1 << 29  # the bytes of the logits that are computed at once for the predictions
+_LEAST_FUSED = 256  # with fewer tokens, fused attention is not faster
+_FUSED_ROLES = frozenset({"pattern", "value", "z"})
 _LEAST_LOGITS = 1 << 24  # a smaller `max_memory` does not bound them, because each chunk costs a pass
 
 
@@ -226,7 +230,9 @@ class Session:
                     found = problem
                 # Below, outside of the `except`, another error does not also show this one.
                 leaving.close()
-                if found.reason is None:
+                if found.found_for == "fused":
+                    verification = dataclasses.replace(verification, fused_failures={"rows": found.reason})
+                elif found.reason is None:
                     # The model is causal on text, so its verification remains, except for these prompts.
                     verification = dataclasses.replace(verification, causal=False, sees_later_patches=True)
                 elif not is_new:
@@ -268,6 +274,7 @@ class Session:
             self.lens,
             batch.prompts[0],
             with_unembedding=needs_unembedding(self.methods.values()),
+            fused=self._find_fused(batch),
             again=again,
         )
 
@@ -332,7 +339,45 @@ class Session:
         )
         if cached is not None:
             plan.require_from(cached)
-        return plan
+        return dataclasses.replace(plan, is_fused=self._is_fused(plan))
+
+    def _find_fused(self, batch: Batch) -> list[str]:
+        """Return for what fused attention is worth its verification: "rows" and "gradients" of long prompts.
+
+        Padding, hidden keys and pictures change masks, which eager attention is verified with.
+        """
+        stack, length, methods = self.lens.stack, batch.tokens.shape[1], self.methods.values()
+        is_bridge = self.lens.model_class is ModelClass.BRIDGE and stack.name == "blocks"
+        is_plain = batch.hidden is None and batch.features is None and not batch.has_pictures
+        if not is_bridge or length < _LEAST_FUSED or not is_plain or not bool(batch.real.all()):
+            return []
+        with_gradients = any(method.reads_graph_alone for method in methods)
+        reads_rows = all(
+            method.reads_graph_alone
+            or (method.reads == "block" and method.records <= _FUSED_ROLES | {RESID_PRE})
+            for method in methods
+        )
+        if self.queries is None or self.cache is not None or not reads_rows:
+            return []
+        return ["rows", "gradients"] if with_gradients else ["rows"]
+
+    def _is_fused(self, plan: PassPlan) -> bool:
+        """Return whether the attention of a plan is fused: nothing acts on patterns or runs blocks again."""
+        wanted = self._find_fused(plan.batch)
+        failures, anatomies = plan.verification.fused_failures, list(plan.verification.anatomy.values())
+        after = [self.methods[label] for label in plan.after_pass]
+        records = {role for planned in plan.layers.values() for role in planned.records}
+        return (
+            bool(wanted)
+            and all(name in failures and failures[name] is None for name in wanted)
+            and not plan.has_hooks
+            # One graph has the rules of all methods that read one, and none of them makes passes of its own.
+            and all(method.reads_graph_alone and plan.rules is not None for method in after)
+            and all(method.clean_rules(anatomies) == plan.rules for method in after)
+            and (not records or plan.recorded_rows is not None)
+            and records <= _FUSED_ROLES
+            and all(type(method).hooks is Method.hooks for method in self.methods.values())
+        )
 
     def _require_no_pass(self, engines: Mapping[str, str]) -> None:
         """Raise a ValueError if a method needs a pass of its own, which a cache does not replace."""
@@ -448,7 +493,7 @@ class Session:
         Raises:
             UnexpectedBlock: A block is not as the plan expects.
         """
-        outputs, store = plan.block_outputs(), dict[str, Tensor]()
+        outputs, store, fused = plan.block_outputs(), dict[str, Tensor](), plan.fused_attention()
         is_whole = {layer: planned.is_whole for layer, planned in plan.layers.items()}
         flags = {"has_hooks": plan.has_hooks, "is_cached": plan.cached is not None}
         verifier = Verifier(plan.verification, plan.compared, is_whole, outputs, **flags)
@@ -458,7 +503,7 @@ class Session:
             visitors: list[Visitor] = [verifier]
             if make_visitor is not None:
                 visitors.append(make_visitor(CheckedPass(self, plan, clean, verifier.notes)))
-            return functools.partial(_visit, clean, plan, visitors)
+            return functools.partial(_visit, clean, plan, visitors, fused)
 
         clean = clean_pass(
             plan.lens,
@@ -470,12 +515,13 @@ class Session:
             stop_after=plan.last,
             rows=plan.recorded_rows,
             # The graph must be alive until all methods have run, so the caller's context ends it.
-            graph=_open_graph(plan, leaving),
+            graph=_open_graph(plan, fused, leaving),
             predict_at=plan.predict_at if plan.predicts_at_end else None,
             z_factors=plan.verification.z_factors,
             start=start,
             outputs=outputs,
             cached=plan.cached,
+            fused=fused,
         )
         if plan.predict_at is not None and not plan.predicts_at_end:
             from lens_mix._passes.continuation import predict_in_chunks
@@ -568,24 +614,34 @@ class Session:
         return max(wanted, key=wanted.count)
 
 
-def _open_graph(plan: PassPlan, leaving: contextlib.ExitStack) -> AutogradGraph | None:
+def _open_graph(
+    plan: PassPlan, fused: FusedAttention | None, leaving: contextlib.ExitStack
+) -> AutogradGraph | None:
     """Return the autograd graph that the pass of a plan keeps, until the context ends; None for none."""
     if plan.rules is None:
         return None
     from lens_mix._passes.autograd_graph import AutogradGraph
 
     anatomies = list(plan.verification.anatomy.values())
-    graph = AutogradGraph(plan.lens, anatomies, plan.rules, plan.batch.tokens.shape[1])
+    graph = AutogradGraph(plan.lens, anatomies, plan.rules, plan.batch.tokens.shape[1], fused)
     leaving.callback(graph.release)
     return graph
 
 
-def _visit(clean: CleanPass, plan: PassPlan, visitors: Sequence[Visitor], layer: int) -> None:
+def _visit(
+    clean: CleanPass,
+    plan: PassPlan,
+    visitors: Sequence[Visitor],
+    fused: FusedAttention | None,
+    layer: int,
+) -> None:
     """Let visitors read a block that has run, in their order, and free what nobody reads later."""
+    if fused is not None and fused.failure is not None:
+        raise UnexpectedBlock(fused.failure, "fused")
     keep_stream_before_cross(clean, plan.verification.anatomy, layer)
     for visitor in visitors:
         visitor.visit(clean, layer)
-    plan.free(clean.recorded, layer)
+    plan.free(clean, layer)
 
 
 def _require_same_input(clean: CleanPass) -> None:

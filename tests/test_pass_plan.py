@@ -67,8 +67,9 @@ def test_a_printed_plan_names_every_step():
     model = gpt2_like(torch.float64)
     text = str(plan(model, tokens(model, 1, 9), ["attention", "value_zeroing", "gim"], queries=[-1]))
     last = model.cfg.n_layers - 1
-    assert text.splitlines()[:2] == [
+    assert text.splitlines()[:3] == [
         "clean pass of 1 prompt, 9 tokens; asked: rows [8]",
+        "  attention eager",
         f"  layers 0 to {last}",
     ]
     for line in (

@@ -29,6 +29,8 @@ class Verification:
             is known is left out.
         masks_padding: Side of the padding -> whether attention ignores it, for the sides that were tried.
         unembedding_failure: Why the logits can't be computed from the last residual stream; None if they can.
+        fused_failures: "rows" or "gradients" -> why fused attention can't be used for these, or None if it
+            gives what eager attention does, for those that were tried.
         z_factors: Layer -> z of each head divided by pattern @ values, if that is not 1 (an ablated head).
         source: The verification of the encoder, for the joint part; None otherwise.
         sees_later_patches: Whether the model is causal on text, but not on the prompt of this run, whose
@@ -41,6 +43,7 @@ class Verification:
     next_norm_failures: Mapping[int, str] = dataclasses.field(default_factory=dict)
     masks_padding: Mapping[str, bool] = dataclasses.field(default_factory=dict)
     unembedding_failure: str | None = UNEMBEDDING_UNVERIFIED
+    fused_failures: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     z_factors: Mapping[int, Float[Tensor, " head"]] = dataclasses.field(default_factory=dict)
     source: Verification | None = None
     sees_later_patches: bool = False

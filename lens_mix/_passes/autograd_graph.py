@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix._care.changes import Changes
 from lens_mix._care.precision import relative_error
 from lens_mix._classes.model_classes import UnsupportedModelError
 from lens_mix._model.anatomy import BlockAnatomy
@@ -20,6 +22,9 @@ from lens_mix._passes.copies import bytes_through_block
 from lens_mix._passes.replay import BlockCall, enter_with, first_tensor
 from lens_mix.hooks.mixing import check_mixing
 from lens_mix.hooks.recording import record_mixing
+
+if TYPE_CHECKING:
+    from lens_mix._passes.fused_attention import FusedAttention
 
 # The graph of all blocks is kept up to this many bytes, by an estimate of at least twice its true size: of
 # SmolLM2, up to about 300 tokens. With a longer prompt, running blocks again takes a third more time.
@@ -56,24 +61,31 @@ class AutogradGraph:
         anatomies: The anatomies of all blocks.
         rules: The rules of the backward pass.
         positions: The number of positions of the prompt.
+        fused: The fused attention of its passes; None for eager attention, which alone has a mixing to read.
 
     Attributes:
         rules: The rules of the backward pass.
+        fused: The fused attention; None for eager attention.
         is_kept: Whether the graph of all blocks is kept.
         logits: The logits that the pass computed at its only read position, as nodes of the graph; None if it
             computed none or others.
     """
 
     def __init__(
-        self, lens: Lens, anatomies: Sequence[BlockAnatomy], rules: BackwardRules, positions: int
+        self,
+        lens: Lens,
+        anatomies: Sequence[BlockAnatomy],
+        rules: BackwardRules,
+        positions: int,
+        fused: FusedAttention | None = None,
     ) -> None:
-        self.rules, self._lens = rules, lens
+        self.rules, self.fused, self._lens = rules, fused, lens
         size = lens.n_layers * bytes_through_block(lens, positions)
         # A block that reads the keys of another one cannot be run again alone, because its gradient enters
         # that block too.
         self.is_kept = size <= _MOST_KEPT or _shares_keys(lens)
         after = range(1, lens.n_layers + 1) if self.is_kept else ()
-        self._changed = ChangedRules(lens, anatomies, rules, after=after, leaf=self.is_kept)
+        self._changed = ChangedRules(lens, anatomies, rules, after=after, leaf=self.is_kept, fused=fused)
         template = lens.stack.attention_template
         self._recorded: dict[str, Tensor] = {}
         self._recording = [
@@ -89,7 +101,7 @@ class AutogradGraph:
 
     def built(self) -> contextlib.AbstractContextManager[None]:
         """Return a context whose passes follow the rules; the first pass builds the autograd graph."""
-        return self._changed.applied(self._recording if self.is_kept else ())
+        return self._changed.applied(self._recording if self.is_kept and self.fused is None else ())
 
     def read(self, calls: dict[int, BlockCall]) -> None:
         """Read the calls of the blocks in the pass, from which blocks are run again."""
@@ -197,7 +209,8 @@ class AutogradGraph:
         """
         (gradients,) = _gradients_of_each(values, [self.resid_post], _select(values), at_once=at_once)
         recording = () if read_mixing is None else self._recording
-        with self._lens.evaluation_mode(gradients=True), self._changed.applied(recording):
+        mode, fused = self._lens.evaluation_mode(gradients=True), self.fused
+        with mode, self._changed.applied(recording), Changes([] if fused is None else fused.changes()):
             for layer in reversed(range(self._lens.n_layers)):
                 leaf = self._calls[layer].resid_pre.detach().requires_grad_(True)
                 output = self._output_again(layer, leaf)

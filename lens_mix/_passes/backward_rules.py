@@ -11,6 +11,21 @@ from lens_mix.hooks.base import HookPair
 Activations = Literal["gradient", "ratio"]
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionRule:
+    """How an attention is differentiated; with the defaults, as usual.
+
+    Attributes:
+        temperature: The temperature of the softmax that is differentiated.
+        scores: The factor of the gradients of the scores, and so of queries and keys.
+        values: The factor of the gradients of the values.
+    """
+
+    temperature: float = 1.0
+    scores: float = 1.0
+    values: float = 1.0
+
+
 class BackwardRules(Protocol):
     """The rules of a backward pass; except in `PlainRules`, the scale of a norm is treated as constant."""
 
@@ -22,6 +37,10 @@ class BackwardRules(Protocol):
     def gate_up(self) -> float:
         """The factor of the gradients of gate and up, the two factors of a gated feed-forward."""
 
+    @property
+    def attention_rule(self) -> AttentionRule:
+        """The rule of attention, which the hooks apply to eager attention."""
+
     def interventions(self, layer: int, *, attention: str) -> Sequence[HookPair]:
         """Return the hooks on one attention module."""
 
@@ -32,6 +51,7 @@ class PlainRules:
 
     activations: Activations = "gradient"
     gate_up: float = 1.0
+    attention_rule: AttentionRule = AttentionRule()
 
     def interventions(self, layer: int, *, attention: str) -> list[HookPair]:
         """Return no hooks."""

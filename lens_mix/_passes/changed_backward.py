@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -32,7 +32,7 @@ from lens_mix._model.anatomy import (
 from lens_mix._model.model import Lens
 from lens_mix._model.stacks import Stack
 from lens_mix._model.unembedding import read_b_U
-from lens_mix._passes.backward_rules import Activations, BackwardRules, PlainRules
+from lens_mix._passes.backward_rules import Activations, AttentionRule, BackwardRules, PlainRules
 from lens_mix._passes.replay import BlockCall, enter_with, first_tensor, with_first
 from lens_mix.hooks.base import HookFunction, HookName, HookPair
 from lens_mix.hooks.gradient import (
@@ -47,6 +47,9 @@ from lens_mix.hooks.gradient import (
 )
 from lens_mix.hooks.mixing import tolerance
 
+if TYPE_CHECKING:
+    from lens_mix._passes.fused_attention import FusedAttention
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
@@ -55,6 +58,11 @@ class Rules:
     temperature: float = 1.0
     scores: float = 1.0
     activations: Activations = "gradient"
+
+    @property
+    def attention_rule(self) -> AttentionRule:
+        """The rule of attention."""
+        return AttentionRule(self.temperature, self.scores)
 
     @property
     def gate_up(self) -> float:
@@ -110,6 +118,8 @@ class ChangedRules:
 
     Args:
         leaf: Whether the first pass starts from a leaf: the detached residual stream before the first block.
+        fused: The fused attention of the passes, which applies the rule of attention itself; None for eager
+            attention.
 
     Attributes:
         streams: Number of blocks -> the residual stream after them, from passes with gradients.
@@ -126,8 +136,10 @@ class ChangedRules:
         constants: Float[Tensor, " copy"] | None = None,
         logits: bool = True,
         leaf: bool = False,
+        fused: FusedAttention | None = None,
     ) -> None:
         self._lens, self._rules, self._constants, self._leaf = lens, rules, constants, leaf
+        self._fused = fused
         self.streams: dict[int, Float[Tensor, "copy pos d_model"]] = {}
         self._pairs: list[HookPair] = []
         self._changes: list[Change] = []
@@ -258,6 +270,9 @@ class ChangedRules:
 
     def _attention(self, layer: int, attention: str, values: bool = True) -> None:
         """Add the interventions of one attention module; `values`: whether its values have a gradient."""
+        if self._fused is not None:
+            self._required.append(self._fused.counters[layer])
+            return
         value_hook = f"{attention.format(layer=layer)}.hook_v"
         for name, rule in self._rules.interventions(layer, attention=attention):
             self._point(name, rule, required=values or name != value_hook)

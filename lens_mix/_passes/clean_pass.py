@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lens_mix._passes.autograd_graph import AutogradGraph
     from lens_mix._passes.block_outputs import BlockOutputs
     from lens_mix._passes.cached_pass import CachedPass
+    from lens_mix._passes.fused_attention import FusedAttention
 
 # Pieces of torch's errors about different dtypes, or about a number that a dtype can't represent.
 _DTYPE_TEXTS = ("scalar type", "dtype", "without overflow")
@@ -82,6 +83,7 @@ class CleanPass:
         seeing_later: The watched layers in which a query attended to a later key. Only batches with pictures
             are searched for them: a model that is causal on text may not be causal on pictures.
         seconds: Layer -> the time that its block took, without what visited it.
+        fused: The fused attention of the pass; None if it was eager. A block of such a pass is not replayed.
     """
 
     lens: Lens
@@ -102,6 +104,7 @@ class CleanPass:
     logits: Float[Tensor, "batch read d_vocab"] | None = None
     seeing_later: set[int] = dataclasses.field(default_factory=set)
     seconds: dict[int, float] = dataclasses.field(default_factory=dict)
+    fused: FusedAttention | None = None
 
     def logits_at(self, positions: Int[Tensor, "batch read"]) -> Float[Tensor, "batch read d_vocab"] | None:
         """Return the logits at these positions, or None if the pass did not keep them."""
@@ -168,6 +171,8 @@ class CleanPass:
 
     def replay(self, layer: int) -> BlockReplay:
         """Return the replay of a block."""
+        # The arguments of its call are those of fused attention.
+        assert self.fused is None, "expected a pass with eager attention for a replay"
         if layer not in self.replays:
             self.replays[layer] = BlockReplay(self.lens, layer, self.calls[layer], self.real)
         return self.replays[layer]
@@ -178,7 +183,7 @@ class CleanPass:
         whole = dataclasses.replace(self, recorded={}, attended={}, rows=None, cache={})
         template = self.lens.stack.attention_template
         pairs = record_attention(layer, whole.recorded, ["pattern"], attention=template)
-        pairs.append(watch_pattern(layer, _watch_keys(layer, whole), attention=template))
+        pairs.append(watch_pattern(layer, _watch_keys(layer, whole, None), attention=template))
         self.replay(layer).run(pairs)
         return whole
 
@@ -200,6 +205,7 @@ def clean_pass(
     start: Callable[[CleanPass], Callable[[int], None]] | None = None,
     outputs: BlockOutputs | None = None,
     cached: CachedPass | None = None,
+    fused: FusedAttention | None = None,
 ) -> CleanPass:
     """Make one forward pass, and record the blocks' calls and the tensors of the hooks.
 
@@ -222,6 +228,8 @@ def clean_pass(
         outputs: The outputs within blocks to record; None for none.
         cached: A pass of the user's whose activations are read, instead of running the model: of the blocks
             in `required`, without predictions.
+        fused: Fused attention, which records the tensors of attention itself, at `rows`; None for eager
+            attention, whose tensors `fwd_hooks` record.
 
     Raises:
         ValueError: A hook point is missing, an input is out of range, or a block's output is not finite.
@@ -231,16 +239,20 @@ def clean_pass(
     recorded = {} if recorded is None else recorded
     present = [layer for layer in lens.stack.attention_layers if layer <= last]
     layers = present if watched is None else list(watched)
-    clean = CleanPass(lens, batch, {}, recorded, {}, rows, z_factors=z_factors, graph=graph)
+    clean = CleanPass(lens, batch, {}, recorded, {}, rows, z_factors=z_factors, graph=graph, fused=fused)
     template = lens.stack.attention_template
-    watching = [watch_pattern(layer, _watch_keys(layer, clean), attention=template) for layer in layers]
+    watching = [watch_pattern(layer, _watch_keys(layer, clean, rows), attention=template) for layer in layers]
     ends = _BlockEnds(clean, required, None if start is None else start(clean))
     # Calls are captured first, because the end of a block reads its output from them.
     changes = [*_capture_calls(clean, last), *([] if outputs is None else outputs.changes), *ends.hooks(last)]
     if predict_at is None:
         # It is registered last, because it raises: torch would not call any hook after it.
         changes.append(forward_hook(lens.stack.blocks[last], stop_forward))
-    hooks = [*fwd_hooks, *watching, *([] if outputs is None else outputs.fwd_hooks)]
+    hooks = [*fwd_hooks, *([] if outputs is None else outputs.fwd_hooks)]
+    if fused is None:
+        hooks += watching
+    else:
+        changes += fused.changes(recorded, clean.attended)
     if cached is not None:
         cached.feed(clean, hooks, sorted(required), ends.end)
         ends.raise_failure()
@@ -430,9 +442,9 @@ def _explain(lens: Lens, batch: Batch, problem: Exception) -> None:
         ) from problem
 
 
-def _watch_keys(layer: int, clean: CleanPass) -> Callable[[Tensor], None]:
-    positions = None if clean.rows is None else clean.rows.positions
-
+def _watch_keys(layer: int, clean: CleanPass, rows: Rows | None) -> Callable[[Tensor], None]:
+    """Return a function that notes which keys get weight in some rows of a pattern; None: in all of it."""
+    positions = None if rows is None else rows.positions
     has_pictures = clean.batch.has_pictures
 
     def watch(pattern: Tensor) -> None:

@@ -41,12 +41,20 @@ class AllowedKeys:
         This needs all rows of all layers, from the first layer on.
         """
         first = self.by_layer[0]
-        identity = torch.eye(first.shape[-1], device=first.device, dtype=torch.float32)
-        reached, layers = identity, {}
+        own = torch.eye(first.shape[-1], device=first.device, dtype=torch.bool)
+        distinct = list({id(mask): mask for mask in self.by_layer.values()}.values())
+        # More than this cannot be reached, so the products, which take long, end there.
+        most = torch.ones_like(own)
+        most = most.tril() if not any(bool(mask.triu(1).any()) for mask in distinct) else most
+        reached, layers = own.expand_as(first), {}
         for layer in sorted(self.by_layer):
-            # torch has no matrix product of booleans.
-            reached = (((self.by_layer[layer].float() + identity) @ reached) > 0).float()
-            layers[layer] = reached > 0
+            seen = self.by_layer[layer] | own
+            if bool((seen | ~most).all()):
+                reached = most.expand_as(first)
+            elif not bool((reached | ~most).all()):
+                # torch has no matrix product of booleans.
+                reached = (seen.float() @ reached.float()) > 0
+            layers[layer] = reached
         return dataclasses.replace(self, by_layer=layers)
 
     def of_prompt(self, index: int, rows: Tensor, keys: Tensor, layers: Sequence[int]) -> PromptMask:
@@ -190,7 +198,9 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
         # Neighboring layers with equal masks have one tensor in common.
         if attended is not complete:
             attended_pairs = attended & real_pairs
-            if attended_pairs.equal(real_pairs) or attended_pairs.equal(real_pairs & triangle):
+            is_complete = attended_pairs.equal(real_pairs) or attended_pairs.equal(real_pairs & triangle)
+            if is_complete or clean.fused is not None:
+                # Fused attention has shown its mask, and not which keys got weight.
                 complete = attended
             else:
                 attended = attended | rows_at(_attended_without_queries(clean, layer), positions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,7 @@ def verification_of(
     prompt: Prompt,
     *,
     with_unembedding: bool = False,
+    fused: Collection[str] = (),
     padding: PaddingSide | None = None,
     again: bool = False,
 ) -> Verification:
@@ -33,6 +35,7 @@ def verification_of(
         lens: The lens of the model.
         prompt: The prompt to verify the model on.
         with_unembedding: Whether the unembedding has to be verified too (`needs_unembedding`).
+        fused: For what fused attention has to be verified: "rows" and "gradients".
         padding: The side on which the masking of padding has to be verified; None for neither.
         again: Whether to ignore a stored verification.
 
@@ -43,10 +46,7 @@ def verification_of(
     # The state is read inside the context, because no other thread's run has hooks on the model then.
     with lens.evaluation_mode():
         current = None if again else _find_current(lens)
-        has_unembedding = current is not None and current.unembedding_failure != UNEMBEDDING_UNVERIFIED
-        if current is not None and padding is None and (has_unembedding or not with_unembedding):
-            return current
-        complete = _complete(lens, prompt, current, with_unembedding, padding, again)
+        complete = _complete(lens, prompt, current, with_unembedding, fused, padding, again)
         if complete is not current:
             # The state is read afterwards, because a Bridge adds hooks to norms in its first forward pass.
             _verifications.setdefault(lens.model, {})[lens.stack.name] = (_state(lens), complete)
@@ -66,10 +66,16 @@ def _complete(
     prompt: Prompt,
     current: Verification | None,
     with_unembedding: bool,
+    fused: Collection[str],
     padding: PaddingSide | None,
     again: bool,
 ) -> Verification:
     """Return a verification with all that `verification_of` was asked for; `current` is what is known."""
+    if current is not None:
+        with_unembedding = with_unembedding and current.unembedding_failure == UNEMBEDDING_UNVERIFIED
+        fused = [name for name in fused if name not in current.fused_failures]
+        if padding is None and not with_unembedding and not fused:
+            return current
     # Most runs find all of it, and do not need the passes of a verification.
     from lens_mix._verification.verify import find_unembedding_failure, masks_padding, verify
 
@@ -78,9 +84,14 @@ def _complete(
         below = Lens(lens.model, lens.stack.source.name)
         source = verification_of(below, prompt, padding=padding, again=again)
         complete = dataclasses.replace(complete, source=source)
-    if with_unembedding and complete.unembedding_failure == UNEMBEDDING_UNVERIFIED:
+    if with_unembedding:
         failure = find_unembedding_failure(lens, prompt, complete)
         complete = dataclasses.replace(complete, unembedding_failure=failure)
+    if fused:
+        from lens_mix._verification.fused import find_fused_failure
+
+        failures = {name: find_fused_failure(lens, prompt, complete, name) for name in fused}
+        complete = dataclasses.replace(complete, fused_failures={**complete.fused_failures, **failures})
     if padding is not None and padding not in complete.masks_padding:
         masked = masks_padding(lens, prompt, padding)
         masked = masked and (complete.source is None or complete.source.masks_padding[padding])

@@ -12,12 +12,14 @@ from lens_mix._blocks.components import ComponentError
 from lens_mix._blocks.verification_record import Verification
 from lens_mix._care.raw_errors import LibraryErrors
 from lens_mix._classes.model_classes import (
+    ModelClass,
     TransformerLensModel,
     UnsupportedModelError,
     model_class_of,
     reads_features,
 )
 from lens_mix._classes.model_names import model_name, strip_path
+from lens_mix._inputs.batches import Prompt
 from lens_mix._inputs.features import any_features
 from lens_mix._inputs.prompts import device_of, is_encoder_decoder, most_tokens, read_prompt
 from lens_mix._model.model import Lens
@@ -35,10 +37,12 @@ class Support:
     Attributes:
         model: The model's name.
         rows: One (method, engine, reason) per method; engine is None if it can't run, reason "" if it can.
+        long_prompts: Whether some rows of long prompts are computed with fused attention, and if not, why.
     """
 
     model: str
     rows: tuple[tuple[str, str | None, str], ...]
+    long_prompts: str = ""
 
     def __iter__(self) -> Iterator[tuple[str, str | None, str]]:
         return iter(self.rows)
@@ -59,6 +63,7 @@ class Support:
     def __str__(self) -> str:
         width = max(len(name) for name, _, _ in self.rows)
         lines = [f"{name:<{width}}  {self[name]}" for name, _, _ in self.rows]
+        lines += [f"{'long prompts':<{width}}  {self.long_prompts}"] * bool(self.long_prompts)
         return "\n".join([f"support for {strip_path(self.model)}", *lines])
 
     __repr__ = __str__
@@ -206,7 +211,23 @@ def support_table(
             except UnsupportedModelError as problem:
                 reason = str(problem)
         rows.append((method.name, engine, reason))
-    return Support(model_name(model), tuple(rows))
+    return Support(model_name(model), tuple(rows), _describe_long_prompts(lens, read))
+
+
+def _describe_long_prompts(lens: Lens, prompt: Prompt) -> str:
+    """Return which attention computes some rows of a long prompt, and why it is eager if it is."""
+    if (
+        lens.model_class is not ModelClass.BRIDGE
+        or lens.stack.name != "blocks"
+        or prompt.features is not None
+    ):
+        return "eager attention (fused attention is for a TransformerBridge of one stack that reads tokens)"
+    with LibraryErrors(lens.model):
+        failures = verification_of(lens, prompt, fused=("rows", "gradients")).fused_failures
+    if failures["rows"] is not None:
+        return f"eager attention ({failures['rows']})"
+    of_gradients = failures["gradients"]
+    return "fused attention" + (f", eager for gradients ({of_gradients})" if of_gradients else "")
 
 
 def _next_norm_failure(method: HasEngines, verification: Verification) -> str | None:

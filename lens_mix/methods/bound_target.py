@@ -447,7 +447,10 @@ def _contexts(
     tokens, given = (block.batch.logits_tokens, {}) if reads_logits else (block.tokens, batch.inputs)
     # Further inputs belong to the source of an encoder-decoder, whichever part is mapped.
     has_source = not reads_logits and batch.target is not None and block.stack.reads_target
-    output = read_output(block, target, positions=rows_read) if logits is None else logits
+    # The last block need not run again if the clean pass has its output.
+    end = block.clean.calls.get(block.clean.lens.n_layers - 1)
+    known = None if end is None else end.resid_post
+    output = read_output(block, target, positions=rows_read, resid_post=known) if logits is None else logits
     is_whole = rows_read is None and logits is None
     for prompt, real in enumerate(block.batch.logits_real if reads_logits else block.real):
         places = real.nonzero()[:, 0]

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lens_mix._blocks.cost import Growth
 from lens_mix._model.anatomy import BlockAnatomy
-from lens_mix._passes.backward_rules import Activations, BackwardRules
+from lens_mix._passes.backward_rules import Activations, AttentionRule, BackwardRules
 from lens_mix._passes.changed_backward import changed_backward
 from lens_mix.arguments import check_choice, check_items, check_whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
@@ -39,6 +39,7 @@ class ChangedGradients(RowTargetMethod):
 
     parts: ClassVar[frozenset[str]] = Method.parts | {"joint"}
     needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
+    reads_graph_alone: ClassVar[bool] = True
     cost_grows_with: ClassVar[Growth] = "rows"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
@@ -50,6 +51,11 @@ class ChangedGradients(RowTargetMethod):
     def interventions(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
         """Return the hooks that change the gradient at one layer's attention (`lens_mix.hooks.gradient`)."""
         raise NotImplementedError(f"{type(self).__name__} does not define interventions")
+
+    @property
+    def attention_rule(self) -> AttentionRule:
+        """The rule of attention, which the hooks of `interventions` apply."""
+        raise NotImplementedError(f"{type(self).__name__} does not define attention_rule")
 
     @property
     def conserves(self) -> bool:

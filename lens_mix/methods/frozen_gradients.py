@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lens_mix._passes.backward_rules import AttentionRule
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, scale_pattern_gradient
 from lens_mix.methods.changed_gradients import ChangedGradients
 
@@ -62,6 +63,11 @@ class FrozenGradients(ChangedGradients):
     def conserves(self) -> bool:
         # Ratios distribute all of what an activation returns, and its gradients do not.
         return self.activations == "ratio"
+
+    @property
+    @override
+    def attention_rule(self) -> AttentionRule:
+        return AttentionRule(scores=0.0)
 
     def interventions(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
         """Return the hook that makes the pattern of one layer a constant in the backward pass (AH-rule).

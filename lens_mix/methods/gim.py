@@ -8,7 +8,9 @@ from typing import ClassVar
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
+from lens_mix._passes.backward_rules import AttentionRule
 from lens_mix.arguments import check_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, scale_gradient, scale_pattern_gradient
 from lens_mix.hooks.base import attention_module
@@ -83,6 +85,11 @@ class Gim(ChangedGradients):
         check_number("queries_keys", self.queries_keys, 0)
         check_number("values", self.values, 0)
         check_number("gate_up", self.gate_up, 0)
+
+    @property
+    @override
+    def attention_rule(self) -> AttentionRule:
+        return AttentionRule(self.temperature, self.queries_keys, self.values)
 
     def interventions(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
         """Return the hooks that change the gradient at one layer's attention.

@@ -85,6 +85,7 @@ class InputGradients(RowTargetMethod):
     place_in_list: ClassVar[int] = 4
     needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
     parts: ClassVar[frozenset[str]] = Method.parts | {"joint"}
+    reads_graph_alone: ClassVar[bool] = True
     cost_grows_with: ClassVar[Growth] = "rows"
     citation: ClassVar[str] = "sundararajan-etal-2017-axiomatic"
 

@@ -70,9 +70,11 @@ def make_graph(first: Block, batch: Batch, rules: BackwardRules) -> AutogradGrap
         rules: The rules of the backward pass.
     """
     anatomies, positions = list(first.verification.anatomy.values()), batch.tokens.shape[1]
-    graph = AutogradGraph(first.clean.lens, anatomies, rules, positions)
+    fused = first.clean.fused
+    fused = None if fused is None else fused.with_rule_alone()
+    graph = AutogradGraph(first.clean.lens, anatomies, rules, positions, fused)
     try:
-        clean_pass(first.clean.lens, batch, watched=(), graph=graph)
+        clean_pass(first.clean.lens, batch, watched=(), graph=graph, fused=fused)
     except BaseException:
         graph.release()
         raise

@@ -1,0 +1,127 @@
+"""The verification of fused attention: what it gives is compared with what eager attention gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix._blocks.verification_record import Verification
+from lens_mix._care.precision import relative_error
+from lens_mix._classes.model_classes import UnsupportedModelError
+from lens_mix._inputs.batches import Batch, Prompt, pad
+from lens_mix._inputs.prompts import pad_token
+from lens_mix._inputs.rows import Rows
+from lens_mix._model.model import Lens
+from lens_mix._passes.autograd_graph import AutogradGraph
+from lens_mix._passes.changed_backward import Rules
+from lens_mix._passes.clean_pass import clean_pass
+from lens_mix._passes.fused_attention import ROLES, FusedAttention
+from lens_mix.hooks.mixing import pass_tolerance
+from lens_mix.hooks.recording import record_attention
+
+# The prompt has so many tokens, or more if the model has windows of attention.
+_COUNT, _BEYOND_WINDOW = 32, 8
+# An eager pass over more tokens would take longer than the run.
+_LARGEST_WINDOW = 1024
+# Names of windows in configurations of transformers.
+_WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
+
+
+def find_fused_failure(lens: Lens, prompt: Prompt, verification: Verification, name: str) -> str | None:
+    """Return why fused attention does not give what eager attention does; None if it does.
+
+    Both run on the first tokens of the prompt, a few more than a window of attention has.
+
+    Args:
+        lens: The lens of the model.
+        prompt: The prompt.
+        verification: The verification of the model.
+        name: "rows" for blocks and recorded rows, or "gradients" for gradients with changed rules.
+    """
+    count = (
+        max([_COUNT, *(window + _BEYOND_WINDOW for window in _windows(lens))]) if name == "rows" else _COUNT
+    )
+    short = Prompt(prompt.tokens[:count], inputs={key: each[:count] for key, each in prompt.inputs.items()})
+    batch = pad([short], pad_token(lens.model), "right")
+    try:
+        return _compare_rows(lens, batch) if name == "rows" else _compare_gradients(lens, batch, verification)
+    except UnsupportedModelError as problem:
+        return str(problem)
+    except Exception as problem:
+        # Whatever an attention needs that its fused form does not have, eager attention is there.
+        return f"attention: transformers' own module fails: {type(problem).__name__}: {problem}"
+
+
+def _compare_rows(lens: Lens, batch: Batch) -> str | None:
+    last = batch.tokens.shape[1]
+    rows = Rows.of([last - 1, last // 2], batch.real, [list])
+    layers, template = lens.stack.attention_layers, lens.stack.attention_template
+    eager, found = dict[str, Tensor](), dict[str, Tensor]()
+    pairs = [
+        pair
+        for layer in layers
+        for pair in record_attention(layer, eager, sorted(ROLES), queries=rows.positions, attention=template)
+    ]
+    own = clean_pass(lens, batch, pairs, eager, rows=rows)
+    fused = FusedAttention(lens, dict.fromkeys(layers, sorted(ROLES)), rows.positions)
+    other = clean_pass(lens, batch, (), found, rows=rows, fused=fused)
+    if fused.failure is not None:
+        return fused.failure
+    for layer, call in own.calls.items():
+        error = relative_error(other.calls[layer].resid_post, call.resid_post)
+        if not error <= lens.tolerance:
+            return f"{lens.where(layer)}: fused attention gives another output (relative error {error:.1e})"
+        # A weight may be 0 without a mask.
+        if layer in layers and bool((own.attended[layer] & ~other.attended[layer]).any()):
+            return f"{lens.where(layer)}: fused attention has another mask"
+    for name, tensor in eager.items():
+        got = found.get(name)
+        # The heads of z may be flattened.
+        if got is None or got.numel() != tensor.numel():
+            return f"{name}: fused attention has another tensor there"
+        error = relative_error(got.reshape(tensor.shape), tensor)
+        if not error <= lens.tolerance:
+            return f"{name}: fused attention differs there (relative error {error:.1e})"
+    return None
+
+
+def _compare_gradients(lens: Lens, batch: Batch, verification: Verification) -> str | None:
+    rules = Rules(temperature=2.0, scores=0.25)
+    own, other = (
+        _gradient(lens, batch, verification, rules, fused)
+        for fused in (None, FusedAttention(lens, {}, None, rules.attention_rule))
+    )
+    error = relative_error(other.flatten()[None], own.flatten()[None])
+    if error <= pass_tolerance(lens.dtype):
+        return None
+    return f"attention: its fused gradient differs (relative error {error:.1e})"
+
+
+def _gradient(
+    lens: Lens, batch: Batch, verification: Verification, rules: Rules, fused: FusedAttention | None
+) -> Float[Tensor, "1 pos d_model"]:
+    """Return the gradient of a number of the last residual stream with respect to the first one."""
+    anatomies, positions = list(verification.anatomy.values()), batch.tokens.shape[1]
+    graph = AutogradGraph(lens, anatomies, rules, positions, fused)
+    try:
+        clean_pass(lens, batch, watched=(), graph=graph, fused=fused)
+        with torch.enable_grad():
+            # All coordinates of some streams have the same sum.
+            value = graph.resid_post[0, -1].square().sum()[None]
+        ((_, gradient),) = graph.gradients(value, [0], reads_logits=False)
+        return gradient
+    finally:
+        graph.release()
+
+
+def _windows(lens: Lens) -> Iterator[int]:
+    """Yield the windows of attention in the configurations of the model's modules, except very large ones."""
+    configs = {id(config): config for module in lens.modules if (config := vars(module).get("config"))}
+    for config in configs.values():
+        for name in _WINDOWS:
+            window = getattr(config, name, None)
+            if isinstance(window, int) and 1 < window <= _LARGEST_WINDOW:
+                yield window

@@ -1,0 +1,213 @@
+"""Test that a pass with fused attention gives what one with eager attention does, and when it is made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix import session
+from lens_mix._passes import autograd_graph, fused_attention
+from lens_mix.runner import plan
+from tests.matrix import cases, prompt_of
+from tests.tiny_models import available, bridge
+
+if not available(bridge, "llama"):
+    pytest.skip("no TransformerBridge in this TransformerLens", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+METHODS = {
+    **{name: name for name in ("attention", "value_norm", "attn_res", "attn_res_ln", "globenc", "alti")},
+    "value_zeroing": "value_zeroing",
+    "gim": lm.methods.Gim(),
+    "streams": lm.methods.Gim(after_blocks=1, readout="absolute"),
+    "input_gradients": lm.methods.InputGradients(),
+    "frozen_gradients": lm.methods.FrozenGradients(),
+}
+# transformers does not compute the attention of these through its attention functions.
+EAGER = ("gpt_neo", "bloom", "mpt", "falcon_mqa")
+TOKENS = torch.tensor([5, 9, 14, 3, 22, 31, 8, 41, 17, 26, 11, 7, 35, 29])
+
+
+def both(monkeypatch, model, prompt, method, **options):
+    """Return the maps with eager and with fused attention, and whether the second is fused."""
+    monkeypatch.setattr(session, "_LEAST_FUSED", 10**9)
+    eager = lm.run(model, prompt, method, **options)
+    monkeypatch.setattr(session, "_LEAST_FUSED", 1)
+    is_fused = plan(model, prompt, method, **options).is_fused
+    return eager, lm.run(model, prompt, method, **options), is_fused
+
+
+def assert_equal(eager, fused, bound=3e-6):
+    torch.testing.assert_close(
+        fused.scores, eager.scores, rtol=0, atol=bound * float(eager.scores.abs().max())
+    )
+    assert (fused.mask is None) == (eager.mask is None)
+    assert fused.mask is None or fused.mask.equal(eager.mask)
+    assert fused.causal == eager.causal
+
+
+@pytest.mark.parametrize("case", cases(refused=False), ids=lambda case: case.label)
+def test_fused_attention_gives_the_maps_of_eager_attention(monkeypatch, case):
+    if case.wrong_logits or case.part is not None or not case.label.startswith("bridge "):
+        pytest.skip("not a TransformerBridge of one stack")
+    model, name = case.build(torch.float32), case.label.removeprefix("bridge ")
+    for label, method in METHODS.items():
+        try:
+            eager, fused, is_fused = both(monkeypatch, model, prompt_of(model), method, queries=[-1, 2])
+        except lm.UnsupportedModelError:
+            continue
+        assert_equal(eager, fused)
+        # Value Zeroing replays blocks whose feed-forward has no formula.
+        replays = label == "value_zeroing" and eager.provenance["engine"] == "hooks"
+        assert is_fused == (name not in EAGER and not replays)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
+@pytest.mark.parametrize("label", METHODS)
+def test_in_float64_they_differ_by_rounding(monkeypatch, name, label):
+    eager, fused, is_fused = both(monkeypatch, bridge(name).double(), TOKENS, METHODS[label], queries=[-1, 3])
+    assert is_fused
+    assert_equal(eager, fused, 1e-10)
+
+
+# Windows of four tokens, softcaps, sinks, norms on queries and keys.
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("label", METHODS)
+def test_windows_are_those_of_the_model(monkeypatch, name, label):
+    if not available(bridge, name):
+        pytest.skip("not in this release")
+    eager, fused, is_fused = both(monkeypatch, bridge(name), TOKENS, METHODS[label], queries=[-1, 9])
+    assert is_fused or label == "value_zeroing"
+    assert_equal(eager, fused)
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 30])
+def test_gradients_of_blocks_that_are_run_again(monkeypatch, kept):
+    monkeypatch.setattr(autograd_graph, "_MOST_KEPT", kept)
+    model = bridge("gpt2").double()
+    every = list(range(2, len(TOKENS)))
+    for method in (METHODS["gim"], METHODS["streams"], METHODS["frozen_gradients"]):
+        for queries in ([-1], every):
+            eager, fused, is_fused = both(monkeypatch, model, TOKENS, method, queries=queries)
+            assert is_fused
+            assert_equal(eager, fused, 1e-10)
+
+
+def test_a_trace_is_that_of_eager_attention(monkeypatch):
+    model, found = bridge("llama"), []
+    for least in (10**9, 1):
+        monkeypatch.setattr(session, "_LEAST_FUSED", least)
+        found.append(lm.trace(model, TOKENS[:9], answer=TOKENS[9:], sources="token"))
+    eager, fused = found
+    torch.testing.assert_close(fused[:].scores, eager[:].scores, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(fused[1:3].scores, eager[1:3].scores, rtol=1e-4, atol=1e-6)
+
+
+def test_prompts_of_one_length_are_a_batch(monkeypatch):
+    model, prompts = bridge("llama"), [TOKENS[:7], TOKENS[7:]]
+    monkeypatch.setattr(session, "_LEAST_FUSED", 10**9)
+    eager = lm.run_many(model, prompts, "alti", queries=[-1])
+    monkeypatch.setattr(session, "_LEAST_FUSED", 1)
+    for one, other in zip(eager, lm.run_many(model, prompts, "alti", queries=[-1]), strict=True):
+        assert_equal(one, other)
+
+
+def test_the_plan_says_so_and_why_it_is_eager(monkeypatch):
+    monkeypatch.setattr(session, "_LEAST_FUSED", len(TOKENS))
+    model = bridge("llama")
+
+    def line(method="attention", prompt=TOKENS, **options):
+        return str(plan(model, prompt, method, **options)).splitlines()[1].strip()
+
+    assert line(queries=[-1]) == "attention fused, the rows beside it"
+    assert line(queries=[-1], engine="hooks", method="value_zeroing") == "attention eager"
+    # All rows, a short prompt, a method that needs the whole pattern.
+    assert line() == "attention eager"
+    assert line(queries=[-1], prompt=TOKENS[:-1]) == "attention eager"
+    assert line(queries=[-1], method=lm.methods.GradientAttention()) == "attention eager"
+    with model.hooks([("blocks.0.attn.hook_pattern", lambda pattern, hook: pattern)]):
+        assert line(queries=[-1]) == "attention eager"
+
+
+def test_a_row_that_is_not_what_the_kernel_mixed_makes_the_pass_eager(monkeypatch):
+    model = bridge("llama")
+    eager, _, is_fused = both(monkeypatch, model, TOKENS, "attention", queries=[-1])
+    assert is_fused
+    own = fused_attention._Attention.pattern
+    monkeypatch.setattr(fused_attention._Attention, "pattern", lambda self, rows: own(self, rows).roll(1, -1))
+    assert_equal(eager, lm.run(model, TOKENS, "attention", queries=[-1]), 1e-7)
+
+
+@pytest.mark.parametrize("name", ["rows", "gradients"])
+def test_a_kernel_with_other_outputs_is_found_by_the_verification(monkeypatch, name):
+    from transformers.integrations import sdpa_attention
+
+    own = sdpa_attention.sdpa_attention_forward
+
+    def wrong(*args, **options):
+        mixed, weights = own(*args, **options)
+        return mixed * 1.01, weights
+
+    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", wrong)
+    monkeypatch.setattr(session, "_LEAST_FUSED", 1)
+    model = bridge("llama")
+    method = "attention" if name == "rows" else lm.methods.Gim()
+    found = plan(model, TOKENS, method, queries=[-1])
+    assert not found.is_fused
+    assert found.verification.fused_failures[name] is not None
+
+
+def settings(model):
+    attention = [block.attn for block in model.blocks]
+    return [
+        (vars(each).get("forward"), each.original_component.config._attn_implementation) for each in attention
+    ]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_the_model_is_afterwards_as_before(monkeypatch, error):
+    monkeypatch.setattr(session, "_LEAST_FUSED", 1)
+    model = bridge("llama")
+    before = settings(model)
+    lm.run(model, TOKENS, "attention", queries=[-1])
+    if error is not None:
+        seen = []
+
+        def fail(self, rows):
+            seen.append(self)
+            raise error("in the middle")
+
+        monkeypatch.setattr(fused_attention._Attention, "pattern", fail)
+        with pytest.raises((error, lm.UnsupportedModelError)):
+            lm.run(model, TOKENS, "attention", queries=[-1])
+        assert seen
+    assert settings(model) == before
+    assert not fused_attention._active
+
+
+def test_which_keys_are_reached_is_the_product_of_the_masks():
+    from lens_mix._passes.masks import AllowedKeys
+
+    draw = torch.Generator().manual_seed(0)
+    causal = torch.rand(1, 6, 6, generator=draw).gt(0.5).tril()
+    whole, free = torch.ones(1, 6, 6, dtype=torch.bool), torch.rand(1, 6, 6, generator=draw).gt(0.7)
+    some_masks = (
+        [causal, whole.tril(), causal],
+        [causal, causal.roll(1, -2).tril()],
+        [free, whole, free],
+        [free] * 3,
+    )
+    for masks in some_masks:
+        allowed = AllowedKeys(dict(enumerate(masks)), torch.arange(6)[None], True, 0.0)
+        expected = torch.eye(6)[None]
+        for layer, mask in enumerate(masks):
+            expected = ((mask.float() + torch.eye(6)) @ expected > 0).float()
+            assert allowed.reaching().by_layer[layer].equal(expected > 0)
+
+
+def test_the_support_says_which_attention_long_prompts_have():
+    assert str(lm.support(bridge("llama"))).splitlines()[-1].split("  ")[-1] == "fused attention"
+    if available(bridge, "bloom"):
+        line = lm.support(bridge("bloom")).long_prompts
+        assert line.startswith("eager attention (attention: expected a module of transformers")
