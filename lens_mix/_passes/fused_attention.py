@@ -29,7 +29,7 @@ _NAME = "lens_mix_rows"
 # The roles that it can record.
 ROLES = frozenset({"pattern", "value", "z"})
 # Where the kernel does not do, the pattern of so many rows exists at once.
-_ROWS_AT_ONCE = 128
+_ROWS_AT_ONCE = 64
 # The modules whose attention is fused at this moment.
 _active: dict[nn.Module, _Use] = {}
 
