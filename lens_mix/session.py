@@ -342,7 +342,7 @@ class Session:
         return dataclasses.replace(plan, is_fused=self._is_fused(plan))
 
     def _find_fused(self, batch: Batch) -> list[str]:
-        """Return for what fused attention is worth its verification: "rows" and "gradients" of long prompts.
+        """Return for what fused attention is worth its verification, for `find_fused_failure`.
 
         Padding, hidden keys and pictures change masks, which eager attention is verified with.
         """
@@ -359,7 +359,8 @@ class Session:
         )
         if self.queries is None or self.cache is not None or not reads_rows:
             return []
-        return ["rows", "gradients"] if with_gradients else ["rows"]
+        has_windows = any(window < length for window in self.lens.windows)
+        return ["rows", *["windows"] * has_windows, *["gradients"] * with_gradients]
 
     def _is_fused(self, plan: PassPlan) -> bool:
         """Return whether the attention of a plan is fused: nothing acts on patterns or runs blocks again."""

@@ -29,8 +29,8 @@ class Verification:
             is known is left out.
         masks_padding: Side of the padding -> whether attention ignores it, for the sides that were tried.
         unembedding_failure: Why the logits can't be computed from the last residual stream; None if they can.
-        fused_failures: "rows" or "gradients" -> why fused attention can't be used for these, or None if it
-            gives what eager attention does, for those that were tried.
+        fused_failures: "rows", "windows" or "gradients" -> why fused attention can't be used for these, or
+            None if it gives what eager attention does, for those that were tried.
         z_factors: Layer -> z of each head divided by pattern @ values, if that is not 1 (an ablated head).
         source: The verification of the encoder, for the joint part; None otherwise.
         sees_later_patches: Whether the model is causal on text, but not on the prompt of this run, whose

@@ -31,6 +31,11 @@ from lens_mix.arguments import check_layer
 from lens_mix.hooks.base import AttentionHook, HookName, HookPair
 from lens_mix.hooks.mixing import tolerance
 
+# Names of windows of attention in configurations of transformers.
+_WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
+# A pass with more tokens than a larger window has would take longer than what is verified by it.
+_LARGEST_WINDOW = 1024
+
 
 class Lens:
     """One stack of one TransformerLens model.
@@ -98,6 +103,13 @@ class Lens:
     def device(self) -> torch.device:
         """Return the device of the first parameter, or the device that runs the model if it is offloaded."""
         return device_of(self.model)
+
+    @functools.cached_property
+    def windows(self) -> list[int]:
+        """Return the windows of attention in the configurations of the modules, except very large ones."""
+        configs = {id(config): config for each in self.modules if (config := vars(each).get("config"))}
+        found = {getattr(config, name, None) for config in configs.values() for name in _WINDOWS}
+        return sorted(each for each in found if isinstance(each, int) and 1 < each <= _LARGEST_WINDOW)
 
     @functools.cached_property
     def rotary_modules(self) -> list[nn.Module]:

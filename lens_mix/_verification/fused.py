@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -22,32 +20,29 @@ from lens_mix._passes.fused_attention import ROLES, FusedAttention
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.hooks.recording import record_attention
 
-# The prompt has so many tokens, or more if the model has windows of attention.
+# The number of tokens of the prompt, and by how many it exceeds a window.
 _COUNT, _BEYOND_WINDOW = 32, 8
-# An eager pass over more tokens would take longer than the run.
-_LARGEST_WINDOW = 1024
-# Names of windows in configurations of transformers.
-_WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
 
 
 def find_fused_failure(lens: Lens, prompt: Prompt, verification: Verification, name: str) -> str | None:
     """Return why fused attention does not give what eager attention does; None if it does.
 
-    Both run on the first tokens of the prompt, a few more than a window of attention has.
-
     Args:
         lens: The lens of the model.
-        prompt: The prompt.
+        prompt: The prompt, whose first tokens are used.
         verification: The verification of the model.
-        name: "rows" for blocks and recorded rows, or "gradients" for gradients with changed rules.
+        name: "rows" for blocks and recorded rows, "windows" for the same on a prompt that is longer than the
+            windows of attention, or "gradients" for gradients with changed rules.
     """
-    count = (
-        max([_COUNT, *(window + _BEYOND_WINDOW for window in _windows(lens))]) if name == "rows" else _COUNT
-    )
-    short = Prompt(prompt.tokens[:count], inputs={key: each[:count] for key, each in prompt.inputs.items()})
+    short = Prompt(prompt.tokens[:_COUNT], inputs={key: each[:_COUNT] for key, each in prompt.inputs.items()})
+    if name == "windows":
+        count = max(lens.windows) + _BEYOND_WINDOW
+        short = Prompt(prompt.tokens.repeat(-(-count // len(prompt.tokens)))[:count])
     batch = pad([short], pad_token(lens.model), "right")
     try:
-        return _compare_rows(lens, batch) if name == "rows" else _compare_gradients(lens, batch, verification)
+        if name == "gradients":
+            return _compare_gradients(lens, batch, verification)
+        return _compare_rows(lens, batch)
     except UnsupportedModelError as problem:
         return str(problem)
     except Exception as problem:
@@ -115,13 +110,3 @@ def _gradient(
         return gradient
     finally:
         graph.release()
-
-
-def _windows(lens: Lens) -> Iterator[int]:
-    """Yield the windows of attention in the configurations of the model's modules, except very large ones."""
-    configs = {id(config): config for module in lens.modules if (config := vars(module).get("config"))}
-    for config in configs.values():
-        for name in _WINDOWS:
-            window = getattr(config, name, None)
-            if isinstance(window, int) and 1 < window <= _LARGEST_WINDOW:
-                yield window

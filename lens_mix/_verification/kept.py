@@ -35,7 +35,7 @@ def verification_of(
         lens: The lens of the model.
         prompt: The prompt to verify the model on.
         with_unembedding: Whether the unembedding has to be verified too (`needs_unembedding`).
-        fused: For what fused attention has to be verified: "rows" and "gradients".
+        fused: For what fused attention has to be verified: some names of `find_fused_failure`.
         padding: The side on which the masking of padding has to be verified; None for neither.
         again: Whether to ignore a stored verification.
 

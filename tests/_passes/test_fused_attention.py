@@ -139,7 +139,7 @@ def test_a_row_that_is_not_what_the_kernel_mixed_makes_the_pass_eager(monkeypatc
     assert_equal(eager, lm.run(model, TOKENS, "attention", queries=[-1]), 1e-7)
 
 
-@pytest.mark.parametrize("name", ["rows", "gradients"])
+@pytest.mark.parametrize("name", ["rows", "windows", "gradients"])
 def test_a_kernel_with_other_outputs_is_found_by_the_verification(monkeypatch, name):
     from transformers.integrations import sdpa_attention
 
@@ -151,8 +151,8 @@ def test_a_kernel_with_other_outputs_is_found_by_the_verification(monkeypatch, n
 
     monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", wrong)
     monkeypatch.setattr(session, "_LEAST_FUSED", 1)
-    model = bridge("llama")
-    method = "attention" if name == "rows" else lm.methods.Gim()
+    model = bridge("mistral")
+    method = lm.methods.Gim() if name == "gradients" else "attention"
     found = plan(model, TOKENS, method, queries=[-1])
     assert not found.is_fused
     assert found.verification.fused_failures[name] is not None
