@@ -210,9 +210,10 @@ class PassPlan:
         if layer in self.layers:
             for role in set(ATTENTION_ROLES) - set(self.layers[layer].kept):
                 clean.recorded.pop(self.lens.stack.hook_name(role, layer), None)
-        # A pass with fused attention is only visited, so the streams of a long prompt are not kept.
+        # A pass with fused attention is only visited, so the streams of a long prompt are not kept, except
+        # those at its start and its end.
         is_over = not self.after_pass and (self.predict_at is None or self.predicts_at_end)
-        if self.is_fused and is_over and layer != self.last:
+        if self.is_fused and is_over and layer not in (0, self.last):
             clean.calls[layer] = BlockCall((), {}, None)
 
     def _methods_at(self, layer: int) -> list[Method]:

@@ -351,9 +351,12 @@ class Session:
         is_plain = batch.hidden is None and batch.features is None and not batch.has_pictures
         if not is_bridge or length < _LEAST_FUSED or not is_plain or not bool(batch.real.all()):
             return []
-        with_gradients = any(method.reads_graph_alone for method in methods)
+        # The verification would keep what hooks on gradients do, or miss those that are added later.
+        if any(module._backward_hooks or module._backward_pre_hooks for module in self.lens.modules):
+            return []
+        with_gradients = any(map(_reads_graph_alone, methods))
         reads_rows = all(
-            method.reads_graph_alone
+            _reads_graph_alone(method)
             or (method.reads == "block" and method.records <= _FUSED_ROLES | {RESID_PRE})
             for method in methods
         )
@@ -373,7 +376,7 @@ class Session:
             and all(name in failures and failures[name] is None for name in wanted)
             and not plan.has_hooks
             # One graph has the rules of all methods that read one, and none of them makes passes of its own.
-            and all(method.reads_graph_alone and plan.rules is not None for method in after)
+            and all(_reads_graph_alone(method) and plan.rules is not None for method in after)
             and all(method.clean_rules(anatomies) == plan.rules for method in after)
             and (not records or plan.recorded_rows is not None)
             and records <= _FUSED_ROLES
@@ -613,6 +616,11 @@ class Session:
         if not wanted or not fits or torch.is_inference_mode_enabled():
             return None
         return max(wanted, key=wanted.count)
+
+
+def _reads_graph_alone(method: Method) -> bool:
+    """Return whether the class of a method itself declares that it reads the autograd graph alone."""
+    return bool(vars(type(method)).get("reads_graph_alone", False))
 
 
 def _open_graph(

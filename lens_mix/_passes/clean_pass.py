@@ -171,8 +171,12 @@ class CleanPass:
 
     def replay(self, layer: int) -> BlockReplay:
         """Return the replay of a block."""
-        # The arguments of its call are those of fused attention.
-        assert self.fused is None, "expected a pass with eager attention for a replay"
+        if self.fused is not None:
+            # The arguments of its call are those of fused attention.
+            raise ValueError(
+                f"block {layer}: expected a method that reads the records of its block, got one that runs a "
+                "block; write engines = ('hooks',), or reads = 'above' with the maps in of_blocks"
+            )
         if layer not in self.replays:
             self.replays[layer] = BlockReplay(self.lens, layer, self.calls[layer], self.real)
         return self.replays[layer]

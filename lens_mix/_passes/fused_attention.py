@@ -295,7 +295,8 @@ class FusedAttention:
                 read = functools.partial(self._read, layer, store, attended)
             changes.append(_used(inner, _Use(read, self.rule, self.counters[layer])))
         named = [(config, _NAME) for config in configs.values()]
-        return [replace_attributes(named, "_attn_implementation"), *changes]
+        # The setter of `_attn_implementation` would also change the configurations inside of these.
+        return [replace_attributes(named, "_attn_implementation_internal"), *changes]
 
     @torch.no_grad()
     def _read(
@@ -328,7 +329,7 @@ class FusedAttention:
 
 def _has_implementation(module: nn.Module) -> bool:
     """Return whether a module has a configuration that names its attention function."""
-    return hasattr(getattr(module, "config", None), "_attn_implementation")
+    return hasattr(getattr(module, "config", None), "_attn_implementation_internal")
 
 
 def _used(module: nn.Module, use: _Use) -> Change:

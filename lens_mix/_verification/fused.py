@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lens_mix._blocks.verification_record import Verification
 from lens_mix._care.precision import relative_error
+from lens_mix._care.tracebacks import is_out_of_memory
 from lens_mix._classes.model_classes import UnsupportedModelError
 from lens_mix._inputs.batches import Batch, Prompt, pad
 from lens_mix._inputs.prompts import pad_token
@@ -31,13 +32,14 @@ def find_fused_failure(lens: Lens, prompt: Prompt, verification: Verification, n
         lens: The lens of the model.
         prompt: The prompt, whose first tokens are used.
         verification: The verification of the model.
-        name: "rows" for blocks and recorded rows, "windows" for the same on a prompt that is longer than the
+        name: "rows" for blocks and recorded rows, "windows" for the same on a prompt that is longer than
             windows of attention, or "gradients" for gradients with changed rules.
     """
     short = Prompt(prompt.tokens[:_COUNT], inputs={key: each[:_COUNT] for key, each in prompt.inputs.items()})
     if name == "windows":
         count = max(lens.windows) + _BEYOND_WINDOW
-        short = Prompt(prompt.tokens.repeat(-(-count // len(prompt.tokens)))[:count])
+        # The prompt is longer than some window, but need not be as long as the largest.
+        short = Prompt(prompt.tokens[:count])
     batch = pad([short], pad_token(lens.model), "right")
     try:
         if name == "gradients":
@@ -46,6 +48,8 @@ def find_fused_failure(lens: Lens, prompt: Prompt, verification: Verification, n
     except UnsupportedModelError as problem:
         return str(problem)
     except Exception as problem:
+        if is_out_of_memory(problem):
+            raise
         # Whatever an attention needs that its fused form does not have, eager attention is there.
         return f"attention: transformers' own module fails: {type(problem).__name__}: {problem}"
 

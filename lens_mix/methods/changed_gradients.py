@@ -39,7 +39,6 @@ class ChangedGradients(RowTargetMethod):
 
     parts: ClassVar[frozenset[str]] = Method.parts | {"joint"}
     needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
-    reads_graph_alone: ClassVar[bool] = True
     cost_grows_with: ClassVar[Growth] = "rows"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))

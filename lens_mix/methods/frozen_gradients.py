@@ -57,6 +57,7 @@ class FrozenGradients(ChangedGradients):
     description: ClassVar[str] = "gradient times input, with attention weights and norms constant"
     place_in_list: ClassVar[int] = 3
     citation: ClassVar[str] = "ali-etal-2022-xai"
+    reads_graph_alone: ClassVar[bool] = True
 
     @property
     @override

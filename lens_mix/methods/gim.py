@@ -73,6 +73,7 @@ class Gim(ChangedGradients):
     description: ClassVar[str] = "gradient times input, by a gradient that lets fewer effects cancel"
     place_in_list: ClassVar[int] = 2
     citation: ClassVar[str] = "edin-etal-2025-gim"
+    reads_graph_alone: ClassVar[bool] = True
 
     temperature: float = 2.0
     queries_keys: float = 0.25

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -211,3 +213,49 @@ def test_the_support_says_which_attention_long_prompts_have():
     if available(bridge, "bloom"):
         line = lm.support(bridge("bloom")).long_prompts
         assert line.startswith("eager attention (attention: expected a module of transformers")
+
+
+class WithoutHooks(lm.methods.Gim):
+    """A subclass, whose hooks are not those of its inherited rule of attention."""
+
+    name = "without_hooks"
+
+    def interventions(self, layer, *, attention="blocks.{layer}.attn"):
+        return []
+
+
+def test_a_subclass_and_hooks_on_gradients_have_eager_attention(monkeypatch):
+    model = bridge("llama")
+    eager, other, is_fused = both(monkeypatch, model, TOKENS, WithoutHooks(), queries=[-1])
+    assert not is_fused
+    assert_equal(eager, other, 1e-7)
+    assert both(monkeypatch, model, TOKENS, "input_gradients", queries=[-1])[2]
+    model.add_hook("blocks.0.attn.hook_pattern", lambda gradient, hook: gradient * 0, dir="bwd")
+    try:
+        eager, other, is_fused = both(monkeypatch, model, TOKENS, "input_gradients", queries=[-1])
+    finally:
+        model.reset_hooks()
+    assert not is_fused
+    assert_equal(eager, other, 1e-7)
+    assert both(monkeypatch, model, TOKENS, "input_gradients", queries=[-1])[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class FromInputs(lm.Method):
+    """A method of a user, which reads the input of the model, or runs a block."""
+
+    name, residual, engines, records = "from_inputs", 0.5, ("recorded",), frozenset({"pattern"})
+    runs: bool = False
+
+    def __call__(self, block):
+        if self.runs:
+            block.replay([])
+        return block.recorded("pattern").mean(1) * block.inputs.norm(dim=-1)[:, None]
+
+
+def test_a_method_of_the_user_reads_inputs_and_runs_no_block(monkeypatch):
+    eager, fused, is_fused = both(monkeypatch, bridge("llama"), TOKENS, FromInputs(), queries=[-1])
+    assert is_fused
+    assert_equal(eager, fused)
+    with pytest.raises(ValueError, match="engines = "):
+        lm.run(bridge("llama"), TOKENS, FromInputs(runs=True), queries=[-1])
