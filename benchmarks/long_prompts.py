@@ -37,7 +37,8 @@ NOTE = (
     "Written by `PYTHONPATH=.:demos python -m benchmarks.long_prompts table`. Processor time of one thread, "
     "divided by that of a forward pass of transformers with its fused attention (`sdpa`) and the logits of "
     f"the last token. Memory is resident memory over the loaded model. `lm.trace` explains {WRITTEN} written "
-    "tokens as one span. Each was measured once, in a process of its own."
+    "tokens as one span. TransformerLens's own pass has the logits of all tokens. Each was measured once, in "
+    "a process of its own, with other work on the second core."
 )
 
 
@@ -120,6 +121,7 @@ def make_rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def write_table() -> None:
     """Write the record."""
+    torch.set_num_threads(1)
     lines = ["# Maps of long prompts", "", NOTE]
     for name, title in NAMES.items():
         path = Path(f"outputs/long_prompts/{name}.jsonl")

@@ -212,8 +212,8 @@ class PassPlan:
                 clean.recorded.pop(self.lens.stack.hook_name(role, layer), None)
         # A pass with fused attention is only visited, so the streams of a long prompt are not kept, except
         # those at its start and its end.
-        is_over = not self.after_pass and (self.predict_at is None or self.predicts_at_end)
-        if self.is_fused and is_over and layer not in (0, self.last):
+        is_read_later = bool(self.after_pass) or not (self.predict_at is None or self.predicts_at_end)
+        if self.is_fused and not is_read_later and layer not in (0, self.last):
             clean.calls[layer] = BlockCall((), {}, None)
 
     def _methods_at(self, layer: int) -> list[Method]:

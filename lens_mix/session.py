@@ -36,7 +36,7 @@ from lens_mix._inputs.rows import Positions, Rows, Selection, has_text, read_sel
 from lens_mix._inputs.token_strings import token_strings
 from lens_mix._model.model import Lens
 from lens_mix._passes.backward_rules import BackwardRules, PlainRules
-from lens_mix._passes.clean_pass import CleanPass, clean_pass
+from lens_mix._passes.clean_pass import FUSED_ROLES, CleanPass, clean_pass
 from lens_mix._passes.cross import keep_stream_before_cross
 from lens_mix._passes.effort import Effort
 from lens_mix._passes.masks import AllowedKeys, allowed_keys, padding_leaks
@@ -55,9 +55,8 @@ if TYPE_CHECKING:
     from lens_mix.maps.spans import Group
 
 _MOST_LOGITS = 1 << 29  # the bytes of the logits that are computed at once for the predictions
-_LEAST_FUSED = 256  # with fewer tokens, fused attention is not faster
-_FUSED_ROLES = frozenset({"pattern", "value", "z"})
 _LEAST_LOGITS = 1 << 24  # a smaller `max_memory` does not bound them, because each chunk costs a pass
+_LEAST_FUSED = 256  # with fewer tokens, fused attention takes about as long
 
 
 class Session:
@@ -357,7 +356,7 @@ class Session:
         with_gradients = any(map(_reads_graph_alone, methods))
         reads_rows = all(
             _reads_graph_alone(method)
-            or (method.reads == "block" and method.records <= _FUSED_ROLES | {RESID_PRE})
+            or (method.reads == "block" and method.records <= FUSED_ROLES | {RESID_PRE})
             for method in methods
         )
         if self.queries is None or self.cache is not None or not reads_rows:
@@ -379,7 +378,7 @@ class Session:
             and all(_reads_graph_alone(method) and plan.rules is not None for method in after)
             and all(method.clean_rules(anatomies) == plan.rules for method in after)
             and (not records or plan.recorded_rows is not None)
-            and records <= _FUSED_ROLES
+            and records <= FUSED_ROLES
             and all(type(method).hooks is Method.hooks for method in self.methods.values())
         )
 

@@ -102,11 +102,11 @@ def main() -> None:
     lines += [
         'Written by `PYTHONPATH=.:demos python -m benchmarks.audit.table`. Cases of the part "report", whose '
         "topics, words and fillers are not those of the parts on which thresholds were chosen and rules were "
-        "mended. It was measured once. Precision: the share of the claims with this verdict for which it is "
-        "the planted one. Recall: the share of the claims with this truth that get it. Unclear: the share of "
-        "these that get no verdict. Planted sources: the share of claims whose named sources are "
-        "exactly the planted ones. Passes: forward passes without sources, besides the trace. Intervals are "
-        "95 % (Wilson).",
+        "mended. It was measured once: seeds 0 to 12, of long prompts 0 to 2. Precision: the share of the "
+        "claims with this verdict for which it is the planted one. Recall: the share of the claims with this "
+        "truth that get it. Unclear: the share of these that get no verdict. Planted sources: the share of "
+        "claims whose named sources are exactly the planted ones. Passes: forward passes without sources, "
+        "besides the trace. Intervals are 95 % (Wilson).",
     ]
     for model_name, name in MODELS.items():
         tried = read(model_name)

@@ -100,7 +100,8 @@ def _evaluation_mode(
         yield replace_attributes([(module, False) for module in modules if module.training], "training")
         yield restore_angles(modules)
         configs = [c for c in _huggingface_configs(modules) if c._attn_implementation != "eager"]
-        yield replace_attributes([(config, "eager") for config in configs], "_attn_implementation")
+        # The setter of `_attn_implementation` would also change the configurations inside of these.
+        yield replace_attributes([(config, "eager") for config in configs], "_attn_implementation_internal")
         # Most passes keep no cache, and without it keys and values may have different dtypes.
         cached = [module for module in modules if hasattr(type(module), _CACHING)]
         for module in cached:
@@ -177,4 +178,4 @@ def _huggingface_configs(modules: Sequence[nn.Module]) -> list[Any]:
     """Return every configuration from which a Hugging Face module reads its attention implementation."""
     # This reads `__dict__` only, because the Bridge's `__getattr__` searches each of its submodules.
     configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
-    return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
+    return [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]

@@ -33,7 +33,7 @@ from lens_mix.hooks.mixing import tolerance
 
 # Names of windows of attention in configurations of transformers.
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
-# A pass with more tokens than a larger window has would take longer than what is verified by it.
+# Larger windows are not verified: an eager pass over so many tokens would take longer than the user's run.
 _LARGEST_WINDOW = 1024
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from lens_mix._passes.cached_pass import CachedPass
     from lens_mix._passes.fused_attention import FusedAttention
 
+# What fused attention can record of a block.
+FUSED_ROLES = frozenset({"pattern", "value", "z"})
 # Pieces of torch's errors about different dtypes, or about a number that a dtype can't represent.
 _DTYPE_TEXTS = ("scalar type", "dtype", "without overflow")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,24 +26,18 @@ from lens_mix.hooks.mixing import tolerance
 
 # The name under which transformers knows this attention.
 _NAME = "lens_mix_rows"
-# The roles that it can record.
-ROLES = frozenset({"pattern", "value", "z"})
 # Where the kernel does not do, the pattern of so many rows exists at once.
 _ROWS_AT_ONCE = 64
 # The modules whose attention is fused at this moment.
 _active: dict[nn.Module, _Use] = {}
 
 
-class _Use:
+class _Use(NamedTuple):
     """What is done with the attention of one module: who reads it, and how it is differentiated."""
 
-    def __init__(
-        self,
-        read: Callable[[_Attention, Tensor], None] | None,
-        rule: AttentionRule,
-        counter: GradientCounter,
-    ) -> None:
-        self.read, self.rule, self.counter = read, rule, counter
+    read: Callable[[_Attention, Tensor], None] | None
+    rule: AttentionRule
+    counter: GradientCounter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +49,7 @@ class _Attention:
         key: The keys [batch key_head key d_head].
         value: The values [batch value_head key d_value].
         mask: Whether a query may see a key [batch or 1, head or 1, query, key]; None without a mask.
-        is_causal: Whether no query sees a later key. It is read if there is no mask.
+        is_causal: Whether no query sees a later key; read only if there is no mask.
         scaling: The factor of the scores.
         softcap: The bound of the scores; None without one.
         sinks: The score of each head's sink, which takes weight from all keys; None without sinks.
@@ -343,7 +337,7 @@ def _used(module: nn.Module, use: _Use) -> Change:
 
 
 def _register() -> None:
-    """Tell transformers about this attention, whose masks are those of its own fused attention."""
+    """Register this attention with transformers, with the masks of transformers' own fused attention."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 

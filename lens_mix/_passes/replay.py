@@ -44,6 +44,7 @@ class BlockCall:
         for value in (*self.args[:1], *(self.kwargs.get(name) for name in _RESIDUAL_KEYWORDS)):
             if isinstance(value, Tensor):
                 return value
+        self._require_kept()
         raise UnsupportedModelError(
             f"block arguments: expected the residual stream first or as one of {_RESIDUAL_KEYWORDS}, "
             f"got {[type(a).__name__ for a in self.args]} and {sorted(self.kwargs)}"
@@ -52,7 +53,16 @@ class BlockCall:
     @property
     def resid_post(self) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream that left the block."""
+        self._require_kept()
         return first_tensor(self.output)
+
+    def _require_kept(self) -> None:
+        """Raise a ValueError if the tensors of the call were freed (`PassPlan.free`)."""
+        if self.output is None and not self.args and not self.kwargs:
+            raise ValueError(
+                "block: expected a method that reads its own block, got one that reads a block that was "
+                "freed; write reads = 'below' with the maps in of_blocks"
+            )
 
 
 def first_tensor(output: Any) -> Tensor:

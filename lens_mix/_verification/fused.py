@@ -16,8 +16,8 @@ from lens_mix._inputs.rows import Rows
 from lens_mix._model.model import Lens
 from lens_mix._passes.autograd_graph import AutogradGraph
 from lens_mix._passes.changed_backward import Rules
-from lens_mix._passes.clean_pass import clean_pass
-from lens_mix._passes.fused_attention import ROLES, FusedAttention
+from lens_mix._passes.clean_pass import FUSED_ROLES, clean_pass
+from lens_mix._passes.fused_attention import FusedAttention
 from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.hooks.recording import record_attention
 
@@ -62,10 +62,12 @@ def _compare_rows(lens: Lens, batch: Batch) -> str | None:
     pairs = [
         pair
         for layer in layers
-        for pair in record_attention(layer, eager, sorted(ROLES), queries=rows.positions, attention=template)
+        for pair in record_attention(
+            layer, eager, sorted(FUSED_ROLES), queries=rows.positions, attention=template
+        )
     ]
     own = clean_pass(lens, batch, pairs, eager, rows=rows)
-    fused = FusedAttention(lens, dict.fromkeys(layers, sorted(ROLES)), rows.positions)
+    fused = FusedAttention(lens, dict.fromkeys(layers, sorted(FUSED_ROLES)), rows.positions)
     other = clean_pass(lens, batch, (), found, rows=rows, fused=fused)
     if fused.failure is not None:
         return fused.failure

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix._care.state import all_modules, evaluation_mode
 from lens_mix._passes.clean_pass import clean_pass
 from lens_mix._passes.continuation import Continuation
 from lens_mix.method import Method
 from tests.matrix import Case, case_of, prompt_of
-from tests.tiny_models import inputs, toy_tokenizer
+from tests.pictured_models import PICTURED_NAMES, pictured
+from tests.tiny_models import available, inputs, toy_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LABELS = [
@@ -180,3 +182,17 @@ def test_the_tokenizers_defaults_come_back():
     with pytest.raises(KeyboardInterrupt):
         lm.run(model, "a b", "attention")
     assert (model.cfg.default_prepend_bos, model.tokenizer.padding_side) == before
+
+
+def test_each_configuration_keeps_its_own_attention():
+    name = "gemma3_pictures"
+    if name not in PICTURED_NAMES or not available(pictured, name):
+        pytest.skip("no such model in this release")
+    model = pictured(name)
+    config = model.original_model.config
+    found = [config, config.text_config, config.vision_config]
+    for each, value in zip(found, ("sdpa", "eager", "flex_attention"), strict=True):
+        each._attn_implementation_internal = value
+    with evaluation_mode(model, all_modules(model)):
+        assert [each._attn_implementation for each in found] == ["eager"] * 3
+    assert [each._attn_implementation for each in found] == ["sdpa", "eager", "flex_attention"]

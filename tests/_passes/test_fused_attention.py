@@ -245,11 +245,13 @@ class FromInputs(lm.Method):
     """A method of a user, which reads the input of the model, or runs a block."""
 
     name, residual, engines, records = "from_inputs", 0.5, ("recorded",), frozenset({"pattern"})
-    runs: bool = False
+    what: str = "inputs"
 
     def __call__(self, block):
-        if self.runs:
+        if self.what == "replay":
             block.replay([])
+        if self.what == "below" and block.layer == 2:
+            assert block.clean.calls[1].resid_pre is not None
         return block.recorded("pattern").mean(1) * block.inputs.norm(dim=-1)[:, None]
 
 
@@ -258,4 +260,6 @@ def test_a_method_of_the_user_reads_inputs_and_runs_no_block(monkeypatch):
     assert is_fused
     assert_equal(eager, fused)
     with pytest.raises(ValueError, match="engines = "):
-        lm.run(bridge("llama"), TOKENS, FromInputs(runs=True), queries=[-1])
+        lm.run(bridge("llama"), TOKENS, FromInputs("replay"), queries=[-1])
+    with pytest.raises(ValueError, match="reads = 'below'"):
+        lm.run(bridge("llama", num_hidden_layers=3), TOKENS, FromInputs("below"), queries=[-1])
