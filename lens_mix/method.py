@@ -82,9 +82,9 @@ class Method:
             respect to tensors inside the model; "causal", which means a causal model; "position_ids", which
             means a model that takes them.
         records: What the method reads from a layer of the clean pass ("pattern", "value", "z", "resid_pre").
-        reads_graph_alone: Whether a method with `clean_rules` reads nothing but the autograd graph of the
-            clean pass, and its `attention_rule` is that of its hooks, so that attention may be fused. A
-            subclass, which may change both, has to say so again.
+        reads_graph_alone: Whether a method with `clean_rules` reads nothing but its records and the autograd
+            graph of the clean pass, and its `attention_rule` is that of its hooks, so that attention may be
+            fused. A subclass, which may change both, has to say so again.
         cost_grows_with: What the cost in forward passes grows with: "nothing", the "rows" that are computed,
             the "tokens" of the prompt, whichever rows are computed, or the "layers". It decides how the
             recorded times of a built-in method become its cost.

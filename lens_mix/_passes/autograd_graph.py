@@ -33,9 +33,12 @@ _MOST_KEPT = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Mixing:
-    """One layer's pattern, values, pattern @ values, and the gradient with respect to that product."""
+    """One layer's pattern, values, pattern @ values, and the gradient with respect to that product.
 
-    pattern: Float[Tensor, "*batch head query key"]
+    Fused attention has no whole pattern, so it is None there.
+    """
+
+    pattern: Float[Tensor, "*batch head query key"] | None
     values: Float[Tensor, "*batch key value_head d_head"]
     mixed: Float[Tensor, "*batch query head d_head"]
     gradient: Float[Tensor, "*batch query head d_head"]
@@ -46,7 +49,8 @@ class Mixing:
         # Neighboring positions are a view. A copy of a long prompt's pattern would take much time.
         chosen = slice(first, first + count) if int(places[-1]) == first + count - 1 else places
         rows = (each[0, chosen] for each in (self.values, self.mixed, self.gradient))
-        return Mixing(self.pattern[0][:, chosen][..., chosen], *rows)
+        pattern = None if self.pattern is None else self.pattern[0][:, chosen][..., chosen]
+        return Mixing(pattern, *rows)
 
 
 class AutogradGraph:
@@ -61,7 +65,7 @@ class AutogradGraph:
         anatomies: The anatomies of all blocks.
         rules: The rules of the backward pass.
         positions: The number of positions of the prompt.
-        fused: The fused attention of its passes; None for eager attention, which alone has a mixing to read.
+        fused: The fused attention of its passes; None for eager attention.
 
     Attributes:
         rules: The rules of the backward pass.
@@ -87,10 +91,10 @@ class AutogradGraph:
         after = range(1, lens.n_layers + 1) if self.is_kept else ()
         self._changed = ChangedRules(lens, anatomies, rules, after=after, leaf=self.is_kept, fused=fused)
         template = lens.stack.attention_template
-        self._recorded: dict[str, Tensor] = {}
-        self._recording = [
-            record_mixing(layer, self._recorded, attention=template) for layer in lens.stack.attention_layers
-        ]
+        # Fused attention records its mixing itself.
+        self._recorded: dict[str, Tensor] = {} if fused is None else fused.mixing
+        layers = lens.stack.attention_layers if fused is None else ()
+        self._recording = [record_mixing(layer, self._recorded, attention=template) for layer in layers]
         self._calls: dict[int, BlockCall] = {}
         self.logits: Float[Tensor, "1 1 d_vocab"] | None = None
 
@@ -101,7 +105,7 @@ class AutogradGraph:
 
     def built(self) -> contextlib.AbstractContextManager[None]:
         """Return a context whose passes follow the rules; the first pass builds the autograd graph."""
-        return self._changed.applied(self._recording if self.is_kept and self.fused is None else ())
+        return self._changed.applied(self._recording if self.is_kept else ())
 
     def read(self, calls: dict[int, BlockCall]) -> None:
         """Read the calls of the blocks in the pass, from which blocks are run again."""
@@ -225,7 +229,7 @@ class AutogradGraph:
                     of_z = found[1] if len(found) > 1 else None
                     read_mixing(layer, self._make_mixing(layer, *recorded, of_z, check=check))
                     gradients = found[0][None]
-                    self._recorded.clear()
+                self._recorded.clear()
                 read(layer, leaf.detach(), gradients[:, 0])
         self._changed.require_gradients(through_final_norm=reads_logits)
 
@@ -242,20 +246,20 @@ class AutogradGraph:
             )
         return output
 
-    def _recorded_of(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the pattern, the values and z of one layer."""
+    def _recorded_of(self, layer: int) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return the pattern (None of fused attention), the values and z of one layer."""
         pattern, value, z = (self._lens.stack.hook_name(role, layer) for role in ("pattern", "value", "z"))
         if z not in self._recorded:
             raise UnsupportedModelError(
                 f"expected {pattern} to fire before hook_z; got none: this model leaves attention to "
                 "transformers"
             )
-        return self._recorded[pattern], self._recorded[value], self._recorded[z]
+        return self._recorded.get(pattern), self._recorded[value], self._recorded[z]
 
     def _make_mixing(
         self,
         layer: int,
-        pattern: Tensor,
+        pattern: Tensor | None,
         values: Tensor,
         mixed: Tensor,
         gradient: Tensor | None,
@@ -270,9 +274,10 @@ class AutogradGraph:
         if gradient is None:
             name = self._lens.stack.hook_name("z", layer)
             raise UnsupportedModelError(f"hooks: no gradient came back to {name}")
-        pattern, values, mixed = pattern.detach(), values.detach(), mixed.detach()
+        pattern = None if pattern is None else pattern.detach()
+        values, mixed = values.detach(), mixed.detach()
         try:
-            if check:
+            if check and pattern is not None:
                 check_mixing("gradients with respect to mixed values", mixed, pattern, values)
         except RuntimeError as problem:
             raise UnsupportedModelError(str(problem)) from problem

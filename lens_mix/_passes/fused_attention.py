@@ -33,11 +33,17 @@ _active: dict[nn.Module, _Use] = {}
 
 
 class _Use(NamedTuple):
-    """What is done with the attention of one module: who reads it, and how it is differentiated."""
+    """What is done with the attention of one module: who reads it, and how it is differentiated.
+
+    Attributes:
+        read: A function that gets the attention and what it mixed; None for none.
+        rule: How it is differentiated.
+        read_graph: The same as `read`, in passes with gradients.
+    """
 
     read: Callable[[_Attention, Tensor], None] | None
     rule: AttentionRule
-    counter: GradientCounter
+    read_graph: Callable[[_Attention, Tensor], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +220,7 @@ def _attend(
         detached = dataclasses.replace(attention, **own)
         mixed = _ByRows.apply(query, key, value, mixed, detached, use.rule)  # type: ignore[no-untyped-call]
     if use is not None and has_gradient:
-        use.counter.follow(mixed)
+        use.read_graph(attention, mixed)
     if use is not None and use.read is not None:
         use.read(attention, mixed)
     return mixed, None
@@ -231,6 +237,7 @@ class FusedAttention:
 
     Attributes:
         counters: Layer -> what counts the gradients through its attention.
+        mixing: The values and the mixed values of passes with gradients, by the names of their hook points.
         failure: Why the rows do not agree with what a kernel returned; None if all do.
     """
 
@@ -245,6 +252,7 @@ class FusedAttention:
         self.rule = AttentionRule() if rule is None else rule
         names = ((layer, lens.stack.attention_template.format(layer=layer)) for layer in self._layers)
         self.counters = {layer: GradientCounter(name) for layer, name in names}
+        self.mixing: dict[str, Tensor] = {}
         self.failure: str | None = None
         # Layers with one mask share what it allows.
         self._allowed: dict[tuple[int, bool], tuple[Tensor | None, Tensor]] = {}
@@ -287,10 +295,16 @@ class FusedAttention:
             read = None
             if store is not None and attended is not None and layer in self._roles:
                 read = functools.partial(self._read, layer, store, attended)
-            changes.append(_used(inner, _Use(read, self.rule, self.counters[layer])))
+            use = _Use(read, self.rule, functools.partial(self._read_graph, layer))
+            changes.append(_used(inner, use))
         named = [(config, _NAME) for config in configs.values()]
         # The setter of `_attn_implementation` would also change the configurations inside of these.
         return [replace_attributes(named, "_attn_implementation_internal"), *changes]
+
+    def _read_graph(self, layer: int, attention: _Attention, mixed: Tensor) -> None:
+        self.counters[layer].follow(mixed)
+        for role, tensor in (("value", attention.value.transpose(1, 2)), ("z", mixed)):
+            self.mixing[self._lens.stack.hook_name(role, layer)] = tensor
 
     @torch.no_grad()
     def _read(

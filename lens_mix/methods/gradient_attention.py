@@ -63,6 +63,7 @@ class GradientAttention(TargetMethod):
     parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     has_gradient_weights: ClassVar[bool] = True
+    reads_graph_alone: ClassVar[bool] = True
     citation: ClassVar[str] = "chefer-etal-2021-generic"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
@@ -127,7 +128,8 @@ class GradientAttention(TargetMethod):
 
         def read(layer: int, mixing: Mixing) -> None:
             if layer in by_layer:
-                found[layer] = by_layer[layer].rows_of(_pattern_gradient(mixing), axis=2)
+                gradient = by_layer[layer].rows_of(mixing.gradient, axis=1)
+                found[layer] = _pattern_gradient(gradient, mixing.values)
 
         try:
             graph.read_mixing(bound.values_in(graph, index), read, check=False)
@@ -156,12 +158,13 @@ class GradientAttention(TargetMethod):
         return torch.stack(gradients, dim=1).to(torch.promote_types(gradients[0].dtype, torch.float32))
 
 
-def _pattern_gradient(mixing: Mixing) -> Float[Tensor, "batch head query key"]:
-    """Return the gradient with respect to a pattern, from that with respect to pattern @ values."""
-    repeats = mixing.gradient.shape[2] // mixing.values.shape[2]
-    values = mixing.values.repeat_interleave(repeats, dim=2)
+def _pattern_gradient(
+    gradient: Float[Tensor, "batch query head d_head"], values: Float[Tensor, "batch key value_head d_head"]
+) -> Float[Tensor, "batch head query key"]:
+    """Return the gradient with respect to rows of a pattern, from that with respect to pattern @ values."""
+    repeats = gradient.shape[2] // values.shape[2]
     axes = "batch query head d_head, batch key head d_head -> batch head query key"
-    product = einsum(mixing.gradient, values.to(mixing.gradient.dtype), axes)
+    product = einsum(gradient, values.repeat_interleave(repeats, dim=2).to(gradient.dtype), axes)
     return product.to(torch.promote_types(product.dtype, torch.float32))
 
 

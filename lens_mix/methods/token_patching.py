@@ -351,9 +351,14 @@ def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:
 
     Args:
         mixing: The pattern, values, mixed values and gradient of one prompt, without a batch axis.
+
+    Raises:
+        ValueError: The attention is fused, and so has no whole pattern.
     """
-    wide = torch.promote_types(mixing.mixed.dtype, torch.float32)
-    pattern, values, gradient = (each.to(wide) for each in (mixing.pattern, mixing.values, mixing.gradient))
+    whole, wide = mixing.pattern, torch.promote_types(mixing.mixed.dtype, torch.float32)
+    if whole is None:
+        raise ValueError("mixing: expected one with a whole pattern, got that of fused attention")
+    pattern, values, gradient = (each.to(wide) for each in (whole, mixing.values, mixing.gradient))
     values = values.repeat_interleave(pattern.shape[0] // values.shape[1], dim=1)
     effects = torch.zeros(pattern.shape[1:], dtype=wide, device=pattern.device)
     step, axes = heads_at_once(pattern), "query head d_head, key head d_head -> head query key"
@@ -362,7 +367,7 @@ def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:
         attributions = einsum(gradient[:, some], values[:, some], axes).mul_(pattern[some])
         strongest = pattern[some].argmax(-1, keepdim=True)
         # The weight of an attention sink that is not a token remains if a key is hidden.
-        left = _sum_others(pattern[some], strongest).add_(sink(mixing.pattern[some]))
+        left = _sum_others(pattern[some], strongest).add_(sink(whole[some]))
         # A query that sees a single key has no weight left, which must not make NaN.
         left.clamp_min_(torch.finfo(wide).tiny)
         changes = _sum_others(attributions, strongest).div_(left).sub_(attributions.sum(-1, keepdim=True))

@@ -25,6 +25,8 @@ METHODS = {
     "streams": lm.methods.Gim(after_blocks=1, readout="absolute"),
     "input_gradients": lm.methods.InputGradients(),
     "frozen_gradients": lm.methods.FrozenGradients(),
+    "gradient_attention": lm.methods.GradientAttention(),
+    "heads": lm.methods.GradientAttention(per_head=True, rectify=False),
 }
 # transformers does not compute the attention of these through its attention functions.
 EAGER = ("gpt_neo", "bloom", "mpt", "falcon_mqa")
@@ -89,7 +91,7 @@ def test_gradients_of_blocks_that_are_run_again(monkeypatch, kept):
     monkeypatch.setattr(autograd_graph, "_MOST_KEPT", kept)
     model = bridge("gpt2").double()
     every = list(range(2, len(TOKENS)))
-    for method in (METHODS["gim"], METHODS["streams"], METHODS["frozen_gradients"]):
+    for method in (METHODS["gim"], METHODS["streams"], METHODS["frozen_gradients"], METHODS["heads"]):
         for queries in ([-1], every):
             eager, fused, is_fused = both(monkeypatch, model, TOKENS, method, queries=queries)
             assert is_fused
@@ -127,7 +129,7 @@ def test_the_plan_says_so_and_why_it_is_eager(monkeypatch):
     # All rows, a short prompt, a method that needs the whole pattern.
     assert line() == "attention eager"
     assert line(queries=[-1], prompt=TOKENS[:-1]) == "attention eager"
-    assert line(queries=[-1], method=lm.methods.GradientAttention()) == "attention eager"
+    assert line(queries=[-1], method=lm.methods.TokenPatching()) == "attention eager"
     with model.hooks([("blocks.0.attn.hook_pattern", lambda pattern, hook: pattern)]):
         assert line(queries=[-1]) == "attention eager"
 
