@@ -4,6 +4,7 @@
     python -m benchmarks.traces held_out 8 smollm2        eight, of one model
     python -m benchmarks.traces held_out 8 all recommended    only one group of maps, of what exists
     python -m benchmarks.traces held_out 4 all "" long_500,long_1000,long_2000     long prompts
+    python -m benchmarks.traces held_out 12 all "" same_2000,same_8000      with distractors of the same form
 
 Everything is stored in `outputs/traces/`, so a stopped run continues. A file `outputs/traces/stop` stops it.
 """
@@ -19,8 +20,8 @@ import torch
 
 from benchmarks.traces.drops import add_drops
 from benchmarks.traces.gold import find, folder, records
-from benchmarks.traces.maps import LONG_GROUPS, SHORT_GROUPS, compute, load_models
-from benchmarks.traces.prompts import LENGTHS
+from benchmarks.traces.maps import LONG_GROUPS, SAME_FORM_GROUPS, SHORT_GROUPS, compute, load_models
+from benchmarks.traces.prompts import LENGTHS, SAME_FORM
 
 MODELS = ("smollm2", "gemma3")
 FAMILIES = ("needle", "conflict", "statement", "injection", "variables")
@@ -35,13 +36,18 @@ def main(half: str, count: str, model_names: str = "all", only: str = "", famili
     for turn in range(1, int(count) + 1):
         for family in families.split(",") if families else FAMILIES:
             number = math.ceil(turn * (1 if half == "choose" else SHARES.get(family, 1)))
-            groups = [only] if only else LONG_GROUPS if family in LENGTHS else SHORT_GROUPS
+            groups = SAME_FORM_GROUPS if family in SAME_FORM else LONG_GROUPS if family in LENGTHS else SHORT_GROUPS
+            if only:
+                groups = (only,)
             for model_name in MODELS if model_names == "all" else (model_names,):
                 if Path("outputs/traces/stop").exists():
                     return
                 found = load_models(model_name)
                 if not only:
+                    # Without the patterns of long prompts the removals take a third of the time.
+                    found.plain.set_attn_implementation("sdpa" if family in LENGTHS else "eager")
                     find(found.plain, found.tokenizer, model_name, half, family, number)
+                found.plain.set_attn_implementation("eager")
                 for path, record in list(records(model_name, half, family))[:number]:
                     compute(found, path, record, groups)
                     if family == "statement":

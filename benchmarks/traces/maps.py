@@ -156,6 +156,17 @@ def mean_group(method: str) -> Callable[[Models, Record], Rows]:
     return rows
 
 
+def asked_rows(models: Models, record: Record) -> Rows:
+    """Return layer maps of the positions before each written token, from one pass that computes no other rows."""
+    methods = [lm.methods.AttentionWeights(per_head=True), "attn_res_ln", "alti", "value_zeroing"]
+    maps = lm.run(models.bridge, record.tokens, methods, queries=record.rows)
+    rows: Rows = {}
+    for name in maps:
+        rows |= _layer_rows(name, maps[name].merge_heads().scores, record.n_prompt)
+    heads = maps["attention"].scores.double()
+    return rows | {"attention, strongest head": heads.amax((0, 1)).sum(0)[: record.n_prompt]}
+
+
 def shuffled(models: Models, record: Record) -> Rows:
     """Return maps of the model with shuffled weights, which knows nothing about the text.
 
@@ -269,6 +280,7 @@ GROUPS: dict[str, Callable[[Models, Record], Rows]] = {
     "gradients": gradients,
     "changed": changed,
     "layers": layers,
+    "asked_rows": asked_rows,
     "rollouts": rollouts,
     "recommended": recommended,
     "shuffled": shuffled,
@@ -283,6 +295,7 @@ GROUPS: dict[str, Callable[[Models, Record], Rows]] = {
 # `gim` and `value_zeroing` are computed only if they are asked for.
 SHORT_GROUPS = ("controls", "gradients", "changed", "layers", "rollouts")
 LONG_GROUPS = ("controls", "default", "reference", "gradients", "alti")
+SAME_FORM_GROUPS = ("controls", "asked_rows", "default")
 
 
 def file_of(path: Path, group: str) -> Path:

@@ -204,15 +204,15 @@ def _values(draw: random.Random, half: str, is_number: bool, count: int) -> list
 
 
 def make_needle(draw: random.Random, half: str, kind: str, n_tokens: int) -> TracePrompt:
-    """Return a needle prompt: "single", "several keys" or "several values"."""
-    template = draw.randrange(2)
+    """Return a needle prompt: "single", "several keys", "all keys" (a number for each name) or "several values"."""
+    template = 0 if kind == "all keys" else draw.randrange(2)
     sentence, question, beginning = NEEDLES[half][template]
-    key, *others = draw.sample(WORDS[half]["name"], 4)
-    count = {"single": 1, "several keys": 4, "several values": 2}[kind]
+    key, *others = draw.sample(WORDS[half]["name"], 12 if kind == "all keys" else 4)
+    count = {"single": 1, "several keys": 4, "all keys": 12, "several values": 2}[kind]
     values = _values(draw, half, template == 0, count)
-    keys = [key, *others] if kind == "several keys" else [key] * count
+    keys = [key, *others] if kind.endswith("keys") else [key] * count
     hidden = [(sentence.format(key=k, value=v), k == key) for k, v in zip(keys, values, strict=False)]
-    if kind == "several keys":
+    if kind.endswith("keys"):
         draw.shuffle(hidden)
     gold = values if kind == "several values" else values[:1]
     orders = itertools.permutations(gold)
@@ -335,13 +335,20 @@ PASSAGE_NAMES = {
 }
 
 
-def make_conflict(draw: random.Random, half: str, n_fillers: int) -> TracePrompt:
-    """Return a prompt with four passages, two of which disagree about what is asked."""
+def make_conflict(draw: random.Random, half: str, n_fillers: int, *, same_form: bool = False) -> TracePrompt:
+    """Return a prompt with four passages, two of which disagree about what is asked.
+
+    Args:
+        same_form: Whether the passages say it of all other firms, too.
+    """
     forms, question, beginning, words = draw.choice(CONFLICTS[half])
-    firm = draw.choice(WORDS[half]["firm"])
-    numbers = [str(draw.randrange(1000, 9999)) for _ in range(2)]
+    firm, *others = draw.sample(WORDS[half]["firm"], 8 if same_form else 1)
+    numbers = [str(draw.randrange(1000, 9999)) for _ in range(2 + len(others))]
     values = numbers if words == "number" else draw.sample(WORDS[half][words], 2)
-    claims = [form.format(firm=firm, value=value) for form, value in zip(forms, values, strict=True)]
+    claims = [form.format(firm=firm, value=value) for form, value in zip(forms, values, strict=False)]
+    given = numbers[2:] if words == "number" else [each for each in WORDS[half][words] if each not in values]
+    values = values[:2]
+    said = [draw.choice(forms).format(firm=each, value=draw.choice(given)) for each in others]
     draw.shuffle(claims)
     contents = [claims[0], claims[1], None, None]
     draw.shuffle(contents)
@@ -351,6 +358,8 @@ def make_conflict(draw: random.Random, half: str, n_fillers: int) -> TracePrompt
         sentences = draw_fillers(draw, half, 12 * (n_fillers + (claim is None)))
         if claim is not None:
             sentences.insert(draw.randrange(len(sentences) + 1), claim)
+        for other in said[number::4]:
+            sentences.insert(draw.randrange(len(sentences) + 1), other)
         pieces.append(Piece(f"{PASSAGE_NAMES[half][number]}:", number))
         pieces += [Piece(f" {sentence}", number, sentence == claim) for sentence in sentences]
         pieces.append(Piece("\n\n"))
@@ -498,7 +507,9 @@ Maker = Callable[[random.Random, str, int], TracePrompt]
 # FAMILIES[family] has, in turns, what is made: a function and the last argument.
 NEEDLE_LENGTHS = (200, 200, 300, 200, 300, 500)
 # The families of long prompts, with their approximate number of tokens.
-LENGTHS = {"long_500": 500, "long_1000": 1000, "long_2000": 2000}
+LENGTHS = {"long_500": 500, "long_1000": 1000, "long_2000": 2000, "same_2000": 2000, "same_8000": 8000}
+# Of those, the ones whose other sentences have the form of the right one.
+SAME_FORM = ("same_2000", "same_8000")
 
 
 def _plans() -> dict[str, list[Callable[[random.Random, str], TracePrompt]]]:
@@ -529,19 +540,24 @@ def make(half: str, family: str) -> Iterator[TracePrompt]:
 def make_long(half: str, family: str) -> Iterator[TracePrompt]:
     """Yield needles, conflicts and variables of one length, in turns and without end.
 
+    Families of `SAME_FORM` have needles and conflicts.
+
     Raises:
         KeyError: The family is not in `LENGTHS`.
     """
     draw, length = random.Random(f"{SEED} {half} {family}"), LENGTHS[family]
+    same_form = family in SAME_FORM
     for turn in itertools.count():
-        kind = ("several keys", "several values", "single")[turn % 3]
+        kind = "all keys" if same_form else ("several keys", "several values", "single")[turn % 3]
         yield make_needle(draw, half, kind, length)
-        conflict = make_conflict(draw, half, round(length / 48) - 1)
+        n_fillers = round(length / 48) - 1
+        conflict = make_conflict(draw, half, n_fillers, same_form=same_form)
         # A value that other sentences have too, such as a city, is not removed with its passage.
         while any(conflict.text.count(value) > 1 for value in conflict.values):
-            conflict = make_conflict(draw, half, round(length / 48) - 1)
+            conflict = make_conflict(draw, half, n_fillers, same_form=same_form)
         yield conflict
-        yield make_variables(draw, half, 1 + turn % 3, length)
+        if not same_form:
+            yield make_variables(draw, half, 1 + turn % 3, length)
 
 
 FAMILIES = tuple(_plans())
