@@ -88,7 +88,7 @@ class PassPlan:
         compared: What the verification compares: engines, and names that methods list in their `needs`.
         has_hooks: Whether user hooks are on the model.
         cached: The user's pass that is read instead of running the model; None for none.
-        is_fused: Whether attention runs by a fused kernel, and the asked rows of the patterns beside it.
+        is_fused: Whether attention runs by a fused kernel, and the recorded rows of the patterns beside it.
     """
 
     lens: Lens
@@ -120,6 +120,26 @@ class PassPlan:
         """The labels of the methods that run after the pass."""
         visiting = {label for layer in self.layers.values() for label in layer.visitors}
         return [label for label in self.methods if label not in visiting]
+
+    def least_bytes(self) -> int:
+        """Return how many bytes the maps and the pattern of one block need at least, at the same time."""
+        stack, size = self.lens.stack.name, self.lens.dtype.itemsize
+        every, keys = self.batch.real_positions(stack).shape[1], self.batch.real_keys(stack).shape[1]
+        rows = every if self.rows is None else self.rows.positions.shape[1]
+        # Eager attention computes the whole pattern of one block after the other, fused attention what is
+        # recorded of it.
+        recorded = self.recorded_rows
+        at_once = every if recorded is None else recorded.positions.shape[1]
+        if self.is_fused and not any(planned.records for planned in self.layers.values()):
+            at_once = 0
+        pattern = self.lens.n_heads * (at_once if self.is_fused else every) * keys * size
+        maps = 0
+        for label, method in self.methods.items():
+            # An input map may have one layer, and one with groups of keys has fewer keys.
+            if method.reads in ("block", "above") and type(method).key_groups is Method.key_groups:
+                layers = 1 if method.is_input_map else len(self.method_layers[label])
+                maps += layers * (self.lens.n_heads if method.per_head else 1) * rows * keys * 4
+        return len(self.batch) * (pattern + maps)
 
     def hooks(self, store: dict[str, Tensor]) -> list[HookPair]:
         """Return the hooks that record what the plan says into a dict."""
@@ -226,7 +246,7 @@ class PassPlan:
             f"clean pass of {_count(len(self.batch), 'prompt')}, {_count(positions, 'token')}; asked: "
             f"{'all rows' if asked is None else _name_rows(asked)}"
         ]
-        lines.append(f"  attention {'fused, the rows beside it' if self.is_fused else 'eager'}")
+        lines.append(f"  attention {'fused, the weights beside it' if self.is_fused else 'eager'}")
         # Neighboring layers with equal plans are one entry, because most layers of a model have the same
         # plan.
         ranges: list[tuple[int, int, LayerPlan]] = []

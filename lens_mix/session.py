@@ -37,6 +37,7 @@ from lens_mix._inputs.token_strings import token_strings
 from lens_mix._model.model import Lens
 from lens_mix._passes.backward_rules import BackwardRules, PlainRules
 from lens_mix._passes.clean_pass import FUSED_ROLES, CleanPass, clean_pass
+from lens_mix._passes.copies import total_memory
 from lens_mix._passes.cross import keep_stream_before_cross
 from lens_mix._passes.effort import Effort
 from lens_mix._passes.masks import AllowedKeys, allowed_keys, padding_leaks
@@ -221,6 +222,7 @@ class Session:
             while True:
                 is_visited = make_visitor is not None
                 plan = self.plan(batch, verification, no_algebra, is_visited=is_visited, cached=cached)
+                _require_memory(plan)
                 found = None
                 try:
                     checked = self._run(plan, make_visitor, leaving)
@@ -359,7 +361,7 @@ class Session:
             or (method.reads == "block" and method.records <= FUSED_ROLES | {RESID_PRE})
             for method in methods
         )
-        if self.queries is None or self.cache is not None or not reads_rows:
+        if self.cache is not None or not reads_rows:
             return []
         has_windows = any(window < length for window in self.lens.windows)
         return ["rows", *["windows"] * has_windows, *["gradients"] * with_gradients]
@@ -377,7 +379,6 @@ class Session:
             # One graph has the rules of all methods that read one, and none of them makes passes of its own.
             and all(_reads_graph_alone(method) and plan.rules is not None for method in after)
             and all(method.clean_rules(anatomies) == plan.rules for method in after)
-            and (not records or plan.recorded_rows is not None)
             and records <= FUSED_ROLES
             and all(type(method).hooks is Method.hooks for method in self.methods.values())
         )
@@ -620,6 +621,20 @@ class Session:
 def _reads_graph_alone(method: Method) -> bool:
     """Return whether the class of a method itself declares that it reads the autograd graph alone."""
     return bool(vars(type(method)).get("reads_graph_alone", False))
+
+
+def _require_memory(plan: PassPlan) -> None:
+    """Raise a ValueError if the maps and one block's pattern cannot be in memory at the same time."""
+    needed, total = plan.least_bytes(), total_memory(plan.lens.device)
+    if plan.cached is not None or total is None or needed <= total:
+        return
+    every, device = plan.batch.real_positions(plan.lens.stack.name).shape[1], plan.lens.device.type
+    raise ValueError(
+        f"queries: expected maps that fit in the {total / 1e9:,.1f} GB of memory ({device}), got "
+        f"{every:,} positions, for which the maps of the asked rows and the attention weights of one block "
+        f"need at least {needed / 1e9:,.1f} GB; ask for some rows (queries=[-1]) or layers, with methods "
+        "that compute some rows alone. lens_mix.support(model).long_prompts says whether this model can"
+    )
 
 
 def _open_graph(

@@ -1,8 +1,9 @@
-"""How many copies of a prompt run at once: as many as fit in memory."""
+"""What fits in memory: how many copies of a prompt run at once, and whether anything does."""
 
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 
@@ -68,3 +69,12 @@ def bytes_through_block(lens: Lens, positions: int) -> int:
     attention = lens.n_heads * positions**2 * (3 * size + 8)
     through_one: int = positions * per_position * size + attention
     return through_one
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Return the bytes of memory of a device, or of the machine for the CPU; None if unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu" or "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -116,6 +116,20 @@ class _Attention:
         """Return some rows of the pattern."""
         return self.softmax(self.scores(positions)[1]).to(self.query.dtype)
 
+    def whole_pattern(self) -> Float[Tensor, "batch head query key"]:
+        """Return the pattern, computed from some rows at a time."""
+        batch, heads, count, _ = self.query.shape
+        whole = self.query.new_zeros(batch, heads, count, self.key.shape[2])
+        for positions in self.blocks():
+            first, last = int(positions[0, 0]), int(positions[0, -1]) + 1
+            stop = self.stop(last)
+            whole[:, :, first:last, :stop] = self.softmax(self.scores(positions, stop)[1])
+        return whole
+
+    def stop(self, last: int) -> int:
+        """Return before which key all keys are that the rows before `last` may see."""
+        return last if self.mask is None and self.is_causal else self.key.shape[2]
+
     def mix(self, pattern: Float[Tensor, "batch head row key"]) -> Float[Tensor, "batch row head d_value"]:
         """Return what rows of the pattern mix of the values."""
         return (pattern @ _repeat(self.value, pattern.shape[1])).transpose(1, 2)
@@ -148,7 +162,7 @@ class _ByRows(torch.autograd.Function):
         of_query, of_keys, of_values = (torch.zeros_like(each, dtype=wide) for each in (query, keys, values))
         for positions in own.blocks():
             first, last = int(positions[0, 0]), int(positions[0, -1]) + 1
-            stop = last if own.mask is None and own.is_causal else keys.shape[2]
+            stop = own.stop(last)
             of_rows = of_mixed[:, :, first:last]
             scores, masked = own.scores(positions, stop)
             pattern = own.softmax(masked)
@@ -232,7 +246,7 @@ class FusedAttention:
     Args:
         lens: The lens of the model.
         roles: Layer -> the roles that are recorded.
-        positions: The positions of the rows; None for all of them, if no role is recorded.
+        positions: The positions of the rows; None for all of them.
         rule: How attention is differentiated in passes with gradients.
 
     Attributes:
@@ -320,9 +334,11 @@ class FusedAttention:
             # The mask is kept, too, so that no other one gets its number.
             self._allowed[key] = (attention.mask, attention.allowed(self._positions))
         attended[layer] = self._allowed[key][1]
-        if self._positions is None or not self._roles[layer]:
+        if not self._roles[layer]:
             return
-        pattern, rows = attention.pattern(self._positions), rows_at(mixed, self._positions)
+        every = self._positions is None
+        pattern = attention.whole_pattern() if every else attention.pattern(self._positions)
+        rows = rows_at(mixed, self._positions)
         expected = attention.mix(pattern)
         error = float((rows - expected).abs().max())
         if not error <= tolerance(rows.dtype) * max(float(expected.abs().max()), 1e-6):

@@ -78,18 +78,23 @@ class GradientAttention(TargetMethod):
     @override
     def of_blocks(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         bound = bind(blocks, self.target)
-        gradients = self._read_graph(blocks, bound)
-        if gradients is None:
-            chunks = [self._compute_gradients(blocks, bound, chunk) for chunk in bound.chunks()]
-            gradients = torch.cat(chunks)
-        maps = []
-        for place, block in enumerate(blocks):
+        for block in blocks:
             for prompt, value in enumerate(bound.clean.tolist()):
                 block.detail(prompt, "target_value", value)
-            scores = gradients[:, place] * block.recorded("pattern").to(gradients.dtype)
-            scores = scores.clamp_min(0) if self.rectify else scores
-            maps.append(scores if self.per_head else scores.mean(dim=1))
-        return maps
+        maps = self._read_graph(blocks, bound)
+        if maps is not None:
+            return maps
+        chunks = [self._compute_gradients(blocks, bound, chunk) for chunk in bound.chunks()]
+        by_layer = torch.cat(chunks).unbind(1)
+        return [self._weigh(block, gradient) for block, gradient in zip(blocks, by_layer, strict=True)]
+
+    def _weigh(
+        self, block: Block, gradient: Float[Tensor, "batch head query key"]
+    ) -> Float[Tensor, "batch *head query key"]:
+        """Return the map of one block from the gradient with respect to its pattern."""
+        scores = gradient * block.recorded("pattern").to(gradient.dtype)
+        scores = scores.clamp_min_(0) if self.rectify else scores
+        return scores if self.per_head else scores.mean(dim=1)
 
     def interventions(
         self,
@@ -116,27 +121,29 @@ class GradientAttention(TargetMethod):
 
     def _read_graph(
         self, blocks: Sequence[Block], bound: BoundTarget
-    ) -> Float[Tensor, "1 layer head query key"] | None:
-        """Return the gradients from the clean pass's autograd graph; None if it does not contain them."""
+    ) -> list[Float[Tensor, "1 *head query key"]] | None:
+        """Return the maps from the clean pass's autograd graph; None if it does not contain the gradients."""
         graph = blocks[0].clean.graph
         # A kept autograd graph is that of a single prompt, which has one number.
         index = torch.zeros(1, dtype=torch.long, device=bound.prompt_index.device)
         # Another method of the run may have chosen the rules of the graph.
         if graph is None or graph.rules != PlainRules():
             return None
-        by_layer, found = {block.layer: block for block in blocks}, {}
+        by_layer, found = {block.layer: block for block in blocks}, dict[int, Tensor]()
 
         def read(layer: int, mixing: Mixing) -> None:
             if layer in by_layer:
-                gradient = by_layer[layer].rows_of(mixing.gradient, axis=1)
-                found[layer] = _pattern_gradient(gradient, mixing.values)
+                # The gradient of one layer alone is in memory, because it may be as large as all maps.
+                block = by_layer[layer]
+                gradient = _pattern_gradient(block.rows_of(mixing.gradient), mixing.values)
+                found[layer] = self._weigh(block, gradient)
 
         try:
             graph.read_mixing(bound.values_in(graph, index), read, check=False)
         except UnsupportedModelError:
             # A model that leaves attention to transformers shows no values. Its patterns have gradients.
             return None
-        return torch.stack([found[block.layer] for block in blocks], dim=1)
+        return [found[block.layer] for block in blocks]
 
     def _compute_gradients(
         self, blocks: Sequence[Block], bound: BoundTarget, chunk: Int[Tensor, " example"]

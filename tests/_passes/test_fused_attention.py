@@ -10,6 +10,7 @@ import torch
 import lens_mix as lm
 from lens_mix import session
 from lens_mix._passes import autograd_graph, fused_attention
+from lens_mix._passes.copies import total_memory
 from lens_mix.runner import plan
 from tests.matrix import cases, prompt_of
 from tests.tiny_models import available, bridge
@@ -86,6 +87,24 @@ def test_windows_are_those_of_the_model(monkeypatch, name, label):
     assert_equal(eager, fused)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("queries", [None, [-1]])
+def test_all_rows_and_several_kinds_of_methods(monkeypatch, name, queries):
+    if not available(bridge, name):
+        pytest.skip("not in this release")
+    monkeypatch.setattr(fused_attention, "_ROWS_AT_ONCE", 4)
+    model = bridge(name)
+    for label, method in METHODS.items():
+        eager, fused, is_fused = both(monkeypatch, model, TOKENS, method, queries=queries)
+        assert is_fused or label == "value_zeroing"
+        assert_equal(eager, fused)
+    several = ["gim", "attention", "alti"]
+    eager, fused, is_fused = both(monkeypatch, model, TOKENS, several, queries=queries)
+    assert is_fused
+    for each in several:
+        assert_equal(eager[each], fused[each])
+
+
 @pytest.mark.parametrize("kept", [0, 1 << 30])
 def test_gradients_of_blocks_that_are_run_again(monkeypatch, kept):
     monkeypatch.setattr(autograd_graph, "_MOST_KEPT", kept)
@@ -124,10 +143,10 @@ def test_the_plan_says_so_and_why_it_is_eager(monkeypatch):
     def line(method="attention", prompt=TOKENS, **options):
         return str(plan(model, prompt, method, **options)).splitlines()[1].strip()
 
-    assert line(queries=[-1]) == "attention fused, the rows beside it"
+    assert line(queries=[-1]) == "attention fused, the weights beside it"
     assert line(queries=[-1], engine="hooks", method="value_zeroing") == "attention eager"
-    # All rows, a short prompt, a method that needs the whole pattern.
-    assert line() == "attention eager"
+    # A short prompt, a method that needs the whole pattern.
+    assert line() == line(queries=[-1])
     assert line(queries=[-1], prompt=TOKENS[:-1]) == "attention eager"
     assert line(queries=[-1], method=lm.methods.TokenPatching()) == "attention eager"
     with model.hooks([("blocks.0.attn.hook_pattern", lambda pattern, hook: pattern)]):
@@ -265,3 +284,24 @@ def test_a_method_of_the_user_reads_inputs_and_runs_no_block(monkeypatch):
         lm.run(bridge("llama"), TOKENS, FromInputs("replay"), queries=[-1])
     with pytest.raises(ValueError, match="reads = 'below'"):
         lm.run(bridge("llama", num_hidden_layers=3), TOKENS, FromInputs("below"), queries=[-1])
+
+
+@pytest.mark.parametrize("queries", [None, [-1]])
+def test_maps_that_cannot_fit_in_memory_are_refused_before_the_pass(monkeypatch, queries):
+    monkeypatch.setattr(session, "_LEAST_FUSED", 1)
+    model = bridge("llama")
+    found = plan(model, TOKENS, "attention", queries=queries)
+    rows, heads, layers = len(TOKENS) if queries is None else 1, model.cfg.n_heads, model.cfg.n_layers
+    pattern = heads * rows * len(TOKENS) * 4
+    assert found.least_bytes() == pattern + layers * rows * len(TOKENS) * 4
+    monkeypatch.setattr(session, "total_memory", lambda device: found.least_bytes())
+    lm.run(model, TOKENS, "attention", queries=queries)
+    monkeypatch.setattr(session, "total_memory", lambda device: found.least_bytes() - 1)
+    monkeypatch.setattr(session, "clean_pass", lambda *args, **options: pytest.fail("a pass was made"))
+    with pytest.raises(ValueError, match=r"queries: expected maps that fit .* need at least 0\.0 GB; ask for"):
+        lm.run(model, TOKENS, "attention", queries=queries)
+
+
+def test_the_memory_of_a_machine_is_known():
+    found = total_memory(torch.device("cpu"))
+    assert found is None or found > 1 << 28
