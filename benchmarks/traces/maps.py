@@ -167,6 +167,13 @@ def asked_rows(models: Models, record: Record) -> Rows:
     return rows | {"attention, strongest head": heads.amax((0, 1)).sum(0)[: record.n_prompt]}
 
 
+def weighted_rows(models: Models, record: Record) -> Rows:
+    """Return the layer maps of attention weighted by its gradient, of the same rows."""
+    method = lm.methods.GradientAttention(span_target(record))
+    found = lm.run(models.bridge, record.tokens, method, queries=record.rows)
+    return _layer_rows("gradient_attention", found.scores, record.n_prompt)
+
+
 def shuffled(models: Models, record: Record) -> Rows:
     """Return maps of the model with shuffled weights, which knows nothing about the text.
 
@@ -281,6 +288,7 @@ GROUPS: dict[str, Callable[[Models, Record], Rows]] = {
     "changed": changed,
     "layers": layers,
     "asked_rows": asked_rows,
+    "weighted_rows": weighted_rows,
     "rollouts": rollouts,
     "recommended": recommended,
     "shuffled": shuffled,
@@ -295,7 +303,8 @@ GROUPS: dict[str, Callable[[Models, Record], Rows]] = {
 # `gim` and `value_zeroing` are computed only if they are asked for.
 SHORT_GROUPS = ("controls", "gradients", "changed", "layers", "rollouts")
 LONG_GROUPS = ("controls", "default", "reference", "gradients", "alti")
-SAME_FORM_GROUPS = ("controls", "asked_rows", "default")
+# With distractors of the same form, the maps that need only some rows of long prompts are compared.
+SAME_FORM_GROUPS = ("controls", "asked_rows", "weighted_rows", "default")
 
 
 def file_of(path: Path, group: str) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,23 +72,29 @@ class _Attention:
 
     def allowed(self, positions: Int[Tensor, "batch row"] | None) -> Bool[Tensor, "batch row key"]:
         """Return which keys some rows may see; None: all rows."""
-        batch, count, seen = len(self.query), self.query.shape[2], self.key.shape[2]
+        batch, count, keys = len(self.query), self.query.shape[2], self.key.shape[2]
         if self.mask is None:
-            every = torch.ones(count, seen, dtype=torch.bool, device=self.query.device)
+            every = torch.ones(count, keys, dtype=torch.bool, device=self.query.device)
             mask = (every.tril() if self.is_causal else every)[None]
         else:
-            mask = (
-                self.mask if self.mask.dtype == torch.bool else self.mask > torch.finfo(self.mask.dtype).min
-            )
+            mask = _is_allowed(self.mask)
             mask = mask[:, 0] if mask.shape[1] == 1 else mask.any(1)
         return rows_at(mask.expand(batch, -1, -1), positions)
 
+    def seen(self, first: int, last: int) -> slice:
+        """Return the keys that the rows from `first` on and before `last` may see."""
+        if self.mask is None:
+            return slice(0, last if self.is_causal else self.key.shape[2])
+        # In layers with a window, most keys of a long prompt are seen by no row of a few.
+        found = _is_allowed(self.mask[:, :, first:last]).flatten(0, 2).any(0).nonzero()[:, 0]
+        return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, self.key.shape[2])
+
     def scores(
-        self, positions: Int[Tensor, "batch row"], stop: int | None = None
+        self, positions: Int[Tensor, "batch row"], seen: slice = slice(0, None)
     ) -> tuple[Float[Tensor, "batch head row key"], Float[Tensor, "batch head row key"]]:
-        """Return the scores of some rows and the keys before `stop`: without the mask, and with it."""
+        """Return the scores of some rows and some keys, without the mask and with it."""
         query = rows_at(self.query, positions, axis=2)
-        keys = _repeat(self.key[:, :, :stop], query.shape[1])
+        keys = _repeat(self.key[:, :, seen], query.shape[1])
         scores = (query @ keys.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32))
         scores = scores * self.scaling
         if self.softcap is not None:
@@ -96,9 +102,10 @@ class _Attention:
         if self.mask is None and not self.is_causal:
             return scores, scores
         if self.mask is None:
-            allowed = torch.arange(keys.shape[2], device=keys.device) <= positions[:, :, None]
+            places = torch.arange(seen.start, seen.start + keys.shape[2], device=keys.device)
+            allowed = places <= positions[:, :, None]
             return scores, scores.masked_fill(~allowed[:, None], -torch.inf)
-        mask = rows_at(self.mask.expand(len(query), -1, -1, -1), positions, axis=2)[..., :stop]
+        mask = rows_at(self.mask.expand(len(query), -1, -1, -1), positions, axis=2)[..., seen]
         masked = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         return scores, masked
 
@@ -120,24 +127,30 @@ class _Attention:
         """Return the pattern, computed from some rows at a time."""
         batch, heads, count, _ = self.query.shape
         whole = self.query.new_zeros(batch, heads, count, self.key.shape[2])
-        for positions in self.blocks():
-            first, last = int(positions[0, 0]), int(positions[0, -1]) + 1
-            stop = self.stop(last)
-            whole[:, :, first:last, :stop] = self.softmax(self.scores(positions, stop)[1])
+        for positions, rows, seen in self.blocks():
+            whole[:, :, rows, seen] = self.softmax(self.scores(positions, seen)[1])
         return whole
 
-    def stop(self, last: int) -> int:
-        """Return before which key all keys are that the rows before `last` may see."""
-        return last if self.mask is None and self.is_causal else self.key.shape[2]
+    def mix(
+        self, pattern: Float[Tensor, "batch head row key"], seen: slice = slice(0, None)
+    ) -> Float[Tensor, "batch row head d_value"]:
+        """Return what rows of the pattern mix of the values of some keys."""
+        return (pattern @ _repeat(self.value[:, :, seen], pattern.shape[1])).transpose(1, 2)
 
-    def mix(self, pattern: Float[Tensor, "batch head row key"]) -> Float[Tensor, "batch row head d_value"]:
-        """Return what rows of the pattern mix of the values."""
-        return (pattern @ _repeat(self.value, pattern.shape[1])).transpose(1, 2)
+    def mix_all(self) -> Float[Tensor, "batch query head d_value"]:
+        """Return what all rows mix, computed from some rows at a time."""
+        parts = [
+            self.mix(self.softmax(self.scores(positions, seen)[1]).to(self.query.dtype), seen)
+            for positions, _, seen in self.blocks()
+        ]
+        return torch.cat(parts, 1).contiguous()
 
-    def blocks(self) -> list[Int[Tensor, "batch row"]]:
-        """Return the positions of all rows, some at a time."""
+    def blocks(self) -> Iterator[tuple[Int[Tensor, "batch row"], slice, slice]]:
+        """Yield all rows, some at a time: their positions, the same as a slice, and the keys they see."""
         every = torch.arange(self.query.shape[2], device=self.query.device)
-        return list(every.expand(len(self.query), -1).split(_ROWS_AT_ONCE, 1))
+        for start in range(0, len(every), _ROWS_AT_ONCE):
+            rows = slice(start, min(start + _ROWS_AT_ONCE, len(every)))
+            yield every[rows].expand(len(self.query), -1), rows, self.seen(rows.start, rows.stop)
 
 
 class _ByRows(torch.autograd.Function):
@@ -160,23 +173,21 @@ class _ByRows(torch.autograd.Function):
         keys, values = (_repeat(each, heads).to(wide) for each in (key, value))
         of_mixed = gradient.transpose(1, 2).to(wide)
         of_query, of_keys, of_values = (torch.zeros_like(each, dtype=wide) for each in (query, keys, values))
-        for positions in own.blocks():
-            first, last = int(positions[0, 0]), int(positions[0, -1]) + 1
-            stop = own.stop(last)
-            of_rows = of_mixed[:, :, first:last]
-            scores, masked = own.scores(positions, stop)
+        for positions, rows, seen in own.blocks():
+            of_rows = of_mixed[:, :, rows]
+            scores, masked = own.scores(positions, seen)
             pattern = own.softmax(masked)
-            of_values[:, :, :stop] += pattern.transpose(-1, -2) @ of_rows
+            of_values[:, :, seen] += pattern.transpose(-1, -2) @ of_rows
             if rule.scores == 0:
                 continue
-            of_pattern = of_rows @ values[:, :, :stop].transpose(-1, -2)
+            of_pattern = of_rows @ values[:, :, seen].transpose(-1, -2)
             weights = pattern if rule.temperature == 1 else own.softmax(masked, rule.temperature)
             of_scores = weights * (of_pattern - (weights * of_pattern).sum(-1, keepdim=True))
             of_scores *= rule.scores * own.scaling
             if own.softcap is not None:
                 of_scores *= 1 - (scores / own.softcap).square()
-            of_query[:, :, first:last] = of_scores @ keys[:, :, :stop]
-            of_keys[:, :, :stop] += of_scores.transpose(-1, -2) @ query[:, :, first:last].to(wide)
+            of_query[:, :, rows] = of_scores @ keys[:, :, seen]
+            of_keys[:, :, seen] += of_scores.transpose(-1, -2) @ query[:, :, rows].to(wide)
         of_values *= rule.values
         # Neighboring query heads have common keys and values.
         of_key, of_value = (
@@ -184,6 +195,11 @@ class _ByRows(torch.autograd.Function):
             for of_each, each in ((of_keys, key), (of_values, value))
         )
         return of_query.to(query.dtype), of_key, of_value, None, None, None
+
+
+def _is_allowed(mask: Tensor) -> Bool[Tensor, "..."]:
+    """Return a mask as booleans: whether a query may see a key."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
 
 
 def _repeat(tensor: Float[Tensor, "batch group pos d"], heads: int) -> Float[Tensor, "batch head pos d"]:
@@ -226,8 +242,7 @@ def _attend(
             given = {"scaling": scaling, "is_causal": is_causal}
             mixed, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **given, **options)
         else:
-            rows = [attention.mix(attention.pattern(each)) for each in attention.blocks()]
-            mixed = torch.cat(rows, 1).contiguous()
+            mixed = attention.mix_all()
     if use is not None and by_rows:
         # The backward pass reads these three as saved tensors, which the graph can free.
         own = {name: getattr(attention, name).detach() for name in ("query", "key", "value")}

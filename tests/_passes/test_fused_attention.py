@@ -82,6 +82,8 @@ def test_in_float64_they_differ_by_rounding(monkeypatch, name, label):
 def test_windows_are_those_of_the_model(monkeypatch, name, label):
     if not available(bridge, name):
         pytest.skip("not in this release")
+    # Some rows at a time see fewer keys than there are.
+    monkeypatch.setattr(fused_attention, "_ROWS_AT_ONCE", 3)
     eager, fused, is_fused = both(monkeypatch, bridge(name), TOKENS, METHODS[label], queries=[-1, 9])
     assert is_fused or label == "value_zeroing"
     assert_equal(eager, fused)
@@ -92,7 +94,7 @@ def test_windows_are_those_of_the_model(monkeypatch, name, label):
 def test_all_rows_and_several_kinds_of_methods(monkeypatch, name, queries):
     if not available(bridge, name):
         pytest.skip("not in this release")
-    monkeypatch.setattr(fused_attention, "_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(fused_attention, "_ROWS_AT_ONCE", 3)
     model = bridge(name)
     for label, method in METHODS.items():
         eager, fused, is_fused = both(monkeypatch, model, TOKENS, method, queries=queries)
