@@ -147,7 +147,9 @@ class AutogradGraph:
             found: dict[int, tuple[Tensor, Tensor]] = {}
 
             def keep(layer: int, *stream: Tensor) -> None:
-                found[layer] = (stream[0], stream[1])
+                # Of a long prompt, the gradients after all blocks take as much memory as the streams.
+                if layer in numbers:
+                    found[layer] = (stream[0], stream[1])
 
             self._run_again(values, keep, at_once=at_once, reads_logits=reads_logits)
             return [found[number] for number in numbers]

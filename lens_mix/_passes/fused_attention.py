@@ -182,8 +182,9 @@ class _ByRows(torch.autograd.Function):
                 continue
             of_pattern = of_rows @ values[:, :, seen].transpose(-1, -2)
             weights = pattern if rule.temperature == 1 else own.softmax(masked, rule.temperature)
-            of_scores = weights * (of_pattern - (weights * of_pattern).sum(-1, keepdim=True))
-            of_scores *= rule.scores * own.scaling
+            # In place, because these are the largest tensors of the backward pass.
+            of_pattern -= (weights * of_pattern).sum(-1, keepdim=True)
+            of_scores = of_pattern.mul_(weights).mul_(rule.scores * own.scaling)
             if own.softcap is not None:
                 of_scores *= 1 - (scores / own.softcap).square()
             of_query[:, :, rows] = of_scores @ keys[:, :, seen]
