@@ -95,20 +95,33 @@ def smollm2_like(layers: int = 30, context: int = 8192, seed: int = 0, wrapped: 
     return _build(LlamaForCausalLM, config, seed, wrapped)
 
 
-def llama_8b_like(layers: int = 32, width: int = 4096) -> Any:
-    """Return a Llama of the size of Llama 3.1 8B, random weights, on torch's default device."""
+def llama_of(
+    layers: int,
+    width: int,
+    heads: int,
+    key_heads: int,
+    feed_forward: int,
+    vocabulary: int = 128256,
+    context: int = 131072,
+) -> Any:
+    """Return a Llama of any size, random weights, on torch's default device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=width,
-        intermediate_size=width * 7 // 2,
+        intermediate_size=feed_forward,
         num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        vocab_size=128256,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        max_position_embeddings=context,
+        vocab_size=vocabulary,
     )
     return _build(LlamaForCausalLM, config, seed=0, wrapped=True)
+
+
+def llama_8b_like(layers: int = 32, width: int = 4096) -> Any:
+    """Return a Llama of the size of Llama 3.1 8B, random weights, on torch's default device."""
+    return llama_of(layers, width, heads=32, key_heads=8, feed_forward=width * 7 // 2)
 
 
 def _build(model_class: Any, config: Any, seed: int, wrapped: bool) -> Any:

@@ -3,6 +3,7 @@
     python -m benchmarks.on_gpu                        at most eight minutes on a machine with a GPU
     python -m benchmarks.on_gpu --model random         random weights of the same size: no download
     python -m benchmarks.on_gpu --model large          costs on 8 billion parameters, in two dtypes
+    python -m benchmarks.on_gpu --model long           prompts of 8,000 to 128,000 tokens, in bfloat16
     python -m benchmarks.on_gpu --device cpu --quick   runs the whole script on a small model, without a GPU
 
 The calls are those of `benchmarks.costs`, in one process. Time is by the clock, after the GPU has finished,
@@ -15,7 +16,7 @@ they are inside the loop over the chunks.
 
 Last, the scores of all methods are compared with those of the processor.
 
-The results are on_gpu.json and on_gpu.md in the folder of --out, or on_gpu_large.json and on_gpu_large.md.
+The results are on_gpu.json and on_gpu.md in the folder of --out, or the same with on_gpu_large and on_gpu_long.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lens_mix as lm
-from benchmarks import common, costs
+from benchmarks import common, costs, long_prompts
 
 OUT = Path(__file__).resolve().parent / "results"
 SECONDS = 480.0
@@ -70,6 +71,9 @@ _CHUNKED: dict[str, Any] = {
 
 # The lengths of the prompts of the large model, as in the table of lengths.
 _LARGE = ("20", "200", "1000", "2000")
+# Calls on long prompts are compared with a forward pass of transformers with fused attention.
+_LONG, _QUICK_LONG = long_prompts.PAPER_LENGTHS, (300, 400)
+_LAST_ROW = ("attention", "attn_res_ln", "alti", "value_zeroing", "gim")
 # Whose scores are compared with the processor's.
 _COMPARED = tuple(lm.METHODS)
 
@@ -280,6 +284,69 @@ def measure_large(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def measure_long(options: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds and GB of maps of the last row of long prompts, the shortest prompt first."""
+    start = time.monotonic()
+    size = {"layers": QUICK_LAYERS, "width": QUICK_WIDTH} if options.quick else {}
+    model = load_large_model(torch.bfloat16, options.device, **size)
+    found: dict[str, Any] = {
+        "machine": common.machine(),
+        "device": options.device,
+        "model": "8 billion parameters, random weights, bfloat16",
+        "is quick": options.quick,
+        "costs": [],
+    }
+    for tokens in _QUICK_LONG if options.quick else _LONG:
+        prompt = common.random_tokens(model, tokens).to(options.device)
+        calls: dict[str, Callable[[], object]] = {long_prompts.FORWARD: lambda: forward_fused(model, prompt)}
+        for method in _LAST_ROW:
+            calls[f"{method}, last row"] = lambda method=method: lm.run(
+                model, prompt, method, queries=[-1], progress=None
+            )
+        for name, run in calls.items():
+            row = {"call": name, "tokens": tokens}
+            # A longer prompt of the same call takes at least as long as the last one.
+            if time.monotonic() > start + options.seconds:
+                found["costs"].append(row | {"note": "no time left"})
+                continue
+            try:
+                run()  # The first call on a model verifies it.
+                began = time.monotonic()
+                peak, _ = common.peak_over_model(run, options.device)
+                common.synchronize()
+            except torch.OutOfMemoryError as problem:
+                found["costs"].append(row | {"note": str(problem).splitlines()[0][:120]})
+                continue
+            found["costs"].append(row | {"seconds": time.monotonic() - began, "GB": peak / 1e9})
+    found["seconds"] = time.monotonic() - start
+    return found
+
+
+@torch.inference_mode()
+def forward_fused(model: Any, prompt: torch.Tensor) -> object:
+    """Make a forward pass of the wrapped model with fused attention and the last token's logits."""
+    plain = model.original_model
+    before = plain.config._attn_implementation
+    plain.set_attn_implementation("sdpa")
+    try:
+        return plain(prompt[None] if prompt.ndim == 1 else prompt, use_cache=False, logits_to_keep=1)
+    finally:
+        plain.set_attn_implementation(before)
+
+
+def describe_long(found: dict[str, Any]) -> str:
+    """Return the figures of long prompts as a Markdown page."""
+    title = "# Long prompts on a GPU" if found["device"] == "cuda" else "# Long prompts, tried on a CPU"
+    size = "small, for a trial of the script" if found["is quick"] else found["model"]
+    about = f"Machine: {common.describe_machine(found['machine'])}. Model: {size}."
+    rows: dict[str, dict[str, Any]] = {}
+    for cost in found["costs"]:
+        row = rows.setdefault(cost["call"], {"call": cost["call"]})
+        figures = {name: cost.get(name) for name in ("seconds", "GB", "note")}
+        row |= {f"{cost['tokens']} {name}": value for name, value in figures.items() if value is not None}
+    return "\n\n".join([title, about, common.markdown_table(list(rows.values()))]) + "\n"
+
+
 def load_large_model(dtype: torch.dtype, device: str, **size: int) -> Any:
     """Return a model of 8 billion parameters, or of a smaller size, made in this dtype on the device."""
     before = torch.get_default_dtype()
@@ -338,7 +405,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print the page and write it with its JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--model", choices=("smollm2", "random", "large"), default="smollm2")
+    parser.add_argument("--model", choices=("smollm2", "random", "large", "long"), default="smollm2")
     parser.add_argument("--quick", action="store_true", help="a small model and short prompts")
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--out", type=Path, default=OUT)
@@ -348,6 +415,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.model == "large":
         name, found = "on_gpu_large", measure_large(options)
         page = describe_large(found)
+    elif options.model == "long":
+        name, found = "on_gpu_long", measure_long(options)
+        page = describe_long(found)
     else:
         name, found = "on_gpu", measure(load_model(options.model, options.device, options.quick), options)
         page = describe(found)

@@ -57,6 +57,17 @@ def test_the_costs_of_a_large_model_in_two_dtypes(tmp_path: Path, monkeypatch: p
 
 
 @with_bridge
+def test_the_costs_of_long_prompts(tmp_path: Path) -> None:
+    on_gpu.main(["--device", "cpu", "--quick", "--model", "long", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "on_gpu_long.json").read_text())
+    assert [row["call"] for row in found["costs"][:2]] == [on_gpu.long_prompts.FORWARD, "attention, last row"]
+    assert {row["tokens"] for row in found["costs"]} == set(on_gpu._QUICK_LONG)
+    assert all(row["seconds"] > 0 for row in found["costs"])
+    page = (tmp_path / "on_gpu_long.md").read_text()
+    assert page.count("| gim, last row |") == 1
+
+
+@with_bridge
 def test_nothing_is_measured_after_the_time(tmp_path: Path) -> None:
     on_gpu.main(["--device", "cpu", "--quick", "--seconds", "0", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "on_gpu.json").read_text())
