@@ -10,8 +10,8 @@ prompt. Time is processor time of one thread. Memory is resident memory over tha
 weights have been read. Random tokens are the prompt, because time does not depend on them. Measurements are
 appended to `outputs/long_prompts/MODEL.jsonl`; the last one of a call and a length is in the table.
 
-The arithmetic for prompts that this machine cannot run is that of `Paper`: the bytes of all tensors are counted on
-a model of an eighth of the width, which has an eighth of the bytes.
+The arithmetic for prompts that this machine cannot run is that of `Paper`: the bytes of all tensors are
+counted on a model of an eighth of the width, which has an eighth of the bytes.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ PAPER_LENGTHS = (8_000, 32_000, 128_000)
 NARROWER, COUNTED_TOKENS, COUNTED_LAYERS = 8, (512, 1024), (4, 8)
 PAPER_NOTE = (
     "The shape is that of Llama 3.1 8B: 32 layers, width 4,096, 32 heads, 8 heads of keys, feed-forwards of "
-    "14,336; the weights have 16 GB in bfloat16. GB come on top of these. Those of rows and gradients are counted: "
-    "the bytes of all tensors at the same time, of models with an eighth of the width and of the heads, with 4 and "
-    "8 layers and 512 and 1,024 tokens. They are linear in the layers and, times 8, in the width. The other two are "
-    "layers · tokens² · 4 bytes, and heads · tokens² · 2 bytes. Passes are operations of matrix products, divided "
-    "by those of a forward pass with fused attention: a gradient by rows takes 3 times the products with weights, "
-    "and 4.5 times those of attention."
+    "14,336; the weights have 16 GB in bfloat16. GB come on top of these. Those of rows and gradients are "
+    "counted: the bytes of all tensors at the same time, of models with an eighth of the width and of the "
+    "heads, with 4 and 8 layers and 512 and 1,024 tokens. They are linear in the layers and, times 8, in the "
+    "width. The other two are layers · tokens² · 4 bytes, and heads · tokens² · 2 bytes. Passes are "
+    "operations of matrix products, divided by those of a forward pass with fused attention: a gradient by "
+    "rows takes 3 times the products with weights, and 4.5 times those of attention."
 )
 
 
@@ -194,8 +194,12 @@ def paper_rows() -> list[dict[str, Any]]:
         paper = Paper.of(call)
         row: dict[str, Any] = {"call": name}
         row |= {f"{tokens} GB": paper.gigabytes(tokens) for tokens in PAPER_LENGTHS}
-        row |= {f"{tokens} passes": count_passes(tokens) if call == "gim" else None for tokens in PAPER_LENGTHS}
-        rows.append(row | {"grows with": f"tokens · {paper.linear / 1e3:.0f} kB" + " + tokens²" * (call == "gim")})
+        has_gradient = call == "gim"
+        row |= {
+            f"{tokens} passes": count_passes(tokens) if has_gradient else None for tokens in PAPER_LENGTHS
+        }
+        row["grows with"] = f"tokens · {paper.linear / 1e3:.0f} kB" + " + tokens²" * has_gradient
+        rows.append(row)
     squares = {
         "map of all rows and layers": 4 * LARGE["layers"],
         "attention weights of one block": 2 * LARGE["heads"],

@@ -16,7 +16,7 @@ they are inside the loop over the chunks.
 
 Last, the scores of all methods are compared with those of the processor.
 
-The results are on_gpu.json and on_gpu.md in the folder of --out, or the same with on_gpu_large and on_gpu_long.
+The results are on_gpu.json and on_gpu.md in the folder of --out, or on_gpu_large and on_gpu_long.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import functools
 import json
 import re
 import sys
@@ -298,12 +299,7 @@ def measure_long(options: argparse.Namespace) -> dict[str, Any]:
     }
     for tokens in _QUICK_LONG if options.quick else _LONG:
         prompt = common.random_tokens(model, tokens).to(options.device)
-        calls: dict[str, Callable[[], object]] = {long_prompts.FORWARD: lambda: forward_fused(model, prompt)}
-        for method in _LAST_ROW:
-            calls[f"{method}, last row"] = lambda method=method: lm.run(
-                model, prompt, method, queries=[-1], progress=None
-            )
-        for name, run in calls.items():
+        for name, run in list_long_calls(model, prompt).items():
             row = {"call": name, "tokens": tokens}
             # A longer prompt of the same call takes at least as long as the last one.
             if time.monotonic() > start + options.seconds:
@@ -320,6 +316,13 @@ def measure_long(options: argparse.Namespace) -> dict[str, Any]:
             found["costs"].append(row | {"seconds": time.monotonic() - began, "GB": peak / 1e9})
     found["seconds"] = time.monotonic() - start
     return found
+
+
+def list_long_calls(model: Any, prompt: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Return the calls that are measured on a long prompt."""
+    run = functools.partial(lm.run, model, prompt, queries=[-1], progress=None)
+    rows = {f"{method}, last row": functools.partial(run, method) for method in _LAST_ROW}
+    return {long_prompts.FORWARD: functools.partial(forward_fused, model, prompt), **rows}
 
 
 @torch.inference_mode()

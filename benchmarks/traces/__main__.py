@@ -29,6 +29,15 @@ FAMILIES = ("needle", "conflict", "statement", "injection", "variables")
 SHARES = {"needle": 0.75, "conflict": 1, "statement": 1, "injection": 0.5, "variables": 0.75}
 
 
+def choose_groups(family: str, only: str) -> tuple[str, ...]:
+    """Return the groups of maps of a family, or the only one."""
+    if only:
+        return (only,)
+    if family in SAME_FORM:
+        return SAME_FORM_GROUPS
+    return LONG_GROUPS if family in LENGTHS else SHORT_GROUPS
+
+
 def main(half: str, count: str, model_names: str = "all", only: str = "", families: str = "") -> None:
     """Run `count` rounds."""
     torch.set_num_threads(1)
@@ -36,9 +45,7 @@ def main(half: str, count: str, model_names: str = "all", only: str = "", famili
     for turn in range(1, int(count) + 1):
         for family in families.split(",") if families else FAMILIES:
             number = math.ceil(turn * (1 if half == "choose" else SHARES.get(family, 1)))
-            groups = SAME_FORM_GROUPS if family in SAME_FORM else LONG_GROUPS if family in LENGTHS else SHORT_GROUPS
-            if only:
-                groups = (only,)
+            groups = choose_groups(family, only)
             for model_name in MODELS if model_names == "all" else (model_names,):
                 if Path("outputs/traces/stop").exists():
                     return

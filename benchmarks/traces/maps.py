@@ -157,7 +157,7 @@ def mean_group(method: str) -> Callable[[Models, Record], Rows]:
 
 
 def asked_rows(models: Models, record: Record) -> Rows:
-    """Return layer maps of the positions before each written token, from one pass that computes no other rows."""
+    """Return layer maps of the positions before each written token, without those of other positions."""
     methods = [lm.methods.AttentionWeights(per_head=True), "attn_res_ln", "alti", "value_zeroing"]
     maps = lm.run(models.bridge, record.tokens, methods, queries=record.rows)
     rows: Rows = {}

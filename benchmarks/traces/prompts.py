@@ -204,7 +204,7 @@ def _values(draw: random.Random, half: str, is_number: bool, count: int) -> list
 
 
 def make_needle(draw: random.Random, half: str, kind: str, n_tokens: int) -> TracePrompt:
-    """Return a needle prompt: "single", "several keys", "all keys" (a number for each name) or "several values"."""
+    """Return a needle prompt: "single", "several keys", "all keys" (of all names) or "several values"."""
     template = 0 if kind == "all keys" else draw.randrange(2)
     sentence, question, beginning = NEEDLES[half][template]
     key, *others = draw.sample(WORDS[half]["name"], 12 if kind == "all keys" else 4)

@@ -198,7 +198,7 @@ class _ByRows(torch.autograd.Function):
         return of_query.to(query.dtype), of_key, of_value, None, None, None
 
 
-def _is_allowed(mask: Tensor) -> Bool[Tensor, "..."]:
+def _is_allowed(mask: Tensor) -> Bool[Tensor, ...]:
     """Return a mask as booleans: whether a query may see a key."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
 
