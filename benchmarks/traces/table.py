@@ -4,10 +4,12 @@ python -m benchmarks.traces.table choose          writes results/choose_smollm2.
 python -m benchmarks.traces.table held_out        writes results/held_out_*.md, long.md and summary.md
 python -m benchmarks.traces.table held_out gim    replaces the rows of gim in these pages, and no others
 python -m benchmarks.traces.table held_out gim long    the same in long.md
+python -m benchmarks.traces.table held_out "" same_form    writes results/same_form.md alone
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata as metadata
 import math
 import re
@@ -25,7 +27,7 @@ from benchmarks.traces.__main__ import FAMILIES, MODELS
 from benchmarks.traces.drops import removal_row, rows_of
 from benchmarks.traces.gold import folder, records
 from benchmarks.traces.maps import RECOMMENDED, REFERENCE
-from benchmarks.traces.prompts import LENGTHS
+from benchmarks.traces.prompts import LENGTHS, SAME_FORM
 from benchmarks.traces.scores import score
 
 RESULTS = Path(__file__).parent / "results"
@@ -70,7 +72,38 @@ TITLES = {
 }
 # The metrics of long prompts and of shuffled weights: neither has removals of all sentences.
 LONG_METRICS = ("right", "recovery", "rank")
-BY_LENGTH = {"500 to 1,000 tokens": ("long_500", "long_1000"), "2,000 tokens": ("long_2000",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class LongPage:
+    """A page of long prompts.
+
+    Attributes:
+        title: Its title.
+        by_length: The families of each column.
+        reference: The map that paired differences are to.
+    """
+
+    title: str
+    by_length: dict[str, tuple[str, ...]]
+    reference: str
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The families of all columns."""
+        return tuple(family for some in self.by_length.values() for family in some)
+
+
+LONG_PAGE = LongPage(
+    "Traces in long prompts",
+    {"500 to 1,000 tokens": ("long_500", "long_1000"), "2,000 tokens": ("long_2000",)},
+    REFERENCE,
+)
+SAME_FORM_PAGE = LongPage(
+    "Traces among sentences of the same form",
+    {f"{LENGTHS[family]:,} tokens": (family,) for family in SAME_FORM},
+    RECOMMENDED,
+)
 SHUFFLED = ", shuffled weights"
 # The end of a page's name, and the models and title of the page.
 GROUPS_OF_MODELS = {
@@ -238,37 +271,41 @@ def shuffled_table(scores: Scores, models: tuple[str, ...]) -> str:
     return markdown_table(rows) if rows else ""
 
 
-def length_table(scores: Scores, metric: str, models: tuple[str, ...]) -> str:
+def length_table(scores: Scores, metric: str, models: tuple[str, ...], of: LongPage = LONG_PAGE) -> str:
     """Return the table of one metric on long prompts, by their length, the best map first."""
 
     def chosen(name: str, families: Collection[str]) -> dict[Key, float]:
         return {k: v for k, v in scores[name][metric].items() if k[0] in models and k[1] in families}
 
-    names = [name for name in scores if chosen(name, LENGTHS)]
-    names.sort(key=lambda name: -np.mean(list(chosen(name, LENGTHS).values())))
+    names = [name for name in scores if chosen(name, of.families)]
+    names.sort(key=lambda name: -np.mean(list(chosen(name, of.families).values())))
+    reference = chosen(of.reference, of.families)
     rows = []
     for name in names:
         row = {"map": f"**{name}**" if name == RECOMMENDED else name}
-        for title, families in BY_LENGTH.items():
+        for title, families in of.by_length.items():
             values = list(chosen(name, families).values())
             row |= {f"n, {title}": str(len(values)), title: cell(values)}
-        row[f"{LESS_THIS}, all lengths"] = (
-            "" if name == REFERENCE else difference(chosen(REFERENCE, LENGTHS), chosen(name, LENGTHS))
-        )
+        is_own, own = name == of.reference, chosen(name, of.families)
+        row[f"{of.reference} less this, all lengths"] = "" if is_own else difference(reference, own)
         rows.append(row)
     return markdown_table(rows)
 
 
-def prompts_table(half: str) -> str:
+def prompts_table(half: str, of: LongPage) -> str:
     """Return how many long prompts there are of each model, length and kind, and how many were tried."""
     rows = []
     for model_name in MODELS:
-        for family, length in LENGTHS.items():
+        for family in of.families:
             found = [record for _, record in records(model_name, half, family)]
             tried = folder(model_name, half, family) / "tried.txt"
             if not found:
                 continue
-            row = {"model": NAMES[model_name], "length": f"about {length:,} tokens", "n": str(len(found))}
+            row = {
+                "model": NAMES[model_name],
+                "length": f"about {LENGTHS[family]:,} tokens",
+                "n": str(len(found)),
+            }
             row["tried"] = tried.read_text() if tried.exists() else ""
             for kind in ("needle", "conflict", "variables"):
                 row[kind] = str(sum(record.family == kind for record in found))
@@ -277,13 +314,14 @@ def prompts_table(half: str) -> str:
     return markdown_table(rows) if rows else ""
 
 
-def length_page(scores: Scores, half: str) -> str:
-    """Return the page of the long prompts."""
+def length_page(scores: Scores, half: str, of: LongPage = LONG_PAGE) -> str:
+    """Return a page of long prompts."""
+    command = half if of is LONG_PAGE else f'{half} "" same_form'
     lines = [
-        "# Traces in long prompts",
+        f"# {of.title}",
         "",
-        f"Written by `PYTHONPATH=.:demos python -m benchmarks.traces.table {half}`. Intervals are 95 %, over "
-        "prompts: percentiles of the bootstrap, for shares of 0 and 1 Wilson's. The last column is the "
+        f"Written by `PYTHONPATH=.:demos python -m benchmarks.traces.table {command}`. Intervals are 95 %, "
+        "over prompts: percentiles of the bootstrap, for shares of 0 and 1 Wilson's. The last column is the "
         f"paired difference on common prompts. The recommended map is `{RECOMMENDED}`.",
         "",
         f"Measured {date.today().isoformat()} with {versions()}.",
@@ -292,13 +330,13 @@ def length_page(scores: Scores, half: str) -> str:
         "",
         "Prompts that the model answers rightly, and how many candidates were tried.",
         "",
-        prompts_table(half),
+        prompts_table(half, of),
     ]
     for metric in LONG_METRICS:
         for models, title in GROUPS_OF_MODELS.values():
             name, meaning = TITLES[metric]
             lines += ["", f"## {name[0].upper()}{name[1:]} by length, {title}", "", meaning, ""]
-            lines.append(length_table(scores, metric, models))
+            lines.append(length_table(scores, metric, models, of))
     return "\n".join(lines) + "\n"
 
 
@@ -430,6 +468,10 @@ def merge_long(half: str, method: str) -> None:
 
 def main(half: str, method: str = "", prompts: str = "short") -> None:
     """Write the pages of one half, or the rows of one method in those of its short or long prompts."""
+    if prompts == "same_form":
+        text = length_page(collect(half), half, SAME_FORM_PAGE)
+        (RESULTS / "same_form.md").write_text(text, encoding="utf-8")
+        return None
     if method:
         return merge_long(half, method) if prompts == "long" else merge(half, method)
     RESULTS.mkdir(exist_ok=True)

@@ -119,12 +119,10 @@ class _Attention:
             masked = torch.cat([masked, sinks], -1)
         return (masked / temperature).softmax(-1)[..., :count]
 
-    def pattern(self, positions: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
-        """Return some rows of the pattern."""
-        return self.softmax(self.scores(positions)[1]).to(self.query.dtype)
-
-    def whole_pattern(self) -> Float[Tensor, "batch head query key"]:
-        """Return the pattern, computed from some rows at a time."""
+    def pattern(self, positions: Int[Tensor, "batch row"] | None) -> Float[Tensor, "batch head row key"]:
+        """Return some rows of the pattern; None: all, computed from some at a time."""
+        if positions is not None:
+            return self.softmax(self.scores(positions)[1]).to(self.query.dtype)
         batch, heads, count, _ = self.query.shape
         whole = self.query.new_zeros(batch, heads, count, self.key.shape[2])
         for positions, rows, seen in self.blocks():
@@ -352,9 +350,7 @@ class FusedAttention:
         attended[layer] = self._allowed[key][1]
         if not self._roles[layer]:
             return
-        every = self._positions is None
-        pattern = attention.whole_pattern() if every else attention.pattern(self._positions)
-        rows = rows_at(mixed, self._positions)
+        pattern, rows = attention.pattern(self._positions), rows_at(mixed, self._positions)
         expected = attention.mix(pattern)
         error = float((rows - expected).abs().max())
         if not error <= tolerance(rows.dtype) * max(float(expected.abs().max()), 1e-6):

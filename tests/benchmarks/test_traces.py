@@ -78,7 +78,7 @@ def test_a_chain_of_variables_has_a_gold_sentence_for_each_hop() -> None:
     assert prompt.values[0] not in " ".join(golden[1:])
 
 
-@pytest.mark.parametrize("family", prompts.LENGTHS)
+@pytest.mark.parametrize("family", sorted(set(prompts.LENGTHS) - set(prompts.SAME_FORM)))
 def test_long_prompts_come_in_turns_and_have_their_values_in_one_sentence(family: str) -> None:
     made = list(itertools.islice(prompts.make_long("held_out", family), 9))
     assert [prompt.family for prompt in made] == ["needle", "conflict", "variables"] * 3
@@ -89,6 +89,25 @@ def test_long_prompts_come_in_turns_and_have_their_values_in_one_sentence(family
         assert 0.5 * prompts.LENGTHS[family] < words < prompts.LENGTHS[family]
         if prompt.family == "conflict":
             assert [prompt.text.count(value) for value in prompt.values] == [1, 1]
+
+
+@pytest.mark.parametrize("family", prompts.SAME_FORM)
+def test_distractors_have_the_form_of_the_right_sentence_and_another_value(family: str) -> None:
+    made = list(itertools.islice(prompts.make_long("held_out", family), 12))
+    assert [prompt.kind for prompt in made[::2]] == ["all keys"] * 6
+    for needle in made[::2]:
+        assert needle.text.count("The locker code that belongs to") == 13
+        assert sum(piece.is_gold for piece in needle.pieces) == 1
+        assert needle.text.count(needle.values[0]) == 1
+    for conflict in made[1::2]:
+        assert conflict.family == "conflict"
+        firms = prompts.WORDS["held_out"]["firm"]
+        said = [
+            sum(firm in piece.text for piece in conflict.pieces if piece.document is not None)
+            for firm in firms
+        ]
+        assert sorted(said) == [1] * 7 + [2]
+        assert [conflict.text.count(value) for value in conflict.values] == [1, 1]
 
 
 # ------------------------------------------------------------------ tokens and removals
@@ -324,7 +343,8 @@ def test_shares_have_an_interval_although_all_prompts_are_right() -> None:
 
 
 def test_long_prompts_and_shuffled_weights_have_their_own_tables() -> None:
-    keys = [("smollm2", family, f"{i}.record.pt") for i, family in enumerate((*prompts.LENGTHS, "needle"))]
+    families = (*table.LONG_PAGE.families, "needle")
+    keys = [("smollm2", family, f"{i}.record.pt") for i, family in enumerate(families)]
     values = dict(zip(keys, (1.0, 0.0, 1.0, 1.0), strict=True))
     found: Any = defaultdict(lambda: defaultdict(dict))
     found[table.RECOMMENDED]["right"] = found[table.REFERENCE]["right"] = values
