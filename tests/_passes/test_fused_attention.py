@@ -127,6 +127,9 @@ def test_a_trace_is_that_of_eager_attention(monkeypatch):
     eager, fused = found
     torch.testing.assert_close(fused[:].scores, eager[:].scores, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(fused[1:3].scores, eager[1:3].scores, rtol=1e-4, atol=1e-6)
+    shares = [each.context_share().select_dtypes("number") for each in found]
+    assert shares[0].shape == (5, 3)
+    assert (shares[0] - shares[1]).abs().to_numpy().max() < 1e-5
 
 
 def test_prompts_of_one_length_are_a_batch(monkeypatch):
@@ -136,6 +139,27 @@ def test_prompts_of_one_length_are_a_batch(monkeypatch):
     monkeypatch.setattr(session, "_LEAST_FUSED", 1)
     for one, other in zip(eager, lm.run_many(model, prompts, "alti", queries=[-1]), strict=True):
         assert_equal(one, other)
+
+
+def test_a_corpus_of_long_prompts_has_fused_attention(monkeypatch, tmp_path):
+    from lens_mix.corpus import work
+
+    model, prompts = bridge("llama"), [TOKENS[:9].tolist(), TOKENS[2:].tolist()]
+    monkeypatch.setattr(session, "_LEAST_FUSED", 10**9)
+    eager = [lm.run(model, torch.tensor(each), "alti", queries=[-1]) for each in prompts]
+    monkeypatch.setattr(session, "_LEAST_FUSED", 1)
+    # A batch of long prompts does not fit, and has one prompt.
+    monkeypatch.setattr(work, "_BATCH_BYTES", 1)
+    made = []
+    own = fused_attention.FusedAttention._read
+    monkeypatch.setattr(
+        fused_attention.FusedAttention, "_read", lambda *given: (made.append(given[1]), own(*given))[1]
+    )
+    lm.corpus.run(lambda: model, prompts, "alti", out=tmp_path, queries=[-1])
+    assert made[-2 * model.cfg.n_layers :] == [*range(model.cfg.n_layers)] * 2
+    found = lm.corpus.maps(tmp_path)
+    for alone, (_, _, stored) in zip(eager, found, strict=True):
+        torch.testing.assert_close(stored.scores, alone.scores, atol=1e-5, rtol=0)
 
 
 def test_the_plan_says_so_and_why_it_is_eager(monkeypatch):
