@@ -103,6 +103,7 @@ def llama_of(
     feed_forward: int,
     vocabulary: int = 128256,
     context: int = 131072,
+    wrapped: bool = True,
 ) -> Any:
     """Return a Llama of any size, random weights, on torch's default device."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -116,12 +117,12 @@ def llama_of(
         max_position_embeddings=context,
         vocab_size=vocabulary,
     )
-    return _build(LlamaForCausalLM, config, seed=0, wrapped=True)
+    return _build(LlamaForCausalLM, config, seed=0, wrapped=wrapped)
 
 
-def llama_8b_like(layers: int = 32, width: int = 4096) -> Any:
+def llama_8b_like(layers: int = 32, width: int = 4096, wrapped: bool = True) -> Any:
     """Return a Llama of the size of Llama 3.1 8B, random weights, on torch's default device."""
-    return llama_of(layers, width, heads=32, key_heads=8, feed_forward=width * 7 // 2)
+    return llama_of(layers, width, heads=32, key_heads=8, feed_forward=width * 7 // 2, wrapped=wrapped)
 
 
 def _build(model_class: Any, config: Any, seed: int, wrapped: bool) -> Any:

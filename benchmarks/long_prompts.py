@@ -50,7 +50,6 @@ NOTE = (
 
 # The shape of Llama 3.1 8B, and prompts of more tokens than this machine can map.
 LARGE = {"layers": 32, "width": 4096, "heads": 32, "key_heads": 8, "feed_forward": 14336}
-LARGE_WEIGHTS = 8.03e9
 PAPER_LENGTHS = (8_000, 32_000, 128_000)
 NARROWER, COUNTED_TOKENS, COUNTED_LAYERS = 8, (512, 1024), (4, 8)
 PAPER_NOTE = (

@@ -286,10 +286,9 @@ def measure_large(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_long(options: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds and GB of maps of the last row of long prompts, the shortest prompt first."""
+    """Return seconds and GB of maps of the last row of long prompts, and of a forward pass."""
     start = time.monotonic()
     size = {"layers": QUICK_LAYERS, "width": QUICK_WIDTH} if options.quick else {}
-    model = load_large_model(torch.bfloat16, options.device, **size)
     found: dict[str, Any] = {
         "machine": common.machine(),
         "device": options.device,
@@ -297,44 +296,46 @@ def measure_long(options: argparse.Namespace) -> dict[str, Any]:
         "is quick": options.quick,
         "costs": [],
     }
-    for tokens in _QUICK_LONG if options.quick else _LONG:
-        prompt = common.random_tokens(model, tokens).to(options.device)
-        for name, run in list_long_calls(model, prompt).items():
-            row = {"call": name, "tokens": tokens}
-            # A longer prompt of the same call takes at least as long as the last one.
-            if time.monotonic() > start + options.seconds:
-                found["costs"].append(row | {"note": "no time left"})
-                continue
-            try:
-                run()  # The first call on a model verifies it.
-                began = time.monotonic()
-                peak, _ = common.peak_over_model(run, options.device)
-                common.synchronize()
-            except torch.OutOfMemoryError as problem:
-                found["costs"].append(row | {"note": str(problem).splitlines()[0][:120]})
-                continue
-            found["costs"].append(row | {"seconds": time.monotonic() - began, "GB": peak / 1e9})
+    lengths = _QUICK_LONG if options.quick else _LONG
+    deadline = start + options.seconds
+    # A TransformerBridge replaces the attention of the model that it wraps, so this one is not wrapped.
+    plain = load_large_model(torch.bfloat16, options.device, wrapped=False, **size)
+    plain.set_attn_implementation("sdpa")
+    forward = torch.inference_mode()(
+        lambda prompt: plain(prompt[None], use_cache=False, logits_to_keep=1).logits
+    )
+    found["costs"] += measure_lengths(long_prompts.FORWARD, forward, lengths, options.device, deadline)
+    del plain, forward
+    model = load_large_model(torch.bfloat16, options.device, **size)
+    for method in _LAST_ROW:
+        run = functools.partial(lm.run, model, methods=method, queries=[-1], progress=None)
+        found["costs"] += measure_lengths(f"{method}, last row", run, lengths, options.device, deadline)
     found["seconds"] = time.monotonic() - start
     return found
 
 
-def list_long_calls(model: Any, prompt: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Return the calls that are measured on a long prompt."""
-    run = functools.partial(lm.run, model, prompt, queries=[-1], progress=None)
-    rows = {f"{method}, last row": functools.partial(run, method) for method in _LAST_ROW}
-    return {long_prompts.FORWARD: functools.partial(forward_fused, model, prompt), **rows}
-
-
-@torch.inference_mode()
-def forward_fused(model: Any, prompt: torch.Tensor) -> object:
-    """Make a forward pass of the wrapped model with fused attention and the last token's logits."""
-    plain = model.original_model
-    before = plain.config._attn_implementation
-    plain.set_attn_implementation("sdpa")
-    try:
-        return plain(prompt[None] if prompt.ndim == 1 else prompt, use_cache=False, logits_to_keep=1)
-    finally:
-        plain.set_attn_implementation(before)
+def measure_lengths(
+    name: str, run: Callable[[torch.Tensor], object], lengths: Sequence[int], device: str, deadline: float
+) -> Iterator[dict[str, Any]]:
+    """Yield the seconds and GB of a call by the length of its prompt, as long as it fits."""
+    for tokens in lengths:
+        row: dict[str, Any] = {"call": name, "tokens": tokens}
+        if time.monotonic() > deadline:
+            yield row | {"note": "no time left"}
+            return
+        draw = torch.Generator().manual_seed(0)
+        prompt = torch.randint(5, 900, (tokens,), generator=draw).to(device)
+        try:
+            run(prompt)  # The first call on a model verifies it.
+            common.synchronize()
+            began = time.monotonic()
+            peak, _ = common.peak_over_model(lambda prompt=prompt: run(prompt), device)
+            common.synchronize()
+        except (torch.OutOfMemoryError, ValueError) as problem:
+            # A longer prompt needs more memory.
+            yield row | {"note": str(problem).splitlines()[0][:120]}
+            return
+        yield row | {"seconds": time.monotonic() - began, "GB": peak / 1e9}
 
 
 def describe_long(found: dict[str, Any]) -> str:
@@ -350,7 +351,7 @@ def describe_long(found: dict[str, Any]) -> str:
     return "\n\n".join([title, about, common.markdown_table(list(rows.values()))]) + "\n"
 
 
-def load_large_model(dtype: torch.dtype, device: str, **size: int) -> Any:
+def load_large_model(dtype: torch.dtype, device: str, **size: Any) -> Any:
     """Return a model of 8 billion parameters, or of a smaller size, made in this dtype on the device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -121,24 +121,30 @@ class PassPlan:
         visiting = {label for layer in self.layers.values() for label in layer.visitors}
         return [label for label in self.methods if label not in visiting]
 
-    def least_bytes(self) -> int:
-        """Return how many bytes the maps and the pattern of one block need at least, at the same time."""
+    def least_bytes(self, *, with_maps: bool = True) -> int:
+        """Return how many bytes the maps need at least, together with the recorded pattern of one block.
+
+        Args:
+            with_maps: Whether maps of all layers are made of the blocks.
+        """
         stack, size = self.lens.stack.name, self.lens.dtype.itemsize
         every, keys = self.batch.real_positions(stack).shape[1], self.batch.real_keys(stack).shape[1]
-        rows = every if self.rows is None else self.rows.positions.shape[1]
         # Eager attention computes the whole pattern of one block after the other, fused attention what is
         # recorded of it.
-        recorded = self.recorded_rows
-        at_once = every if recorded is None else recorded.positions.shape[1]
+        at_once = every if self.recorded_rows is None else self.recorded_rows.positions.shape[1]
         if self.is_fused and not any(planned.records for planned in self.layers.values()):
             at_once = 0
         pattern = self.lens.n_heads * (at_once if self.is_fused else every) * keys * size
+        rows = every if self.rows is None else self.rows.positions.shape[1]
         maps = 0
-        for label, method in self.methods.items():
-            # An input map may have one layer, and one with groups of keys has fewer keys.
-            if method.reads in ("block", "above") and type(method).key_groups is Method.key_groups:
+        # One whose keys are groups has fewer keys.
+        for label, method in self.methods.items() if with_maps else ():
+            if type(method).key_groups is Method.key_groups:
+                # An input map may have one layer.
                 layers = 1 if method.is_input_map else len(self.method_layers[label])
-                maps += layers * (self.lens.n_heads if method.per_head else 1) * rows * keys * 4
+                heads = self.lens.n_heads if method.per_head else 1
+                # Most maps are computed in float32 or more; those of a method of the user may not be.
+                maps += layers * heads * rows * keys * min(4, size)
         return len(self.batch) * (pattern + maps)
 
     def hooks(self, store: dict[str, Tensor]) -> list[HookPair]:

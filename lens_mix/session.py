@@ -222,7 +222,7 @@ class Session:
             while True:
                 is_visited = make_visitor is not None
                 plan = self.plan(batch, verification, no_algebra, is_visited=is_visited, cached=cached)
-                _require_memory(plan)
+                _require_memory(plan, with_maps=is_visited)
                 found = None
                 try:
                     checked = self._run(plan, make_visitor, leaving)
@@ -623,17 +623,25 @@ def _reads_graph_alone(method: Method) -> bool:
     return bool(vars(type(method)).get("reads_graph_alone", False))
 
 
-def _require_memory(plan: PassPlan) -> None:
-    """Raise a ValueError if the maps and one block's pattern cannot be in memory at the same time."""
-    needed, total = plan.least_bytes(), total_memory(plan.lens.device)
+def _require_memory(plan: PassPlan, *, with_maps: bool) -> None:
+    """Raise a ValueError if the maps and the recorded pattern of one block cannot fit in memory."""
+    needed, total = plan.least_bytes(with_maps=with_maps), total_memory(plan.lens)
     if plan.cached is not None or total is None or needed <= total:
         return
-    every, device = plan.batch.real_positions(plan.lens.stack.name).shape[1], plan.lens.device.type
+    every, prompts = plan.batch.real_positions(plan.lens.stack.name).shape[1], len(plan.batch)
+    if prompts > 1:
+        advice = "run fewer prompts at once (batch_size=1)"
+    elif plan.rows is None:
+        advice = "ask for some rows (queries=[-1])"
+    else:
+        advice = (
+            "run the methods one by one, because some compute all rows; lens_mix.support(model).long_prompts "
+            "says whether the model can do without the attention weights of all rows"
+        )
     raise ValueError(
-        f"queries: expected maps that fit in the {total / 1e9:,.1f} GB of memory ({device}), got "
-        f"{every:,} positions, for which the maps of the asked rows and the attention weights of one block "
-        f"need at least {needed / 1e9:,.1f} GB; ask for some rows (queries=[-1]) or layers, with methods "
-        "that compute some rows alone. lens_mix.support(model).long_prompts says whether this model can"
+        f"prompt: expected maps that fit in {total / 1e9:,.1f} GB of memory, got {prompts} of {every:,} "
+        f"positions, whose maps and whose attention weights in one block need at least "
+        f"{needed / 1e9:,.1f} GB; {advice}"
     )
 
 

@@ -168,7 +168,8 @@ class AutogradGraph:
         Args:
             value: The number, computed from `resid_post`.
             read: A function that is called with each layer and its mixing, from the last layer to the first.
-            check: Whether to check that the mixed values of each layer are pattern @ values.
+            check: Whether to check that the mixed values of each layer are pattern @ values; fused attention,
+                which has no whole pattern, checks the rows that it records.
 
         Raises:
             ValueError: The number has no gradient.

@@ -71,10 +71,19 @@ def bytes_through_block(lens: Lens, positions: int) -> int:
     return through_one
 
 
-def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of memory of a device, or of the machine for the CPU; None if unknown."""
+def total_memory(lens: Lens) -> int | None:
+    """Return the bytes of memory of all devices that the model is on; None if one is unknown.
+
+    For a CPU this is the memory of the machine, without what it may swap to a disk.
+    """
+    sizes = [_memory_of(device) for device in {weight.device for weight in lens.model.parameters()}]
+    return None if not all(sizes) else sum(filter(None, sizes))
+
+
+def _memory_of(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type != "cpu" or "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
         return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Where the number of pages is not known, it is -1.
+    return max(0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) or None

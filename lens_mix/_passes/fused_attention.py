@@ -1,7 +1,7 @@
-"""Run attention by transformers' own modules and a fused kernel, and record some rows beside it.
+"""Run attention by transformers' own modules and a fused kernel, and record rows of the pattern beside it.
 
 A fused kernel keeps no pattern, so the memory of a pass grows with the length of the prompt and not with its
-square. The pattern of the asked rows is computed from the same queries and keys, and is compared with what
+square. Recorded rows of the pattern are computed from the same queries and keys, and are compared with what
 the kernel returns. Gradients with other rules than the kernel's are computed from some rows at a time.
 """
 

@@ -141,6 +141,9 @@ class GradientAttention(TargetMethod):
         try:
             graph.read_mixing(bound.values_in(graph, index), read, check=False)
         except UnsupportedModelError:
+            # Blocks of a pass with fused attention are not run again with hooks.
+            if graph.fused is not None:
+                raise
             # A model that leaves attention to transformers shows no values. Its patterns have gradients.
             return None
         return [found[block.layer] for block in blocks]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+import sys
 
 import pytest
 import torch
 
 import lens_mix as lm
 from lens_mix import session
+from lens_mix._model.model import Lens
 from lens_mix._passes import autograd_graph, fused_attention
 from lens_mix._passes.copies import total_memory
 from lens_mix.runner import plan
@@ -207,6 +210,22 @@ def test_a_kernel_with_other_outputs_is_found_by_the_verification(monkeypatch, n
     assert found.verification.fused_failures[name] is not None
 
 
+def test_a_kernel_with_other_gradients_is_found_by_the_verification(monkeypatch):
+    from transformers.integrations import sdpa_attention
+
+    own = sdpa_attention.sdpa_attention_forward
+
+    def wrong(*args, **options):
+        mixed, weights = own(*args, **options)
+        return mixed + (mixed - mixed.detach()), weights
+
+    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", wrong)
+    monkeypatch.setattr(session, "_LEAST_FUSED", 1)
+    found = plan(bridge("llama"), TOKENS, lm.methods.GradientAttention(), queries=[-1])
+    assert not found.is_fused
+    assert "gradient with fused attention differs" in found.verification.fused_failures["gradients"]
+
+
 def settings(model):
     attention = [block.attn for block in model.blocks]
     return [
@@ -312,22 +331,59 @@ def test_a_method_of_the_user_reads_inputs_and_runs_no_block(monkeypatch):
         lm.run(bridge("llama", num_hidden_layers=3), TOKENS, FromInputs("below"), queries=[-1])
 
 
-@pytest.mark.parametrize("queries", [None, [-1]])
-def test_maps_that_cannot_fit_in_memory_are_refused_before_the_pass(monkeypatch, queries):
+def least_bytes(model, method, prompts=1, with_maps=True, **options):
+    """Return what a plan needs at least, for prompts of the same tokens."""
+    made = session.Session(model, {"a": method}, **options)
+    return made.plan_prompts([made.read(TOKENS)] * prompts).least_bytes(with_maps=with_maps)
+
+
+def test_the_least_memory_is_that_of_the_maps_and_of_one_recorded_pattern(monkeypatch):
     monkeypatch.setattr(session, "_LEAST_FUSED", 1)
     model = bridge("llama")
-    found = plan(model, TOKENS, "attention", queries=queries)
-    rows, heads, layers = len(TOKENS) if queries is None else 1, model.cfg.n_heads, model.cfg.n_layers
-    pattern = heads * rows * len(TOKENS) * 4
-    assert found.least_bytes() == pattern + layers * rows * len(TOKENS) * 4
-    monkeypatch.setattr(session, "total_memory", lambda device: found.least_bytes())
-    lm.run(model, TOKENS, "attention", queries=queries)
-    monkeypatch.setattr(session, "total_memory", lambda device: found.least_bytes() - 1)
+    count, heads, layers = len(TOKENS), model.cfg.n_heads, model.cfg.n_layers
+    attention, per_head = lm.methods.AttentionWeights(), lm.methods.AttentionWeights(per_head=True)
+    row = count * 4
+    assert least_bytes(model, attention, queries=[-1]) == (heads + layers) * row
+    assert least_bytes(model, attention) == (heads + layers) * count * row
+    assert least_bytes(model, attention, 3) == 3 * (heads + layers) * count * row
+    assert least_bytes(model, attention, layers=[1]) == (heads + 1) * count * row
+    assert least_bytes(model, per_head, queries=[-1, 2]) == (heads + layers * heads) * 2 * row
+    assert least_bytes(model, attention, with_maps=False) == heads * count * row
+    # No pattern is recorded for a gradient, and an input map is one map.
+    assert least_bytes(model, lm.methods.Gim(), queries=[-1]) == row
+    # Groups of keys are fewer than tokens, and eager attention has all rows.
+    assert least_bytes(model, lm.methods.Occlusion(spans=[[0, 1]]), queries=[-1]) == heads * count * row
+    half = least_bytes(bridge("llama").to(torch.bfloat16), attention)
+    assert half == (heads + layers) * count * row / 2
+
+
+@pytest.mark.parametrize(
+    ("queries", "prompts", "advice"),
+    [
+        (None, 1, r"ask for some rows \(queries=\[-1\]\)"),
+        ([-1], 1, "run the methods one by one"),
+        (None, 2, "run fewer prompts at once"),
+    ],
+)
+def test_maps_that_cannot_fit_in_memory_are_refused_before_the_pass(monkeypatch, queries, prompts, advice):
+    model = bridge("llama")
+    needed = least_bytes(model, lm.methods.AttentionWeights(), prompts, queries=queries)
+    given = [TOKENS] * prompts
+    monkeypatch.setattr(session, "total_memory", lambda lens: needed)
+    list(lm.run_many(model, given, "attention", queries=queries))
+    monkeypatch.setattr(session, "total_memory", lambda lens: needed - 1)
     monkeypatch.setattr(session, "clean_pass", lambda *args, **options: pytest.fail("a pass was made"))
-    with pytest.raises(ValueError, match=r"queries: expected maps that fit .* 0\.0 GB; ask for"):
-        lm.run(model, TOKENS, "attention", queries=queries)
+    with pytest.raises(
+        ValueError, match=f"expected maps that fit .* got {prompts} of 14 positions.* {advice}"
+    ):
+        list(lm.run_many(model, given, "attention", queries=queries))
 
 
 def test_the_memory_of_a_machine_is_known():
-    found = total_memory(torch.device("cpu"))
+    model = bridge("llama")
+    found = total_memory(Lens(model))
+    if sys.platform == "linux":
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+        kilobytes = next(line.split()[1] for line in lines if line.startswith("MemTotal"))
+        assert found == pytest.approx(1024 * int(kilobytes), rel=0.2)
     assert found is None or found > 1 << 28

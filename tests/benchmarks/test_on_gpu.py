@@ -60,11 +60,25 @@ def test_the_costs_of_a_large_model_in_two_dtypes(tmp_path: Path, monkeypatch: p
 def test_the_costs_of_long_prompts(tmp_path: Path) -> None:
     on_gpu.main(["--device", "cpu", "--quick", "--model", "long", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "on_gpu_long.json").read_text())
-    assert [row["call"] for row in found["costs"][:2]] == [on_gpu.long_prompts.FORWARD, "attention, last row"]
+    assert [row["call"] for row in found["costs"][1:3]] == [
+        on_gpu.long_prompts.FORWARD,
+        "attention, last row",
+    ]
     assert {row["tokens"] for row in found["costs"]} == set(on_gpu._QUICK_LONG)
     assert all(row["seconds"] > 0 for row in found["costs"])
     page = (tmp_path / "on_gpu_long.md").read_text()
     assert page.count("| gim, last row |") == 1
+
+
+def test_a_call_that_does_not_fit_is_not_tried_with_a_longer_prompt() -> None:
+    tried = []
+
+    def run(prompt: torch.Tensor) -> None:
+        tried.append(len(prompt))
+        raise ValueError("too long")
+
+    rows = list(on_gpu.measure_lengths("a call", run, (3, 4), "cpu", float("inf")))
+    assert (tried, rows) == ([3], [{"call": "a call", "tokens": 3, "note": "too long"}])
 
 
 @with_bridge
