@@ -310,7 +310,9 @@ def bind(blocks: Sequence[Block], target: TargetLike) -> BoundTarget:
         TypeError, ValueError: The target does not fit a prompt.
         RuntimeError: torch's inference mode is on.
     """
-    bound, _ = _bound(blocks, target, lambda read, context, prompt, start: {0: read})
+    read = as_target(target)
+    logits = _find_last_logits(blocks[-1], read)
+    bound, _ = _bound(blocks, read, lambda read, context, prompt, start: {0: read}, logits)
     record = blocks[-1].record
     for by_row, position in zip(record.explained, record.default_rows, strict=True):
         # The target is one number for all rows, so it is not that of the first row alone.
@@ -319,6 +321,18 @@ def bind(blocks: Sequence[Block], target: TargetLike) -> BoundTarget:
         is_elsewhere = position is None and bound.positions is not None
         by_row[None] = whole.without_prediction() if is_elsewhere else whole
     return bound
+
+
+def _find_last_logits(block: Block, target: Target) -> Float[Tensor, "example 1 d_vocab"] | None:
+    """Return the logits at the last positions if the clean pass has them and the target reads no others.
+
+    Of a long prompt, the logits of all positions take more memory than anything else.
+    """
+    unstated = getattr(target, "unstated", None) if getattr(target, "position", 0) is None else None
+    if not target.reads_row_alone or unstated != -1:
+        return None
+    last = [real.nonzero()[-1] for real in block.batch.logits_real]
+    return block.clean.logits_at(torch.stack(last))
 
 
 def bind_rows(blocks: Sequence[Block], target: TargetLike) -> BoundRows:

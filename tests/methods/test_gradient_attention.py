@@ -8,6 +8,7 @@ import torch
 import lens_mix as lm
 from lens_mix._classes.model_classes import transformer_lens_version
 from lens_mix.hooks import record, replace_pattern
+from lens_mix.methods import bound_target
 from lens_mix.methods.gradient_attention import weighted_by_gradient
 from tests import tiny_models
 from tests.methods import attribution_reference as hao
@@ -17,6 +18,9 @@ from tests.tiny_models import (
     gpt2_like,
     hooked_encoder,
     hooked_encoder_decoder,
+    llama_like,
+    tokens,
+    toy_tokenizer,
 )
 
 REWRITTEN = ["gpt2", "llama", "gemma2", "gpt_neox", "bloom", "mixtral", "gpt_oss", "falcon_mqa"]
@@ -186,3 +190,19 @@ def test_gradient_rollout_keeps_the_reach_of_a_window():
     assert found.visible()[2, 4].tolist() == [False, True, True, True, True]
     assert found.scores[2, 4, 0] == 0
     assert found.scores[2, 4, 1] > 0
+
+
+@pytest.mark.parametrize("target", [None, "w5"])
+def test_the_logits_of_the_last_row_are_those_of_the_clean_pass(monkeypatch, target):
+    model = llama_like(tokenizer=toy_tokenizer())
+    prompt, made = tokens(model, 1)[0], []
+    method = lm.methods.GradientAttention() if target is None else lm.methods.GradientAttention(target=target)
+    expected = lm.run(model, prompt, method, queries=[-1, -2])
+    own = bound_target.read_output
+    monkeypatch.setattr(bound_target, "read_output", lambda *a, **b: (made.append(b), own(*a, **b))[1])
+    found = lm.run(model, prompt, method, queries=[-1])
+    assert found.explained[0].target == expected.explained[0].target
+    assert found.explained[0].value == pytest.approx(expected.explained[0].value, rel=1e-5)
+    torch.testing.assert_close(found.scores[:, 0], expected.scores[:, 0], rtol=1e-4, atol=1e-7)
+    # No pass computes the logits of all positions.
+    assert [options for options in made if options.get("positions") is None] == []
