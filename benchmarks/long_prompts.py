@@ -5,8 +5,8 @@
     PYTHONPATH=.:demos python -m benchmarks.long_prompts paper          counts bytes and operations
     PYTHONPATH=.:demos python -m benchmarks.long_prompts table          writes results/long_prompts.md
 
-Each call runs in a process of its own, once on 300 tokens, which verifies the model, and then once on the
-prompt. Time is processor time of one thread. Memory is resident memory over that before the call, when the
+Each call runs in a process of its own, once on 600 tokens, which verifies the model (beyond Gemma 3's windows
+of 512, too), and then once on the prompt. Time is processor time of one thread. Memory is resident memory over that before the call, when the
 weights have been read. Random tokens are the prompt, because time does not depend on them. Measurements are
 appended to `outputs/long_prompts/MODEL.jsonl`; the last one of a call and a length is in the table.
 
@@ -36,6 +36,7 @@ FILE = Path(__file__).resolve().parent / "results" / "long_prompts.md"
 FORWARD, EAGER = "fused forward pass of transformers", "eager forward pass of TransformerLens"
 NAMES = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
 WRITTEN = 60
+WARM = 600
 LAST_ROW = ("attention", "attn_res_ln", "alti", "value_zeroing", "gim")
 # An eager pass over more tokens needs several GB for each pattern.
 LONGEST_EAGER = 4000
@@ -105,7 +106,7 @@ def measure(name: str, call: str, tokens: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     run = load_call(name, call)
     prompt = torch.randint(5, 4000, (tokens,), generator=torch.Generator().manual_seed(0))
-    run(prompt[:300])
+    run(prompt[:WARM])
     began = time.process_time()
     peak, _ = common.peak_over_model(lambda: run(prompt))
     seconds = time.process_time() - began
