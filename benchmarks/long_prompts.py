@@ -45,8 +45,8 @@ NOTE = (
     "divided by that of a forward pass of transformers with its fused attention (`sdpa`) and the logits of "
     f"the last token. Memory is resident memory over the loaded model. `lm.trace` explains {WRITTEN} written "
     "tokens as one span. TransformerLens's own pass has the logits of all tokens. Each was measured once, in "
-    "a process of its own, with other work on the two cores. Gemma 3 at 4,000 and 8,000 tokens was measured "
-    "before gradients left out the keys beyond a window, which made `gim` take 0.6 times as long at 4,000."
+    "a process of its own, with other work on the two cores. Gemma 3 was measured before gradients left out the "
+    "keys beyond a window, which made `gim` take 0.6 times as long at 4,000 tokens."
 )
 
 
