@@ -5,10 +5,11 @@
     PYTHONPATH=.:demos python -m benchmarks.long_prompts paper          counts bytes and operations
     PYTHONPATH=.:demos python -m benchmarks.long_prompts table          writes results/long_prompts.md
 
-Each call runs in a process of its own, once on 600 tokens, which verifies the model (beyond Gemma 3's windows
-of 512, too), and then once on the prompt. Time is processor time of one thread. Memory is resident memory over that before the call, when the
-weights have been read. Random tokens are the prompt, because time does not depend on them. Measurements are
-appended to `outputs/long_prompts/MODEL.jsonl`; the last one of a call and a length is in the table.
+Each call runs in a process of its own, once on 600 tokens, which verifies the model (beyond Gemma 3's
+windows of 512, too), and then once on the prompt. Time is processor time of one thread. Memory is resident
+memory over that before the call, when the weights have been read. Random tokens are the prompt, because time
+does not depend on them. Measurements are appended to `outputs/long_prompts/MODEL.jsonl`; the last one of a
+call and a length is in the table.
 
 The arithmetic for prompts that this machine cannot run is that of `Paper`: the bytes of all tensors are
 counted on a model of an eighth of the width, which has an eighth of the bytes.
@@ -45,8 +46,8 @@ NOTE = (
     "divided by that of a forward pass of transformers with its fused attention (`sdpa`) and the logits of "
     f"the last token. Memory is resident memory over the loaded model. `lm.trace` explains {WRITTEN} written "
     "tokens as one span. TransformerLens's own pass has the logits of all tokens. Each was measured once, in "
-    "a process of its own, with other work on the two cores. Gemma 3 was measured before gradients left out the "
-    "keys beyond a window, which made `gim` take 0.6 times as long at 4,000 tokens."
+    "a process of its own, with other work on the two cores. Gemma 3 was measured before gradients left out "
+    "the keys beyond a window, which made `gim` take 0.6 times as long at 4,000 tokens."
 )
 
 
