@@ -326,7 +326,7 @@ def measure_lengths(
         draw = torch.Generator().manual_seed(0)
         prompt = torch.randint(5, 900, (tokens,), generator=draw).to(device)
         try:
-            run(prompt)  # The first call on a model verifies it.
+            run(prompt[: long_prompts.WARM])  # The first call on a model verifies it.
             common.synchronize()
             began = time.monotonic()
             peak, _ = common.peak_over_model(lambda prompt=prompt: run(prompt), device)

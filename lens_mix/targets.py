@@ -194,6 +194,11 @@ class Target:
     reads_tokens: ClassVar[bool] = False
     reads_row_alone: ClassVar[bool] = False
 
+    @property
+    def reads_end_alone(self) -> bool:
+        """Whether, in a method with one number for all rows, it reads the last position's logits alone."""
+        return False
+
     def of_prompt(self, context: Context) -> TargetFunction:
         """Return the function of one prompt, from the output `[copy ...]` to the value `[copy]`.
 
@@ -292,6 +297,10 @@ class _AtPosition(Target):
     unstated: ClassVar[int] = -1
 
     position: int | str | None
+
+    @property
+    def reads_end_alone(self) -> bool:
+        return self.reads_row_alone and self.position is None and self.unstated == -1
 
     def reads_position(self, context: Context) -> int | None:
         if context.output.ndim != 3:

@@ -346,7 +346,10 @@ def make_conflict(draw: random.Random, half: str, n_fillers: int, *, same_form: 
     numbers = [str(draw.randrange(1000, 9999)) for _ in range(2 + len(others))]
     values = numbers if words == "number" else draw.sample(WORDS[half][words], 2)
     claims = [form.format(firm=firm, value=value) for form, value in zip(forms, values, strict=False)]
-    given = numbers[2:] if words == "number" else [each for each in WORDS[half][words] if each not in values]
+    # The other firms have neither of the two values.
+    given = [
+        each for each in (numbers if words == "number" else WORDS[half][words]) if each not in values[:2]
+    ]
     values = values[:2]
     said = [draw.choice(forms).format(firm=each, value=draw.choice(given)) for each in others]
     draw.shuffle(claims)

@@ -55,7 +55,7 @@ class _Attention:
         key: The keys [batch key_head key d_head].
         value: The values [batch value_head key d_value].
         mask: Whether a query may see a key [batch or 1, head or 1, query, key]; None without a mask.
-        is_causal: Whether no query sees a later key; read only if there is no mask.
+        is_causal: Whether no query sees a later key. A mask says it itself, so it counts only without one.
         scaling: The factor of the scores.
         softcap: The bound of the scores; None without one.
         sinks: The score of each head's sink, which takes weight from all keys; None without sinks.

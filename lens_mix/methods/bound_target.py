@@ -328,8 +328,7 @@ def _find_last_logits(block: Block, target: Target) -> Float[Tensor, "example 1 
 
     Of a long prompt, the logits of all positions take more memory than anything else.
     """
-    unstated = getattr(target, "unstated", None) if getattr(target, "position", 0) is None else None
-    if not target.reads_row_alone or unstated != -1:
+    if not target.reads_end_alone:
         return None
     last = [real.nonzero()[-1] for real in block.batch.logits_real]
     return block.clean.logits_at(torch.stack(last))
