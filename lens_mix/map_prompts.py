@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 import warnings
@@ -299,6 +300,9 @@ class _BatchRecord:
         scores = self._select_scores(label, index, groups)
         scores = prompt_mask.without_rounding(scores, groups, accepted)
         blocks = [self._blocks[label][layer] for layer in layers]
+        # The keys of a decoder's self-attention are no positions of what the encoder reads.
+        is_source_apart = clean.lens.stack.name == "decoder"
+        source = dataclasses.replace(prompt, features=None, grid=None) if is_source_apart else prompt
         has_sink = method.has_unit_rows and provenance.has_sink(scores, clean.lens.dtype)
         return MixingMap(
             scores=scores,
@@ -319,8 +323,8 @@ class _BatchRecord:
             },
             default_query=self._find_default_query(label, index, len(tokens)),
             explained=self._explain(label, index),
-            features=prompt.pixels if prompt.features is None else prompt.features,
-            grid=prompt.grid if groups is None else None,
+            features=source.pixels if source.features is None else source.features,
+            grid=source.grid if groups is None else None,
             notes=(
                 *filter(None, (clean.lens.stack.gaps, self._note_classifier(method), clean.no_predictions)),
                 *self._entering,

@@ -169,7 +169,7 @@ class Session:
 
     def tokens(self, prompt: Prompt) -> list[str]:
         """Return the tokens that the mapped part reads as strings."""
-        if prompt.labels:
+        if prompt.labels and not self.lens.stack.reads_target:
             return list(prompt.labels)
         return prompt.label(token_strings(self.lens.model, self.mapped_tokens(prompt)))
 
@@ -181,8 +181,9 @@ class Session:
         """Return the name and the positions of each key of a prompt; None if each key is one position."""
         if type(method).key_groups is Method.key_groups:
             return None
-        strings = prompt.labels or prompt.label(token_strings(self.lens.model, self.key_tokens(prompt)))
-        return method.key_groups(strings)
+        labels = list(prompt.labels or ()) if self.lens.stack.name != "decoder" else []
+        strings = labels + token_strings(self.lens.model, self.key_tokens(prompt)[len(labels) :])
+        return method.key_groups(prompt.label(strings))
 
     def mapped_layers(self, method: Method) -> list[int]:
         """Return the layers of a method's map."""
@@ -757,4 +758,8 @@ class CheckedPass:
         """Return the tokens of the keys as strings, or None if the keys are the queries' own tokens."""
         stack, keys = self.session.lens.stack, self.session.key_tokens(self.clean.batch.prompts[index])
         keys_are_queries = not stack.is_cross and stack.source is None
-        return None if keys_are_queries else token_strings(self.session.lens.model, keys)
+        if keys_are_queries:
+            return None
+        labels = list(self.clean.batch.prompts[index].labels or ())
+        # The source's positions come first. Those of sound have no tokens.
+        return labels + token_strings(self.session.lens.model, keys[len(labels) :])

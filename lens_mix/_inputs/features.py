@@ -35,12 +35,16 @@ _OUTSIDE = {
     "audio-spectrogram-transformer": ("[CLS]", "[DIST]"),
     "hubert": (),
     "wav2vec2": (),
+    "whisper": (),
 }
 _WAVEFORMS = ("hubert", "wav2vec2")
+# A frame of Whisper is made of so many columns of its spectrogram.
+_FRAME_COLUMNS = 2
 _AXES = {
     "picture": "pixels [channel, height, width]",
     "spectrogram": "a spectrogram [time, band]",
     "waveform": "a waveform [sample]",
+    "log-mel spectrogram": "a log-mel spectrogram [band, time]",
 }
 
 
@@ -69,7 +73,8 @@ def require_tokens(model: TransformerLensModel, name: str) -> None:
 
 def find_feature_name(model: TransformerLensModel) -> str:
     """Return the name of the input that is read instead of tokens, as in transformers."""
-    return "pixel_values" if _kind(model) == "picture" else "input_values"
+    names = {"picture": "pixel_values", "log-mel spectrogram": "input_features"}
+    return names.get(_kind(model), "input_values")
 
 
 def read_features(
@@ -115,7 +120,7 @@ def read_features(
         attention_mask = prompt.get("attention_mask") if attention_mask is None else attention_mask
         prompt = prompt[name]
     features = _as_tensor(prompt, kind)
-    n_axes = {"picture": 3, "spectrogram": 2, "waveform": 1}[kind]
+    n_axes = {"picture": 3, "waveform": 1}.get(kind, 2)
     if features.ndim == n_axes + 1 and len(features) == 1:
         features = features[0]
     if features.ndim != n_axes:
@@ -140,6 +145,8 @@ def any_features(model: TransformerLensModel, device: torch.device) -> Tensor:
         shape = (config.num_channels, *_pair(config.image_size))
     elif kind == "spectrogram":
         shape = (config.max_length, config.num_mel_bins)
+    elif kind == "log-mel spectrogram":
+        shape = (config.num_mel_bins, _FRAME_COLUMNS * config.max_source_positions)
     else:
         step, patch = _frames(config)
         shape = (15 * step + patch,)
@@ -149,7 +156,7 @@ def any_features(model: TransformerLensModel, device: torch.device) -> Tensor:
 
 def shorten(model: TransformerLensModel, prompt: Prompt, count: int) -> Prompt:
     """Return the beginning of a waveform, of `count` frames. A picture or a spectrogram has one size only."""
-    if prompt.features is None or prompt.grid is None or prompt.grid.noun != "frame":
+    if prompt.features is None or prompt.grid is None or _kind(model) != "waveform":
         return prompt
     if len(prompt.tokens) <= count:
         return prompt
@@ -244,6 +251,16 @@ def _find_grid(model: TransformerLensModel, features: Tensor, outside: int) -> G
                 f"prompt: expected a spectrogram [{config.max_length}, {config.num_mel_bins}], the size that "
                 f"the model reads, got {list(features.shape)}; the model's processor pads it"
             )
+    elif kind == "log-mel spectrogram":
+        # The first convolutions also read the columns beside a frame.
+        patch, step = (1, _FRAME_COLUMNS), (1, _FRAME_COLUMNS)
+        size, seconds = (1, features.shape[1]), 1 / _SPECTROGRAM_RATE
+        expected = (config.num_mel_bins, _FRAME_COLUMNS * config.max_source_positions)
+        if tuple(features.shape) != expected:
+            raise ValueError(
+                f"prompt: expected a log-mel spectrogram {list(expected)}, the size that the model reads, got "
+                f"{list(features.shape)}; the model's processor pads sound to it"
+            )
     else:
         width, receptive_field = _frames(config)
         patch, step, size = (1, receptive_field), (1, width), (1, len(features))
@@ -331,6 +348,8 @@ def _without_padding(features: Tensor, attention_mask: Any, kind: str) -> Tensor
 def _kind(model: TransformerLensModel) -> str:
     if _model_type(model) in _WAVEFORMS:
         return "waveform"
+    if _model_type(model) == "whisper":
+        return "log-mel spectrogram"
     return "picture" if getattr(model.cfg, "is_visual_model", False) else "spectrogram"
 
 

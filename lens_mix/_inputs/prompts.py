@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import numbers
 import re
@@ -125,9 +126,7 @@ def read_prompt(
     if reads_features(model):
         if prepend_bos is not None:
             raise ValueError(f"prepend_bos: expected None for a model without tokens, got {prepend_bos}")
-        from lens_mix._inputs.features import read_features
-
-        return read_features(model, prompt, device_of(model), attention_mask, inputs)
+        return _read_features(model, model_class, prompt, attention_mask, inputs, target_for)
     prompt = read_plain("prompt", prompt)
     text = _as_text(prompt)
     given = dict(inputs or {})
@@ -184,6 +183,35 @@ def read_prompt(
         )
     grid = only_grid(pictures)
     return Prompt(tokens, target, extra, text, notes, pictures, picture_inputs, grid=grid)
+
+
+def _read_features(
+    model: TransformerLensModel,
+    model_class: ModelClass,
+    prompt: Any,
+    attention_mask: Tensor | None,
+    inputs: Mapping[str, Any] | None,
+    target_for: str | None,
+) -> Prompt:
+    """Return the prompt of a picture or of sound, with what a decoder reads if there is one."""
+    from lens_mix._inputs.features import read_features
+
+    given, device = dict(inputs or {}), device_of(model)
+    if not is_encoder_decoder(model, model_class):
+        return read_features(model, prompt, device, attention_mask, given)
+    features, target = _source_and_target(model, model_class, prompt)
+    by_name = given.pop("decoder_input_ids", None)
+    if by_name is not None and target is not None:
+        raise ValueError("prompt: the target was given twice, in the pair and as decoder_input_ids")
+    target = target if by_name is None else by_name
+    if target is None and target_for is not None:
+        raise ValueError(
+            f"target: expected a pair (sound, target) for part={target_for!r}, got the sound alone; the target "
+            "is a string, or the decoder's tokens from the start token on"
+        )
+    read = read_features(model, features, device, attention_mask, given)
+    tokens = _checked_tokens(model, _target_tokens(model, target), "target")
+    return dataclasses.replace(read, target=tokens, notes=read.notes + _notes_on_length(model, tokens, "target"))
 
 
 def read_plain(name: str, prompt: Any) -> Any:

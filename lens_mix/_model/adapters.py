@@ -1,4 +1,4 @@
-"""Adapters with which TransformerLens loads encoders whose blocks are a BERT's under other names.
+"""Adapters with which TransformerLens loads encoders whose blocks are a BERT's under other names, and Whisper.
 
 `pyproject.toml` declares them as entry points of the group `transformer_lens.architectures`. This file
 imports nothing of lens_mix, so that TransformerLens can take over the classes as they are.
@@ -16,6 +16,7 @@ from transformer_lens.factories.architecture_adapter_factory import (
     SUPPORTED_ARCHITECTURES,
     ArchitectureAdapterFactory,
 )
+from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 from transformer_lens.model_bridge.generalized_components import (
     AttentionBridge,
     BlockBridge,
@@ -26,6 +27,7 @@ from transformer_lens.model_bridge.generalized_components import (
     PosEmbedBridge,
     UnembeddingBridge,
 )
+from transformer_lens.model_bridge.supported_architectures.bart import BartFamilyArchitectureAdapter
 from transformer_lens.model_bridge.supported_architectures.bert import BertArchitectureAdapter
 from transformer_lens.utilities.architectures import MASKED_LM_ARCHITECTURES
 
@@ -251,6 +253,44 @@ class DebertaV2ArchitectureAdapter(EncoderArchitectureAdapter):
         hf_model.legacy = True
 
 
+class WhisperArchitectureAdapter(BartFamilyArchitectureAdapter):  # type: ignore[misc]
+    """Architecture adapter for ``WhisperForConditionalGeneration``: an encoder of sound and a decoder of text.
+
+    The blocks are those of an mBART. Instead of tokens, the encoder reads a spectrogram through two
+    convolutions.
+    """
+
+    has_final_stack_norm = True
+    supports_generation: bool = False
+
+    def __init__(self, cfg: Any) -> None:
+        """Initialize the adapter.
+
+        Args:
+            cfg: The configuration object.
+        """
+        super().__init__(cfg)
+        self.cfg.is_audio_model = True
+
+    def _build_component_mapping(self) -> dict[str, Any]:
+        mapping: dict[str, Any] = super()._build_component_mapping()
+        # The table of an encoder's positions is added as a weight, and so is not called.
+        for name in ("embed", "pos_embed"):
+            del mapping[name]
+        return mapping | {"unembed": UnembeddingBridge(name="proj_out")}
+
+    def prepare_model(self, hf_model: Any) -> None:
+        """Let the model take its spectrogram under the name that TransformerLens has for all sound."""
+        hf_model.register_forward_pre_hook(_rename_sound, with_kwargs=True)
+
+
+def _rename_sound(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if "input_values" in kwargs:
+        kwargs = {**kwargs, "input_features": kwargs["input_values"]}
+        del kwargs["input_values"]
+    return args, kwargs
+
+
 def _share_weights(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
 
@@ -264,7 +304,7 @@ def _return_none(*_: Any) -> None:
     return None
 
 
-_ADAPTERS: dict[str, type[BertArchitectureAdapter]] = {
+_ADAPTERS: dict[str, type[ArchitectureAdapter]] = {
     "AlbertForMaskedLM": AlbertArchitectureAdapter,
     "BertGenerationDecoder": BertGenerationArchitectureAdapter,
     "CamembertForMaskedLM": RobertaFamilyArchitectureAdapter,
@@ -276,6 +316,7 @@ _ADAPTERS: dict[str, type[BertArchitectureAdapter]] = {
     "RemBertForMaskedLM": RemBertArchitectureAdapter,
     # TransformerLens 3 has no adapter for RoBERTa.
     "RobertaForMaskedLM": RobertaFamilyArchitectureAdapter,
+    "WhisperForConditionalGeneration": WhisperArchitectureAdapter,
     "XLMRobertaForMaskedLM": RobertaFamilyArchitectureAdapter,
 }
 

@@ -266,7 +266,8 @@ class Lens:
                 f"model inputs: {self.model_class.value} takes {sorted(taken)} besides tokens, got {unknown}"
             )
         if batch.features is not None:
-            return self.model(batch.features, **options)
+            given = {} if batch.target is None else {"decoder_input_ids": batch.target, "use_cache": False}
+            return self.model(batch.features, **given, **options)
         mask = batch.real.long()
         inputs: dict[str, Tensor | None] = dict(batch.inputs)
         if self.model_class is ModelClass.HOOKED_TRANSFORMER:

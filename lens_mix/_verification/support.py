@@ -246,7 +246,9 @@ def _next_norm_failure(method: HasEngines, verification: Verification) -> str | 
 def any_prompt(model: TransformerLensModel) -> Any:
     """Return some tokens of the model's vocabulary, a pair of them, or a random picture or sound."""
     alone = any_features(model, device_of(model)) if reads_features(model) else any_tokens(model)
-    return (alone, alone) if is_encoder_decoder(model, model_class_of(model)) else alone
+    if not is_encoder_decoder(model, model_class_of(model)):
+        return alone
+    return (alone, any_tokens(model) if reads_features(model) else alone)
 
 
 def any_tokens(model: TransformerLensModel) -> torch.Tensor:
