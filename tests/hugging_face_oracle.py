@@ -43,15 +43,15 @@ class Reference:
         if isinstance(prompt, dict):
             self.inputs, prompt = prompt, prompt["input_ids"]
         elif isinstance(prompt, tuple):
-            self.inputs = {"input_ids": prompt[0], "decoder_input_ids": prompt[1]}
+            self.inputs = {model.main_input_name: prompt[0], "decoder_input_ids": prompt[1]}
         elif prompt.is_floating_point():
             self.inputs = {model.main_input_name: prompt}
         else:
             self.inputs = {"input_ids": prompt}
         self.stack = stack
-        # A model of pictures or sound takes no such argument.
-        reads_tokens = "input_ids" in self.inputs
-        self.options = {"use_cache": False} if reads_tokens else {}
+        reads_tokens = "input_ids" in self.inputs or stack == "decoder"
+        # An encoder of pictures or sound takes no such argument.
+        self.options = {"use_cache": False} if len(self.inputs) > 1 or reads_tokens else {}
         if reads_tokens:
             self.positions = (prompt if stack is None else prompt[stack == "decoder"]).shape[1]
         else:

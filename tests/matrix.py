@@ -296,7 +296,9 @@ def pictured_cases() -> list[Case]:
 def prompt_of(model: Any, seq: int = 7, seed: int = 1) -> Any:
     """Return tokens, or a pair of them for an encoder-decoder."""
     first = tokens(model, 1, seq, seed)
-    return (first, tokens(model, 1, max(2, seq - 2), seed + 50)) if is_encoder_decoder(model) else first
+    if not is_encoder_decoder(model):
+        return first
+    return (first, tokens(model, 1, max(2, seq - 2), seed + 50, of_decoder=True))
 
 
 def maps_of(method: Any, blocks: Any) -> Any:

@@ -35,7 +35,7 @@ FLOAT32 = ("xglm",)
 
 # Models of pictures and sound, and those of them whose output is one number per class.
 CLASSES = ("vit", "deit", "ast")
-FEATURES = (*CLASSES, "hubert", "hubert_stable", "wav2vec2")
+FEATURES = (*CLASSES, "hubert", "hubert_stable", "wav2vec2", "whisper")
 
 # If only some methods raise an error on a model, the message contains one of these.
 REASONS = (

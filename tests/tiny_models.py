@@ -280,6 +280,14 @@ _SOUND = {
     "conv_stride": [5, 2],
     **_sizes("num_feat_extract_layers=2 num_conv_pos_embeddings=4 num_conv_pos_embedding_groups=2"),
 }
+_WHISPER = {
+    **_sizes(
+        "d_model=24 encoder_layers=2 decoder_layers=2 encoder_attention_heads=4 decoder_attention_heads=4 "
+        "encoder_ffn_dim=48 decoder_ffn_dim=48 num_mel_bins=8 max_source_positions=9 max_target_positions=32 "
+        "decoder_start_token_id=1"
+    ),
+    **_sizes("pad_token_id=0 bos_token_id=1 eos_token_id=2"),
+}
 _STABLE = {**_SOUND, "do_stable_layer_norm": True, "feat_extract_norm": "layer"}
 
 # The wide sweep (tests/test_wide.py) has all other architectures that a small configuration can build. A pair
@@ -292,6 +300,7 @@ _WIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "hubert": ("HubertForCTC", "HubertConfig", _SOUND),
     "hubert_stable": ("HubertForCTC", "HubertConfig", _STABLE),
     "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", _SOUND),
+    "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER),
     "afmoe": ("AfmoeForCausalLM", "AfmoeConfig", {**_MOE, "head_dim": 8, "num_dense_layers": 1, **_ONE_KIND}),
     "apertus": ("ApertusForCausalLM", "ApertusConfig", _LLAMA),
     "arcee": ("ArceeForCausalLM", "ArceeConfig", {**_LLAMA, "head_dim": 6}),
@@ -566,6 +575,9 @@ def _has_bridge(name: str) -> bool:
         return _has_bridge("bert") and {model_class, config_class} <= in_transformers()
     if not _runs_on_transformers(name):
         return False
+    # lens_mix has its adapter.
+    if name == "whisper":
+        return _has_bridge("bart") and {model_class, config_class} <= in_transformers()
     return f'"{model_class}": ' in _table_of_bridges() and {model_class, config_class} <= in_transformers()
 
 
@@ -633,6 +645,10 @@ def bridge(
         with _quietly():
             return lm.wrap(model, tokenizer)
     model.config.architectures = [type(model).__name__]
+    if name == "whisper":
+        from lens_mix._model.adapters import register_adapters
+
+        register_adapters()
     with _quietly():
         try:
             built = build_bridge_from_module(
@@ -725,14 +741,25 @@ def is_encoder_decoder(model: Any) -> bool:
     )
 
 
-def tokens(model: Any, batch: int = 2, seq: int = 7, seed: int = 1) -> torch.Tensor:
-    """Return random tokens [batch, seq] without special ones; a picture or sound for models of these."""
+def tokens(
+    model: Any, batch: int = 2, seq: int = 7, seed: int = 1, *, of_decoder: bool = False
+) -> torch.Tensor:
+    """Return random tokens [batch, seq] without special ones; a picture or sound for models of these.
+
+    Args:
+        model: The model.
+        batch: The number of prompts.
+        seq: The number of tokens.
+        seed: The seed.
+        of_decoder: Whether they are those that the decoder of an encoder-decoder reads.
+    """
     generator = torch.Generator().manual_seed(seed)
     config = getattr(getattr(model, "original_model", model), "config", None)
     shapes = {"vit": (3, 16, 16), "deit": (3, 16, 16), "audio-spectrogram-transformer": (10, 8)}
     # A frame of the sound begins every 10 samples, and has 25.
     shapes |= dict.fromkeys(("hubert", "wav2vec2"), (25 + 10 * (seq - 1),))
-    if config is not None and config.model_type in shapes:
+    shapes["whisper"] = (8, 18)
+    if config is not None and config.model_type in shapes and not of_decoder:
         dtype = next(model.parameters()).dtype
         return torch.randn(batch, *shapes[config.model_type], generator=generator).to(dtype)
     return torch.randint(3, VOCABULARY, (batch, seq), generator=generator)
@@ -743,7 +770,7 @@ def inputs(model: Any, batch: int = 2, seq: int = 7, seed: int = 1) -> tuple[tup
     first = tokens(model, batch, seq, seed)
     if not is_encoder_decoder(model):
         return (first,), {}
-    second = tokens(model, batch, seq - 2, seed + 1)
+    second = tokens(model, batch, seq - 2, seed + 1, of_decoder=True)
     if type(model).__name__ == "HookedEncoderDecoder":
         return (first, second), {}
     return (first,), {"decoder_input": second}
