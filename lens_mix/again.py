@@ -68,11 +68,10 @@ def run_again(
     if reads_target or "target_token_ids" in record:
         target = _read_numbers(record, "target_token_ids")
         prompt, mapped = (prompt, target), target if reads_target else mapped
+    count = len(mapped) if reads_target else record.get("positions", len(mapped))
     recorded = {
         # Another number of tokens means that some were dropped or merged, so `queries` are not the prompt's.
-        "queries": mixing_map.queries
-        if len(mixing_map.tokens) == record.get("positions", len(mapped))
-        else None,
+        "queries": mixing_map.queries if len(mixing_map.tokens) == count else None,
         "layers": None if is_aggregated else mixing_map.layer_labels,
         "part": record.get("part"),
     }

@@ -302,7 +302,7 @@ class _BatchRecord:
         blocks = [self._blocks[label][layer] for layer in layers]
         # The keys of a decoder's self-attention are no positions of what the encoder reads.
         is_source_apart = clean.lens.stack.name == "decoder"
-        source = dataclasses.replace(prompt, features=None, grid=None) if is_source_apart else prompt
+        source = dataclasses.replace(prompt, grid=None) if is_source_apart else prompt
         has_sink = method.has_unit_rows and provenance.has_sink(scores, clean.lens.dtype)
         return MixingMap(
             scores=scores,

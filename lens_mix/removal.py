@@ -336,6 +336,11 @@ class FillPatches(Removal):
 
     def _grid(self, block: Block) -> Grid:
         grid = block.batch.prompts[0].grid
+        if block.stack.name == "decoder":
+            raise UnsupportedModelError(
+                "FillPatches: expected a part that reads the sound, got part='decoder', which reads tokens; "
+                "use ReplaceTokens, SampleTokens or ZeroValues"
+            )
         if grid is None or block.batch.features is None:
             raise UnsupportedModelError(
                 "FillPatches: expected a model of pictures or sound, got one that reads tokens; use "

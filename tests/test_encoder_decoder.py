@@ -20,7 +20,7 @@ from tests.reference_models import REFERENCE, inseq_t5
 from tests.tiny_models import bridge, gpt2_like, hooked_encoder_decoder, toy_tokenizer, wrapped_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NAMES = ["t5", "bart", *map(slow, ("t5_gated", "mt5", "marian"))]
+NAMES = ["t5", "bart", "whisper", *map(slow, ("t5_gated", "mt5", "marian"))]
 OTHERS = ["longt5", "blenderbot", "m2m100", "mbart", "pegasus"]
 METHODS = ["attention", "value_norm", "value_zeroing", "attn_res", "attn_res_ln", "alti"]
 GRADIENTS = ["attention_attribution", "gradient_attention"]
@@ -38,6 +38,8 @@ class Plain:
         self.pair, self.t5 = pair, hasattr(self.model, "decoder")
         decoder = self.model.decoder if self.t5 else self.model.model.decoder
         self.blocks = decoder.block if self.t5 else decoder.layers
+        # Whisper has BART's modules in T5's order.
+        self.pre_norm = self.t5 or name == "whisper"
 
     def cross(self, layer):
         block = self.blocks[layer]
@@ -49,7 +51,7 @@ class Plain:
         return getattr(self.cross(layer), name if self.t5 else long)
 
     def norm(self, layer):
-        """Return the norm before (T5) or after (BART) the cross-attention."""
+        """Return the norm before (T5, Whisper) or after (BART) the cross-attention."""
         block = self.blocks[layer]
         return block.layer[1].layer_norm if self.t5 else block.encoder_attn_layer_norm
 
@@ -64,9 +66,8 @@ class Plain:
             handles.append(module.register_forward_hook(keep))
         handles += [module.register_forward_hook(hook) for module, hook in edit]
         try:
-            out = self.model(
-                input_ids=self.pair[0], decoder_input_ids=self.pair[1], use_cache=False, **options
-            )
+            source = {self.model.main_input_name: self.pair[0]}
+            out = self.model(**source, decoder_input_ids=self.pair[1], use_cache=False, **options)
         finally:
             for handle in handles:
                 handle.remove()
@@ -92,7 +93,7 @@ class Plain:
         sent = value_vectors(output.cross_attentions[layer], values, W_O)
         branch = seen[out][1]
         given = seen[norm][0]
-        residual = given if self.t5 else given - branch
+        residual = given if self.pre_norm else given - branch
         return sent, branch, residual
 
 
@@ -113,7 +114,8 @@ def test_attention_and_value_zeroing_equal_transformers_alone(name):
     maps = lm.run(model, pair, [lm.methods.AttentionWeights(per_head=True), "value_zeroing"], part="cross")
     weights = torch.stack(plain.run(output_attentions=True)[0].cross_attentions)[:, 0]
     torch.testing.assert_close(maps["attention"].scores, weights, atol=1e-12, rtol=0)
-    columns = [[plain.value_zeroing(layer, key) for key in range(7)] for layer in range(2)]
+    keys = range(weights.shape[-1])
+    columns = [[plain.value_zeroing(layer, key) for key in keys] for layer in range(2)]
     expected = torch.stack([torch.stack(of_layer, dim=-1) for of_layer in columns])
     assert expected.min() > 1e-9
     torch.testing.assert_close(maps["value_zeroing"].scores, expected, atol=1e-12, rtol=1e-6)
@@ -132,7 +134,7 @@ def test_norm_maps_equal_their_definitions_and_their_vectors_sum_to_the_real_out
         torch.testing.assert_close(sent.sum(2) + bias, branch, atol=1e-10, rtol=0)
         whole = torch.cat([sent, residual[:, :, None]], dim=2)
         state, ending = residual + branch, None
-        if not plain.t5:
+        if not plain.pre_norm:
             norm = plain.norm(layer)
             ending = Norm("layer", norm.weight.detach(), norm.bias.detach(), norm.eps)
         normed = through_norm(ending, whole, state)

@@ -16,6 +16,8 @@ from tests.tiny_models import bridge, gpt2_like, hooked_encoder_decoder, wrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BRIDGES = ["t5", "t5_gated", "mt5", "bart", "marian"]
+# Its source is sound, which has no tokens to replace.
+SPEECH = "whisper"
 ROWS = (-1, 1)
 LENGTHS = (7, 5)
 
@@ -64,19 +66,21 @@ def both_gradients(name, row):
         logits = model(source, target, one_zero_attention_mask=torch.ones_like(source).double())[0]
     else:
         model.set_attn_implementation("eager")
-        logits = model(input_ids=source, decoder_input_ids=target, use_cache=False).logits[0]
+        inputs = {model.main_input_name: source, "decoder_input_ids": target}
+        logits = model(**inputs, use_cache=False).logits[0]
     for handle in handles:
         handle.remove()
     gradients = torch.autograd.grad(logits[row].max(), [leaves[0], leaves[1]])
     return tuple(torch.cat([each[0].detach() for each in both]) for both in (leaves.values(), gradients))
 
 
-@pytest.mark.parametrize("name", [*BRIDGES, "HookedEncoderDecoder"])
+@pytest.mark.parametrize("name", [*BRIDGES, SPEECH, "HookedEncoderDecoder"])
 def test_gradients_equal_autograd_on_both_embeddings(name):
     model = model_of(name)
     methods = [lm.methods.InputGradients(), lm.methods.InputGradients(score="times_input")]
     norm, times_input = lm.run(model, prompt_of(model), methods, part="joint", queries=list(ROWS)).values()
-    assert norm.scores.shape == (1, 2, sum(LENGTHS))
+    # Whisper reads nine frames.
+    assert norm.scores.shape == (1, 2, sum(LENGTHS) + 2 * (name == SPEECH))
     for place, row in enumerate(ROWS):
         x, gradient = both_gradients(name, row)
         # T5's softmax is float32, whatever the dtype of the model is.

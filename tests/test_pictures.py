@@ -462,12 +462,12 @@ def test_further_inputs_raise(model, prompt):
 
 
 def test_models_without_an_adapter_raise_with_the_reason():
-    config = transformers.WhisperConfig(
+    config = transformers.Speech2TextConfig(
         d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2
     )
-    whisper = transformers.WhisperForConditionalGeneration(config)
-    with pytest.raises(TypeError, match=r"TransformerLens .* has no adapter for Whisper"):
-        lm.run(whisper, torch.zeros(80, 3000), "attention")
+    speech = transformers.Speech2TextForConditionalGeneration(config)
+    with pytest.raises(TypeError, match=r"TransformerLens .* has no adapter for Speech2Text"):
+        lm.run(speech, torch.zeros(80, 3000), "attention")
     dino = transformers.Dinov2Model(
         transformers.Dinov2Config(hidden_size=24, num_hidden_layers=1, num_attention_heads=2)
     )

@@ -85,7 +85,7 @@ def reference(label):
 
 
 def default_method(name, label):
-    if name == "occlusion" and architecture(label) in FEATURES:
+    if name == "occlusion" and architecture(label) in FEATURES and CASES[label].part != "decoder":
         return lm.methods.Occlusion(by="mean")
     if name == "attention_attribution":
         return lm.methods.AttentionAttribution(n_steps=5)

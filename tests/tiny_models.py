@@ -280,6 +280,7 @@ _SOUND = {
     "conv_stride": [5, 2],
     **_sizes("num_feat_extract_layers=2 num_conv_pos_embeddings=4 num_conv_pos_embedding_groups=2"),
 }
+SPEECH_TOKENS = ("startoftranscript", "endoftext", "en", "transcribe", "notimestamps")
 _WHISPER = {
     **_sizes(
         "d_model=24 encoder_layers=2 decoder_layers=2 encoder_attention_heads=4 decoder_attention_heads=4 "
@@ -774,6 +775,27 @@ def inputs(model: Any, batch: int = 2, seq: int = 7, seed: int = 1) -> tuple[tup
     if type(model).__name__ == "HookedEncoderDecoder":
         return (first, second), {}
     return (first,), {"decoder_input": second}
+
+
+def speech_tokenizer() -> Any:
+    """Return a tokenizer of `w6` ... `w49`, whose numbers before 6 are Whisper's special tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ("<pad>", *(f"<|{name}|>" for name in SPEECH_TOKENS))
+    vocabulary = {name: number for number, name in enumerate(names)}
+    vocabulary |= {f"w{number}": number for number in range(len(names), VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def speech_extractor() -> Any:
+    """Return what makes a spectrogram of the tiny Whisper: 18 columns of 8 bands, of 2,880 samples."""
+    with _quietly():
+        return transformers.WhisperFeatureExtractor(
+            feature_size=8, sampling_rate=2880, hop_length=160, chunk_length=1, n_fft=400
+        )
 
 
 def toy_tokenizer(padding_side: str = "right") -> Any:

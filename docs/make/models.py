@@ -24,8 +24,8 @@ _ABSENT = """
 
 {refusals}
 - CodeGen and Llama 4 with pictures do not run on transformers 5.24. They do on 5.23.
-- Whisper, CLIP and others that TransformerLens has no adapter for cannot be loaded: `lm.run` needs a
-  TransformerLens model, and raises a TypeError for one of transformers.
+- CLIP and others that TransformerLens has no adapter for cannot be loaded: `lm.run` needs a TransformerLens
+  model, and raises a TypeError for one of transformers.
 """
 
 

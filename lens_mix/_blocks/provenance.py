@@ -116,10 +116,11 @@ def of_prompt(prompt: Prompt) -> dict[str, Any]:
     Pixels are too many for a record, which has the names of the pictures' inputs instead, and the places of
     their patches.
     """
-    # Pictures and sounds without text have no tokens that a record could contain.
-    if prompt.features is not None:
-        return {"prompt": None, "features": list(prompt.features.shape), "positions": len(prompt.tokens)}
     target = {} if prompt.target is None else {"target_token_ids": prompt.target.tolist()}
+    # Pictures and sounds have no tokens that a record could contain.
+    if prompt.features is not None:
+        features = list(prompt.features.shape)
+        return {"prompt": None, "features": features, "positions": len(prompt.tokens), **target}
     inputs = {name: value.tolist() for name, value in prompt.inputs.items()}
     given: dict[str, Any] = {"inputs": inputs} if inputs else {}
     if prompt.pictures:

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError, reads_features
 from lens_mix._inputs.batches import Prompt
 from lens_mix._inputs.processor import is_pil_picture, process_picture
+from lens_mix._inputs.speech import (
+    SPEECH,
+    check_waveform,
+    count_columns,
+    find_extractor,
+    is_speech_model,
+    model_type_of,
+)
 from lens_mix.arguments import check_dense_tensor, describe_value
 from lens_mix.maps.grid import Grid
 
+# What replaces a stretch of sound that is removed.
+Fill = Literal["silence", "noise"]
 # A position of a picture or of sound has no token. No vocabulary has this number, so it can't be read as one.
 _NO_TOKEN = -1
 # The processors of wav2vec2, HuBERT and AST read sound of this many samples per second. AST's spectrogram has
@@ -35,7 +45,7 @@ _OUTSIDE = {
     "audio-spectrogram-transformer": ("[CLS]", "[DIST]"),
     "hubert": (),
     "wav2vec2": (),
-    "whisper": (),
+    SPEECH: (),
 }
 _WAVEFORMS = ("hubert", "wav2vec2")
 # A frame of Whisper is made of so many columns of its spectrogram.
@@ -44,16 +54,16 @@ _AXES = {
     "picture": "pixels [channel, height, width]",
     "spectrogram": "a spectrogram [time, band]",
     "waveform": "a waveform [sample]",
-    "log-mel spectrogram": "a log-mel spectrogram [band, time]",
+    "speech": "a waveform [sample] or a log-mel spectrogram [band, time]",
 }
 
 
 def require_known_features(model: TransformerLensModel) -> None:
     """Raise an UnsupportedModelError unless it is known how this model reads pictures or sound."""
-    if _model_type(model) not in _OUTSIDE:
+    if model_type_of(model) not in _OUTSIDE:
         raise UnsupportedModelError(
             f"model: expected tokens, or pictures or sound of {sorted(_OUTSIDE)}, got a model of type "
-            f"{_model_type(model)!r}, whose positions have no known places"
+            f"{model_type_of(model)!r}, whose positions have no known places"
         )
 
 
@@ -67,13 +77,13 @@ def require_tokens(model: TransformerLensModel, name: str) -> None:
     if reads_features(model):
         raise UnsupportedModelError(
             f"{name}: expected a model that reads text, because no picture or sound can be given here, got "
-            f"one of type {_model_type(model)!r}; in Python, use lm.run(model, pixels, ...)"
+            f"one of type {model_type_of(model)!r}; in Python, use lm.run(model, pixels, ...)"
         )
 
 
 def find_feature_name(model: TransformerLensModel) -> str:
     """Return the name of the input that is read instead of tokens, as in transformers."""
-    names = {"picture": "pixel_values", "log-mel spectrogram": "input_features"}
+    names = {"picture": "pixel_values", "speech": "input_features"}
     return names.get(_kind(model), "input_values")
 
 
@@ -89,8 +99,9 @@ def read_features(
     Args:
         model: The model.
         prompt: The tensor or NumPy array: pixels [channel, height, width], a waveform [sample], or a
-            spectrogram [time, band] (with or without a first axis of length 1); what the model's processor
-            returns; or a PIL picture, if the model has its processor as `model.processor`.
+            spectrogram [time, band] (with or without a first axis of length 1); for Whisper a waveform, or a
+            log-mel spectrogram [band, time]; what the model's processor returns; or a PIL picture, if the
+            model has its processor as `model.processor`.
         device: The device of the model.
         attention_mask: For a waveform, [sample] or [1, sample], 0 for padding, which is removed.
         inputs: Further inputs, of which there are none.
@@ -123,6 +134,8 @@ def read_features(
     n_axes = {"picture": 3, "waveform": 1}.get(kind, 2)
     if features.ndim == n_axes + 1 and len(features) == 1:
         features = features[0]
+    if kind == "speech" and (features.ndim == 1 or len(features) == 1):
+        features, n_axes = features.flatten(), 1
     if features.ndim != n_axes:
         raise ValueError(
             f"prompt: expected {_AXES[kind]}, or one more axis of length 1, got "
@@ -132,9 +145,12 @@ def read_features(
         features = _without_padding(features, attention_mask, kind)
     if not bool(torch.isfinite(features).all()):
         raise ValueError("prompt: expected finite numbers, got NaN or infinity")
+    if kind == "speech" and n_axes == 2:
+        features = _turn_log_mel(model, features)
     dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
     made = _make_prompt(model, features.detach().to(device, dtype))
-    return dataclasses.replace(made, grid=dataclasses.replace(made.grid, **placed), notes=notes)  # type: ignore[type-var]
+    grid = dataclasses.replace(made.grid, **placed)  # type: ignore[type-var]
+    return dataclasses.replace(made, grid=grid, notes=(*made.notes, *notes))
 
 
 def any_features(model: TransformerLensModel, device: torch.device) -> Tensor:
@@ -145,7 +161,7 @@ def any_features(model: TransformerLensModel, device: torch.device) -> Tensor:
         shape = (config.num_channels, *_pair(config.image_size))
     elif kind == "spectrogram":
         shape = (config.max_length, config.num_mel_bins)
-    elif kind == "log-mel spectrogram":
+    elif kind == "speech":
         shape = (config.num_mel_bins, _FRAME_COLUMNS * config.max_source_positions)
     else:
         step, patch = _frames(config)
@@ -183,6 +199,8 @@ def as_features(covered: Bool[Tensor, "copy height width"], features: Tensor) ->
     """Return a mask [copy, height, width] in the axes of features, with one entry per copy."""
     if features.ndim == 4:
         return covered[:, None]
+    # The padding of a window of sound is outside of the grid.
+    covered = torch.nn.functional.pad(covered, (0, features.shape[1] - covered.shape[2]))
     transposed: Tensor = covered.mT
     return covered[:, 0] if features.ndim == 2 else transposed
 
@@ -192,6 +210,43 @@ def mean_of(features: Tensor) -> Tensor:
     axes = (1, 2) if features.ndim == 3 else tuple(range(features.ndim))
     mean: Tensor = features.mean(axes, keepdim=True)
     return mean.expand_as(features)
+
+
+def replace_frames(prompt: Prompt, positions: Sequence[int], fill: Fill) -> Prompt:
+    """Return a prompt of sound in which frames are silent, or noise of their own level.
+
+    The noise is Gaussian, with the root mean square of what it replaces, and the same in each call.
+
+    Args:
+        prompt: The prompt.
+        positions: The frames.
+        fill: "silence" or "noise". The silence of a spectrogram is its smallest number.
+
+    Raises:
+        UnsupportedModelError: If none of the frames has sound, or noise is to replace those of a spectrogram.
+    """
+    grid, features = prompt.grid, prompt.features
+    assert grid is not None
+    assert features is not None
+    boxes = [box for box in map(grid.box, positions) if box is not None]
+    if not boxes:
+        raise UnsupportedModelError("expected frames of the sound, got padding or tokens")
+    if fill == "noise" and features.ndim > 1:
+        raise UnsupportedModelError(
+            "fill: expected 'silence' for a spectrogram, got 'noise'; give the waveform for noise"
+        )
+    covered = torch.zeros(len(features), dtype=torch.bool, device=features.device)
+    for _, left, _, right in boxes:
+        covered[left:right] = True
+    changed = features.clone()
+    if fill == "silence":
+        changed[covered] = 0 if features.ndim == 1 else features.min()
+    else:
+        own = features[covered]
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(len(own), generator=generator, dtype=torch.float64, device="cpu")
+        changed[covered] = (own - own.mean()).square().mean().sqrt() * noise.to(own)
+    return dataclasses.replace(prompt, features=changed)
 
 
 def blurred(features: Tensor, grid: Grid) -> Tensor:
@@ -219,15 +274,48 @@ def blurred(features: Tensor, grid: Grid) -> Tensor:
 
 
 def _make_prompt(model: TransformerLensModel, features: Tensor) -> Prompt:
-    outside = _OUTSIDE[_model_type(model)]
+    outside = _OUTSIDE[model_type_of(model)]
     grid = _find_grid(model, features, len(outside))
-    count = len(outside) + len(grid.positions)
-    tokens = torch.full((count,), _NO_TOKEN, dtype=torch.long, device=features.device)
-    labels = tuple(
-        outside[position] if position < len(outside) else str(grid.label(position))
-        for position in range(count)
+    labels = [*outside, *(str(grid.label(position)) for position in grid.positions)]
+    notes: tuple[str, ...] = ()
+    if is_speech_model(model):
+        labels, notes = _add_padding(model, grid, labels)
+    tokens = torch.full((len(labels),), _NO_TOKEN, dtype=torch.long, device=features.device)
+    return Prompt(tokens, features=features, grid=grid, labels=tuple(labels), notes=notes)
+
+
+def _add_padding(
+    model: TransformerLensModel, grid: Grid, labels: list[str]
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return the labels of all frames of a window of sound, and a note if some of them are padding."""
+    count = _config(model).max_source_positions
+    times = [number * grid.step[1] * (grid.seconds or 0) for number in range(len(labels), count)]
+    if not times:
+        return labels, ()
+    window = count * grid.step[1] * (grid.seconds or 0)
+    note = (
+        f"prompt: the model reads a window of {window:.4g} s; the sound ends at {times[0]:.2f} s, and the "
+        "frames after it are padding, to which the model attends, too"
     )
-    return Prompt(tokens, features=features, grid=grid, labels=labels)
+    return labels + [f"padding {time:.2f} s" for time in times], (note,)
+
+
+def _turn_log_mel(model: TransformerLensModel, features: Tensor) -> Float[Tensor, "time band"]:
+    """Return a log-mel spectrogram [band, time] as other spectrograms; one that is so already stays.
+
+    Raises:
+        ValueError: If it has another size than the model reads.
+    """
+    config = _config(model)
+    expected = (config.num_mel_bins, _FRAME_COLUMNS * config.max_source_positions)
+    if tuple(features.shape) == expected:
+        return features.mT
+    if tuple(features.shape) != expected[::-1]:
+        raise ValueError(
+            f"prompt: expected a log-mel spectrogram {list(expected)}, the size that the model reads, got "
+            f"{list(features.shape)}; the model's processor pads sound to it"
+        )
+    return features
 
 
 def _find_grid(model: TransformerLensModel, features: Tensor, outside: int) -> Grid:
@@ -251,16 +339,18 @@ def _find_grid(model: TransformerLensModel, features: Tensor, outside: int) -> G
                 f"prompt: expected a spectrogram [{config.max_length}, {config.num_mel_bins}], the size that "
                 f"the model reads, got {list(features.shape)}; the model's processor pads it"
             )
-    elif kind == "log-mel spectrogram":
-        # The first convolutions also read the columns beside a frame.
-        patch, step = (1, _FRAME_COLUMNS), (1, _FRAME_COLUMNS)
-        size, seconds = (1, features.shape[1]), 1 / _SPECTROGRAM_RATE
-        expected = (config.num_mel_bins, _FRAME_COLUMNS * config.max_source_positions)
-        if tuple(features.shape) != expected:
-            raise ValueError(
-                f"prompt: expected a log-mel spectrogram {list(expected)}, the size that the model reads, got "
-                f"{list(features.shape)}; the model's processor pads sound to it"
-            )
+    elif kind == "speech":
+        # The first convolutions also read what is beside a frame. Frames of padding are outside of the grid.
+        if features.ndim == 2:
+            width, unit, length = _FRAME_COLUMNS, 1 / _SPECTROGRAM_RATE, count_columns(features)
+        else:
+            check_waveform(model, features)
+            extractor = find_extractor(model)
+            width, unit = _FRAME_COLUMNS * extractor.hop_length, 1 / extractor.sampling_rate
+            length = len(features)
+        columns = -(-length // width)
+        positions = tuple(range(columns))
+        return Grid(1, columns, positions, (1, length), (1, width), (1, width), unit)
     else:
         width, receptive_field = _frames(config)
         patch, step, size = (1, receptive_field), (1, width), (1, len(features))
@@ -346,19 +436,15 @@ def _without_padding(features: Tensor, attention_mask: Any, kind: str) -> Tensor
 
 
 def _kind(model: TransformerLensModel) -> str:
-    if _model_type(model) in _WAVEFORMS:
+    if model_type_of(model) in _WAVEFORMS:
         return "waveform"
-    if _model_type(model) == "whisper":
-        return "log-mel spectrogram"
+    if is_speech_model(model):
+        return "speech"
     return "picture" if getattr(model.cfg, "is_visual_model", False) else "spectrogram"
 
 
 def _config(model: TransformerLensModel) -> Any:
     return model.original_model.config  # type: ignore[attr-defined]
-
-
-def _model_type(model: TransformerLensModel) -> str:
-    return str(getattr(_config(model), "model_type", ""))
 
 
 def _pair(size: Any) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from lens_mix._classes.model_classes import (
     wrapped_config,
 )
 from lens_mix._classes.offloading import execution_device
-from lens_mix._inputs import texts
+from lens_mix._inputs import speech, texts
 from lens_mix._inputs.batches import Prompt
 from lens_mix._inputs.pictures import (
     PICTURE_INPUTS,
@@ -107,7 +107,8 @@ def read_prompt(
       that the tokenizer adds; it only predicts it.
     - For a model of pictures or sound: pixels [channel, height, width], a waveform [sample], a spectrogram
       [time, band], what the model's processor returns, or a PIL picture
-      (`lens_mix._inputs.features.read_features`).
+      (`lens_mix._inputs.features.read_features`). For Whisper, (sound, target). The decoder reads the start
+      token, the language, the task and "no times" before a string.
 
     Args:
         model: The model.
@@ -206,12 +207,13 @@ def _read_features(
     target = target if by_name is None else by_name
     if target is None and target_for is not None:
         raise ValueError(
-            f"target: expected a pair (sound, target) for part={target_for!r}, got the sound alone; the target "
-            "is a string, or the decoder's tokens from the start token on"
+            f"target: expected a pair (sound, target) for part={target_for!r}, got the sound alone; the "
+            "target is a string, or the decoder's tokens from the start token on"
         )
     read = read_features(model, features, device, attention_mask, given)
     tokens = _checked_tokens(model, _target_tokens(model, target), "target")
-    return dataclasses.replace(read, target=tokens, notes=read.notes + _notes_on_length(model, tokens, "target"))
+    notes = read.notes + (speech.note_language(model) if isinstance(target, str) else ())
+    return dataclasses.replace(read, target=tokens, notes=notes + _notes_on_length(model, tokens, "target"))
 
 
 def read_plain(name: str, prompt: Any) -> Any:
@@ -479,6 +481,10 @@ def _target_tokens(model: TransformerLensModel, target: object) -> Int[Tensor, "
     """Return the tokens that the decoder reads: given tokens, or those of a string as in training."""
     if target is not None and not isinstance(target, str):
         return _tokens(model, target, None, "target")
+    if isinstance(target, str) and speech.is_speech_model(model):
+        _require_tokenizer(model, "target")
+        first = speech.find_first_tokens(model)
+        return _long_tensor(model, [*first, *texts.token_ids(model.tokenizer, target)])
     config = getattr(getattr(model, "original_model", None), "config", model.cfg)
     start = getattr(config, "decoder_start_token_id", None)
     has_tokenizer = getattr(model, "tokenizer", None) is not None

@@ -1,4 +1,4 @@
-"""Adapters with which TransformerLens loads encoders whose blocks are a BERT's under other names, and Whisper.
+"""Adapters with which TransformerLens loads Whisper, and encoders that are a BERT under other names.
 
 `pyproject.toml` declares them as entry points of the group `transformer_lens.architectures`. This file
 imports nothing of lens_mix, so that TransformerLens can take over the classes as they are.
@@ -254,7 +254,7 @@ class DebertaV2ArchitectureAdapter(EncoderArchitectureAdapter):
 
 
 class WhisperArchitectureAdapter(BartFamilyArchitectureAdapter):  # type: ignore[misc]
-    """Architecture adapter for ``WhisperForConditionalGeneration``: an encoder of sound and a decoder of text.
+    """Architecture adapter for ``WhisperForConditionalGeneration``, which reads sound and writes text.
 
     The blocks are those of an mBART. Instead of tokens, the encoder reads a spectrogram through two
     convolutions.

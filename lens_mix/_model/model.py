@@ -25,6 +25,7 @@ from lens_mix._classes.model_classes import (
 )
 from lens_mix._inputs.batches import Batch
 from lens_mix._inputs.prompts import device_of, further_inputs, is_encoder_decoder
+from lens_mix._inputs.speech import make_model_input
 from lens_mix._model.hidden_keys import HiddenKeys
 from lens_mix._model.stacks import Stack, choose_stack, stacks_of
 from lens_mix.arguments import check_layer
@@ -267,7 +268,7 @@ class Lens:
             )
         if batch.features is not None:
             given = {} if batch.target is None else {"decoder_input_ids": batch.target, "use_cache": False}
-            return self.model(batch.features, **given, **options)
+            return self.model(make_model_input(self.model, batch.features), **given, **options)
         mask = batch.real.long()
         inputs: dict[str, Tensor | None] = dict(batch.inputs)
         if self.model_class is ModelClass.HOOKED_TRANSFORMER:

@@ -121,7 +121,7 @@ def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
         # Text and functions have no attribute `reads`, and are targets on the logits.
         if getattr(method.target, "reads", "logits") == "logits":
             yield known_faults.wrong_logits(lens.model, lens.model_class, transformer_lens_version())
-    if reads_features(lens.model):
+    if reads_features(lens.model) and lens.stack.name != "decoder":
         yield getattr(method, "needs_tokens", None)
     if method.is_input_map and lens.stack.gaps is not None:
         yield f"{lens.stack.gaps}, so no map of the whole stack can be computed"

@@ -172,7 +172,8 @@ def _make_batch(first: Block, prompt: int, contexts: Sequence[Int[Tensor, " pos"
         )
     is_target = given.target is not None and first.stack.reads_target
     prompts = [
-        Prompt(given.tokens, tokens) if is_target else Prompt(tokens, given.target) for tokens in contexts
+        dataclasses.replace(given, target=tokens) if is_target else Prompt(tokens, given.target)
+        for tokens in contexts
     ]
     batch = pad(prompts, pad_token(first.clean.lens.model), "right")
     return dataclasses.replace(batch, real=torch.ones_like(batch.real))

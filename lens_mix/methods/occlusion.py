@@ -136,9 +136,10 @@ class Occlusion(RowTargetMethod):
     @override
     def of_blocks(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, last = blocks[0], blocks[-1]
-        if first.stack.is_joint and self.by != "replace":
+        if first.stack.is_joint and self.by in ("mask", "values"):
             raise UnsupportedModelError(
-                f"by={self.by!r} can't remove a source token from part='joint'; expected by='replace'"
+                f"by={self.by!r} can't remove a source token from part='joint'; expected by='replace', or "
+                "by='mean' for sound"
             )
         bound = bind_rows(blocks, self.target)
         by_kl = self.measure == "kl"

@@ -194,18 +194,31 @@ class Explainer:
             )
         return self._select(self._run(self.method, rows), rows)
 
+    @property
+    def _part(self) -> str | None:
+        """Return the part of the model that is mapped.
+
+        Layer maps of an encoder-decoder are those of its cross-attention: written text is then no source.
+        """
+        part = self.reading.part
+        return "cross" if part == "joint" and "joint" not in self.method.parts else part
+
     def _with_target(self, target: targets.Target) -> Method:
         return dataclasses.replace(self.method, target=target)  # type: ignore[call-arg]
 
     def _run(self, method: Method, rows: list[int]) -> MixingMap:
         """Return the input map of a method at given rows."""
         needs_all = self.aggregation is not None and self.aggregation[0] not in ("mean", "max", "last")
-        options = {"part": self.reading.part, "progress": None, **self.options}
+        part = self._part
+        options = {"part": part, "progress": None, **self.options}
         if self.aggregation is not None and "residual measured" in self.aggregation[0]:
             options["residual_shares"] = True
         options["queries"] = None if needs_all else rows
         mapped: MixingMap = run_reading(self.model, self.reading, method, **options)
-        if len(mapped.key_tokens or mapped.tokens) != len(self.reading.tokens):
+        # Keys of cross-attention are the source's positions, and for some methods the residual stream.
+        source = self.reading.n_source
+        counts = {source, source + 1} if part == "cross" else {len(self.reading.tokens)}
+        if len(mapped.key_tokens or mapped.tokens) not in counts:
             raise ValueError(
                 f"method: expected one whose keys are the {len(self.reading.tokens)} tokens, got "
                 f"{self.method!r}, whose keys are groups of them; group them by sources="
@@ -218,7 +231,14 @@ class Explainer:
     def _select(self, mapped: MixingMap, rows: list[int]) -> Float[Tensor, "row key"]:
         """Return rows of an input map, with a key for every token of the reading."""
         scores = join_layers(mapped.merge_heads() if mapped.has_heads else mapped)
-        return torch.stack([self._pad(scores[mapped.row_index(row)]) for row in rows])
+        found = torch.stack([self._pad(scores[mapped.row_index(row)]) for row in rows])
+        source = self.reading.n_source
+        if self._part == "cross" and scores.shape[-1] > source:
+            # The residual stream is that of the row's own position.
+            places = torch.arange(len(rows)), source + torch.tensor(rows)
+            residual, found[:, source] = found[:, source].clone(), 0
+            found[places] = residual
+        return found
 
     def _sum_rows(self, mapped: MixingMap, rows: list[int]) -> Float[Tensor, " key"]:
         return self._select(mapped, rows).sum(0)
@@ -258,7 +278,8 @@ def run_reading(model: TransformerLensModel, reading: Reading, methods: Any, **o
     """
     prompt: Any = reading.prompt
     if prompt.target is not None:
-        return run(model, (prompt.tokens, prompt.target), methods, **options)
+        source = prompt.tokens if prompt.features is None else prompt.features
+        return run(model, (source, prompt.target), methods, **options)
     return run(model, prompt.tokens, methods, **options, **prompt.inputs, **prompt.picture_inputs)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm.auto import tqdm
 
+from lens_mix._classes.model_classes import UnsupportedModelError
 from lens_mix.arguments import check_choice, check_instance, check_whole_number
 from lens_mix.measured import Fact, precision_of
 from lens_mix.traces.auditor import Auditor, find_kept
@@ -183,6 +184,11 @@ def audit_in_steps(
         passes: The largest number of forward passes.
         show_bar: Whether to show a bar over the claims, in a terminal or a notebook.
     """
+    if trace.reading.sound_grid is not None:
+        raise UnsupportedModelError(
+            "audit: expected a prompt of text, whose sources contain claims, got a sound; use t.verify, "
+            "which measures what a word loses without a stretch"
+        )
     claims = trace.spans if spans is None else [_read_span(trace, each) for each in _check_spans(spans)]
     budget = PASSES_PER_CLAIM * len(claims)
     if passes is not None:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from lens_mix.arguments import check_instance, describe_value
 
 # Sources of these kinds are not content that a reader could have given or left out.
-TEMPLATE, WRITTEN = "template", "written"
-# The kind of a picture among the tokens of a prompt.
-PICTURE = "picture"
+TEMPLATE, WRITTEN, PADDING = "template", "written", "padding"
+# The kind of a picture among the tokens of a prompt, and that of a stretch of sound.
+PICTURE, SOUND = "picture", "sound"
 
 
 class Section(NamedTuple):

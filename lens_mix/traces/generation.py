@@ -17,6 +17,7 @@ from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedMod
 from lens_mix._inputs.batches import Prompt
 from lens_mix._inputs.picture_inputs import join_inputs
 from lens_mix._inputs.prompts import context_length, is_encoder_decoder, most_tokens, vocabulary
+from lens_mix._inputs.speech import find_first_tokens, is_speech_model, make_model_input
 from lens_mix._model.model import Lens
 from lens_mix.arguments import check_flags, check_number, check_whole_number, describe_value
 from lens_mix.traces.attribution import Written, read_written, rounding_of
@@ -35,6 +36,8 @@ _MOST_PROBABLE = {
 }
 # These options have no effect unless tokens are drawn.
 _OF_DRAWS = ("temperature", "top_k", "top_p")
+# The options that transformers has by the same names, for models of speech.
+_OF_SOUND = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "eos_token_id")
 # TransformerLens itself checks none of these, and ignores a frequency penalty below 0.
 _NUMBERS: dict[str, dict[str, Any]] = {
     "temperature": {"least": 0},
@@ -92,8 +95,7 @@ def _limit_count(model: TransformerLensModel, prompt: Prompt, count: int, part: 
     longest = context_length(model, "prompt" if part is None else "target") if most is None else most
     if longest is None:
         return count
-    # A decoder reads its start token first.
-    before = 1 if part == "joint" else len(prompt.tokens)
+    before = _count_first(model) if part == "joint" else len(prompt.tokens)
     if before < longest:
         return min(count, longest - before)
     if most is None:
@@ -103,6 +105,11 @@ def _limit_count(model: TransformerLensModel, prompt: Prompt, count: int, part: 
         f"generate: expected a prompt that leaves room in the n_ctx={longest} tokens that the model can "
         f"read, got one of {before} tokens; shorten it"
     )
+
+
+def _count_first(model: TransformerLensModel) -> int:
+    """Return how many tokens a decoder reads before what it writes: the start, for speech also others."""
+    return len(find_first_tokens(model)) if is_speech_model(model) else 1
 
 
 def write(
@@ -253,8 +260,12 @@ def _generate_tokens(
         warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
         torch.manual_seed(seed)
         try:
-            output: Tensor = lens.model.generate(
-                tokens[None].to(lens.device), max_new_tokens=count, return_type="tokens", **chosen
+            output: Tensor = (
+                lens.model.generate(
+                    tokens[None].to(lens.device), max_new_tokens=count, return_type="tokens", **chosen
+                )
+                if prompt.features is None
+                else _write_from_sound(lens, prompt.features, count, chosen)
             )
         except Exception as problem:
             if is_out_of_memory(problem):
@@ -266,7 +277,7 @@ def _generate_tokens(
             ) from problem
     written = output[0] if part == "joint" else output[0, len(tokens) :]
     is_end = [bool(chosen["stop_at_eos"]) and token in ends for token in written.tolist()]
-    start = 1 if part == "joint" else 0
+    start = _count_first(model) if part == "joint" else 0
     stop = is_end.index(True, start) if True in is_end[start:] else len(written)
     if stop <= start:
         raise ValueError(
@@ -274,6 +285,41 @@ def _generate_tokens(
             "the prompt, or give answer="
         )
     return written[:stop].to(tokens)
+
+
+def _write_from_sound(
+    lens: Lens, features: Tensor, count: int, options: dict[str, Any]
+) -> Int[Tensor, "1 target_pos"]:
+    """Return what the decoder of a model of speech writes, from the start token on.
+
+    TransformerLens does not generate from sound. Whisper's own `generate` forbids some tokens and divides the
+    sound by times, so the plain one of transformers writes here.
+
+    Raises:
+        ValueError: If an option is one of TransformerLens alone.
+    """
+    from transformers import GenerationMixin
+
+    wrapped: Any = lens.model.original_model
+    known = {name: options[name] for name in _OF_SOUND if options.get(name) is not None}
+    unknown = sorted(options.keys() - {*_OF_SOUND, "verbose", "stop_at_eos", "use_past_kv_cache"})
+    if unknown:
+        raise ValueError(f"expected options of {sorted(_OF_SOUND)} for a model of speech, got {unknown}")
+    if not options["stop_at_eos"]:
+        known |= {"eos_token_id": None, "min_new_tokens": count}
+    first = torch.tensor([find_first_tokens(lens.model)], dtype=torch.long, device=lens.device)
+    written: Tensor = GenerationMixin.generate(
+        wrapped,
+        input_features=make_model_input(lens.model, features[None].to(lens.device)),
+        decoder_input_ids=first,
+        max_new_tokens=count,
+        use_cache=bool(options.get("use_past_kv_cache", True)),
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        forced_decoder_ids=None,
+        **known,
+    )
+    return written
 
 
 def _find_ends(model: TransformerLensModel, options: Mapping[str, Any]) -> list[int]:

@@ -14,15 +14,18 @@ from torch import Tensor
 
 from lens_mix._care.state import reading
 from lens_mix._classes.model_classes import TransformerLensModel, model_class_of
-from lens_mix._inputs import texts
+from lens_mix._inputs import speech, texts
 from lens_mix._inputs.batches import Prompt
+from lens_mix._inputs.features import Fill, replace_frames
 from lens_mix._inputs.prompts import is_encoder_decoder, read_prompt, tensor_of, vocabulary
 from lens_mix._inputs.token_strings import token_strings
 from lens_mix.arguments import check_dense_tensor, describe_value
+from lens_mix.maps.grid import Grid
+from lens_mix.maps.words import is_special
 from lens_mix.plain_text import as_text
 from lens_mix.traces.chat import count_equal, render_chat
 from lens_mix.traces.documents import PICTURE, Documents, Section
-from lens_mix.traces.sources import PlacedText, Splitter, TextSource, find_sources
+from lens_mix.traces.sources import PlacedText, Splitter, TextSource, find_sources, label_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +80,33 @@ class Reading:
             split,
             groups,
             self.n_source,
+            self.sound_grid,
         )
 
-    def without(self, positions: Sequence[int]) -> Prompt | None:
+    @property
+    def sound_grid(self) -> Grid | None:
+        """Return the frames of the sound that an encoder reads; None for text."""
+        return None if self.prompt.features is None else self.prompt.grid
+
+    def label_positions(self) -> list[tuple[str, str]]:
+        """Return the kind and the name of the section of each position."""
+        return label_positions(self.prompt_text, self.tokens, self.n_prompt, self.n_source, self.sound_grid)
+
+    def without(self, positions: Sequence[int], fill: Fill = "silence") -> Prompt | None:
         """Return the prompt and what was written, without some tokens of the prompt.
 
         None: The prompt has no other token, so that nothing would predict the first written one.
 
+        Args:
+            positions: The positions of the tokens, or the frames of a sound.
+            fill: What replaces the frames of a sound, which keeps its length.
+
         Raises:
-            UnsupportedModelError: If only some patches of a picture would remain.
+            UnsupportedModelError: If only some patches of a picture would remain, or noise is to replace
+                frames of a spectrogram, or the frames are padding.
         """
+        if self.prompt.features is not None:
+            return replace_frames(self.prompt, positions, fill)
         tokens, count = self.prompt.tokens, self.n_source or self.n_prompt
         keeps = torch.ones(len(tokens), dtype=torch.bool, device="cpu")
         keeps[list(positions)] = False
@@ -252,33 +272,41 @@ def _add_to_source(
     model: TransformerLensModel, source: Prompt, text: PromptText | None, answer: Any
 ) -> Reading:
     """Return the reading of an encoder-decoder's source and an answer; see `add_answer`."""
+    given = source.tokens if source.features is None else source.features
     try:
         with reading(model):
-            prompt = read_prompt(model, model_class_of(model), (source.tokens, answer), target_for="joint")
+            prompt = read_prompt(model, model_class_of(model), (given, answer), target_for="joint")
     except (TypeError, ValueError) as problem:
         # The target of `lens_mix.run` is the answer here.
         name, _, message = str(problem).partition(":")
         raise type(problem)(f"{'answer' if name == 'target' else name}:{message}") from problem
     target: Any = prompt.target
     tokenizer: Any = getattr(model, "tokenizer", None)
+    n_source = len(prompt.tokens)
+    tokens = [*(prompt.labels or token_strings(model, prompt.tokens)), *token_strings(model, target)]
     prompt_text = written_text = None
     start = 1
+    if speech.is_speech_model(model):
+        # The language and the task are no part of the text.
+        start = len(list(itertools.takewhile(is_special, tokens[n_source:])))
     if isinstance(answer, str):
         own = texts.token_ids(tokenizer, answer, as_target=True)
         start = len(target) - len(own)
         if not own or start < 1 or target[start:].tolist() != own:
             raise ValueError(f"answer: expected text of at least one token, got {answer!r}")
         encoding = tokenizer(text_target=answer, add_special_tokens=False, return_offsets_mapping=True)
-        written_text = PlacedText(answer, (), len(prompt.tokens) + start, _offsets_of(encoding))
+        written_text = PlacedText(answer, (), n_source + start, _offsets_of(encoding))
     if len(target) <= start:
         raise ValueError("answer: expected at least one token after the decoder's start, got none")
+    if written_text is None and tokenizer is not None:
+        written_text = _place_written(tokenizer, target[:start], target[start:])._replace(
+            first=n_source + start
+        )
     if text is not None:
         with texts.own_template(tokenizer):
             encoding = tokenizer(text.text, return_offsets_mapping=True)
         _require_equal(list(encoding["input_ids"]), prompt.tokens.tolist())
         prompt_text = PlacedText(text.text, text.sections, 0, _offsets_of(encoding))
-    n_source = len(prompt.tokens)
-    tokens = token_strings(model, torch.cat([prompt.tokens, target]))
     return Reading(prompt, n_source, n_source + start, tokens, prompt_text, written_text)
 
 

@@ -14,6 +14,7 @@ from lens_mix._inputs.batches import Prompt
 from lens_mix._inputs.pictures import Picture
 from lens_mix.arguments import check_file_path
 from lens_mix.maps.explained import as_explained, as_records
+from lens_mix.maps.grid import Grid
 from lens_mix.maps.tensor_files import read_tensors, write_tensors
 from lens_mix.registry import find_recorded
 from lens_mix.traces.attribution import Explainer, find_aggregation, read_written
@@ -38,11 +39,13 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     tensors = {"tokens": reading.prompt.tokens, "log_probabilities": trace.log_probabilities}
     if reading.prompt.target is not None:
         tensors["target"] = reading.prompt.target
+    if reading.prompt.features is not None:
+        tensors["features"] = reading.prompt.features
     for kind in _INPUTS:
         tensors |= {f"{kind} {name}": value for name, value in getattr(reading.prompt, kind).items()}
     sources: dict[str, Any] = {}
     names: list[Any] = []
-    for unit in UNITS:
+    for unit in dict.fromkeys((*UNITS, trace.unit)):
         try:
             sources[unit] = [dataclasses.asdict(source) for source in trace.sources(unit)]
         except ValueError:
@@ -55,7 +58,7 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     losses = [
         [*key[1:], [[positions, loss] for positions, loss in value.items()]]
         for key, value in trace._computed.items()
-        if isinstance(value, dict)
+        if isinstance(value, dict) and key[0] == "losses"
     ]
     record = {
         "computed": names,
@@ -63,6 +66,7 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
         "sources": sources,
         "strings": reading.tokens,
         "pictures": [picture.record() for picture in reading.prompt.pictures],
+        "grid": None if reading.sound_grid is None else reading.sound_grid.record(),
         "n_source": reading.n_source,
         "n_prompt": reading.n_prompt,
         "prompt_text": _to_record(reading.prompt_text),
@@ -108,8 +112,13 @@ def _read_fields(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> di
         for kind in _INPUTS
     }
     pictures = tuple(Picture.from_record(each) for each in record["pictures"])
+    sound: dict[str, Any] = {}
+    if "features" in tensors:
+        # The first positions are the frames.
+        labels = tuple(record["strings"][: record["n_source"]])
+        sound = {"features": tensors["features"], "grid": Grid(**record["grid"]), "labels": labels}
     reading = Reading(
-        Prompt(tensors["tokens"], tensors.get("target"), pictures=pictures, **inputs),
+        Prompt(tensors["tokens"], tensors.get("target"), pictures=pictures, **inputs, **sound),
         record["n_source"],
         record["n_prompt"],
         record["strings"],

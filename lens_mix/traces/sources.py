@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from lens_mix.arguments import check_pairs, check_whole_number
 from lens_mix.maps.characters import join_tokens
+from lens_mix.maps.grid import Grid
 from lens_mix.maps.spans import check_groups, read_groups
 from lens_mix.maps.words import find_words, is_special
-from lens_mix.traces.documents import PICTURE, TEMPLATE, WRITTEN, Section
+from lens_mix.traces.documents import PADDING, PICTURE, SOUND, TEMPLATE, WRITTEN, Section
 
 Unit = Literal["token", "word", "sentence", "message", "document", "given"]
 UNITS: tuple[str, ...] = get_args(Unit)
@@ -52,10 +53,12 @@ class TextSource:
     @property
     def is_content(self) -> bool:
         """Return whether it is content of the prompt, and neither template nor written by the model."""
-        return self.kind not in (TEMPLATE, WRITTEN)
+        return self.kind not in (TEMPLATE, WRITTEN, PADDING)
 
     def __str__(self) -> str:
         """Return the name and the text on one line, shortened."""
+        if self.kind == SOUND:
+            return self.text
         text = " ".join(self.text.split())
         text = text if len(text) <= 72 else f"{text[:71]}…"
         return repr(text) if self.name in (self.text, "prompt", "given") else f"{self.name}: {text!r}"
@@ -184,6 +187,7 @@ def find_sources(
     split: Splitter,
     groups: Any = None,
     n_source: int = 0,
+    grid: Grid | None = None,
 ) -> list[TextSource]:
     """Return the sources of a unit. Each position belongs to exactly one of them.
 
@@ -196,12 +200,22 @@ def find_sources(
         split: The function that splits a text into sentences.
         groups: For the unit "given", groups of the prompt's positions or texts, as in `lm.methods.Occlusion`.
         n_source: The number of tokens that an encoder reads; 0 without an encoder.
+        grid: The frames of a sound that an encoder reads; None for text.
 
     Raises:
         TypeError: If the function that splits a text does not return pairs of whole numbers.
-        ValueError: If the unit needs a text and the prompt was given as tokens, or words have no marks.
+        ValueError: If the unit needs a text and the prompt was given as tokens, or words have no marks; or if
+            it is one of text and the prompt is sound, or the reverse.
     """
-    labels = label_positions(prompt, tokens, n_prompt, n_source)
+    labels = label_positions(prompt, tokens, n_prompt, n_source, grid)
+    seconds = read_seconds(unit)
+    if (seconds is None) != (grid is None) and unit not in ("token", "given"):
+        units = "a number of seconds" if grid else "a unit of text"
+        raise ValueError(
+            f"sources: expected {units}, 'token' or groups of positions for this prompt, got {unit!r}"
+        )
+    if seconds is not None and grid is not None:
+        return _with_rest(_find_stretches(grid, seconds), tokens, n_prompt, labels)
     if unit == "token":
         return [_make_source(tokens, [position], labels) for position in range(len(tokens))]
     if unit == "word":
@@ -241,8 +255,38 @@ def find_sources(
     return _with_rest(found, tokens, n_prompt, labels)
 
 
+def name_seconds(seconds: float) -> str:
+    """Return the name of the unit whose sources are stretches of sound of this length."""
+    return f"{seconds:g} s"
+
+
+def read_seconds(unit: str) -> float | None:
+    """Return the length of the stretches of sound that a unit names; None for a unit of text."""
+    number, _, rest = unit.partition(" ")
+    return float(number) if rest == "s" else None
+
+
+def _find_stretches(grid: Grid, seconds: float) -> list[TextSource]:
+    """Return stretches of sound of equal length, of at least one frame."""
+    step, end = grid.step[1] * (grid.seconds or 0), grid.size[1] * (grid.seconds or 0)
+    size = max(1, round(seconds / step))
+    return [
+        TextSource(
+            f"{first * step:.2f}–{min((first + size) * step, end):.2f} s",
+            SOUND,
+            SOUND,
+            grid.positions[first : first + size],
+        )
+        for first in range(0, grid.columns, size)
+    ]
+
+
 def label_positions(
-    prompt: PlacedText | None, tokens: Sequence[str], n_prompt: int, n_source: int = 0
+    prompt: PlacedText | None,
+    tokens: Sequence[str],
+    n_prompt: int,
+    n_source: int = 0,
+    grid: Grid | None = None,
 ) -> list[tuple[str, str]]:
     """Return the kind and the name of the section of each position.
 
@@ -253,8 +297,14 @@ def label_positions(
         tokens: The tokens of the prompt and then those that were written.
         n_prompt: The number of tokens of the prompt.
         n_source: The number of tokens that an encoder reads; 0 without an encoder.
+        grid: The frames of a sound that an encoder reads; None for text.
     """
     labels = [(TEMPLATE, TEMPLATE)] * n_prompt + [(WRITTEN, WRITTEN)] * (len(tokens) - n_prompt)
+    if grid is not None:
+        labels[:n_source] = [(PADDING, PADDING)] * n_source
+        for position in grid.positions:
+            labels[position] = (SOUND, SOUND)
+        return labels
     if prompt is None:
         for position in range(n_source or n_prompt):
             if not is_special(tokens[position]):

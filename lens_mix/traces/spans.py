@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix._classes.model_classes import UnsupportedModelError
-from lens_mix.arguments import check_flags, check_whole_number
+from lens_mix._inputs.features import Fill
+from lens_mix.arguments import check_choice, check_flags, check_whole_number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.traces.attribution import read_written
@@ -176,7 +177,7 @@ class WrittenSpan:
         strongest = [each._replace(loss=losses.get(each.source.positions)) for each in strongest]
         return SourceScores(strongest, self._explain(everything))
 
-    def verify(self, k: int = 5) -> SourceScores:
+    def verify(self, k: int = 5, *, fill: Fill = "silence") -> SourceScores:
         """Return the `k` strongest sources with what the span's log probability loses without each of them.
 
         A source is removed by deleting its tokens from the prompt, so that the text after it moves up. What
@@ -184,19 +185,23 @@ class WrittenSpan:
         probability with all sources is that of the trace. `top`, the page and a saved trace have the losses.
         A source that cannot be removed, such as a part of a picture, has the loss None and the reason.
 
+        A stretch of sound is not deleted, but replaced, and the rest keeps its time.
+
         Args:
             k: The number of sources, 1 or more.
+            fill: What replaces a stretch of sound: "silence", or "noise" of the same level.
 
         Raises:
             ValueError: If `k` is below 1, or the trace was loaded from a file and has no model.
         """
-        listed = self.top(k)
-        missing = [each.source.positions for each in listed if each.loss is None]
+        check_choice("fill", fill, get_args(Fill))
+        known = self.trace.losses_of(self.start, self.stop, fill)
+        missing = [each.source.positions for each in self.top(k) if each.source.positions not in known]
         model = self.trace.require_model() if missing else None
         reasons: dict[tuple[int, ...], str] = {}
         for positions in tqdm(missing, desc="passes without a source", delay=2, leave=False):
             try:
-                rest = self.trace.reading.without(positions)
+                rest = self.trace.reading.without(positions, fill)
             except (UnsupportedModelError, ValueError) as problem:
                 reasons[positions] = str(problem)
                 continue
@@ -205,9 +210,14 @@ class WrittenSpan:
             elif model is not None:
                 without = read_written(model, self.trace.reading, rest).log_probabilities
                 lost = self.log_probability - float(without[self.start : self.stop].double().sum())
-                self.trace.keep_loss(self.start, self.stop, positions, lost)
-        measured = self.top(k)
-        measured[:] = [each._replace(reason=reasons.get(each.source.positions, "")) for each in measured]
+                self.trace.keep_loss(self.start, self.stop, positions, lost, fill)
+        measured, losses = self.top(k), self.trace.losses_of(self.start, self.stop, fill)
+        measured[:] = [
+            each._replace(
+                loss=losses.get(each.source.positions), reason=reasons.get(each.source.positions, "")
+            )
+            for each in measured
+        ]
         return measured
 
     def _explain(self, everything: bool) -> str:

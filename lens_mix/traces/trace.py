@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from lens_mix._blocks.provenance import of_run
 from lens_mix._care.changes import Changes
 from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix._classes.model_names import model_name, strip_path
+from lens_mix._inputs.features import Fill
 from lens_mix._inputs.prompts import is_causal_model, is_encoder_decoder, read_plain
 from lens_mix._model.model import Lens
 from lens_mix._verification.kept import read_state
@@ -25,6 +27,7 @@ from lens_mix.arguments import (
     check_choice,
     check_flags,
     check_instance,
+    check_number,
     check_slice,
     check_whole_number,
     describe_value,
@@ -61,7 +64,8 @@ from lens_mix.traces.sources import (
     Splitter,
     TextSource,
     Unit,
-    label_positions,
+    name_seconds,
+    read_seconds,
     split_sentences,
 )
 from lens_mix.traces.spans import SourceScores, WrittenSpan, find_span
@@ -72,6 +76,12 @@ if TYPE_CHECKING:
     from lens_mix.tables import Table
     from lens_mix.traces.audit import Audit
     from lens_mix.view.page import Page
+
+
+# The names under which a trace keeps what was lost without a source, by what replaced a stretch of sound.
+_LOSSES = {"silence": "losses", "noise": "losses in noise"}
+# The stretches of sound are so long, in seconds, unless a length is given: about a syllable.
+_STRETCH = 0.2
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -151,7 +161,8 @@ class Trace:
             ValueError: If the unit is unknown, or needs a text and the prompt was given as tokens.
         """
         unit = self.unit if unit is None else unit
-        check_choice("unit", unit, UNITS)
+        if read_seconds(unit) is None:
+            check_choice("unit", unit, UNITS)
         if unit == "given" and self._groups is None and ("sources", unit) not in self._computed:
             raise ValueError("unit: expected one of the others, because lm.trace got no sources= of its own")
         if ("sources", unit) not in self._computed:
@@ -160,18 +171,20 @@ class Trace:
         found: list[TextSource] = self._computed["sources", unit]
         return found
 
-    def by(self, unit: Unit) -> Trace:
+    def by(self, unit: Unit | float) -> Trace:
         """Return the trace with sources of another unit. Nothing is computed again.
 
         Args:
             unit: "token", "word", "sentence", "message" (a chat message), "document" (a document, a question
-                or an instruction), or "given" for the sources that `lm.trace` was given.
+                or an instruction), or "given" for the sources that `lm.trace` was given. For a sound, the
+                length of its stretches in seconds.
 
         Raises:
             ValueError: As in `sources`.
         """
-        self.sources(unit)
-        return dataclasses.replace(self, unit=unit)
+        name = unit if isinstance(unit, str) else _name_stretch("unit", unit)
+        self.sources(name)
+        return dataclasses.replace(self, unit=name)
 
     # ------------------------------------------------------------------ what it came from
 
@@ -224,17 +237,19 @@ class Trace:
         ends = [key[-2:] for key in self._computed if isinstance(key, tuple) and isinstance(key[-2], int)]
         return [WrittenSpan(self, *each) for each in sorted(set(ends))]
 
-    def losses_of(self, start: int, stop: int) -> dict[tuple[int, ...], float]:
+    def losses_of(self, start: int, stop: int, fill: Fill = "silence") -> dict[tuple[int, ...], float]:
         """Return what a written span loses without each source that `verify` measured, in nats.
 
         The keys are the positions of the sources.
         """
-        losses: dict[tuple[int, ...], float] = self._computed.get(("losses", start, stop), {})
+        losses: dict[tuple[int, ...], float] = self._computed.get((_LOSSES[fill], start, stop), {})
         return losses
 
-    def keep_loss(self, start: int, stop: int, positions: tuple[int, ...], loss: float) -> None:
+    def keep_loss(
+        self, start: int, stop: int, positions: tuple[int, ...], loss: float, fill: Fill = "silence"
+    ) -> None:
         """Keep what a written span loses without a source, as `losses_of` returns it."""
-        self._computed.setdefault(("losses", start, stop), {})[positions] = loss
+        self._computed.setdefault((_LOSSES[fill], start, stop), {})[positions] = loss
 
     def scores_of(self, start: int, stop: int) -> Float[Tensor, " key"]:
         """Return the scores of a written span for all tokens; they are computed once."""
@@ -356,12 +371,12 @@ class Trace:
             )
         return dataclasses.replace(self, hops=number)
 
-    def verify(self, k: int = 5) -> SourceScores:
+    def verify(self, k: int = 5, *, fill: Fill = "silence") -> SourceScores:
         """Return the `k` strongest sources of everything that was written, each measured without it.
 
         It is `t[:].verify(k)`; see `WrittenSpan.verify`.
         """
-        return self[:].verify(k)
+        return self[:].verify(k, fill=fill)
 
     def audit(
         self,
@@ -428,8 +443,7 @@ class Trace:
         from lens_mix.tables import Table
 
         reading = self.reading
-        labels = label_positions(reading.prompt_text, self.tokens, self.n_prompt, reading.n_source)
-        kinds = [kind for kind, _ in labels]
+        kinds = [kind for kind, _ in reading.label_positions()]
         shares = normalize(self._steps())
         columns: dict[str, Any] = {
             "token": pd.Series(self.tokens[self.n_prompt :], dtype=object),
@@ -603,7 +617,7 @@ def trace(
     *,
     answer: Any = None,
     generate: int | None = None,
-    sources: Unit | Splitter | Mapping[str, Any] | Sequence[Any] = "sentence",
+    sources: Unit | float | Splitter | Mapping[str, Any] | Sequence[Any] | None = None,
     method: MethodLike | None = None,
     aggregation: str | Aggregation | None = None,
     language: str = "en",
@@ -625,14 +639,16 @@ def trace(
     Args:
         model: Any causal TransformerLens model, or an encoder-decoder.
         prompt: A string, chat messages, `lm.Documents`, or tokens [pos]; the source of an encoder-decoder; or
-            what the processor of a model of pictures and text returned. Each picture is then a source.
+            what the processor of a model of pictures and text returned. Each picture is then a source. For
+            Whisper it is a waveform [sample], or what its processor returned.
         answer: What was written after the prompt: a string, which begins with its space if it needs one; or
             tokens (of an encoder-decoder: from the start token on).
         generate: The largest number of tokens that the model writes itself. It also stops at the end of its
             context. Either this or `answer`.
         sources: The unit of the sources: "token", "word", "sentence", "message" or "document". Or a function
             that splits a text into pairs (first character, character after the last); or groups of the
-            prompt's positions or texts, as in `lm.methods.Occlusion`.
+            prompt's positions or texts, as in `lm.methods.Occlusion`. For a sound, the length of its
+            stretches in seconds. None: "sentence", or 0.2 for a sound.
         method: A method by name or with its parameters. None: the one with the best evidence.
         aggregation: How to combine the layers of a layer map: a name of `lm.evaluate` ("mean", "rollout", …),
             "max" (the largest of all layers and heads), or a function. None: "mean".
@@ -673,6 +689,8 @@ def trace(
         prompt, answer = read_plain("prompt", prompt), as_text("answer", answer)
         text = read_prompt_text(model, prompt, template_options)
         alone = read_prompt_alone(model, prompt, text, prepend_bos)
+        if sources is None and alone.features is not None:
+            unit = name_seconds(_STRETCH)
         notes: list[str] = []
         written = None
         if generate is None:
@@ -783,12 +801,21 @@ def _read_sources(sources: Any, language: str) -> tuple[str, Splitter, Any]:
     # The package splits texts of unknown languages like English ones.
     if re.fullmatch(r"[a-z]{2,3}([-_]\w+)?", language) is None:
         raise ValueError(f"language: expected the code of a language, such as 'en', got {language!r}")
+    if sources is None:
+        return "sentence", split_sentences(language), None
+    if isinstance(sources, numbers.Real) and not isinstance(sources, bool):
+        return _name_stretch("sources", sources), split_sentences(language), None
     if isinstance(sources, str):
         check_choice("sources", sources, [unit for unit in UNITS if unit != "given"])
         return sources, split_sentences(language), None
     if callable(sources):
         return "sentence", sources, None
     return "given", split_sentences(language), sources
+
+
+def _name_stretch(name: str, seconds: Any) -> str:
+    """Return the unit of stretches of sound of a length in seconds."""
+    return name_seconds(check_number(name, seconds, least=0, above=True))
 
 
 def _default_method(model: TransformerLensModel) -> Method:

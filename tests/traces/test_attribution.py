@@ -224,9 +224,24 @@ def test_parts_of_an_encoder_decoder():
     assert len(t.tokens) == source.shape[1] + target.shape[1]
     assert t.steps.key_tokens == t.tokens
     assert t.steps.tokens == t.tokens[source.shape[1] :]
-    # A layer map has no such rows.
-    with pytest.raises(lm.UnsupportedModelError, match=r"attention can't run .* part='joint'"):
-        lm.trace(model, source, answer=target, sources="token", method="attention")
+
+
+@pytest.mark.parametrize("method", ["attention", "attn_res_ln"])
+def test_layer_maps_of_an_encoder_decoder_are_those_of_its_cross_attention(method):
+    model = build_or_skip(bridge, "bart", torch.float64)
+    source, target = prompt_of(model)
+    t = lm.trace(model, source, answer=target, sources="token", method=method)
+    made = lm.run(model, (source, target), method, part="cross")
+    count = source.shape[1]
+    # The row of a decoder's position predicts the next one.
+    row = made.scores[:, 1].mean(0)
+    expected = torch.zeros(len(t.tokens), dtype=row.dtype)
+    expected[:count] = row[:count]
+    if len(row) > count:
+        # The residual stream is that of the position which is read.
+        expected[count + 1] = row[count]
+    torch.testing.assert_close(t[1].scores, expected)
+    assert t.steps.scores.shape == (1, target.shape[1] - 1, len(t.tokens))
 
 
 # ------------------------------------------------------------------ the rows

@@ -263,7 +263,7 @@ def test_groups_of_the_users():
 @pytest.mark.parametrize(
     ("sources", "error", "message"),
     [
-        (3, TypeError, "sources: expected groups of positions, got 3"),
+        (3, ValueError, "sources: expected a unit of text, .*got '3 s'"),
         ("paragraph", ValueError, "sources: expected one of .*got 'paragraph'"),
         ("given", ValueError, "sources: expected one of"),
         ([], ValueError, "sources: expected at least one"),
@@ -271,7 +271,6 @@ def test_groups_of_the_users():
         ([[0], [0]], ValueError, "sources: expected each position in one group"),
         ([["Bergen"]], ValueError, "sources: expected a text that the prompt contains, got 'Bergen'"),
         ({"a": [10**6]}, ValueError, r"sources: expected positions 0\.\."),
-        (None, TypeError, "sources: expected groups of positions, got None"),
         (b"token", TypeError, "sources: expected groups of positions"),
         (True, TypeError, "sources: expected groups of positions, got True"),
     ],

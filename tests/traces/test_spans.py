@@ -298,10 +298,10 @@ def test_a_source_that_cannot_be_removed(monkeypatch):
     cannot = next(each.positions for each in t.sources() if "employees" in each.text)
     without = type(t.reading).without
 
-    def refuse(self, positions):
+    def refuse(self, positions, fill):
         if tuple(positions) == cannot:
             raise lm.UnsupportedModelError("a part of a picture")
-        return without(self, positions)
+        return without(self, positions, fill)
 
     monkeypatch.setattr(type(t.reading), "without", refuse)
     found = t.verify(9)

@@ -107,7 +107,7 @@ def _pack_row(row: Float[Tensor, " key"], numbers: Numbers) -> dict[str, Any]:
 def _pack_sources(trace: Trace) -> dict[str, list[list[Any]]]:
     """Return the kind, the name and the positions of all sources of each unit that the trace has."""
     packed = {}
-    for unit in _UNITS:
+    for unit in dict.fromkeys((*_UNITS, trace.unit)):
         try:
             sources: list[TextSource] = trace.sources(unit)
         except ValueError:

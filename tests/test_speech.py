@@ -1,0 +1,270 @@
+"""Test prompts, maps and traces of Whisper, beside transformers alone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix._inputs.speech import make_model_input
+from tests.matrix import build_or_skip
+from tests.tiny_models import bridge, speech_extractor, speech_tokenizer, wrapped_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TEXT = "w10 w20 w30"
+# The start, the language, the task and "no times".
+FIRST = [1, 3, 4, 5]
+WINDOW, FRAME = 2880, 320
+
+
+@pytest.fixture(scope="module")
+def model():
+    built = build_or_skip(bridge, "whisper", torch.float64)
+    built.tokenizer, built.processor = speech_tokenizer(), speech_extractor()
+    return built
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return wrapped_model("whisper", torch.float64)
+
+
+def sound(count=1000, seed=0):
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def spectrogram_of(model, samples):
+    extractor = model.processor
+    return extractor(samples.numpy(), sampling_rate=2880, return_tensors="pt")["input_features"]
+
+
+def log_p_of(plain, spectrogram, target):
+    """Return the log probabilities of transformers alone for tokens of a target, and the output."""
+    target = torch.tensor([target])
+    with torch.no_grad():
+        out = plain(input_features=spectrogram.double(), decoder_input_ids=target, use_cache=False)
+    return out.logits[0].log_softmax(-1)[:-1].gather(1, target[0, 1:, None])[:, 0]
+
+
+# ------------------------------------------------------------------ prompts
+
+
+def test_a_waveform_is_what_the_extractor_makes_of_it(model):
+    samples = sound()
+    found = make_model_input(model, samples[None].double())
+    torch.testing.assert_close(found, spectrogram_of(model, samples).double())
+    encoding = model.processor(samples.numpy(), sampling_rate=2880, return_tensors="pt")
+    prompts = [samples, samples[None], samples.numpy(), encoding, encoding["input_features"][0]]
+    maps = [lm.run(model, (prompt, TEXT), "attention", part="cross") for prompt in prompts]
+    for each in maps[1:]:
+        torch.testing.assert_close(each.scores, maps[0].scores, atol=1e-9, rtol=0)
+
+
+def test_frames_have_times_and_padding_is_outside_of_the_grid(model):
+    m = lm.run(model, (sound(), TEXT), "attention", part="cross")
+    count = -(-1000 // FRAME)
+    assert m.grid.positions == tuple(range(count))
+    assert m.grid.size == (1, 1000)
+    assert m.grid.times == pytest.approx([place * FRAME / 2880 for place in range(count)])
+    assert m.key_tokens[:2] == ["0.00 s", "0.11 s"]
+    assert m.key_tokens[count] == "padding 0.44 s"
+    assert len(m.key_tokens) == WINDOW // FRAME
+    assert any("the sound ends at 0.44 s" in note for note in m.notes)
+    whole = lm.run(model, (sound(WINDOW), TEXT), "attention", part="cross")
+    assert len(whole.grid.positions) == 9
+    assert not any("padding" in each for each in whole.notes)
+    assert m.features.shape == (1000,)
+
+
+def test_the_decoder_reads_the_language_and_the_task_before_a_text(model):
+    m = lm.run(model, (sound(), TEXT), "attention", part="decoder")
+    assert m.tokens == [*model.tokenizer.convert_ids_to_tokens(FIRST), "w10", "w20", "w30"]
+    assert m.grid is None
+    assert m.features.shape == (1000,)
+    tokens = torch.tensor([*FIRST, 10, 20, 30])
+    again = lm.run(model, (sound(), tokens), "attention", part="decoder")
+    torch.testing.assert_close(again.scores, m.scores)
+    alone = lm.run(model, sound(), "attention", part="encoder")
+    assert alone.tokens[0] == "0.00 s"
+    assert alone.grid is not None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (torch.zeros(0), r"expected 1 to 2880 samples, the 1 seconds .* got 0"),
+        (torch.zeros(2881), r"got 2881; cut the sound"),
+        (torch.zeros(8, 17), r"expected a log-mel spectrogram \[8, 18\], .*got \[8, 17\]"),
+        (torch.full((5,), torch.nan), "expected finite numbers"),
+    ],
+)
+def test_wrong_sounds_raise(model, prompt, words):
+    with pytest.raises(ValueError, match=words):
+        lm.run(model, (prompt, TEXT), "attention", part="cross")
+
+
+def test_what_is_missing_is_named(model, monkeypatch):
+    with pytest.raises(ValueError, match=r"expected a pair \(sound, target\) for part='cross'"):
+        lm.run(model, sound(), "attention", part="cross")
+    with pytest.raises(ValueError, match="given twice"):
+        lm.run(model, (sound(), TEXT), "attention", part="cross", decoder_input_ids=torch.tensor([1]))
+    with pytest.raises(lm.UnsupportedModelError, match="a part that reads the sound"):
+        lm.run(model, (sound(), TEXT), lm.methods.Occlusion(by="mean"), part="decoder")
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "processor", None)
+        with pytest.raises(TypeError, match=r"set model\.processor = WhisperFeatureExtractor"):
+            lm.run(model, (sound(), TEXT), "attention", part="cross")
+        patch.setattr(model, "tokenizer", None)
+        with pytest.raises(ValueError, match="a string needs a tokenizer"):
+            lm.run(model, (torch.zeros(8, 18), TEXT), "attention", part="cross")
+
+
+def test_several_sounds_of_any_length_are_mapped_like_each_alone(model):
+    pairs = [(sound(1000), TEXT), (sound(700, 1), "w7"), (sound(1000, 2), "w9 w8")]
+    methods = ["attention", "value_zeroing"]
+    for pair, maps in zip(pairs, lm.run_many(model, pairs, methods, part="cross"), strict=True):
+        for name, one in lm.run(model, pair, methods, part="cross").items():
+            torch.testing.assert_close(maps[name].scores, one.scores, atol=1e-9, rtol=0)
+
+
+def test_a_map_is_made_again_from_its_file(model, tmp_path):
+    for prompt in (sound(), spectrogram_of(model, sound())):
+        for part in ("encoder", "decoder", "cross"):
+            m = lm.run(model, (prompt, TEXT), "value_norm", part=part, queries=[1])
+            m.save(tmp_path / "m.safetensors")
+            again = lm.run_again(model, lm.MixingMap.load(tmp_path / "m.safetensors"))
+            torch.testing.assert_close(again.scores, m.scores, atol=1e-6, rtol=1e-6)
+
+
+# ------------------------------------------------------------------ maps
+
+
+def test_joined_layers_are_products_of_the_parts(model):
+    maps = lm.run(model, (sound(), TEXT), "value_norm", part="all")
+    frames, tokens = WINDOW // FRAME, len(FIRST) + 3
+    assert {name: m.scores.shape[1:] for name, m in maps.items()} == {
+        "encoder": (frames, frames),
+        "decoder": (tokens, tokens),
+        "cross": (tokens, frames),
+    }
+    joined = lm.aggregation.joint(lm.run(model, (sound(), TEXT), "attn_res_ln", part="all"))
+    assert joined.scores.shape[-1] == frames + tokens
+
+
+def test_filled_frames_equal_transformers_with_changed_samples(model, plain):
+    samples, target = sound(), [*FIRST, 10, 20, 30]
+    method = lm.methods.Occlusion(by="mean", spans=[[0, 1], [3]], target=lm.targets.span(4, 7))
+    found = lm.run(model, (samples, TEXT), method, part="joint", queries=[-1])
+    changed = [samples.clone(), samples.clone()]
+    changed[0][: 2 * FRAME] = samples.mean()
+    changed[1][3 * FRAME :] = samples.mean()
+    clean, *others = (
+        log_p_of(plain, spectrogram_of(model, each), target)[3:].sum() for each in (samples, *changed)
+    )
+    expected = torch.stack([clean - other for other in others])
+    torch.testing.assert_close(found.scores[0, -1], expected, atol=1e-5, rtol=1e-4)
+
+
+# ------------------------------------------------------------------ traces
+
+
+@pytest.fixture(scope="module")
+def trace(model):
+    return lm.trace(model, sound(), answer=TEXT, method="value_zeroing", sources=0.2)
+
+
+def test_a_word_has_stretches_of_sound_as_sources(model, trace):
+    assert trace.text == TEXT
+    assert trace.n_prompt == 9 + len(FIRST)
+    kinds = {source.text: source.kind for source in trace.sources()}
+    assert [text for text, kind in kinds.items() if kind == "sound"] == ["0.00–0.22 s", "0.22–0.35 s"]
+    assert "padding" in kinds.values()
+    m = lm.run(model, (sound(), TEXT), "value_zeroing", part="cross")
+    # The row before a token predicts it.
+    expected = m.scores[:, m.row_index(len(FIRST))].mean(0)
+    torch.testing.assert_close(trace["w20"].scores[:9].double(), expected)
+    assert "0.00–0.22 s" in repr(trace["w20"])
+    every = trace.by("token").sources()
+    assert every[0].text == "0.00 s"
+    assert every[0].kind == "sound"
+
+
+def test_a_stretch_is_silenced_or_becomes_noise(model, plain, trace):
+    samples, target = sound(), [*FIRST, 10, 20, 30]
+    clean = log_p_of(plain, spectrogram_of(model, samples), target)[4]
+    silent, noisy = samples.clone(), samples.clone()
+    silent[: 2 * FRAME] = 0
+    own = samples[: 2 * FRAME]
+    noise = torch.randn(2 * FRAME, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    noisy[: 2 * FRAME] = noise * (own - own.mean()).square().mean().sqrt()
+    span = trace["w20"]
+    for fill, changed in (("silence", silent), ("noise", noisy)):
+        losses = {each.source.text: each.loss for each in span.verify(2, fill=fill)}
+        expected = clean - log_p_of(plain, spectrogram_of(model, changed), target)[4]
+        assert losses["0.00–0.22 s"] == pytest.approx(float(expected), abs=1e-5)
+    assert span.verify(2)[0].loss != span.verify(2, fill="noise")[0].loss
+    with pytest.raises(ValueError, match="fill: expected"):
+        span.verify(1, fill="music")
+
+
+def test_noise_needs_a_waveform_and_padding_has_no_sound(model):
+    t = lm.trace(model, spectrogram_of(model, sound()), answer=TEXT, method="attention")
+    (strongest,) = t["w20"].verify(1, fill="noise")
+    assert strongest.loss is None
+    assert "give the waveform" in strongest.reason
+    assert t["w20"].verify(1)[0].loss is not None
+    with pytest.raises(lm.UnsupportedModelError, match=r"got a sound; use t\.verify"):
+        t.audit()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_model_writes_what_transformers_predicts(model, plain, cached):
+    t = lm.trace(model, sound(), generate=5, method="attention", stop_at_eos=False, use_past_kv_cache=cached)
+    tokens = list(FIRST)
+    for _ in range(5):
+        with torch.no_grad():
+            out = plain(
+                input_features=spectrogram_of(model, sound()).double(),
+                decoder_input_ids=torch.tensor([tokens]),
+                use_cache=False,
+            )
+        tokens.append(int(out.logits[0, -1].argmax()))
+    assert t.reading.ids[9:].tolist() == tokens
+    assert t.reading.n_written == 5
+
+
+@pytest.mark.parametrize(
+    ("sources", "words"),
+    [("sentence", "a number of seconds"), (0, "above 0"), ("words", "expected one of")],
+)
+def test_units_of_text_raise_for_sound(model, sources, words):
+    with pytest.raises(ValueError, match=words):
+        lm.trace(model, sound(), answer=TEXT, sources=sources)
+
+
+def test_seconds_raise_for_text():
+    text_model = build_or_skip(bridge, "bart", torch.float64)
+    with pytest.raises((ValueError, lm.UnsupportedModelError), match="a unit of text"):
+        lm.trace(text_model, torch.arange(3, 10), answer=torch.arange(0, 4), sources=0.2)
+
+
+def test_a_trace_of_sound_is_saved_and_read_again(model, trace, tmp_path):
+    trace["w20"].verify(1)
+    trace.save(tmp_path / "t.safetensors")
+    read = lm.Trace.load(tmp_path / "t.safetensors", model)
+    assert repr(read["w20"].top(3)) == repr(trace["w20"].top(3))
+    assert read.unit == trace.unit
+    assert [str(each) for each in read.sources()] == [str(e) for e in trace.sources()]
+    torch.testing.assert_close(read["w10"].scores, trace["w10"].scores)
+    alone = lm.Trace.load(tmp_path / "t.safetensors")
+    assert re.search(r"0\.\d\d–0\.\d\d s", repr(alone))
+
+
+def test_maps_of_a_written_word_have_its_row(model, trace):
+    m = trace["w20"].maps("attention")
+    assert m.queries == [len(FIRST)]
+    assert m.grid is not None
+    figure = m.show(query=len(FIRST))
+    assert figure is not None
