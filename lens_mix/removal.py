@@ -145,7 +145,7 @@ class OtherTokens(Removal):
     def make_copies(
         self, block: Block, prompt_index: Int[Tensor, " group"], removed: Bool[Tensor, "group input"]
     ) -> Copies:
-        if block.batch.features is not None:
+        if block.batch.features is not None and block.stack.name != "decoder":
             raise UnsupportedModelError(
                 f"{type(self).__name__}: expected a model that reads tokens, got one of pictures or sound; "
                 "use FillPatches, MaskKeys or ZeroValues"
