@@ -87,6 +87,17 @@ def compute(model: Any, half: str, number: int, sentence: Sentence, speech: Spee
     return record
 
 
+def add_end(model: Any, half: str, number: int, record: dict[str, Any], speech: Speech) -> None:
+    """Add the row of each head that predicts the end of the text, which OpenAI's time warping has, too."""
+    if "end" in record["maps"]:
+        return
+    prompt = (speech.samples, f" {record['sentence']['text']}")
+    method = lm.methods.AttentionWeights(per_head=True)
+    heads = lm.run(model, prompt, method, part="cross", queries=[-1], progress=None)
+    record["maps"]["end"] = heads.scores.to(torch.float32).clone()
+    torch.save(record, OUTPUT / half / f"{number}.pt")
+
+
 def add_removals(model: Any, half: str, number: int, record: dict[str, Any], speech: Speech) -> None:
     """Add what each token loses when a stretch of the sound is silent."""
     if "removal" in record["maps"]:
@@ -138,6 +149,7 @@ def main(half: str, count: str, removals: str = "0", gradients: str = "0") -> No
             return
         speech = spoken(espeak, sentence)
         record = compute(model, half, number, sentence, speech)
+        add_end(model, half, number, record, speech)
         if number < int(removals):
             add_removals(model, half, number, record, speech)
         if number < int(gradients):

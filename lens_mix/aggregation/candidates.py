@@ -25,8 +25,8 @@ def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> di
 
     Args:
         asked: Names, or functions of your own by name. The names are "rollout", "rollout, receptive field",
-            "rollout, residual measured", "flow", "gradient_rollout", "mean" (of the layers' raw rows) and
-            "last" (the row of the last layer).
+            "rollout, residual measured", "flow", "gradient_rollout", "mean" (of the layers' raw rows), "upper
+            half" (that of the upper half of the layers) and "last" (the row of the last layer).
 
     Raises:
         ValueError: A name is unknown, or none is given.
@@ -40,6 +40,7 @@ def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> di
         "flow": flow,
         "gradient_rollout": gradient_rollout,
         "mean": layer_mean,
+        "upper half": _mean_of_upper_half,
         "last": lambda m: m.merge_heads().layer(-1).replace(kind="input"),
     }
     names = check_items("aggregations", asked, "names of aggregations", least=1, kind=str, alone=True)
@@ -47,6 +48,11 @@ def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> di
     if unknown:
         raise ValueError(f"aggregations: expected some of {list(known)}, or functions by name; got {unknown}")
     return {name: known[name] for name in names}
+
+
+def _mean_of_upper_half(m: MixingMap) -> MixingMap:
+    """Return the mean of the upper half of the layers; the middle one of an odd number belongs to it."""
+    return layer_mean(m.select_layers(m.layer_labels[len(m) // 2 :]))
 
 
 def join_layers(m: MixingMap) -> Float[Tensor, "*head query key"]:

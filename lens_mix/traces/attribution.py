@@ -30,6 +30,8 @@ from lens_mix.traces.reading import Reading
 
 # As many tokens as this run at once if each row has a pass of its own.
 _TOKENS_AT_ONCE = 1024
+# These aggregations need no rows besides those of the written tokens.
+_OF_ROWS = ("mean", "max", "upper half", "last")
 # As many rows are read from one clean pass if the method reads its autograd graph. With more, the bar would
 # hardly move; with fewer, more time would go into clean passes.
 _ROWS_OF_A_GRAPH = 8
@@ -208,7 +210,7 @@ class Explainer:
 
     def _run(self, method: Method, rows: list[int]) -> MixingMap:
         """Return the input map of a method at given rows."""
-        needs_all = self.aggregation is not None and self.aggregation[0] not in ("mean", "max", "last")
+        needs_all = self.aggregation is not None and self.aggregation[0] not in _OF_ROWS
         part = self._part
         options = {"part": part, "progress": None, **self.options}
         if self.aggregation is not None and "residual measured" in self.aggregation[0]:

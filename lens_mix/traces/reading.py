@@ -88,6 +88,12 @@ class Reading:
         """Return the frames of the sound that an encoder reads; None for text."""
         return None if self.prompt.features is None else self.prompt.grid
 
+    @property
+    def seconds(self) -> float | None:
+        """Return the length of the sound; None for text."""
+        grid = self.sound_grid
+        return None if grid is None else grid.size[1] * (grid.seconds or 0)
+
     def label_positions(self) -> list[tuple[str, str]]:
         """Return the kind and the name of the section of each position."""
         return label_positions(self.prompt_text, self.tokens, self.n_prompt, self.n_source, self.sound_grid)

@@ -319,8 +319,11 @@ def label_positions(
 def _make_source(
     tokens: Sequence[str], positions: Sequence[int], labels: Sequence[tuple[str, str]]
 ) -> TextSource:
+    label = labels[positions[-1]]
     text = join_tokens([tokens[each] for each in positions])
-    return TextSource(text, *labels[positions[-1]], tuple(positions))
+    if label[0] == PADDING and len(positions) > 1:
+        text = f"{PADDING} from {tokens[positions[0]].removeprefix(PADDING).strip()} on"
+    return TextSource(text, *label, tuple(positions))
 
 
 def _find_words(

@@ -20,6 +20,7 @@ from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedMod
 from lens_mix._classes.model_names import model_name, strip_path
 from lens_mix._inputs.features import Fill
 from lens_mix._inputs.prompts import is_causal_model, is_encoder_decoder, read_plain
+from lens_mix._inputs.speech import is_speech_model
 from lens_mix._model.model import Lens
 from lens_mix._verification.kept import read_state
 from lens_mix.aggregation.candidates import Aggregation
@@ -35,6 +36,7 @@ from lens_mix.arguments import (
 from lens_mix.maps import Maps, MixingMap
 from lens_mix.maps.explained import Explained
 from lens_mix.method import Method
+from lens_mix.methods.attention import AttentionWeights
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.input_gradients import InputGradients
 from lens_mix.plain_text import as_text
@@ -603,7 +605,9 @@ class Trace:
 
     def __repr__(self) -> str:
         """Return what was traced, and the strongest sources of everything that was written."""
-        count = f"{self.n_prompt} prompt tokens, {self.reading.n_written} written"
+        seconds = self.reading.seconds
+        prompt = f"{self.n_prompt} prompt tokens" if seconds is None else f"{seconds:.2f} s of sound"
+        count = f"{prompt}, {self.reading.n_written} written"
         model = self.provenance.get("model", "model")
         sources = sum(source.is_content for source in self.sources())
         return (
@@ -649,9 +653,11 @@ def trace(
             that splits a text into pairs (first character, character after the last); or groups of the
             prompt's positions or texts, as in `lm.methods.Occlusion`. For a sound, the length of its
             stretches in seconds. None: "sentence", or 0.2 for a sound.
-        method: A method by name or with its parameters. None: the one with the best evidence.
+        method: A method by name or with its parameters. None: the one with the best evidence. Layer maps of
+            an encoder-decoder are those of its cross-attention, for which written text is no source.
         aggregation: How to combine the layers of a layer map: a name of `lm.evaluate` ("mean", "rollout", …),
-            "max" (the largest of all layers and heads), or a function. None: "mean".
+            "max" (the largest of all layers and heads), or a function. None: "mean"; for Whisper without a
+            method, "upper half".
         language: The language of the sentences, as an ISO 639-1 code for the package sentencex.
         seed: The seed of the draws of `generate`.
         prepend_bos: As in `lm.run`, for strings.
@@ -676,6 +682,9 @@ def trace(
     _check_request(model, answer, generate, generation)
     unit, split, groups = _read_sources(sources, language)
     read = _default_method(model) if method is None else _read_method(method)
+    if method is None and aggregation is None and is_speech_model(model):
+        # In lower layers, the row before a word reads the sound of the word that it has read.
+        aggregation = "upper half"
     chosen = read.explain_next_tokens()
     aggregated = _read_aggregation(aggregation, chosen)
     if max_memory is not None:
@@ -819,7 +828,9 @@ def _name_stretch(name: str, seconds: Any) -> str:
 
 
 def _default_method(model: TransformerLensModel) -> Method:
-    """Return the method with the best evidence (docs/evidence/traces.md)."""
+    """Return the method with the best evidence (docs/evidence/traces.md, docs/evidence/speech.md)."""
+    if is_speech_model(model):
+        return AttentionWeights()
     if is_encoder_decoder(model, model_class_of(model)):
         return InputGradients()
     return Gim(readout="absolute")

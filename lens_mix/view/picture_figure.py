@@ -130,7 +130,7 @@ def show_picture(
     size = canvas.choose_size(None, style)
     width = None if size is None else size[0]
     if view.grid.noun == "frame":
-        view.subtitle = "" if is_paper else view.subtitle
+        view.subtitle = "" if is_paper else " · ".join(filter(None, (view.subtitle, view.padding())))
         drawn = _draw_waveform(view, width)
     else:
         image = read_image(mixing_map, picture)
@@ -193,6 +193,16 @@ class _View:
         return ", ".join(
             f"{label} {self.write(float(self.scores[layer, key]))}" for key, label in outside.items()
         )
+
+    def padding(self) -> str:
+        """Return the least and the most that positions outside of a sound have in a layer, as text."""
+        count, places = self.scores.shape[-1], set(self.grid.positions)
+        outside = [key for key in range(count) if key not in places]
+        if not outside or self.unit != SHARE:
+            return ""
+        sums = self.scores[:, outside].nansum(-1)
+        low, high = (self.write(float(each)) for each in (sums.min(), sums.max()))
+        return f"outside of the sound {low if low == high else f'{low} to {high}'}"
 
     def write(self, score: float) -> str:
         """Return a score as text, with two digits."""
@@ -299,7 +309,10 @@ def _draw_waveform(view: _View, whole: float | None) -> DrawnPicture:
     seconds = (grid.seconds or 0) * grid.size[1]
     above = drawn.add_box(left, 0.42 + height + 0.1, width, wave)
     features = view.map.features
-    if features is not None:
+    if features is not None and features.ndim == 2:
+        bands = features[: grid.size[1]].detach().to("cpu", torch.float32).T.numpy()
+        above.imshow(bands, cmap="Greys", extent=(0, seconds, 0, 1), origin="lower", aspect="auto")
+    elif features is not None:
         samples = features.detach().to("cpu", torch.float32).numpy()
         above.plot(np.linspace(0, seconds, len(samples)), samples, color=INK, lw=0.4)
     above.set(xlim=(0, seconds), xticks=[], yticks=[])

@@ -179,6 +179,11 @@ def _replace_loaders(patch: pytest.MonkeyPatch, find: Find) -> None:
     load_dinov2 = transformers.Dinov2Model.from_pretrained
     dinov2 = types.SimpleNamespace(from_pretrained=lambda name: load_dinov2(find(name)))
     patch.setitem(vars(transformers), "Dinov2Model", dinov2)
+    load_tokenizer = transformers.WhisperTokenizer.from_pretrained
+    tokenizers = types.SimpleNamespace(
+        from_pretrained=lambda name, **options: load_tokenizer(find(name), **options)
+    )
+    patch.setitem(vars(transformers), "WhisperTokenizer", tokenizers)
     processors = types.SimpleNamespace(from_pretrained=lambda name: processor)
     patch.setitem(vars(transformers), "AutoImageProcessor", processors)
 
@@ -220,6 +225,8 @@ def find_demo_model(name: str, folder: Path) -> Path:
             return models.smollm2_folder()
         if "flan-t5" in name:
             return models.flan_t5_folder()
+        if "whisper" in name:
+            return models.whisper_folder()
         if "dinov2" in name:
             return models.dinov2_folder()
         return trained if trained.is_dir() else save_sentiment_classifier(models.minilm_folder(), trained)
@@ -259,7 +266,7 @@ def main() -> None:
 
 def prepare(folder: Path) -> Path:
     """Make a working folder with the files that pages read from the repository."""
-    for name in ("LICENSE", "docs/images/house.png"):
+    for name in ("LICENSE", "docs/images/house.png", "demos/data/speech/farmer.wav"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
     return folder

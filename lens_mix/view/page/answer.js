@@ -20,7 +20,7 @@ function writeAnswer() {
   const alternatives = others.map(([text, p]) => `${quotedToken(text)} ${percent(p)}`).join(" · ");
   const aim = target && `explained: ${target}${value === undefined ? "" : ` = ${minus(shown(value))}`}`;
   const known = [alternatives && `then ${alternatives}`, aim].filter(Boolean).join(" — ");
-  const hint = rowsThere().size > 1 ? `${known && " — "}click a ${nounOf(m)} to explain another position` : "";
+  const hint = rowsThere().size > 1 ? `${known && " — "}click a ${rowNoun(m)} to explain another position` : "";
   document.title = [prediction === undefined ? plain(token) : plain(prediction), m.provenance.model, "lens_mix"].filter(Boolean).join(" · ");
   $("others").replaceChildren(known, make("span", { class: "on-screen", text: hint }));
 }
@@ -155,7 +155,7 @@ async function drawText() {
   const keys = found && keysOf(found.m), ownMost = found ? scaleEnd([found.row], new Set([...pale, ownKey(found.m, state.query)])) : 0;
   const most = ownMost || (found ? largestOf(found.row, pale) : 0);
   parts.values = found && !found.m.keys ? found.row : null;
-  await drawPicture(found, parts.values, pale, most);
+  await drawPicture(found, found && found.row, pale, most);
   colorBoxes(parts.main.boxes, parts.values || m.tokens.map((_, i) => m.causal && i > state.query ? NaN : 0), parts.values ? pale : new Set(), most);
   parts.main.boxes.forEach((box, i) => {
     const isChosen = i === state.query;
@@ -175,8 +175,10 @@ async function drawText() {
     at.parentNode.lastChild === at ? at.parentNode.append(parts.next) : at.after(parts.next);
   }
   if (parts.source) {
-    parts.source.hidden = !(found && found.m.keys);
-    if (found && found.m.keys) {
+    // Frames of a sound are below the waveform.
+    const hasText = Boolean(found && found.m.keys && !found.m.grid);
+    parts.source.hidden = !hasText;
+    if (hasText) {
       const { line, boxes } = tokenLine(keys, found.m.key_words, { role: "group", "aria-label": "the tokens that the rows read" },
         { tell: i => tellToken(keys, i, found.row) });
       colorBoxes(boxes, found.row, pale, most);

@@ -210,7 +210,7 @@ function writeHeader() {
 
 // List the keys that do something on this page.
 function writeKeys(offered) {
-  const all = ofText(), keys = [rowsThere().size > 1 && `← → ${nounOf(all[0])}`, all.some(m => m.names.length > 1) && "↑ ↓ layer", all.some(m => m.heads) && "h head",
+  const all = ofText(), keys = [rowsThere().size > 1 && `← → ${rowNoun(all[0])}`, all.some(m => m.names.length > 1) && "↑ ↓ layer", all.some(m => m.heads) && "h head",
     offered.length > 1 && `1–${offered.length} view`].filter(Boolean);
   $("keys").textContent = keys.length ? `Keys: ${keys.join(" · ")}` : "";
 }

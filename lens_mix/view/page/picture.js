@@ -2,7 +2,9 @@
 // What a position of a map is called, and many of them, and how its number is announced.
 const nounOf = m => m.grid ? m.grid.noun : "token";
 const nounsOf = m => m.grid ? (m.grid.noun === "patch" ? "patches" : "frames") : "tokens";
-const numberName = m => m.grid ? "position" : "token";
+// The positions of a decoder's rows are tokens, also where it reads the frames of a sound.
+const rowNoun = m => m.keys ? "token" : nounOf(m);
+const numberName = m => m.grid && !m.keys ? "position" : "token";
 const PICTURE = 400, SMALL_PICTURE = 128, WAVE = 70, STRIP = 26;
 
 // Return the image of this prompt, or null; it is read once.
@@ -83,17 +85,19 @@ function pictureCanvas(m, image, row, most, width, wave, name) {
     });
     return cell < 0 ? null : { key: grid.positions[cell] };
   };
-  follow(canvas, find, ({ key }) => tellToken(keysOf(m), key, row), ({ key }) => choosePosition(key), cell => linkPanels(cell && cell.key));
+  follow(canvas, find, ({ key }) => tellToken(keysOf(m), key, row), ({ key }) => m.keys || choosePosition(key), cell => linkPanels(cell && cell.key));
   return canvas;
 }
 let pictureDraws = 0;
 async function drawPicture(found, row, pale, most) {
   const box = $("picture"), m = map(), version = ++pictureDraws;
   box.hidden = !m.grid;
-  if (!m.grid || !found) return box.replaceChildren();
+  if (!m.grid || !found || !found.m.grid) return box.replaceChildren();
   const image = await imageOf(state.prompt), inner = $("answer").clientWidth - 8;
   const width = m.grid.noun === "frame" ? Math.min(720, inner) : widthOf(m.grid, image, Math.min(PICTURE, inner));
   const parts = [pictureCanvas(m, image, row, most, width, m.grid.noun === "frame" ? WAVE : 0, `${found.name}, over the picture`)];
+  const inside = new Set(m.grid.positions), outside = m.keys ? [...row.keys()].filter(key => !inside.has(key)) : [];
+  if (outside.length) parts.push(make("p", { class: "caption", text: `What is outside of the sound has ${percent(totalOf(row, outside))} of the row.` }));
   if (image) parts.push(make("p", { class: "caption", text: `The row is drawn ${DATA.picture_words[state.prompt]}.` }));
   if (found.m.kind === "layer" && found.m.names.length > 1) {
     const rows = (await rowsOf(found.m, headShown(found.m), state.query)).map(sharesOf), strip = make("div", { class: "layers-of-picture" });

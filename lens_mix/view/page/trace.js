@@ -3,7 +3,7 @@
 // (`pick`). `listed` is the number of sources in the list; if `all` is 1, the template and the own text are among them.
 const state = { start: null, stop: null, unit: DATA.unit, pick: "sentence", listed: 5, all: 0, scale: "root" };
 const NUMBERS = new Set(["start", "stop", "listed", "all"]);
-const UNITS = Object.keys(DATA.sources), TEMPLATE = "template", OWN = "written";
+const UNITS = Object.keys(DATA.sources), TEMPLATE = "template", OWN = "written", PADDING = "padding";
 const count = DATA.tokens.length - DATA.n_prompt;
 const spanAt = (start, stop) => DATA.spans.find(span => span.start === start && span.stop === stop);
 const isInside = () => Number.isInteger(state.start) && Number.isInteger(state.stop) && 0 <= state.start && state.start < state.stop && state.stop <= count;
@@ -42,7 +42,7 @@ async function readScores() {
   const each = await Promise.all(DATA.steps.slice(state.start, state.stop).map(readRow));
   return each[0].map((_, key) => each.reduce((sum, row) => sum + row[key], 0));
 }
-const unitName = unit => unit === "given" ? "group" : unit;
+const unitName = unit => unit === "given" ? "group" : unit.endsWith(" s") ? `stretches of ${unit}` : unit;
 const spread = ranges => ranges.flatMap(([start, stop]) => Array.from({ length: stop - start }, (_, i) => start + i));
 const units = new Map();
 // Return the sources of a unit, and the index of the source of each token.
@@ -52,7 +52,7 @@ function sourcesOf(unit) {
     const owner = new Array(DATA.tokens.length).fill(-1);
     for (const source of sources) {
       for (const position of source.positions) owner[position] = source.index;
-      source.isContent = source.kind !== TEMPLATE && source.kind !== OWN;
+      source.isContent = ![TEMPLATE, OWN, PADDING].includes(source.kind);
       source.text = textOf(source, unit);
     }
     units.set(unit, { sources, owner });
@@ -81,8 +81,24 @@ const pieces = [];
 // Return the element of a box of the text. A mark is a token that is not in the text, such as <s>.
 function makePiece(index) {
   const [, , text, isMark] = DATA.boxes[index];
-  pieces[index] = make("span", { class: isMark ? "piece mark" : "piece", "data-box": index, text: isMark ? visible(text) : readable(text) });
+  const wave = DATA.waves && DATA.waves[index];
+  pieces[index] = make("span", { class: isMark ? "piece mark" : wave ? "piece stretch" : "piece", "data-box": index, text: isMark ? visible(text) : readable(text) });
+  if (wave) pieces[index].prepend(waveOf(wave));
   return pieces[index];
+}
+// Return the waveform of a stretch of sound, on the scale of all of them.
+const loudest = DATA.waves ? Math.max(1e-9, ...DATA.waves.flatMap(wave => (wave || []).map(([low, high]) => Math.max(-low, high)))) : 1;
+function waveOf(wave) {
+  const name = "http://www.w3.org/2000/svg", height = 40, drawn = document.createElementNS(name, "svg"), path = document.createElementNS(name, "path");
+  for (const [key, value] of Object.entries({ width: 1.6 * wave.length, height, viewBox: `0 0 ${wave.length} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" })) drawn.setAttribute(key, value);
+  // Its color is that of the text, which stays readable on every color of a stretch.
+  path.setAttribute("fill", "currentColor");
+  path.setAttribute("d", wave.map(([low, high], i) => {
+    const top = height / 2 * (1 - high / loudest), bottom = Math.max(height / 2 * (1 - low / loudest), top + .6);
+    return `M${i} ${top.toFixed(1)}h.75V${bottom.toFixed(1)}h-.75z`;
+  }).join(""));
+  drawn.append(path);
+  return drawn;
 }
 const boxesIn = (start, stop) => DATA.boxes.flatMap(([first], index) => first >= start && first < stop ? [index] : []);
 const sentences = DATA.spans.filter(span => span.kind === "sentence");
@@ -206,9 +222,9 @@ function writeList(scored) {
   $("list-title").textContent = `Strongest sources, by ${unitName(state.unit)}`;
   const span = spanAt(state.start, state.stop), place = span && span.kind !== "everything" ? `t[${span.start}:${span.stop}]` : "t";
   $("measured").textContent = listed.some(source => source.loss !== undefined && source.loss !== null)
-    ? "Loss: the log probability that the span loses without the source, measured in a forward pass whose prompt has the source's tokens deleted."
+    ? `Loss: the log probability that the span loses without the source, measured in a forward pass ${DATA.seconds ? "in which the stretch is silent" : "whose prompt has the source's tokens deleted"}.`
     : span ? `Shares are those of the map. ${place}.verify() measures what the span loses without its strongest sources; t.show() then has it.` : "Shares are those of the map.";
-  if (!DATA.audit) $("measured").append(" t.audit() measures what each claim rests on.");
+  if (!DATA.audit && !DATA.seconds) $("measured").append(" t.audit() measures what each claim rests on.");
 }
 const isStill = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 // Scroll to a source, and mark it for a moment.
@@ -343,7 +359,7 @@ function start() {
   }
   $("tour-audit").hidden = !DATA.audit;
   $("token-hint").textContent = DATA.steps ? "" : "Single tokens cannot be chosen: they are computed by t.steps. Read it, and call t.show() again.";
-  $("model").textContent = [DATA.model, writeCount(DATA.n_prompt, "prompt token"), `${count} written`].filter(Boolean).join(" · ");
+  $("model").textContent = [DATA.model, DATA.seconds ? `${DATA.seconds.toFixed(1)} s of sound` : writeCount(DATA.n_prompt, "prompt token"), `${count} written`].filter(Boolean).join(" · ");
   const keys = [sentences.length > 1 || DATA.steps ? "← → another sentence or token" : "", DATA.steps ? "Shift+← → several" : "", others.some(span => span.kind === "everything") ? "e everything" : "", UNITS.length > 1 ? `1–${UNITS.length} unit of the sources` : ""];
   $("keys").textContent = `Keys: ${keys.filter(Boolean).join(" · ")}`;
   const hops = DATA.hops === null ? "" : DATA.hops < 0 ? "through all written text" : `through ${DATA.hops} steps of written text`;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.registry import describe
+from lens_mix.traces.documents import PADDING, SOUND, TEMPLATE
 from lens_mix.version import __version__
 from lens_mix.view.labels import name_model
 from lens_mix.view.page import Page, make_document
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from lens_mix.traces.trace import Trace
 
 _SCRIPTS = ("common.js", "drawing.js", "audit.js", "trace.js")
+# The waveform of a stretch of sound is drawn as this many lines.
+_WAVE_PIECES = 48
 _STYLES = ("page.css", "trace.css")
 # The units that the page can switch between, the first one that exists being shown if the trace has another.
 _UNITS = ("sentence", "document", "message", "word", "token", "given")
@@ -46,7 +50,9 @@ def trace_page(trace: Trace) -> Page:
         "notes": list(trace.notes),
         "tokens": trace.tokens,
         "n_prompt": trace.n_prompt,
-        "boxes": _find_boxes(trace),
+        "boxes": (boxes := _find_boxes(trace)),
+        "waves": _pack_waves(trace, boxes),
+        "seconds": trace.reading.seconds,
         "blocks": _find_blocks(trace),
         "unit": trace.unit,
         "sources": _pack_sources(trace),
@@ -107,7 +113,9 @@ def _pack_row(row: Float[Tensor, " key"], numbers: Numbers) -> dict[str, Any]:
 def _pack_sources(trace: Trace) -> dict[str, list[list[Any]]]:
     """Return the kind, the name and the positions of all sources of each unit that the trace has."""
     packed = {}
-    for unit in dict.fromkeys((*_UNITS, trace.unit)):
+    # The boxes of a sound are the sources of one unit.
+    units = _UNITS if trace.reading.sound_grid is None else (trace.unit,)
+    for unit in units:
         try:
             sources: list[TextSource] = trace.sources(unit)
         except ValueError:
@@ -130,13 +138,45 @@ def _find_boxes(trace: Trace) -> list[list[Any]]:
     as <s>. The texts of the other boxes, joined, are the whole text, unless it is unknown.
     """
     reading = trace.reading
-    boxes: list[list[Any]] = []
+    boxes: list[list[Any]] = [] if reading.sound_grid is None else _sound_boxes(trace)
     for placed, start, stop in (
-        (reading.prompt_text, 0, trace.n_prompt),
+        (reading.prompt_text, len(boxes) and reading.n_source, trace.n_prompt),
         (reading.written_text, trace.n_prompt, len(trace.tokens)),
     ):
         boxes += _place_boxes(trace.tokens, placed, start, stop)
     return boxes
+
+
+def _sound_boxes(trace: Trace) -> list[list[Any]]:
+    """Return a box for each run of neighboring frames that belong to one source."""
+    sources, count = trace.sources(), trace.reading.n_source
+    owner = {position: source for source in sources for position in source.positions}
+    runs = [list(run) for _, run in itertools.groupby(range(count), lambda frame: id(owner[frame]))]
+    return [
+        [run[0], run[-1] + 1, f"{owner[run[0]].text} ", False]
+        if len(run) == len(owner[run[0]].positions)
+        else [run[0], run[-1] + 1, f"{trace.tokens[run[0]]} ", False]
+        for run in runs
+    ]
+
+
+def _pack_waves(trace: Trace, boxes: Sequence[Sequence[Any]]) -> list[Any] | None:
+    """Return the smallest and the largest sample of equal times of each box; None without a waveform."""
+    grid, samples = trace.reading.sound_grid, trace.reading.prompt.features
+    if grid is None or samples is None or samples.ndim > 1:
+        return None
+    samples = samples.detach().to("cpu", torch.float32)
+    packed: list[Any] = []
+    for start, stop, *_ in boxes:
+        first, last = grid.box(start), grid.box(stop - 1)
+        if first is None or last is None:
+            packed.append(None)
+            continue
+        pieces = samples[first[1] : last[3]].tensor_split(_WAVE_PIECES)
+        packed.append(
+            [[float(f"{piece.min():.3g}"), float(f"{piece.max():.3g}")] for piece in pieces if len(piece)]
+        )
+    return packed
 
 
 def _place_boxes(tokens: Sequence[str], placed: PlacedText | None, start: int, stop: int) -> list[list[Any]]:
@@ -169,7 +209,15 @@ def _find_blocks(trace: Trace) -> list[list[Any]]:
 
     Between the sections of the prompt are blocks of the template.
     """
-    placed, count = trace.reading.prompt_text, trace.n_prompt
+    placed, count, grid = trace.reading.prompt_text, trace.n_prompt, trace.reading.sound_grid
+    if grid is not None:
+        stops = [(SOUND, len(grid.positions)), (PADDING, trace.reading.n_source), (TEMPLATE, count)]
+        starts = [0, *(stop for _, stop in stops)]
+        return [
+            [kind, kind, None, start, stop]
+            for start, (kind, stop) in zip(starts, stops, strict=False)
+            if stop > start
+        ]
     if placed is None:
         return [["prompt", "prompt", None, 0, count]]
     blocks: list[list[Any]] = []
