@@ -5,7 +5,7 @@
 
 After Mohebbi et al. (EMNLP 2023), who asked it of French sentences with Value Zeroing. A sentence counts if
 the model prefers the right spelling. Maps are scored where the other cue in the decoder's text reverses that.
-The cue is found if it has the largest score of all words besides the homophone itself and the word of the row.
+The cue is found if it has the largest score of all words besides the homophone and the word of the row.
 """
 
 from __future__ import annotations
@@ -302,8 +302,8 @@ def table() -> None:
     text = f"""# Homophones: which word decided the spelling?
 
 Written by `python -m benchmarks.speech.homophones table`. Whisper base; synthetic speech (espeak-ng) in
-{len(VOICES)} voices. Of {tried} sentences with {len(PAIRS)} pairs of homophones, the model prefers the right spelling in
-{len(records_)}. Intervals are 95 %, over sentences.
+{len(VOICES)} voices. Of {tried} sentences with {len(PAIRS)} pairs of homophones, the model prefers the right
+spelling in {len(records_)}. Intervals are 95 %, over sentences.
 
 Measured {date.today().isoformat()} with TransformerLens {version("transformer-lens")}, torch
 {version("torch")}.

@@ -175,8 +175,8 @@ def main() -> None:
     text = f"""# Which sound a word was read from
 
 Written by `python -m benchmarks.speech.table` from what `python -m benchmarks.speech.maps` stored. Whisper
-base, cross-attention. Sentences are synthetic (espeak-ng), so the times of words are known. The rows are those
-that predict the words, of the frames of the sound alone. The layers ("all", "upper half", "last") and the
+base, cross-attention. Sentences are synthetic (espeak-ng), so the times of words are known. The rows are
+those that predict the words, of the frames of the sound alone. The layers ("all", "upper half", "last") and the
 preparation were chosen on {len(chosen.records)} sentences, and the numbers are of {len(reported.records)}
 others ({words} words), whose words, names and places are other ones. Intervals are 95 %, over sentences.
 
@@ -187,14 +187,15 @@ Measured {date.today().isoformat()} with TransformerLens {version("transformer-l
 
 "mean" is the mean over layers or heads. "standardized" is OpenAI's preparation for times: standardized over
 the tokens, a median filter of seven frames, then the mean. Times are by dynamic time warping, with OpenAI's
-steps. "shifted": the mean error of the other half is taken away. Removals and gradients are of fewer sentences.
+steps. "shifted": the mean error of the other half is taken away. Removals and gradients are of fewer
+sentences.
 
 {markdown_table(rows_of(chosen, reported))}
 
 ## As `lm.trace` makes them
 
-The mean of the layers' raw rows, with the frames of padding; nothing was chosen. "right stretch": the strongest
-0.2 seconds overlap the word.
+The mean of the layers' raw rows, with the frames of padding; nothing was chosen. "right stretch": the
+strongest 0.2 seconds overlap the word.
 
 {markdown_table(plain_rows(reported))}
 

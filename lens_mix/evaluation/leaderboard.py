@@ -184,8 +184,8 @@ def evaluate(
         task: What is scored (`lens_mix.evaluation.Importance`, `Cues`, or a `Task` of your own).
         methods: As in `lm.run`. A method with a `target` explains the target of the case, if it has one.
         aggregations: How layer maps become an input map: names ("rollout", "mean", "flow",
-            "gradient_rollout", "upper half", "last"), or functions MixingMap -> MixingMap by name. Input maps need none and
-            are named "-".
+            "gradient_rollout", "upper half", "last"), or functions MixingMap -> MixingMap by name. Input maps
+            need none and are named "-".
         randomised_model: Whether every method is also scored on the model with shuffled weights, as a
             control: the rows "<method>, randomised model".
         resume: A file of finished cases (JSON, one per line). It is read if it exists, and new cases are
