@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -11,6 +12,7 @@ import lens_mix as lm
 from lens_mix._inputs.speech import make_model_input
 from tests.matrix import build_or_skip
 from tests.tiny_models import bridge, speech_extractor, speech_tokenizer, wrapped_model
+from tests.view.page.test_page import Reader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TEXT = "w10 w20 w30"
@@ -268,3 +270,34 @@ def test_maps_of_a_written_word_have_its_row(model, trace):
     assert m.grid is not None
     figure = m.show(query=len(FIRST))
     assert figure is not None
+
+
+# ------------------------------------------------------------------ pages and figures
+
+
+def test_the_page_of_a_trace_has_the_waveform_of_each_stretch(trace):
+    data = json.loads(dict_of(trace.show())["data"])
+    texts = [text.strip() for _, _, text, _ in data["boxes"]]
+    assert texts[:3] == ["0.00–0.22 s", "0.22–0.35 s", "padding from 0.44 s on"] or len(texts) > 3
+    waves = data["waves"]
+    assert [wave is not None for wave in waves[:2]] == [True, True]
+    lowest = min(low for wave in waves if wave for low, _ in wave)
+    assert lowest == pytest.approx(float(sound().min()), rel=1e-2)
+    assert data["seconds"] == pytest.approx(1000 / 2880)
+    assert list(data["sources"]) == [trace.unit]
+    assert [kind for kind, *_ in data["blocks"]] == ["sound", "padding", "template"]
+
+
+def dict_of(page):
+    return {given.get("id"): text for _, given, text in Reader(page.html).elements}
+
+
+def test_a_figure_says_what_the_padding_has(model):
+    for prompt in (sound(), spectrogram_of(model, sound())):
+        m = lm.run(model, (prompt, TEXT), "attention", part="cross")
+        figure = m.show(query=" w20" if " w20" in m.tokens else "w20")
+        texts = " ".join(text.get_text() for text in figure.texts)
+        share = float(1 - m.normalized().scores[0, m.row_index("w20"), list(m.grid.positions)].sum())
+        assert "outside of the sound" in texts
+        assert 0 < share < 1
+        assert len(figure.axes) == 3

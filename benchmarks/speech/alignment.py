@@ -11,6 +11,7 @@ from scipy.ndimage import median_filter
 FRAME = 0.02  # seconds of a frame
 # The heads that OpenAI chose by hand for word times in Whisper base, as (layer, head).
 ALIGNMENT_HEADS = ((3, 1), (4, 2), (4, 3), (4, 7), (5, 1), (5, 2), (5, 4), (5, 6))
+BASELINE = "letters"
 WITH_END = ", with the end"
 # OpenAI's width of the median filter, in frames.
 _WIDTH = 7
@@ -28,6 +29,8 @@ def stack_of(record: dict[str, Any], name: str) -> Stack:
     if name.endswith(WITH_END):
         heads = np.concatenate([maps["heads"], maps["end"]], axis=-2)
         return np.stack([heads[layer, head].astype(np.float64) for layer, head in ALIGNMENT_HEADS])
+    if name == BASELINE:
+        return _spread_letters(record)
     if name == "attention":
         return np.asarray(maps["heads"].mean(1), np.float64)
     if name == "all heads":
@@ -37,6 +40,22 @@ def stack_of(record: dict[str, Any], name: str) -> Stack:
             [np.asarray(maps["heads"][layer, head], np.float64) for layer, head in ALIGNMENT_HEADS]
         )
     return np.asarray(maps[name], np.float64)
+
+
+def _spread_letters(record: dict[str, Any]) -> Stack:
+    """Return a map that gives each letter of the text as many frames as any other."""
+    tokens, frames = record["maps"]["heads"].shape[-2:]
+    found = np.zeros((1, tokens, frames))
+    letters = np.array([len(word.replace(" ", "")) for word in record["spelled"]])
+    ends = np.cumsum(letters) / letters.sum() * np.ceil(record["samples"] / 320)
+    first = 0
+    for own, end in zip(record["words"], ends, strict=True):
+        for row, part in zip(own, np.array_split(np.arange(first, round(end)), len(own)), strict=True):
+            found[0, row, part] = 1
+            # The middle frame is the strongest.
+            found[0, row, part[len(part) // 2 : len(part) // 2 + 1]] = 1.001
+        first = round(end)
+    return found
 
 
 def select(stack: Stack, layers: str) -> Stack:

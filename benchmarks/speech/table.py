@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.common import markdown_table
 from benchmarks.input_map.table import interval
-from benchmarks.speech.alignment import JOINS, WITH_END, errors, in_stretches
+from benchmarks.speech.alignment import BASELINE, JOINS, WITH_END, errors, in_stretches
 from benchmarks.speech.maps import records
 
 RESULT = Path(__file__).parent / "results" / "alignment.md"
@@ -23,12 +23,14 @@ LAYERS = ("all", "upper half", "last")
 # Maps of layers, in which the layers are chosen; and maps without them, of fewer sentences.
 LAYER_MAPS = ("value_norm", "value_zeroing", "alti", "attention")
 HEADS = ("eight heads", f"eight heads{WITH_END}", "all heads")
+BASELINES = (BASELINE,)
 SLOW = ("removal", "input_gradients", "gim")
 NAMES = {
     "attention": "attention, mean over heads",
     "eight heads": "attention, OpenAI's eight heads",
     f"eight heads{WITH_END}": "attention, OpenAI's eight heads and the end's row",
     "all heads": "attention, all heads",
+    BASELINE: "equal time for each letter",
     "removal": "removal of 0.2 s",
     "input_gradients": "input gradients",
 }
@@ -42,7 +44,7 @@ def settings_of(name: str) -> list[Setting]:
     if name.startswith("eight heads"):
         # They are chosen already, and so is what is done with them.
         return [("all", "standardized")]
-    joins = ("mean",) if name in SLOW else tuple(JOINS)
+    joins = ("mean",) if name in (*SLOW, *BASELINES) else tuple(JOINS)
     return [(one, join) for one in layers for join in joins]
 
 
@@ -89,7 +91,7 @@ def cell(values: Sequence[float], digits: int) -> str:
 def rows_of(chosen: Half, reported: Half) -> list[dict[str, str]]:
     """Return a row for each map."""
     rows = []
-    for name in (*LAYER_MAPS, *HEADS, *SLOW):
+    for name in (*LAYER_MAPS, *HEADS, *SLOW, *BASELINES):
         if not reported.errors(name, settings_of(name)[0]):
             continue
         frames, times = choose(chosen, name, "inside"), choose(chosen, name, "start")
@@ -120,7 +122,7 @@ def rows_of(chosen: Half, reported: Half) -> list[dict[str, str]]:
 def plain_rows(reported: Half) -> list[dict[str, str]]:
     """Return the shares of right frames and stretches of maps as a trace makes them."""
     rows = []
-    for name in (*LAYER_MAPS, *SLOW):
+    for name in (*LAYER_MAPS, *SLOW, *BASELINES):
         for layers in LAYERS if name in LAYER_MAPS else LAYERS[:1]:
             found = [in_stretches(record, name, layers) for record in reported.having(name)]
             if found:
@@ -176,8 +178,8 @@ def main() -> None:
 
 Written by `python -m benchmarks.speech.table` from what `python -m benchmarks.speech.maps` stored. Whisper
 base, cross-attention. Sentences are synthetic (espeak-ng), so the times of words are known. The rows are
-those that predict the words, of the frames of the sound alone. The layers ("all", "upper half", "last") and the
-preparation were chosen on {len(chosen.records)} sentences, and the numbers are of {len(reported.records)}
+those that predict the words, of the frames of the sound alone. The layers ("all", "upper half", "last") and
+the preparation were chosen on {len(chosen.records)} sentences, and the numbers are of {len(reported.records)}
 others ({words} words), whose words, names and places are other ones. Intervals are 95 %, over sentences.
 
 Measured {date.today().isoformat()} with TransformerLens {version("transformer-lens")}, torch

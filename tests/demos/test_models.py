@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import struct
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import lens_mix as lm
 from tests.demos.tiny_folder import save_tiny_bert, save_tiny_llama
 from tests.tiny_models import available, bridge, hooked_transformer
 
@@ -235,6 +238,66 @@ def test_parts_that_do_not_make_the_expected_file_are_refused(
     with pytest.raises(RuntimeError, match=r"gemma-3-270m-q4_k_m\.gguf: expected sha256 0000"):
         models.gemma3_folder()
     assert left_behind(models) == []
+
+
+# ------------------------------------------------------------------ whisper
+
+
+def packed_ctranslate2(weights: dict[str, torch.Tensor]) -> bytes:
+    """Return a file of CTranslate2 (version 6) with float16 weights, of which one has a second name."""
+
+    def text(name: str) -> bytes:
+        return struct.pack("<H", len(name) + 1) + name.encode() + b"\0"
+
+    packed = struct.pack("<I", 6) + text("WhisperSpec") + struct.pack("<II", 3, len(weights))
+    for name, weight in weights.items():
+        content = weight.numpy().astype("<f2").tobytes()
+        packed += text(name) + struct.pack("<B", weight.ndim) + struct.pack(f"<{weight.ndim}I", *weight.shape)
+        packed += struct.pack("<BI", 4, len(content)) + content
+    return packed + struct.pack("<I", 1) + text("decoder/projection/weight") + text(next(iter(weights)))
+
+
+def test_a_file_of_ctranslate2_is_read(models: Any) -> None:
+    weights = {"decoder/embeddings/weight": torch.randn(5, 4).half(), "a/bias": torch.randn(3).half()}
+    found = models._ctranslate2_weights(packed_ctranslate2(weights))
+    assert found.keys() == {*weights, "decoder/projection/weight"}
+    for name, weight in weights.items():
+        assert found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name], weight.float(), rtol=0, atol=0)
+    assert torch.equal(found["decoder/projection/weight"], found["decoder/embeddings/weight"])
+    with pytest.raises(RuntimeError, match="format 4 or later, got 2"):
+        models._ctranslate2_weights(struct.pack("<I", 2) + struct.pack("<H", 2) + b"a\0")
+
+
+@pytest.mark.once
+def test_whisper_hears_the_recording(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if int(metadata.version("transformer-lens").split(".")[0]) < 4:
+        pytest.skip("Whisper needs TransformerLens 4")
+    import transformers
+
+    from demos import speech
+
+    monkeypatch.undo()
+    recording = speech.read_recording()
+    assert abs(len(recording.samples) / recording.rate - 4.16) < 0.01
+    model = models.whisper()
+    t = lm.trace(model, recording.samples, generate=40)
+    assert t.text == " The old farmer's old seven brown horses to a doctor from London."
+    # The strongest stretch of the word is inside of it.
+    start, end = recording.words["horses"]
+    (best,) = t["horses"].top(1)
+    low, high = map(float, best.source.text.removesuffix(" s").split("–"))
+    assert low < end
+    assert high > start
+    plain = transformers.WhisperForConditionalGeneration.from_pretrained(models.whisper_folder())
+    sound = model.processor(recording.samples.numpy(), sampling_rate=16_000, return_tensors="pt")
+    target = t.reading.prompt.target[None]
+    with torch.no_grad():
+        expected = plain(**sound, decoder_input_ids=target).logits.log_softmax(-1)[0, :-1]
+    written = expected.gather(1, target[0, 1:, None])[-t.reading.n_written :, 0]
+    torch.testing.assert_close(t.log_probabilities, written, atol=1e-4, rtol=1e-4)
+    # Without the package's missing merge, " to" would be two tokens.
+    assert model.tokenizer.tokenize(" to the town") == ["Ġto", "Ġthe", "Ġtown"]
 
 
 # ------------------------------------------------------------------ flan-t5

@@ -136,6 +136,7 @@ def test_layer_maps_are_combined_and_summed(name):
         (None, layers.mean(0)),
         ("mean", layers.mean(0)),
         ("max", layers.amax(0)),
+        ("upper half", layers[1:].mean(0)),
         ("last", layers[-1]),
         (lambda m: m.layer(0).replace(kind="input"), layers[0]),
     ):
