@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -235,6 +236,15 @@ def test_the_model_writes_what_transformers_predicts(model, plain, cached):
         tokens.append(int(out.logits[0, -1].argmax()))
     assert t.reading.ids[9:].tolist() == tokens
     assert t.reading.n_written == 5
+
+
+def test_wrong_kinds_and_options_say_what_to_do(model):
+    with pytest.raises(TypeError, match="divide 16-bit ones by 32768"):
+        lm.run(model, (np.zeros(500, np.int16), TEXT), "attention", part="cross")
+    with pytest.raises(TypeError, match=r"scipy\.io\.wavfile\.read"):
+        lm.run(model, ("sound.wav", TEXT), "attention", part="cross")
+    with pytest.raises(ValueError, match="freq_penalty: expected one of"):
+        lm.trace(model, sound(), generate=2, freq_penalty=0.5)
 
 
 @pytest.mark.parametrize(

@@ -403,7 +403,7 @@ def _as_tensor(prompt: Any, kind: str) -> Tensor:
     if not torch.is_tensor(prompt):
         raise TypeError(
             f"prompt: expected {_AXES[kind]} as real numbers, because the model reads no tokens, got "
-            f"{describe_value(prompt)}; give what the model's processor returns{_hint_path(prompt, kind)}"
+            f"{describe_value(prompt)}; give what the model's processor returns{_hint_numbers(prompt, kind)}"
         )
     check_dense_tensor("prompt", prompt)
     if not prompt.is_floating_point():
@@ -414,9 +414,14 @@ def _as_tensor(prompt: Any, kind: str) -> Tensor:
     return prompt
 
 
-def _hint_path(prompt: Any, kind: str) -> str:
-    is_path = isinstance(prompt, (str, os.PathLike)) and kind == "picture"
-    return ", or PIL.Image.open(path) with model.processor set" if is_path else ""
+def _hint_numbers(prompt: Any, kind: str) -> str:
+    is_picture, is_wave = kind == "picture", kind in ("waveform", "speech")
+    if isinstance(prompt, (str, os.PathLike)):
+        read = "PIL.Image.open(path) with model.processor set" if is_picture else ""
+        read = "the samples that scipy.io.wavfile.read returns, divided by 32768" if is_wave else read
+        return f", or {read}" if read else ""
+    is_whole = isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu"
+    return ", or samples from -1 to 1: divide 16-bit ones by 32768" if is_whole and is_wave else ""
 
 
 def _without_padding(features: Tensor, attention_mask: Any, kind: str) -> Tensor:

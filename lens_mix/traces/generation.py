@@ -38,6 +38,8 @@ _MOST_PROBABLE = {
 _OF_DRAWS = ("temperature", "top_k", "top_p")
 # The options that transformers has by the same names, for models of speech.
 _OF_SOUND = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "eos_token_id")
+# Those that have another name there, or none.
+_KEPT_OF_SOUND = ("stop_at_eos", "use_past_kv_cache", "verbose")
 # TransformerLens itself checks none of these, and ignores a frequency penalty below 0.
 _NUMBERS: dict[str, dict[str, Any]] = {
     "temperature": {"least": 0},
@@ -65,6 +67,12 @@ def check_options(model: TransformerLensModel, options: Mapping[str, Any]) -> No
         TypeError: If an option has a wrong type.
         ValueError: If it is out of range, or has no effect, because no tokens are drawn.
     """
+    unknown = sorted(options.keys() - {*_OF_SOUND, *_KEPT_OF_SOUND}) if is_speech_model(model) else []
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]}: expected one of {sorted({*_OF_SOUND, *_KEPT_OF_SOUND})} for a model of speech, "
+            f"got {unknown[0]}={describe_value(options[unknown[0]])}"
+        )
     for name in _FLAGS & options.keys():
         check_flags(**{name: options[name]})
     for name, bounds in _NUMBERS.items():
@@ -294,17 +302,11 @@ def _write_from_sound(
 
     TransformerLens does not generate from sound. Whisper's own `generate` forbids some tokens and divides the
     sound by times, so the plain one of transformers writes here.
-
-    Raises:
-        ValueError: If an option is one of TransformerLens alone.
     """
     from transformers import GenerationMixin
 
     wrapped: Any = lens.model.original_model
     known = {name: options[name] for name in _OF_SOUND if options.get(name) is not None}
-    unknown = sorted(options.keys() - {*_OF_SOUND, "verbose", "stop_at_eos", "use_past_kv_cache"})
-    if unknown:
-        raise ValueError(f"expected options of {sorted(_OF_SOUND)} for a model of speech, got {unknown}")
     if not options["stop_at_eos"]:
         known |= {"eos_token_id": None, "min_new_tokens": count}
     first = torch.tensor([find_first_tokens(lens.model)], dtype=torch.long, device=lens.device)
