@@ -143,9 +143,12 @@ class Session:
         if self.lens.angles_differ(min(map(min, ends)), max(map(max, ends))):
             return [[prompt] for prompt in prompts]
         lengths = {len(self.mapped_tokens(prompt)) for prompt in prompts}
-        lengths |= {len(prompt.tokens) for prompt in prompts}
+        # All sounds of a model have the same frames, of which different ones may be padding.
+        lengths |= {len(prompt.tokens) for prompt in prompts if prompt.features is None}
         # Pictures and sounds are not padded.
-        shapes = {None if prompt.features is None else prompt.features.shape for prompt in prompts}
+        shapes = {
+            None if prompt.features is None else (prompt.features.shape, prompt.grid) for prompt in prompts
+        }
         if len(shapes) > 1 or any(prompt.pictures for prompt in prompts):
             return [[prompt] for prompt in prompts]
         need_no_padding = len(lengths) == 1 or len(prompts) == 1

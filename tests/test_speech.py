@@ -11,6 +11,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix._inputs.speech import make_model_input
+from lens_mix.session import Session
 from tests.matrix import build_or_skip
 from tests.tiny_models import bridge, speech_extractor, speech_tokenizer, wrapped_model
 from tests.view.page.test_page import Reader
@@ -125,11 +126,39 @@ def test_what_is_missing_is_named(model, monkeypatch):
 
 
 def test_several_sounds_of_any_length_are_mapped_like_each_alone(model):
-    pairs = [(sound(1000), TEXT), (sound(700, 1), "w7"), (sound(1000, 2), "w9 w8")]
+    pairs = [(sound(1000), TEXT), (sound(700, 1), "w7"), (sound(1000, 2), "w9 w8"), (sound(1000, 3), "w9 w7")]
+    pairs += [(spectrogram_of(model, sound(900)), "w9 w8"), (spectrogram_of(model, sound(300)), "w9 w8")]
     methods = ["attention", "value_zeroing"]
     for pair, maps in zip(pairs, lm.run_many(model, pairs, methods, part="cross"), strict=True):
         for name, one in lm.run(model, pair, methods, part="cross").items():
             torch.testing.assert_close(maps[name].scores, one.scores, atol=1e-9, rtol=0)
+
+
+def test_sounds_of_one_length_run_together(model):
+    session = Session(model, {"attention": lm.methods.AttentionWeights()}, part="cross")
+    prompts = [session.read((sound(1000, seed), "w9 w8")) for seed in (0, 1)]
+    assert [len(batch) for batch in session.batches(prompts)] == [2]
+    spectrograms = [session.read((spectrogram_of(model, sound(count)), "w9")) for count in (300, 900)]
+    assert [len(batch) for batch in session.batches(spectrograms)] == [1, 1]
+
+
+def test_a_model_in_half_precision_reads_samples_that_were_not_rounded():
+    half = build_or_skip(bridge, "whisper", torch.bfloat16)
+    half.processor = speech_extractor()
+    m = lm.run(half, (sound(), torch.tensor([1, 3, 4, 5, 9])), "attention", part="cross")
+    assert m.features.dtype == torch.float32
+    expected = spectrogram_of(half, sound()).bfloat16()
+    assert torch.equal(make_model_input(half, m.features[None]), expected)
+
+
+def test_a_whole_spectrogram_has_no_padding(model):
+    whole = spectrogram_of(model, sound(WINDOW))
+    assert lm.run(model, (whole, TEXT), "attention", part="cross").grid.size == (1, 18)
+
+
+def test_loud_samples_have_a_note(model):
+    m = lm.run(model, (32768 * sound(), TEXT), "attention", part="cross")
+    assert any("divide 16-bit ones by 32768" in note for note in m.notes)
 
 
 def test_a_map_is_made_again_from_its_file(model, tmp_path):
@@ -154,20 +183,6 @@ def test_joined_layers_are_products_of_the_parts(model):
     }
     joined = lm.aggregation.joint(lm.run(model, (sound(), TEXT), "attn_res_ln", part="all"))
     assert joined.scores.shape[-1] == frames + tokens
-
-
-def test_filled_frames_equal_transformers_with_changed_samples(model, plain):
-    samples, target = sound(), [*FIRST, 10, 20, 30]
-    method = lm.methods.Occlusion(by="mean", spans=[[0, 1], [3]], target=lm.targets.span(4, 7))
-    found = lm.run(model, (samples, TEXT), method, part="joint", queries=[-1])
-    changed = [samples.clone(), samples.clone()]
-    changed[0][: 2 * FRAME] = samples.mean()
-    changed[1][3 * FRAME :] = samples.mean()
-    clean, *others = (
-        log_p_of(plain, spectrogram_of(model, each), target)[3:].sum() for each in (samples, *changed)
-    )
-    expected = torch.stack([clean - other for other in others])
-    torch.testing.assert_close(found.scores[0, -1], expected, atol=1e-5, rtol=1e-4)
 
 
 # ------------------------------------------------------------------ traces
@@ -201,7 +216,7 @@ def test_a_stretch_is_silenced_or_becomes_noise(model, plain, trace):
     silent[: 2 * FRAME] = 0
     own = samples[: 2 * FRAME]
     noise = torch.randn(2 * FRAME, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    noisy[: 2 * FRAME] = noise * (own - own.mean()).square().mean().sqrt()
+    noisy[: 2 * FRAME] = noise * own.square().mean().sqrt()
     span = trace["w20"]
     for fill, changed in (("silence", silent), ("noise", noisy)):
         losses = {each.source.text: each.loss for each in span.verify(2, fill=fill)}
@@ -238,6 +253,61 @@ def test_the_model_writes_what_transformers_predicts(model, plain, cached):
     assert t.reading.n_written == 5
 
 
+def test_tokens_as_an_answer_begin_with_the_start(model, monkeypatch):
+    text = lm.trace(model, sound(), answer=TEXT)
+    same = lm.trace(model, sound(), answer=torch.tensor([*FIRST, 10, 20, 30]))
+    assert same.text.strip() == text.text
+    torch.testing.assert_close(same.log_probabilities, text.log_probabilities)
+    before = lm.trace(model, sound(), answer=torch.tensor([2, 9, 9, *FIRST, 10, 20, 30]))
+    assert (before.text.strip(), before.reading.n_written) == (TEXT, 3)
+    with pytest.raises(ValueError, match="from the start token 1 on, got tokens without it"):
+        lm.trace(model, sound(), answer=torch.tensor([10, 20, 30]))
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "tokenizer", None)
+        alone = lm.trace(model, sound(), answer=torch.tensor([*FIRST, 10, 20, 30]))
+        assert alone.reading.n_written == 6
+        torch.testing.assert_close(alone.log_probabilities[-3:], text.log_probabilities)
+        with pytest.raises(ValueError, match=r"set model\.tokenizer = WhisperTokenizer"):
+            lm.trace(model, sound(), generate=3)
+
+
+def test_what_is_written_ends_where_the_decoders_positions_end(model):
+    assert model.cfg.n_ctx == 32
+    t = lm.trace(model, sound(), generate=60, stop_at_eos=False)
+    assert t.reading.n_written == 28
+    assert any("the model's context ends" in note for note in t.notes)
+    with pytest.raises(ValueError, match="target: expected at most n_ctx=32 tokens"):
+        lm.run(model, (sound(), torch.full((33,), 9)), "attention", part="cross")
+
+
+def test_a_text_without_a_language_has_a_note(model):
+    for t in (lm.trace(model, sound(), answer=TEXT), lm.trace(model, sound(), generate=2)):
+        assert any("model.tokenizer has no language" in note for note in t.notes)
+
+
+def test_a_fill_is_for_sound_alone(model):
+    text_model = build_or_skip(bridge, "bart", torch.float64)
+    t = lm.trace(text_model, torch.arange(3, 10), answer=torch.arange(0, 4), sources="token")
+    with pytest.raises(ValueError, match="fill: expected None for a text"):
+        t.verify(1, fill="noise")
+    mixed = lm.trace(model, sound(), answer=TEXT, method="attention", sources=[[0, 1, 5], [2]])
+    reasons = {each.source.positions: each.reason for each in mixed.verify(9)}
+    assert "expected frames of the sound alone" in reasons[0, 1, 5]
+    assert reasons[2,] == ""
+
+
+@pytest.mark.parametrize("unit", ["foo s", "-1 s", "inf s", "0 s"])
+def test_units_that_are_no_seconds_raise(trace, unit):
+    with pytest.raises(ValueError, match="unit: expected one of"):
+        trace.by(unit)
+    assert [each.text for each in trace.sources(0.2)] == [each.text for each in trace.sources()]
+
+
+def test_a_function_that_splits_texts_raises_for_sound(model):
+    with pytest.raises(ValueError, match="got a function that splits a text"):
+        lm.trace(model, sound(), answer=TEXT, sources=lambda text: [(0, 1)])
+
+
 def test_wrong_kinds_and_options_say_what_to_do(model):
     with pytest.raises(TypeError, match="divide 16-bit ones by 32768"):
         lm.run(model, (np.zeros(500, np.int16), TEXT), "attention", part="cross")
@@ -264,11 +334,18 @@ def test_seconds_raise_for_text():
 
 def test_a_trace_of_sound_is_saved_and_read_again(model, trace, tmp_path):
     trace["w20"].verify(1)
+    trace["w20"].verify(1, fill="noise")
     trace.save(tmp_path / "t.safetensors")
     read = lm.Trace.load(tmp_path / "t.safetensors", model)
     assert repr(read["w20"].top(3)) == repr(trace["w20"].top(3))
     assert read.unit == trace.unit
     assert [str(each) for each in read.sources()] == [str(e) for e in trace.sources()]
+    span = trace["w20"]
+    assert (
+        read.losses_of(span.start, span.stop, "noise")
+        == trace.losses_of(span.start, span.stop, "noise")
+        != {}
+    )
     torch.testing.assert_close(read["w10"].scores, trace["w10"].scores)
     alone = lm.Trace.load(tmp_path / "t.safetensors")
     assert re.search(r"0\.\d\d–0\.\d\d s", repr(alone))

@@ -22,7 +22,7 @@
 # (Whisper), ICML 2023; Mohebbi et al., "Homophone Disambiguation Reveals Patterns of Context Mixing in Speech
 # Transformers", EMNLP 2023; Kobayashi et al., "Attention is Not Only a Weight", EMNLP 2020.
 #
-# Whisper's encoder reads frames of 0.02 seconds, and its decoder writes tokens. Each token is predicted in
+# Whisper's encoder reads fifty frames a second, and its decoder writes tokens. Each token is predicted in
 # the row of the token before it. In this course you will
 #
 # 1. trace a transcript to stretches of the recording,

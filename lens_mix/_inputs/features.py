@@ -30,6 +30,8 @@ from lens_mix._inputs.speech import (
 from lens_mix.arguments import check_dense_tensor, describe_value
 from lens_mix.maps.grid import Grid
 
+# Samples from -1 to 1 may be a little louder after they were resampled.
+_LOUDEST = 2.0
 # What replaces a stretch of sound that is removed.
 Fill = Literal["silence", "noise"]
 # A position of a picture or of sound has no token. No vocabulary has this number, so it can't be read as one.
@@ -128,7 +130,9 @@ def read_features(
     if isinstance(prompt, Mapping):
         if name not in prompt:
             raise TypeError(f"prompt: expected {name}, which the model reads, got {sorted(prompt)}")
-        attention_mask = prompt.get("attention_mask") if attention_mask is None else attention_mask
+        # Whisper reads its padding, so it takes no mask.
+        own_mask = None if kind == "speech" else prompt.get("attention_mask")
+        attention_mask = own_mask if attention_mask is None else attention_mask
         prompt = prompt[name]
     features = _as_tensor(prompt, kind)
     n_axes = {"picture": 3, "waveform": 1}.get(kind, 2)
@@ -148,6 +152,10 @@ def read_features(
     if kind == "speech" and n_axes == 2:
         features = _turn_log_mel(model, features)
     dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
+    if kind == "speech" and n_axes == 1:
+        # The spectrogram is computed in this precision, and then rounded.
+        dtype = torch.float32
+        notes += _note_loudness(features)
     made = _make_prompt(model, features.detach().to(device, dtype))
     grid = dataclasses.replace(made.grid, **placed)  # type: ignore[type-var]
     return dataclasses.replace(made, grid=grid, notes=(*made.notes, *notes))
@@ -223,14 +231,15 @@ def replace_frames(prompt: Prompt, positions: Sequence[int], fill: Fill) -> Prom
         fill: "silence" or "noise". The silence of a spectrogram is its smallest number.
 
     Raises:
-        UnsupportedModelError: If none of the frames has sound, or noise is to replace those of a spectrogram.
+        UnsupportedModelError: If some of the positions have no sound, or noise is to replace the frames of a
+            spectrogram.
     """
     grid, features = prompt.grid, prompt.features
     assert grid is not None
     assert features is not None
     boxes = [box for box in map(grid.box, positions) if box is not None]
-    if not boxes:
-        raise UnsupportedModelError("expected frames of the sound, got padding or tokens")
+    if len(boxes) < len(positions):
+        raise UnsupportedModelError("expected frames of the sound alone, got some of padding or tokens")
     if fill == "noise" and features.ndim > 1:
         raise UnsupportedModelError(
             "fill: expected 'silence' for a spectrogram, got 'noise'; give the waveform for noise"
@@ -245,7 +254,7 @@ def replace_frames(prompt: Prompt, positions: Sequence[int], fill: Fill) -> Prom
         own = features[covered]
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(len(own), generator=generator, dtype=torch.float64, device="cpu")
-        changed[covered] = (own - own.mean()).square().mean().sqrt() * noise.to(own)
+        changed[covered] = own.square().mean().sqrt() * noise.to(own)
     return dataclasses.replace(prompt, features=changed)
 
 
@@ -300,6 +309,16 @@ def _add_padding(
     return labels + [f"padding {time:.2f} s" for time in times], (note,)
 
 
+def _note_loudness(samples: Float[Tensor, " sample"]) -> tuple[str, ...]:
+    loudest = float(samples.abs().max()) if len(samples) else 0.0
+    if loudest <= _LOUDEST:
+        return ()
+    return (
+        f"prompt: the samples reach {loudest:.4g}, and the model was trained with samples from -1 to 1; "
+        "divide 16-bit ones by 32768",
+    )
+
+
 def _turn_log_mel(model: TransformerLensModel, features: Tensor) -> Float[Tensor, "time band"]:
     """Return a log-mel spectrogram [band, time] as other spectrograms; one that is so already stays.
 
@@ -313,7 +332,8 @@ def _turn_log_mel(model: TransformerLensModel, features: Tensor) -> Float[Tensor
     if tuple(features.shape) != expected[::-1]:
         raise ValueError(
             f"prompt: expected a log-mel spectrogram {list(expected)}, the size that the model reads, got "
-            f"{list(features.shape)}; the model's processor pads sound to it"
+            f"{list(features.shape)}; the model's processor pads sound to it, and a waveform has one "
+            "channel"
         )
     return features
 
@@ -408,8 +428,12 @@ def _as_tensor(prompt: Any, kind: str) -> Tensor:
     check_dense_tensor("prompt", prompt)
     if not prompt.is_floating_point():
         raise TypeError(
-            f"prompt: expected {_AXES[kind]} as real numbers, got a tensor of {prompt.dtype}; the model's "
-            "processor scales whole numbers"
+            f"prompt: expected {_AXES[kind]} as real numbers, got a tensor of {prompt.dtype}; "
+            + (
+                "divide 16-bit samples by 32768"
+                if kind == "speech"
+                else "the model's processor scales whole numbers"
+            )
         )
     return prompt
 

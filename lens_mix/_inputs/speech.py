@@ -17,6 +17,7 @@ from lens_mix._classes.model_classes import TransformerLensModel
 SPEECH = "whisper"
 # The language of a multilingual model whose tokenizer has none set.
 _LANGUAGE, _TASK = "<|en|>", "<|transcribe|>"
+_ENGLISH_VOCABULARY = 51_864
 _START, _NO_TIMES = "<|startoftranscript|>", "<|notimestamps|>"
 
 
@@ -73,14 +74,18 @@ def make_model_input(model: TransformerLensModel, features: Float[Tensor, " exam
     extractor = find_extractor(model)
     sounds = list(features.detach().to("cpu", torch.float32).numpy())
     encoding = extractor(sounds, sampling_rate=extractor.sampling_rate, return_tensors="pt")
-    spectrograms: Tensor = encoding["input_features"].to(features)
+    # Half precision is for the spectrogram: samples that were rounded before would have another one.
+    dtype = next(each.dtype for each in model.parameters() if each.dtype.is_floating_point)
+    spectrograms: Tensor = encoding["input_features"].to(features.device, dtype)
     return spectrograms
 
 
 def count_columns(spectrogram: Float[Tensor, "time band"]) -> int:
     """Return the number of columns up to the last one that differs from the final one, which is padding."""
-    differs = (spectrogram != spectrogram[-1]).any(-1).nonzero()
-    return int(differs[-1]) + 1 if len(differs) else len(spectrogram)
+    differs = (spectrogram != spectrogram[-1]).any(-1)
+    places = differs.nonzero()
+    # Padding has more than one column.
+    return int(places[-1]) + 1 if len(places) and not bool(differs[-2]) else len(spectrogram)
 
 
 def find_first_tokens(model: TransformerLensModel) -> list[int]:
@@ -90,17 +95,23 @@ def find_first_tokens(model: TransformerLensModel) -> list[int]:
     English. Models for English alone have no language and no task.
 
     Raises:
-        ValueError: If the tokenizer has no such tokens.
+        ValueError: If there is no tokenizer, or it has no such tokens.
     """
     tokenizer: Any = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        raise ValueError(
+            "tokenizer: expected a model with one, which has the tokens before a text, got none; set "
+            "model.tokenizer = WhisperTokenizer.from_pretrained(name, language='english', task='transcribe')"
+        )
     own = list(getattr(tokenizer, "prefix_tokens", None) or ())
     if own and getattr(tokenizer, "language", None) is not None:
         return own
     known = tokenizer.get_vocab()
-    # A model for English alone has a smaller vocabulary, in which the tokens of languages have no embeddings.
-    wrapped: Any = getattr(model, "original_model", None)
-    is_multilingual = getattr(getattr(wrapped, "generation_config", None), "is_multilingual", True)
-    names = [_START, *((_LANGUAGE, _TASK) if is_multilingual and _LANGUAGE in known else ()), _NO_TIMES]
+    names = [
+        _START,
+        *((_LANGUAGE, _TASK) if _is_multilingual(model) and _LANGUAGE in known else ()),
+        _NO_TIMES,
+    ]
     missing = [name for name in names if name not in known]
     if missing:
         raise ValueError(
@@ -110,14 +121,22 @@ def find_first_tokens(model: TransformerLensModel) -> list[int]:
     return [int(known[name]) for name in names]
 
 
+def _is_multilingual(model: TransformerLensModel) -> bool:
+    wrapped: Any = getattr(model, "original_model", None)
+    said = getattr(getattr(wrapped, "generation_config", None), "is_multilingual", None)
+    # The models for English alone have this vocabulary, which has no token for a language of its own.
+    return wrapped.config.vocab_size != _ENGLISH_VOCABULARY if said is None else bool(said)
+
+
 def note_language(model: TransformerLensModel) -> tuple[str, ...]:
-    """Return a note if a text is read as English because the tokenizer has no language."""
+    """Return a note if a text is taken for English because the tokenizer has no language."""
     tokenizer: Any = getattr(model, "tokenizer", None)
-    if getattr(tokenizer, "language", None) is not None or _LANGUAGE not in tokenizer.get_vocab():
+    if getattr(tokenizer, "language", None) is not None or not _is_multilingual(model):
         return ()
-    if not hasattr(tokenizer, "set_prefix_tokens"):
+    if tokenizer.get_vocab().get(_LANGUAGE) not in find_first_tokens(model):
         return ()
     return (
         "target: model.tokenizer has no language, so the decoder reads <|en|> and <|transcribe|> before the "
-        'text; for others use model.tokenizer.set_prefix_tokens(language="french", task="transcribe")',
+        "text; for others load it with WhisperTokenizer.from_pretrained(name, language='french', "
+        "task='transcribe')",
     )

@@ -281,6 +281,8 @@ class WhisperArchitectureAdapter(BartFamilyArchitectureAdapter):  # type: ignore
 
     def prepare_model(self, hf_model: Any) -> None:
         """Let the model take its spectrogram under the name that TransformerLens has for all sound."""
+        # The frames have a table of positions of their own, which they fill.
+        self.cfg.n_ctx = hf_model.config.max_target_positions
         hf_model.register_forward_pre_hook(_rename_sound, with_kwargs=True)
 
 

@@ -136,10 +136,9 @@ class Occlusion(RowTargetMethod):
     @override
     def of_blocks(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, last = blocks[0], blocks[-1]
-        if first.stack.is_joint and self.by in ("mask", "values"):
+        if first.stack.is_joint and self.by != "replace":
             raise UnsupportedModelError(
-                f"by={self.by!r} can't remove a source token from part='joint'; expected by='replace', or "
-                "by='mean' for sound"
+                f"by={self.by!r} can't remove a source token from part='joint'; expected by='replace'"
             )
         bound = bind_rows(blocks, self.target)
         by_kl = self.measure == "kl"

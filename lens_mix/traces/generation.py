@@ -17,7 +17,7 @@ from lens_mix._classes.model_classes import TransformerLensModel, UnsupportedMod
 from lens_mix._inputs.batches import Prompt
 from lens_mix._inputs.picture_inputs import join_inputs
 from lens_mix._inputs.prompts import context_length, is_encoder_decoder, most_tokens, vocabulary
-from lens_mix._inputs.speech import find_first_tokens, is_speech_model, make_model_input
+from lens_mix._inputs.speech import find_first_tokens, is_speech_model, make_model_input, note_language
 from lens_mix._model.model import Lens
 from lens_mix.arguments import check_flags, check_number, check_whole_number, describe_value
 from lens_mix.traces.attribution import Written, read_written, rounding_of
@@ -172,7 +172,8 @@ def write(
         reading, written = attempt(most, given)
         reason = _find_other_prediction(written, allowed) if is_checked else None
         if reason is None:
-            notes = [f"generate: written without the cache, because with it {each}" for each in reasons]
+            notes = list(note_language(model)) if is_speech_model(model) else []
+            notes += [f"generate: written without the cache, because with it {each}" for each in reasons]
             if reading.n_written == most < count:
                 notes.append(f"generate: the text ends after {most} tokens, where the model's context ends")
             return reading, written, notes

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix._care.state import reading
-from lens_mix._classes.model_classes import TransformerLensModel, model_class_of
+from lens_mix._classes.model_classes import TransformerLensModel, model_class_of, wrapped_config
 from lens_mix._inputs import speech, texts
 from lens_mix._inputs.batches import Prompt
 from lens_mix._inputs.features import Fill, replace_frames
@@ -98,21 +98,25 @@ class Reading:
         """Return the kind and the name of the section of each position."""
         return label_positions(self.prompt_text, self.tokens, self.n_prompt, self.n_source, self.sound_grid)
 
-    def without(self, positions: Sequence[int], fill: Fill = "silence") -> Prompt | None:
+    def without(self, positions: Sequence[int], fill: Fill | None = None) -> Prompt | None:
         """Return the prompt and what was written, without some tokens of the prompt.
 
         None: The prompt has no other token, so that nothing would predict the first written one.
 
         Args:
             positions: The positions of the tokens, or the frames of a sound.
-            fill: What replaces the frames of a sound, which keeps its length.
+            fill: What replaces the frames of a sound, which keeps its length. None: silence. A text has no
+                other value.
 
         Raises:
+            ValueError: If something is to replace tokens, which are deleted.
             UnsupportedModelError: If only some patches of a picture would remain, or noise is to replace
                 frames of a spectrogram, or the frames are padding.
         """
         if self.prompt.features is not None:
-            return replace_frames(self.prompt, positions, fill)
+            return replace_frames(self.prompt, positions, fill or "silence")
+        if fill is not None:
+            raise ValueError(f"fill: expected None for a text, whose tokens are deleted, got {fill!r}")
         tokens, count = self.prompt.tokens, self.n_source or self.n_prompt
         keeps = torch.ones(len(tokens), dtype=torch.bool, device="cpu")
         keeps[list(positions)] = False
@@ -293,8 +297,7 @@ def _add_to_source(
     prompt_text = written_text = None
     start = 1
     if speech.is_speech_model(model):
-        # The language and the task are no part of the text.
-        start = len(list(itertools.takewhile(is_special, tokens[n_source:])))
+        start = _count_before_text(model, target.tolist(), tokens[n_source:])
     if isinstance(answer, str):
         own = texts.token_ids(tokenizer, answer, as_target=True)
         start = len(target) - len(own)
@@ -314,6 +317,22 @@ def _add_to_source(
         _require_equal(list(encoding["input_ids"]), prompt.tokens.tolist())
         prompt_text = PlacedText(text.text, text.sections, 0, _offsets_of(encoding))
     return Reading(prompt, n_source, n_source + start, tokens, prompt_text, written_text)
+
+
+def _count_before_text(model: TransformerLensModel, target: Sequence[int], strings: Sequence[str]) -> int:
+    """Return how many tokens are before a transcript: those up to the start, the language and the task.
+
+    Raises:
+        ValueError: If there is no start token.
+    """
+    first = wrapped_config(model, "decoder_start_token_id")
+    if first not in target:
+        raise ValueError(
+            f"answer: expected the decoder's tokens from the start token {first} on, got tokens without it"
+        )
+    # What was said before may be before the start.
+    start = len(target) - list(target)[::-1].index(first)
+    return start + len(list(itertools.takewhile(is_special, strings[start:])))
 
 
 def _place(tokenizer: Any, text: PromptText, tokens: Int[Tensor, " pos"]) -> PlacedText:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _FORMAT = "lens_mix.Trace/1"
 # The fields of a prompt that are tensors by name.
 _INPUTS = ("inputs", "picture_inputs")
+_IN_NOISE = "losses in noise"
 # Log probabilities of one model differ by less, in nats, on other machines and in half precision.
 ON_OTHER_MACHINES = 0.25
 
@@ -55,14 +56,18 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
         if isinstance(value, torch.Tensor):
             tensors[f"scores {len(names)}"] = value
             names.append(list(key) if isinstance(key, tuple) else key)
-    losses = [
-        [*key[1:], [[positions, loss] for positions, loss in value.items()]]
-        for key, value in trace._computed.items()
-        if isinstance(value, dict) and key[0] == "losses"
-    ]
+    losses, losses_in_noise = (
+        [
+            [*key[1:], [[positions, loss] for positions, loss in value.items()]]
+            for key, value in trace._computed.items()
+            if isinstance(value, dict) and key[0] == kind
+        ]
+        for kind in ("losses", _IN_NOISE)
+    )
     record = {
         "computed": names,
         "losses": losses,
+        _IN_NOISE: losses_in_noise,
         "sources": sources,
         "strings": reading.tokens,
         "pictures": [picture.record() for picture in reading.prompt.pictures],
@@ -101,8 +106,9 @@ def _read_fields(record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> di
         computed["sources", unit] = [
             TextSource(**{**each, "positions": tuple(each["positions"])}) for each in listed
         ]
-    for start, stop, measured in record["losses"]:
-        computed["losses", start, stop] = {tuple(positions): loss for positions, loss in measured}
+    for kind in ("losses", _IN_NOISE):
+        for start, stop, measured in record.get(kind, []):
+            computed[kind, start, stop] = {tuple(positions): loss for positions, loss in measured}
     inputs: dict[str, Any] = {
         kind: {
             name.removeprefix(f"{kind} "): value

@@ -18,6 +18,8 @@ from lens_mix.traces.documents import PADDING, PICTURE, SOUND, TEMPLATE, WRITTEN
 Unit = Literal["token", "word", "sentence", "message", "document", "given"]
 UNITS: tuple[str, ...] = get_args(Unit)
 
+# The unit of stretches of sound, such as "0.2 s".
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?) s")
 _WORD = re.compile(r"\S+")
 # A sentence by a simple rule: up to a stop before white space.
 _SENTENCE = re.compile(r".+?(?:[.!?…。！？]+[\"'”’»)\]]*(?=\s|$)|$)\s*|\s+", re.DOTALL)
@@ -262,8 +264,8 @@ def name_seconds(seconds: float) -> str:
 
 def read_seconds(unit: str) -> float | None:
     """Return the length of the stretches of sound that a unit names; None for a unit of text."""
-    number, _, rest = unit.partition(" ")
-    return float(number) if rest == "s" else None
+    found = _SECONDS.fullmatch(unit)
+    return float(found[1]) or None if found else None
 
 
 def _find_stretches(grid: Grid, seconds: float) -> list[TextSource]:

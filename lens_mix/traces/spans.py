@@ -177,7 +177,7 @@ class WrittenSpan:
         strongest = [each._replace(loss=losses.get(each.source.positions)) for each in strongest]
         return SourceScores(strongest, self._explain(everything))
 
-    def verify(self, k: int = 5, *, fill: Fill = "silence") -> SourceScores:
+    def verify(self, k: int = 5, *, fill: Fill | None = None) -> SourceScores:
         """Return the `k` strongest sources with what the span's log probability loses without each of them.
 
         A source is removed by deleting its tokens from the prompt, so that the text after it moves up. What
@@ -189,12 +189,17 @@ class WrittenSpan:
 
         Args:
             k: The number of sources, 1 or more.
-            fill: What replaces a stretch of sound: "silence", or "noise" of the same level.
+            fill: What replaces a stretch of sound: "silence", or "noise" of the same level, whose losses only
+                this list and a saved trace have. None: silence.
 
         Raises:
-            ValueError: If `k` is below 1, or the trace was loaded from a file and has no model.
+            ValueError: If `k` is below 1, there is a fill for a text, or the trace was loaded from a file and
+                has no model.
         """
-        check_choice("fill", fill, get_args(Fill))
+        if fill is not None:
+            check_choice("fill", fill, get_args(Fill))
+            if self.trace.reading.sound_grid is None:
+                raise ValueError(f"fill: expected None for a text, whose tokens are deleted, got {fill!r}")
         known = self.trace.losses_of(self.start, self.stop, fill)
         missing = [each.source.positions for each in self.top(k) if each.source.positions not in known]
         model = self.trace.require_model() if missing else None

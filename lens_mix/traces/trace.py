@@ -153,7 +153,7 @@ class Trace:
             return "".join(self.tokens[self.n_prompt + start : self.n_prompt + stop])
         return placed.text[placed.offsets[start][0] : placed.offsets[stop - 1][1]]
 
-    def sources(self, unit: str | None = None) -> list[TextSource]:
+    def sources(self, unit: str | float | None = None) -> list[TextSource]:
         """Return the sources of a unit. Each position of `tokens` belongs to exactly one of them.
 
         Args:
@@ -163,6 +163,7 @@ class Trace:
             ValueError: If the unit is unknown, or needs a text and the prompt was given as tokens.
         """
         unit = self.unit if unit is None else unit
+        unit = unit if isinstance(unit, str) else _name_stretch("unit", unit)
         if read_seconds(unit) is None:
             check_choice("unit", unit, UNITS)
         if unit == "given" and self._groups is None and ("sources", unit) not in self._computed:
@@ -239,19 +240,21 @@ class Trace:
         ends = [key[-2:] for key in self._computed if isinstance(key, tuple) and isinstance(key[-2], int)]
         return [WrittenSpan(self, *each) for each in sorted(set(ends))]
 
-    def losses_of(self, start: int, stop: int, fill: Fill = "silence") -> dict[tuple[int, ...], float]:
+    def losses_of(self, start: int, stop: int, fill: Fill | None = None) -> dict[tuple[int, ...], float]:
         """Return what a written span loses without each source that `verify` measured, in nats.
 
         The keys are the positions of the sources.
         """
-        losses: dict[tuple[int, ...], float] = self._computed.get((_LOSSES[fill], start, stop), {})
+        losses: dict[tuple[int, ...], float] = self._computed.get(
+            (_LOSSES[fill or "silence"], start, stop), {}
+        )
         return losses
 
     def keep_loss(
-        self, start: int, stop: int, positions: tuple[int, ...], loss: float, fill: Fill = "silence"
+        self, start: int, stop: int, positions: tuple[int, ...], loss: float, fill: Fill | None = None
     ) -> None:
         """Keep what a written span loses without a source, as `losses_of` returns it."""
-        self._computed.setdefault((_LOSSES[fill], start, stop), {})[positions] = loss
+        self._computed.setdefault((_LOSSES[fill or "silence"], start, stop), {})[positions] = loss
 
     def scores_of(self, start: int, stop: int) -> Float[Tensor, " key"]:
         """Return the scores of a written span for all tokens; they are computed once."""
@@ -373,7 +376,7 @@ class Trace:
             )
         return dataclasses.replace(self, hops=number)
 
-    def verify(self, k: int = 5, *, fill: Fill = "silence") -> SourceScores:
+    def verify(self, k: int = 5, *, fill: Fill | None = None) -> SourceScores:
         """Return the `k` strongest sources of everything that was written, each measured without it.
 
         It is `t[:].verify(k)`; see `WrittenSpan.verify`.
@@ -700,6 +703,11 @@ def trace(
         alone = read_prompt_alone(model, prompt, text, prepend_bos)
         if sources is None and alone.features is not None:
             unit = name_seconds(_STRETCH)
+        if callable(sources) and alone.features is not None:
+            raise ValueError(
+                "sources: expected a number of seconds, 'token' or groups of positions for a sound, got a "
+                f"function that splits a text, {describe_value(sources)}"
+            )
         notes: list[str] = []
         written = None
         if generate is None:
@@ -815,7 +823,8 @@ def _read_sources(sources: Any, language: str) -> tuple[str, Splitter, Any]:
     if isinstance(sources, numbers.Real) and not isinstance(sources, bool):
         return _name_stretch("sources", sources), split_sentences(language), None
     if isinstance(sources, str):
-        check_choice("sources", sources, [unit for unit in UNITS if unit != "given"])
+        if read_seconds(sources) is None:
+            check_choice("sources", sources, [unit for unit in UNITS if unit != "given"])
         return sources, split_sentences(language), None
     if callable(sources):
         return "sentence", sources, None
