@@ -23,7 +23,7 @@ import io
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -777,15 +777,22 @@ def inputs(model: Any, batch: int = 2, seq: int = 7, seed: int = 1) -> tuple[tup
     return (first,), {"decoder_input": second}
 
 
-def speech_tokenizer() -> Any:
-    """Return a tokenizer of `w6` ... `w49`, whose numbers before 6 are Whisper's special tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def speech_tokenizer(words: Sequence[str] = ()) -> Any:
+    """Return a tokenizer whose numbers before 6 are Whisper's special tokens.
 
-    names = ("<pad>", *(f"<|{name}|>" for name in SPEECH_TOKENS))
+    Args:
+        words: Its other tokens, with GPT-2's mark of a space. None: `w6` ... `w49`, split at spaces.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    names = ["<pad>", *(f"<|{name}|>" for name in SPEECH_TOKENS)]
+    names += words or [f"w{number}" for number in range(len(names), VOCABULARY)]
     vocabulary = {name: number for number, name in enumerate(names)}
-    vocabulary |= {f"w{number}": number for number in range(len(names), VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if words:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
     special = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 

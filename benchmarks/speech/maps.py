@@ -119,7 +119,7 @@ def add_removals(model: Any, half: str, number: int, record: dict[str, Any], spe
 
 def add_gradients(model: Any, half: str, number: int, record: dict[str, Any], speech: Speech) -> None:
     """Add the input gradients of each token, as magnitudes."""
-    for name in ("input_gradients", "gim"):
+    for name in ("input_gradients",):
         if name in record["maps"]:
             continue
         trace = _trace(model, record, speech, name)

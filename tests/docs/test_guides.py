@@ -29,7 +29,7 @@ from tests.docs import guides, how_tos
 from tests.docs.guides import GUIDES, STEPS_WITH_OUTPUT
 from tests.docs.test_how_tos import assert_same_output
 from tests.pictured_models import picture_prompt, pictured
-from tests.tiny_models import available, bridge, toy_tokenizer
+from tests.tiny_models import available, bridge, speech_tokenizer, toy_tokenizer
 
 each_guide = pytest.mark.parametrize("guide", GUIDES)
 
@@ -124,7 +124,10 @@ def test_the_guide_on_pictures_runs(tmp_path: Path) -> None:
     models = {
         "vit": bridge("vit", patch_size=4, num_labels=300),
         "hubert": bridge("hubert"),
+        # One second has fifty frames.
+        "whisper": bridge("whisper", max_source_positions=50),
     }
+    models["whisper"].processor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
     if has_text:
         models["SmolVLM"] = pictured("idefics3", tokenizer=toy_tokenizer())
 
@@ -140,6 +143,7 @@ def test_the_guide_on_pictures_runs(tmp_path: Path) -> None:
     loaders = {
         "Dinov2Model": lambda name: dinov2,
         "AutoImageProcessor": load_processor,
+        "WhisperTokenizer": lambda name, **_: speech_tokenizer(["ĠA", "Ġfine", "Ġday", "."]),
         "AutoProcessor": lambda name: lambda **_: picture_prompt("idefics3"),
     }
 
