@@ -185,6 +185,24 @@ def test_joined_layers_are_products_of_the_parts(model):
     assert joined.scores.shape[-1] == frames + tokens
 
 
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_rollouts_equal_products_of_transformers_attention(model, plain, part):
+    plain.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = plain(
+            input_features=spectrogram_of(model, sound()).double(),
+            decoder_input_ids=torch.tensor([[*FIRST, 10, 20, 30]]),
+            output_attentions=True,
+            use_cache=False,
+        )
+    weights = torch.stack(getattr(out, f"{part}_attentions"))[:, 0].mean(1)
+    product = torch.eye(weights.shape[-1], dtype=torch.float64)
+    for layer in (weights + torch.eye(weights.shape[-1])) / 2:
+        product = layer @ product
+    found = lm.rollout(lm.run(model, (sound(), TEXT), "attention", part=part))
+    torch.testing.assert_close(found.scores[-1], product, atol=1e-9, rtol=0)
+
+
 # ------------------------------------------------------------------ traces
 
 
