@@ -548,6 +548,7 @@ def _convert_whisper(package: Path, folder: Path) -> None:
     state["model.encoder.embed_positions.weight"] = weights["encoder/position_encodings/encodings"]
     vocabulary, d_model = state["model.decoder.embed_tokens.weight"].shape
     settings = json.loads((package / "config.json").read_text())
+    tokenizer = _whisper_tokenizer(package / "tokenizer.json", folder)
     config = WhisperConfig(
         vocab_size=vocabulary,
         d_model=d_model,
@@ -558,6 +559,8 @@ def _convert_whisper(package: Path, folder: Path) -> None:
         encoder_ffn_dim=len(weights["encoder/layer_0/ffn/linear_0/weight"]),
         decoder_ffn_dim=len(weights["decoder/layer_0/ffn/linear_0/weight"]),
         num_mel_bins=state["model.encoder.conv1.weight"].shape[1],
+        decoder_start_token_id=tokenizer.convert_tokens_to_ids("<|startoftranscript|>"),
+        **{f"{name}_token_id": tokenizer.eos_token_id for name in ("bos", "eos", "pad")},
     )
     with _quietly():
         model = WhisperForConditionalGeneration(config)
@@ -567,9 +570,9 @@ def _convert_whisper(package: Path, folder: Path) -> None:
                 f"{WHISPER_PACKAGE}: expected all tensors, got {missing} missing, {unexpected} more"
             )
         model.tie_weights()
-        model.generation_config.alignment_heads = settings["alignment_heads"]
+        model.generation_config.update(alignment_heads=settings["alignment_heads"], is_multilingual=True)
         model.save_pretrained(folder)
-        _whisper_tokenizer(package / "tokenizer.json", folder).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         WhisperFeatureExtractor(feature_size=config.num_mel_bins).save_pretrained(folder)
 
 

@@ -237,9 +237,9 @@ class Explainer:
         source = self.reading.n_source
         if self._part == "cross" and scores.shape[-1] > source:
             # The residual stream is that of the row's own position.
-            places = torch.arange(len(rows)), source + torch.tensor(rows)
             residual, found[:, source] = found[:, source].clone(), 0
-            found[places] = residual
+            for number, row in enumerate(rows):
+                found[number, source + row] = residual[number]
         return found
 
     def _sum_rows(self, mapped: MixingMap, rows: list[int]) -> Float[Tensor, " key"]:
