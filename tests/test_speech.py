@@ -289,6 +289,19 @@ def test_tokens_as_an_answer_begin_with_the_start(model, monkeypatch):
             lm.trace(model, sound(), generate=3)
 
 
+def test_a_text_beside_the_sound_is_refused(model):
+    """It would be neither the answer nor a text before what is written."""
+    tokens = torch.tensor([*FIRST, 10])
+    by_name = {"input_features": spectrogram_of(model, sound()), "decoder_input_ids": tokens}
+    for prompt in ((sound(), TEXT), (sound(), tokens), by_name):
+        for options in ({"answer": TEXT}, {"generate": 2}):
+            with pytest.raises(ValueError, match=r"expected the source alone.*as answer="):
+                lm.trace(model, prompt, **options)
+    t5 = build_or_skip(bridge, "t5", torch.float64)
+    with pytest.raises(ValueError, match=r"expected the source alone.*as answer="):
+        lm.trace(t5, (torch.arange(3, 10), torch.arange(4)), answer=torch.arange(4))
+
+
 def test_what_is_written_ends_where_the_decoders_positions_end(model):
     assert model.cfg.n_ctx == 32
     t = lm.trace(model, sound(), generate=60, stop_at_eos=False)

@@ -285,6 +285,12 @@ def _source_and_target(
     )
 
 
+def has_target(model: TransformerLensModel, model_class: ModelClass, prompt: object) -> bool:
+    """Return whether a prompt gives what the decoder reads, as a pair or by name."""
+    by_name = isinstance(prompt, Mapping) and prompt.get("decoder_input_ids") is not None
+    return by_name or _source_and_target(model, model_class, prompt)[1] is not None
+
+
 def _as_text(prompt: object) -> Any:
     """Return the prompt if it is text, for a map's record; None if it is not."""
     is_text = isinstance(prompt, str) or _is_chat(prompt) or _is_pair_of_strings(prompt)

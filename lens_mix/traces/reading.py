@@ -17,7 +17,7 @@ from lens_mix._classes.model_classes import TransformerLensModel, model_class_of
 from lens_mix._inputs import speech, texts
 from lens_mix._inputs.batches import Prompt
 from lens_mix._inputs.features import Fill, replace_frames
-from lens_mix._inputs.prompts import is_encoder_decoder, read_prompt, tensor_of, vocabulary
+from lens_mix._inputs.prompts import has_target, is_encoder_decoder, read_prompt, tensor_of, vocabulary
 from lens_mix._inputs.token_strings import token_strings
 from lens_mix.arguments import check_dense_tensor, describe_value
 from lens_mix.maps.grid import Grid
@@ -196,8 +196,13 @@ def read_prompt_alone(
 
     Raises:
         TypeError, ValueError: As in `lens_mix.run`.
+        ValueError: If the prompt says what an encoder-decoder's decoder reads.
     """
     given = prompt if text is None else text.text
+    if has_target(model, model_class_of(model), given):
+        raise ValueError(
+            "prompt: expected the source alone, got also the decoder's text; give what was written as answer="
+        )
     if text is not None and text.is_template:
         given = torch.tensor(texts.token_ids(model.tokenizer, text.text), dtype=torch.long, device="cpu")
         prepend_bos = None
