@@ -302,6 +302,19 @@ def test_a_text_beside_the_sound_is_refused(model):
         lm.trace(t5, (torch.arange(3, 10), torch.arange(4)), answer=torch.arange(4))
 
 
+def test_what_the_decoder_reads_can_be_among_the_inputs(model):
+    """Labels are what it predicts, so they would be left out."""
+    inputs = {"input_features": spectrogram_of(model, sound())}
+    tokens = torch.tensor([[*FIRST, 10, 20, 30]])
+    named = lm.run(model, {**inputs, "decoder_input_ids": tokens}, "attention", part="cross")
+    pair = lm.run(model, (inputs, tokens[0]), "attention", part="cross")
+    torch.testing.assert_close(named.scores, pair.scores, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"labels: .*give a pair \(sound, target\)"):
+        lm.run(model, {**inputs, "labels": tokens}, "attention", part="cross")
+    with pytest.raises(ValueError, match="the target was given twice"):
+        lm.run(model, ({**inputs, "decoder_input_ids": tokens}, tokens[0]), "attention", part="cross")
+
+
 def test_what_is_written_ends_where_the_decoders_positions_end(model):
     assert model.cfg.n_ctx == 32
     t = lm.trace(model, sound(), generate=60, stop_at_eos=False)

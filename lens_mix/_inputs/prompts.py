@@ -43,6 +43,11 @@ _NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_
 # These are names of inputs that are pictures, sound or embeddings.
 _NOT_TEXT = re.compile(r"pixel|image|video|audio|speech|input_features|input_values|inputs_embeds")
 
+_LABELS = (
+    "labels: expected a target that the decoder reads, got labels, which it predicts; give a pair "
+    "({source}, target) with the target's text, or decoder_input_ids"
+)
+
 # Positions of these kinds are computed for any length. Learned positions are a table that ends at n_ctx.
 _EXTENSIBLE_POSITIONS = {"alibi", "relative_positional_bias", "none"}
 
@@ -150,10 +155,7 @@ def read_prompt(
             raise ValueError("prompt: the target was given twice, in the pair and as decoder_input_ids")
         target = by_name
     if encoder_decoder and given.pop("labels", None) is not None and target is None:
-        raise ValueError(
-            "labels: expected a target that the decoder reads, got labels, which it predicts; give a pair "
-            "(source, target) with the target's text, or decoder_input_ids"
-        )
+        raise ValueError(_LABELS.format(source="source"))
     if target is None and target_for is not None:
         raise ValueError(
             f"target: expected a pair (source, target) for part={target_for!r}, got the source alone; the "
@@ -201,7 +203,11 @@ def _read_features(
     if not is_encoder_decoder(model, model_class):
         return read_features(model, prompt, device, attention_mask, given)
     features, target = _source_and_target(model, model_class, prompt)
+    if isinstance(features, Mapping):
+        given = {name: features[name] for name in ("decoder_input_ids", "labels") if name in features} | given
     by_name = given.pop("decoder_input_ids", None)
+    if given.pop("labels", None) is not None and target is None and by_name is None:
+        raise ValueError(_LABELS.format(source="sound"))
     if by_name is not None and target is not None:
         raise ValueError("prompt: the target was given twice, in the pair and as decoder_input_ids")
     target = target if by_name is None else by_name
@@ -287,8 +293,11 @@ def _source_and_target(
 
 def has_target(model: TransformerLensModel, model_class: ModelClass, prompt: object) -> bool:
     """Return whether a prompt gives what the decoder reads, as a pair or by name."""
-    by_name = isinstance(prompt, Mapping) and prompt.get("decoder_input_ids") is not None
-    return by_name or _source_and_target(model, model_class, prompt)[1] is not None
+    if not is_encoder_decoder(model, model_class):
+        return False
+    if isinstance(prompt, Mapping):
+        return prompt.get("decoder_input_ids") is not None
+    return _source_and_target(model, model_class, prompt)[1] is not None
 
 
 def _as_text(prompt: object) -> Any:

@@ -201,7 +201,8 @@ def read_prompt_alone(
     given = prompt if text is None else text.text
     if has_target(model, model_class_of(model), given):
         raise ValueError(
-            "prompt: expected the source alone, got also the decoder's text; give what was written as answer="
+            "prompt: expected the source alone, got also what the decoder reads (a pair, or "
+            "decoder_input_ids); give what was written as answer="
         )
     if text is not None and text.is_template:
         given = torch.tensor(texts.token_ids(model.tokenizer, text.text), dtype=torch.long, device="cpu")
