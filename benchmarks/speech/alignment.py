@@ -52,16 +52,18 @@ def _spread_letters(record: dict[str, Any]) -> Stack:
     for own, end in zip(record["words"], ends, strict=True):
         for row, part in zip(own, np.array_split(np.arange(first, round(end)), len(own)), strict=True):
             found[0, row, part] = 1
-            # The middle frame is the strongest.
-            found[0, row, part[len(part) // 2 : len(part) // 2 + 1]] = 1.001
         first = round(end)
     return found
 
 
 def select(stack: Stack, layers: str) -> Stack:
-    """Return the "all", "upper half" or "last" of a stack's layers."""
-    count = len(stack)
-    return stack[{"all": 0, "upper half": count // 2, "last": count - 1}[layers] :]
+    """Return the "all", "lower half", "upper half" or "last" of a stack's layers."""
+    half = len(stack) // 2
+    return (
+        stack[:half]
+        if layers == "lower half"
+        else stack[{"all": 0, "upper half": half, "last": -1}[layers] :]
+    )
 
 
 def crop(stack: Stack, seconds: float) -> Stack:
@@ -83,6 +85,13 @@ def join_like_openai(stack: Stack) -> np.ndarray:
 
 
 JOINS: dict[str, Callable[[Stack], np.ndarray]] = {"mean": join_plainly, "standardized": join_like_openai}
+
+
+def find_strongest(row: np.ndarray) -> float:
+    """Return the strongest frame, the middle one if several are (a removal gives its stretch one score)."""
+    first = int(row.argmax())
+    same = row[first:] == row[first]
+    return first + (len(same) if same.all() else int(same.argmin()) - 1) / 2
 
 
 def warp(matrix: np.ndarray) -> np.ndarray:
@@ -130,7 +139,7 @@ def errors(record: dict[str, Any], name: str, layers: str, join: str, shift: flo
     rows = record["words"]
 
     def strongest(matrix: np.ndarray) -> np.ndarray:
-        return np.array([FRAME * (matrix[own].sum(0).argmax() + 0.5) for own in rows])
+        return np.array([FRAME * (find_strongest(matrix[own].sum(0)) + 0.5) for own in rows])
 
     def inside(times: np.ndarray) -> float:
         return float(((times >= starts) & (times < ends)).mean())
@@ -165,10 +174,23 @@ def in_stretches(record: dict[str, Any], name: str, layers: str) -> dict[str, fl
     ends = [*record["starts"][1:], record["end"]]
     for own, start, end in zip(record["words"], record["starts"], ends, strict=True):
         row = rows[own].mean(0)
-        frame = FRAME * (row.argmax() + 0.5)
+        frame = FRAME * (find_strongest(row) + 0.5)
         sums = np.add.reduceat(row[:count], np.arange(0, count, 10))
         first = 10 * FRAME * sums.argmax()
         found["frame"].append(start <= frame < end)
         found["stretch"].append(first < end and first + 10 * FRAME > start)
         found["outside"].append(row[count:].sum())
     return {key: float(np.mean(values)) for key, values in found.items()}
+
+
+def words_read(record: dict[str, Any], name: str, layers: str) -> dict[str, float]:
+    """Return in how many words the strongest frame of plain means lies in the word, or in the one before."""
+    rows = crop(select(stack_of(record, name), layers), record["samples"] / 16_000).mean(0)
+    edges = [*record["starts"], record["end"]]
+    own, before = [], []
+    for word, tokens in enumerate(record["words"]):
+        time = FRAME * (find_strongest(rows[tokens].sum(0)) + 0.5)
+        own.append(edges[word] <= time < edges[word + 1])
+        if word:
+            before.append(edges[word - 1] <= time < edges[word])
+    return {"own": float(np.mean(own)), "before": float(np.mean(before))}

@@ -15,10 +15,12 @@ from torch import Tensor
 import lens_mix as lm
 from benchmarks.speech.say import Espeak, Speech, add_noise
 from benchmarks.speech.sentences import Sentence, make
+from lens_mix._inputs.speech import find_first_tokens
 
 OUTPUT = Path("outputs/speech")
 # These methods need only passes that all words share.
 METHODS = ("value_norm", "attn_res_ln", "alti", "value_zeroing")
+ROLLOUT = "alti+"
 WINDOW = 0.2  # seconds of a stretch that a removal silences
 
 
@@ -129,6 +131,21 @@ def add_gradients(model: Any, half: str, number: int, record: dict[str, Any], sp
         print(half, number, name, flush=True)
 
 
+def add_rollout(model: Any, half: str, number: int, record: dict[str, Any], speech: Speech) -> None:
+    """Add ALTI+, the rollout of ALTI of encoder and decoder."""
+    if ROLLOUT in record["maps"]:
+        return
+    start = time.time()
+    prompt = (speech.samples, f" {record['sentence']['text']}")
+    joined = lm.aggregation.joint(lm.run(model, prompt, "alti", part="all", progress=None))
+    parts = joined.provenance["joint"]
+    last = lm.rollout(joined).scores[-1, parts["source"] :, : parts["source"]]
+    first, rows = len(find_first_tokens(model)), record["maps"]["heads"].shape[-2]
+    record["maps"][ROLLOUT] = last[None, first - 1 : first - 1 + rows].to(torch.float32).clone()
+    torch.save(record, OUTPUT / half / f"{number}.pt")
+    print(half, number, ROLLOUT, f"{time.time() - start:.0f} s", flush=True)
+
+
 def _trace(model: Any, record: dict[str, Any], speech: Speech, method: str) -> lm.Trace:
     return lm.trace(model, speech.samples, answer=f" {record['sentence']['text']}", method=method)
 
@@ -140,8 +157,8 @@ def records(half: str) -> Iterator[tuple[int, dict[str, Any]]]:
         yield int(path.stem), torch.load(path, weights_only=False)
 
 
-def main(half: str, count: str, removals: str = "0", gradients: str = "0") -> None:
-    """Compute the maps of the first sentences of a half, and for fewer of them removals and gradients."""
+def main(half: str, count: str, removals: str = "0", gradients: str = "0", rollouts: str = "0") -> None:
+    """Compute the maps of the first sentences of a half, and of fewer removals, gradients and rollouts."""
     torch.set_num_threads(1)
     model, espeak = load(), Espeak()
     for number, sentence in enumerate(make(half)):
@@ -154,6 +171,8 @@ def main(half: str, count: str, removals: str = "0", gradients: str = "0") -> No
             add_removals(model, half, number, record, speech)
         if number < int(gradients):
             add_gradients(model, half, number, record, speech)
+        if number < int(rollouts):
+            add_rollout(model, half, number, record, speech)
 
 
 if __name__ == "__main__":

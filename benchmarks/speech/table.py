@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.common import markdown_table
 from benchmarks.input_map.table import interval
-from benchmarks.speech.alignment import BASELINE, JOINS, WITH_END, errors, in_stretches
-from benchmarks.speech.maps import records
+from benchmarks.speech.alignment import BASELINE, JOINS, WITH_END, errors, in_stretches, words_read
+from benchmarks.speech.maps import ROLLOUT, records
 
 RESULT = Path(__file__).parent / "results" / "alignment.md"
 LAYERS = ("all", "upper half", "last")
@@ -24,7 +24,10 @@ LAYERS = ("all", "upper half", "last")
 LAYER_MAPS = ("value_norm", "value_zeroing", "alti", "attention")
 HEADS = ("eight heads", f"eight heads{WITH_END}", "all heads")
 BASELINES = (BASELINE,)
-SLOW = ("removal", "input_gradients", "gim")
+# What is done with these cannot be chosen, so both preparations are reported.
+STANDARDIZED = ", standardized"
+SLOW = ("removal", "input_gradients", ROLLOUT)
+PREPARED = tuple(f"{name}{suffix}" for name in SLOW for suffix in ("", STANDARDIZED))
 NAMES = {
     "attention": "attention, mean over heads",
     "eight heads": "attention, OpenAI's eight heads",
@@ -33,7 +36,9 @@ NAMES = {
     BASELINE: "equal time for each letter",
     "removal": "removal of 0.2 s",
     "input_gradients": "input gradients",
+    ROLLOUT: "ALTI+, rollout of encoder and decoder",
 }
+NAMES |= {f"{name}{STANDARDIZED}": f"{NAMES[name]}{STANDARDIZED}" for name in SLOW}
 REFERENCE = "value_norm"
 Setting = tuple[str, str]
 
@@ -41,10 +46,10 @@ Setting = tuple[str, str]
 def settings_of(name: str) -> list[Setting]:
     """Return the layers and the preparations of a map to choose from."""
     layers = LAYERS if name in LAYER_MAPS else ("all",)
-    if name.startswith("eight heads"):
-        # They are chosen already, and so is what is done with them.
+    if name.startswith("eight heads") or name.endswith(STANDARDIZED):
+        # The heads are chosen already, and so is what is done with them.
         return [("all", "standardized")]
-    joins = ("mean",) if name in (*SLOW, *BASELINES) else tuple(JOINS)
+    joins = ("mean",) if name in (*PREPARED, *BASELINES) else tuple(JOINS)
     return [(one, join) for one in layers for join in joins]
 
 
@@ -59,12 +64,14 @@ class Half:
         """Return the errors of each sentence that has the map."""
         key = name, setting
         if key not in self._known:
-            self._known[key] = [errors(record, name, *setting) for record in self.having(name)]
+            own = name.removesuffix(STANDARDIZED)
+            self._known[key] = [errors(record, own, *setting) for record in self.having(name)]
         return self._known[key]
 
     def having(self, name: str) -> list[dict[str, Any]]:
         """Return the sentences that have a map."""
-        needed = name if name in SLOW else "end" if name.endswith(WITH_END) else "heads"
+        slow = name.removesuffix(STANDARDIZED)
+        needed = slow if slow in SLOW else "end" if name.endswith(WITH_END) else "heads"
         return [record for record in self.records if needed in record["maps"]]
 
     def mean(self, name: str, setting: Setting, metric: str) -> float:
@@ -91,7 +98,7 @@ def cell(values: Sequence[float], digits: int) -> str:
 def rows_of(chosen: Half, reported: Half) -> list[dict[str, str]]:
     """Return a row for each map."""
     rows = []
-    for name in (*LAYER_MAPS, *HEADS, *SLOW, *BASELINES):
+    for name in (*LAYER_MAPS, *HEADS, *PREPARED, *BASELINES):
         if not reported.errors(name, settings_of(name)[0]):
             continue
         frames, times = choose(chosen, name, "inside"), choose(chosen, name, "start")
@@ -99,7 +106,7 @@ def rows_of(chosen: Half, reported: Half) -> list[dict[str, str]]:
         found = reported.errors(name, frames)
         warped = (
             [errors(record, name, *times, shift=shift) for record in reported.having(name)]
-            if name not in SLOW
+            if name not in PREPARED
             else []
         )
         by_time = reported.errors(name, times)
@@ -133,10 +140,23 @@ def plain_rows(reported: Half) -> list[dict[str, str]]:
     return rows
 
 
+def rows_read(reported: Half) -> list[dict[str, str]]:
+    """Return whether the row before a word shows that word or the one before."""
+    rows = []
+    for name in LAYER_MAPS:
+        for layers in ("lower half", "upper half"):
+            found = [words_read(record, name, layers) for record in reported.records]
+            row = {"map": NAMES.get(name, name), "layers": layers, "n": str(len(found))}
+            for key, title in (("own", "in the word"), ("before", "in the word before")):
+                row[title] = cell([each[key] for each in found], 2)
+            rows.append(row)
+    return rows
+
+
 def compare(chosen: Half, reported: Half) -> list[dict[str, str]]:
     """Return the paired differences of each map to the reference."""
     rows = []
-    for name in (*LAYER_MAPS, *HEADS, *SLOW):
+    for name in (*LAYER_MAPS, *HEADS, *PREPARED):
         if name == REFERENCE or not reported.errors(name, settings_of(name)[0]):
             continue
         row = {"map": NAMES.get(name, name)}
@@ -170,9 +190,18 @@ def by_condition(chosen: Half, reported: Half) -> list[dict[str, str]]:
     return rows
 
 
+def require_same(half: Half) -> None:
+    """Raise an error if attn_res_ln is another map than value_norm, which stands for both."""
+    for record in half.records:
+        maps = record["maps"]
+        if not maps["attn_res_ln"].equal(maps["value_norm"]):
+            raise ValueError(f"expected one map, got two of {record['sentence']}; report attn_res_ln, too")
+
+
 def main() -> None:
     """Write the record."""
     chosen, reported = Half("choose"), Half("report")
+    require_same(reported)
     words = sum(len(record["words"]) for record in reported.records)
     text = f"""# Which sound a word was read from
 
@@ -189,8 +218,10 @@ Measured {date.today().isoformat()} with TransformerLens {version("transformer-l
 
 "mean" is the mean over layers or heads. "standardized" is OpenAI's preparation for times: standardized over
 the tokens, a median filter of seven frames, then the mean. Times are by dynamic time warping, with OpenAI's
-steps. "shifted": the mean error of the other half is taken away. Removals and gradients are of fewer
-sentences.
+steps. "shifted": the mean error of the other half is taken away. Removals, gradients and ALTI+ are of fewer
+sentences, with both preparations, because there is nothing to choose on. `alti` is of the cross-attention.
+`attn_res_ln` is not listed: it is the same map as `value_norm` here, because the norm is before the attention
+(no number differs).
 
 {markdown_table(rows_of(chosen, reported))}
 
@@ -200,6 +231,13 @@ The mean of the layers' raw rows, with the frames of padding; nothing was chosen
 strongest 0.2 seconds overlap the word.
 
 {markdown_table(plain_rows(reported))}
+
+## Which word a row shows
+
+The share of words whose strongest frame lies in the word that the row predicts, or in the word before it,
+which the decoder has just read. Plain means of layers without padding.
+
+{markdown_table(rows_read(reported))}
 
 ## Paired differences to {REFERENCE}
 
