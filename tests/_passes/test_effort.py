@@ -113,11 +113,11 @@ def test_the_announced_number_is_about_right(method, low_limit, monkeypatch):
 def test_the_time_of_a_forward_pass_is_measured(low_limit, monkeypatch):
     model = decoder()
     lm.run(model, PROMPT, "attention", progress=None)
-    slow_down(model, monkeypatch, 0.05)
+    slow_down(model, monkeypatch, 0.2)
     sentence = say(model, "gim", queries=[-1])
     each = float(re.search(r"forward passes of ([\d.]+) s", sentence)[1])
-    # The blocks themselves take about a millisecond.
-    assert 0.1 <= each < 0.2
+    # The blocks themselves take about a millisecond, and a busy machine some more.
+    assert 0.4 <= each < 0.6
     assert read_seconds(sentence) == pytest.approx(
         each * (lm.METHODS["gim"].default_cost().passes(24, 1, 2) - 1)
     )
