@@ -59,11 +59,13 @@ def _spread_letters(record: dict[str, Any]) -> Stack:
 def select(stack: Stack, layers: str) -> Stack:
     """Return the "all", "lower half", "upper half" or "last" of a stack's layers."""
     half = len(stack) // 2
-    return (
-        stack[:half]
-        if layers == "lower half"
-        else stack[{"all": 0, "upper half": half, "last": -1}[layers] :]
-    )
+    places = {
+        "all": slice(None),
+        "lower half": slice(half),
+        "upper half": slice(half, None),
+        "last": slice(-1, None),
+    }
+    return stack[places[layers]]
 
 
 def crop(stack: Stack, seconds: float) -> Stack:
@@ -91,7 +93,8 @@ def find_strongest(row: np.ndarray) -> float:
     """Return the strongest frame, the middle one if several are (a removal gives its stretch one score)."""
     first = int(row.argmax())
     same = row[first:] == row[first]
-    return first + (len(same) if same.all() else int(same.argmin()) - 1) / 2
+    count = len(same) if same.all() else int(same.argmin())
+    return first + (count - 1) / 2
 
 
 def warp(matrix: np.ndarray) -> np.ndarray:
