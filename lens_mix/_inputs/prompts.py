@@ -43,11 +43,6 @@ _NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_
 # These are names of inputs that are pictures, sound or embeddings.
 _NOT_TEXT = re.compile(r"pixel|image|video|audio|speech|input_features|input_values|inputs_embeds")
 
-_LABELS = (
-    "labels: expected a target that the decoder reads, got labels, which it predicts; give a pair "
-    "({source}, target) with the target's text, or decoder_input_ids"
-)
-
 # Positions of these kinds are computed for any length. Learned positions are a table that ends at n_ctx.
 _EXTENSIBLE_POSITIONS = {"alibi", "relative_positional_bias", "none"}
 
@@ -149,17 +144,11 @@ def read_prompt(
         prepend_bos = None
     if isinstance(prompt, Mapping):
         prompt, attention_mask, given = read_encoding(prompt, attention_mask, given)
-    by_name = given.pop("decoder_input_ids", None)
-    if by_name is not None:
-        if target is not None:
-            raise ValueError("prompt: the target was given twice, in the pair and as decoder_input_ids")
-        target = by_name
-    if encoder_decoder and given.pop("labels", None) is not None and target is None:
-        raise ValueError(_LABELS.format(source="source"))
-    if target is None and target_for is not None:
+    if encoder_decoder:
+        target = _take_target(given, target, "source", target_for)
+    elif given.pop("decoder_input_ids", None) is not None:
         raise ValueError(
-            f"target: expected a pair (source, target) for part={target_for!r}, got the source alone; the "
-            'target is a string ("" for an empty one), or the decoder\'s tokens from the start token on'
+            f"decoder_input_ids: expected an encoder-decoder, got a {type(model).__name__} without a decoder"
         )
     padded = _tokens(model, prompt, prepend_bos, "prompt")
     real = _real_positions(attention_mask, padded)
@@ -175,17 +164,14 @@ def read_prompt(
         notes += further + note_missing_types(further_inputs(model, model_class), extra)
     else:
         notes += note_missing_pixels(model, tokens)
+    target_tokens: Tensor | None = None
     if encoder_decoder:
         if isinstance(target, str):
             notes += texts.notes_on_target(getattr(model, "tokenizer", None))
-        target = _checked_tokens(model, _target_tokens(model, target), "target")
-        notes += _notes_on_length(model, target, "target")
-    elif target is not None:
-        raise ValueError(
-            f"decoder_input_ids: expected an encoder-decoder, got a {type(model).__name__} without a decoder"
-        )
+        target_tokens = _checked_tokens(model, _target_tokens(model, target), "target")
+        notes += _notes_on_length(model, target_tokens, "target")
     grid = only_grid(pictures)
-    return Prompt(tokens, target, extra, text, notes, pictures, picture_inputs, grid=grid)
+    return Prompt(tokens, target_tokens, extra, text, notes, pictures, picture_inputs, grid=grid)
 
 
 def _read_features(
@@ -205,17 +191,7 @@ def _read_features(
     features, target = _source_and_target(model, model_class, prompt)
     if isinstance(features, Mapping):
         given = {name: features[name] for name in ("decoder_input_ids", "labels") if name in features} | given
-    by_name = given.pop("decoder_input_ids", None)
-    if given.pop("labels", None) is not None and target is None and by_name is None:
-        raise ValueError(_LABELS.format(source="sound"))
-    if by_name is not None and target is not None:
-        raise ValueError("prompt: the target was given twice, in the pair and as decoder_input_ids")
-    target = target if by_name is None else by_name
-    if target is None and target_for is not None:
-        raise ValueError(
-            f"target: expected a pair (sound, target) for part={target_for!r}, got the sound alone; the "
-            "target is a string, or the decoder's tokens from the start token on"
-        )
+    target = _take_target(given, target, "sound", target_for)
     read = read_features(model, features, device, attention_mask, given)
     tokens = _checked_tokens(model, _target_tokens(model, target), "target")
     notes = read.notes + (speech.note_language(model) if isinstance(target, str) else ())
@@ -289,6 +265,35 @@ def _source_and_target(
         f"whose tokenizer joins pairs; {type(model).__name__} is neither; for several prompts use "
         "run_many"
     )
+
+
+def _take_target(given: dict[str, Any], target: object, source: str, target_for: str | None) -> object:
+    """Return what the decoder reads, from the pair or from the inputs, out of which it is taken.
+
+    Args:
+        given: The further inputs by name.
+        target: The target of the pair; None if there is none.
+        source: What the encoder reads, for the errors: "source" or "sound".
+        target_for: The part of the model that needs a target.
+
+    Raises:
+        ValueError: If the target was given twice, as labels, or not at all though a part needs it.
+    """
+    by_name, labels = given.pop("decoder_input_ids", None), given.pop("labels", None)
+    if by_name is not None and target is not None:
+        raise ValueError("prompt: the target was given twice, in the pair and as decoder_input_ids")
+    target = target if by_name is None else by_name
+    if target is None and labels is not None:
+        raise ValueError(
+            "labels: expected a target that the decoder reads, got labels, which it predicts; give a pair "
+            f"({source}, target) with the target's text, or decoder_input_ids"
+        )
+    if target is None and target_for is not None:
+        raise ValueError(
+            f"target: expected a pair ({source}, target) for part={target_for!r}, got the {source} alone; "
+            'the target is a string ("" for an empty one), or the decoder\'s tokens from the start token on'
+        )
+    return target
 
 
 def has_target(model: TransformerLensModel, model_class: ModelClass, prompt: object) -> bool:

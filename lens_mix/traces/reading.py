@@ -329,7 +329,7 @@ def _count_before_text(model: TransformerLensModel, target: Sequence[int], strin
     """Return how many tokens are before a transcript: those up to the start, the language and the task.
 
     Raises:
-        ValueError: If there is no start token.
+        ValueError: If the start token is not among the tokens.
     """
     first = wrapped_config(model, "decoder_start_token_id")
     if first not in target:
