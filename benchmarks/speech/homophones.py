@@ -346,7 +346,7 @@ def has_largest(record: dict[str, Any], word: str, name: str, part: str, layer: 
 
 
 def is_decided_by_text(record: dict[str, Any]) -> bool:
-    """Tell whether reading the other cue reverses the model's preference."""
+    """Return whether the model prefers the other spelling once its text has the other cue."""
     return bool(record["margins"]["other cue read"] < 0)
 
 
@@ -391,6 +391,20 @@ def rows_of_words(
     return rows
 
 
+def rows_of_counts(by_place: dict[str, list[dict[str, Any]]]) -> list[dict[str, str]]:
+    """Return the numbers of sentences for each place of the cue."""
+    return [
+        {
+            "the cue is": place,
+            "example": PAIRS[0][0].replace("The {}", PLACES[place], 1).format(*PAIRS[0][1]),
+            "sentences": str(2 * len(PAIRS)),
+            "spelled rightly": str(len(records)),
+            "decided by the text": str(sum(map(is_decided_by_text, records))),
+        }
+        for place, records in by_place.items()
+    ]
+
+
 def table() -> None:
     """Write the record."""
     everything = stored()
@@ -398,16 +412,6 @@ def table() -> None:
         place: [record for record in found if is_decided_by_text(record)]
         for place, found in everything.items()
     }
-    counts = [
-        {
-            "the cue is": place,
-            "example": PAIRS[0][0].replace("The {}", PLACES[place], 1).format(*PAIRS[0][1]),
-            "sentences": str(2 * len(PAIRS)),
-            "spelled rightly": str(len(everything[place])),
-            "decided by the text": str(len(decided[place])),
-        }
-        for place in PLACES
-    ]
     controls = dict(list(decided.items())[1:])
     heard = [
         {"language": language.capitalize(), "words heard": f"{np.mean(shares):.2f}"}
@@ -432,7 +436,7 @@ Measured {date.today().isoformat()} with TransformerLens {version("transformer-l
 
 "decided by the text": another cue in the decoder's text reverses the preference. Maps are scored on these.
 
-{markdown_table(counts)}
+{markdown_table(rows_of_counts(everything))}
 
 ## What the model uses
 
